@@ -1,0 +1,91 @@
+"""Every collective gradherd uses, each with the bytes this rank sends for it.
+
+Bytes are those of the bandwidth-optimal algorithm, which is what gloo and nccl run for large
+tensors, so figures of different methods compare on equal terms. For R ranks and a tensor of
+b bytes on each: all-reduce 2b(R-1)/R (reduce-scatter, then all-gather of the averaged slices),
+all-gather b(R-1), all-to-all b(R-1)/R, broadcast b (each rank hands it on once).
+A world of one rank sends nothing and needs no process group.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradherd.comm.world import World
+
+
+class Sent(NamedTuple):
+    """What a collective gave back, and the bytes this rank sent for it."""
+
+    value: Tensor
+    bytes: int
+
+
+class SentList(NamedTuple):
+    """What an uneven gather gave back, and the bytes this rank sent for it."""
+
+    value: list[Tensor]
+    bytes: int
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def all_reduce(tensor: Tensor, world: World) -> Sent:
+    """Sum `tensor` over all ranks, in place. The result has the same bits on every rank."""
+    if world.size == 1:
+        return Sent(tensor, 0)
+    dist.all_reduce(tensor, group=world.group)
+    return Sent(tensor, 2 * _nbytes(tensor) * (world.size - 1) // world.size)
+
+
+def all_gather(tensor: Tensor, world: World) -> Sent:
+    """Stack every rank's `tensor`, all of one shape: (...) -> (R, ...)."""
+    if world.size == 1:
+        return Sent(tensor.unsqueeze(0), 0)
+    gathered = tensor.new_empty((world.size, *tensor.shape))
+    # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=world.group)
+    return Sent(gathered, _nbytes(tensor) * (world.size - 1))
+
+
+def all_to_all(tensor: Tensor, world: World) -> Sent:
+    """Send row r of `tensor` (R, ...) to rank r; row i of the result came from rank i."""
+    if len(tensor) != world.size:
+        raise ValueError(f"tensor must have one row per rank ({world.size}), got {len(tensor)}")
+    if world.size == 1:
+        return Sent(tensor, 0)
+    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, tensor.contiguous(), group=world.group)
+    return Sent(received, _nbytes(tensor) * (world.size - 1) // world.size)
+
+
+def broadcast(tensor: Tensor, world: World, *, source: int = 0) -> Sent:
+    """Overwrite `tensor` on every rank with that of rank `source`."""
+    if not 0 <= source < world.size:
+        raise ValueError(f"source must be in [0, {world.size}), got {source}")
+    if world.size == 1:
+        return Sent(tensor, 0)
+    dist.broadcast(tensor, group=world.group, group_src=source)
+    return Sent(tensor, _nbytes(tensor))
+
+
+def all_gather_uneven(tensor: Tensor, world: World) -> SentList:
+    """Return every rank's `tensor`; first dimensions may differ, the others may not.
+
+    Lengths travel first, then each rank pads to the longest with zeros (gloo has no uneven
+    all-gather): two collectives, and one wait for the lengths.
+    """
+    if world.size == 1:
+        return SentList([tensor], 0)
+    length = torch.tensor(len(tensor), device=tensor.device)
+    lengths, length_bytes = all_gather(length, world)
+    sizes = [int(size) for size in lengths.tolist()]
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    rows, row_bytes = all_gather(padded, world)
+    parts = [row[:size] for row, size in zip(rows, sizes, strict=True)]
+    return SentList(parts, length_bytes + row_bytes)

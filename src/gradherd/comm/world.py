@@ -1,0 +1,53 @@
+"""Who takes part in the training: one frozen value, handed over, never looked up."""
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all of them; a test can build any world it likes."""
+
+    rank: int
+    """Number of this process, from 0."""
+    size: int
+    """Number of processes."""
+    group: dist.ProcessGroup | None = None
+    """Process group for collectives; None is torch's default group."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank must be in [0, {self.size}), got {self.rank}")
+
+    @classmethod
+    def single(cls) -> "World":
+        """Return the world of one process.
+
+        >>> World.single()
+        World(rank=0, size=1, group=None)
+        """
+        return cls(rank=0, size=1)
+
+    @classmethod
+    def detect(cls) -> "World":
+        """Return the world this process lives in.
+
+        Ask torch.distributed if it is initialised, else the variables that torchrun sets
+        (a sampler may be built before the process group), else assume one process.
+        """
+        if dist.is_available() and dist.is_initialized():
+            return cls(rank=dist.get_rank(), size=dist.get_world_size())
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+            try:
+                return cls(rank=int(rank), size=int(size))
+            except ValueError as error:
+                raise ValueError(
+                    f"RANK={rank!r} and WORLD_SIZE={size!r} do not name a world: {error}; "
+                    "start with torchrun, or unset both to run on one process"
+                ) from None
+        return cls.single()
