@@ -26,7 +26,12 @@ _WARM = ["torch._dynamo"]
 
 
 def _rank_main(
-    rank: int, fn: Callable[..., Any], size: int, folder: Path, timeout: float, args: tuple[Any]
+    rank: int,
+    fn: Callable[..., Any],
+    size: int,
+    folder: Path,
+    timeout: float,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -43,7 +48,9 @@ def _rank_main(
         raise
 
 
-def _failure(folder: Path, error: mp.ProcessException) -> RuntimeError:
+def _failure(
+    folder: Path, error: mp.ProcessRaisedException | mp.ProcessExitedException
+) -> RuntimeError:
     reports = list(folder.glob("*.error"))
     if reports:
         first = min(reports, key=lambda path: path.stat().st_mtime_ns)
@@ -56,9 +63,7 @@ def _failure(folder: Path, error: mp.ProcessException) -> RuntimeError:
     return RuntimeError(f"rank {error.error_index} died: {ended}")
 
 
-def run_ranks(
-    fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Return `fn(*args)` of every rank, in rank order.
 
     Args:

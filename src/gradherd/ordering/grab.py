@@ -1,0 +1,85 @@
+"""GraB: balance every gradient, centred by the mean of the epoch before.
+
+Lu, Guo, De Sa, "GraB: Finding Provably Better Data Permutations than Random Reshuffling"
+(arXiv:2205.10733). With several workers each one balances its own stream (ID-GraB in
+arXiv:2302.00845): own mean, own running sum, nothing is exchanged.
+
+Letters: b time steps of a call, M workers, D dimension.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradherd.ordering.chance import Chance
+from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.permute import reorder_all
+from gradherd.ordering.rules import Greedy, SignRule
+from gradherd.ordering.signs import Reduce, balance, draws_for
+
+
+@dataclass(frozen=True)
+class GraB:
+    """Mean balance. The first epoch has no mean yet and balances raw gradients."""
+
+    rule: SignRule = field(default_factory=Greedy)
+    """How signs are taken."""
+
+    needs_rows: ClassVar[bool] = True
+    start: ClassVar[Start | None] = None
+
+    def begin(self, memory: Memory, before: Memory | None) -> None:
+        """Take over the mean of the rows seen in the epoch before."""
+        memory.carry = self.rule.start(len(memory.sizes), len(memory.sides), memory.epoch)
+        if before is None:
+            return
+        memory.mean = before.mean
+        if before.total is not None and before.count is not None:
+            # A worker that saw nothing has total 0: its mean is 0, as in the first epoch.
+            memory.mean = before.total / before.count.clamp(min=1).unsqueeze(1).to(before.total)
+
+    def observe(
+        self,
+        memory: Memory,
+        rows: Tensor,
+        seen: Tensor,
+        chance: Chance,
+        reduce: Reduce | None = None,
+    ) -> None:
+        """Give a side to each of the (b, M, D) rows."""
+        steps, workers, dim = rows.shape
+        if memory.running is None or memory.total is None or memory.count is None:
+            memory.running = rows.new_zeros((workers, dim))
+            memory.total = rows.new_zeros((workers, dim))
+            memory.count = torch.zeros(workers, dtype=torch.int64)
+        centred = _masked(rows if memory.mean is None else rows - memory.mean, seen)
+        span = slice(memory.steps, memory.steps + steps)
+        draws = draws_for(self.rule, chance, memory.epoch, len(memory.sides), workers)[span]
+        signed = balance(
+            centred.transpose(0, 1),
+            memory.running,
+            self.rule,
+            draws.T,
+            memory.carry,
+            reduce=reduce,
+        )
+        sides = signed.signs.T * seen  # 0 where the row was not finite, too
+        memory.running, memory.carry = signed.running, signed.carry
+        memory.total = memory.total + _masked(rows, sides != 0).sum(0)
+        memory.count = memory.count + (sides != 0).sum(0)
+        memory.sides[span] = sides
+        memory.steps += steps
+
+    def reorder(
+        self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance
+    ) -> list[Tensor]:
+        """Send each unit to its side."""
+        return reorder_all(orders, memory.sides)
+
+
+def _masked(rows: Tensor, mask: Tensor) -> Tensor:
+    if mask.all():
+        return rows
+    return torch.where(mask.to(rows.device).unsqueeze(-1), rows, 0)

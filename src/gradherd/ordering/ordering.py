@@ -1,0 +1,180 @@
+"""The orders of all workers and how they move from epoch to epoch.
+
+State is global and free of ranks: every rank holds the same table and moves it in the same way,
+so any rank can save it and any number of ranks can load it.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradherd.ordering.chance import Chance
+from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.policy import Policy
+from gradherd.ordering.signs import Reduce
+
+_FORMAT = 1
+
+
+class Ordering:
+    """Every worker's order of its own units, learned from what is observed.
+
+    Reading changes nothing; `observe`, `skip_to` and `end_epoch` move the state.
+    """
+
+    def __init__(
+        self, policy: Policy, sizes: Sequence[int], *, seed: int = 0, start: Start = "random"
+    ) -> None:
+        """Start at epoch 0.
+
+        Args:
+            policy: How orders follow from gradients.
+            sizes: Units of each worker; they may differ.
+            seed: Of all random choices.
+            start: First orders, unless the policy prescribes them.
+        """
+        if not sizes or min(sizes) < 0:
+            raise ValueError(f"sizes must name at least one worker, none below 0, got {sizes}")
+        self.policy = policy
+        self.chance = Chance(seed)
+        self.sizes = tuple(sizes)
+        if (policy.start or start) == "random":
+            self._orders = self.chance.permutations(sizes, epoch=0)
+        else:
+            self._orders = [torch.arange(size) for size in sizes]
+        self._memory = self._fresh_memory(epoch=0, before=None)
+
+    @property
+    def orders(self) -> tuple[Tensor, ...]:
+        """(n_i,) unit ids of worker i in visiting order. Never written in place."""
+        return tuple(self._orders)
+
+    @property
+    def epoch(self) -> int:
+        """Which epoch the orders are for, from 0."""
+        return self._memory.epoch
+
+    @property
+    def steps(self) -> int:
+        """Time steps of this epoch that have been observed or skipped."""
+        return self._memory.steps
+
+    @property
+    def length(self) -> int:
+        """Time steps of an epoch: the units of the longest worker."""
+        return max(self.sizes)
+
+    @property
+    def version(self) -> str:
+        """Short hash of epoch and orders: equal on two ranks iff their tables are."""
+        digest = hashlib.blake2b(f"{self.epoch} {self.sizes}".encode(), digest_size=8)
+        for order in self._orders:
+            digest.update(order.numpy().tobytes())
+        return digest.hexdigest()
+
+    def observe(
+        self, rows: Tensor | None, seen: Tensor | None = None, *, reduce: Reduce | None = None
+    ) -> None:
+        """Learn from the next b time steps.
+
+        Args:
+            rows: (b, M, D) gradient of the unit each worker visited. None only where the policy
+                needs none; then `seen` tells b.
+            seen: (b, M) which rows are real; all by default. Units beyond a worker's own
+                are never counted.
+            reduce: Completes inner products where D is one shard of the columns.
+        """
+        rows, seen = self._checked(rows, seen)
+        if self.steps + len(seen) > self.length:
+            raise RuntimeError(
+                f"observe() of {len(seen)} time steps after {self.steps}: the epoch has only "
+                f"{self.length}; call end_epoch() first"
+            )
+        seen = seen & self._memory.valid(self.steps, len(seen))
+        self.policy.observe(self._memory, rows, seen, self.chance, reduce)
+
+    def _checked(self, rows: Tensor | None, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        workers = len(self.sizes)
+        if rows is None:
+            if self.policy.needs_rows or seen is None:
+                raise ValueError(f"rows must be given to {self.policy}, got None")
+            rows = torch.empty((len(seen), workers, 0))
+        if rows.ndim != 3 or rows.shape[1] != workers:
+            raise ValueError(
+                f"rows must be (steps, {workers} workers, dim), got {tuple(rows.shape)}"
+            )
+        running = self._memory.running
+        if running is not None and running.shape[-1] != rows.shape[-1]:
+            raise ValueError(
+                f"rows must keep their dim {running.shape[-1]} within an epoch, "
+                f"got {rows.shape[-1]}"
+            )
+        if seen is None:
+            seen = torch.ones(rows.shape[:2], dtype=torch.bool)
+        if seen.shape != rows.shape[:2]:
+            raise ValueError(
+                f"seen must be {tuple(rows.shape[:2])} as rows are, got {tuple(seen.shape)}"
+            )
+        # Half precision would lose the small differences that signs are made of.
+        if rows.dtype not in (torch.float32, torch.float64):
+            rows = rows.float()
+        return rows.detach(), seen.cpu()
+
+    def skip_to(self, step: int) -> None:
+        """Pass over the time steps before `step`: units visited there keep their place."""
+        if not self.steps <= step <= self.length:
+            raise RuntimeError(
+                f"skip_to({step}) must be between {self.steps}, the steps passed, and "
+                f"{self.length}, the steps of an epoch"
+            )
+        if step > self.steps:
+            self._memory.pending = self._memory.pending_seen = None
+            self._memory.steps = step
+
+    def restart_epoch(self) -> None:
+        """Forget what was observed in this epoch; its orders stay."""
+        mean, fresh = self._memory.mean, self._fresh_memory(self.epoch, before=None)
+        fresh.mean = mean
+        self._memory = fresh
+
+    def end_epoch(self, next_epoch: int | None = None) -> None:
+        """Adopt the orders that follow from this epoch; units not seen keep their place."""
+        following = self.epoch + 1 if next_epoch is None else next_epoch
+        self._orders = self.policy.reorder(self._orders, self._memory, following, self.chance)
+        self._memory = self._fresh_memory(following, before=self._memory)
+
+    def _fresh_memory(self, epoch: int, before: Memory | None) -> Memory:
+        memory = Memory.empty(self.sizes, epoch)
+        self.policy.begin(memory, before)
+        return memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that decides the future, as tensors, numbers and strings."""
+        return {
+            "format": _FORMAT,
+            "policy": repr(self.policy),
+            "seed": self.chance.seed,
+            "orders": torch.cat(self._orders),
+            "memory": self._memory.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; refuse a state of another run's shape."""
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"state has format {state.get('format')!r}, expected {_FORMAT}")
+        memory = Memory.from_state_dict(state["memory"])
+        for name, theirs, ours in (
+            ("policy", state["policy"], repr(self.policy)),
+            ("seed", state["seed"], self.chance.seed),
+            ("units of each worker", memory.sizes, self.sizes),
+        ):
+            if theirs != ours:
+                raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
+        orders = [order.clone() for order in state["orders"].split(self.sizes)]
+        for worker, order in enumerate(orders):
+            if not torch.equal(order.sort().values, torch.arange(len(order))):
+                raise ValueError(f"state is damaged: worker {worker}'s order is no permutation")
+        self._orders, self._memory = orders, memory

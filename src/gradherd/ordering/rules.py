@@ -1,0 +1,144 @@
+"""Sign rules: plus or minus from an inner product, as pure functions on scalars.
+
+Every rule sees `inner`, the product of the vector with the running sum before it, `square`, the
+vector's squared norm, and `draw`, a uniform number in [-1, 1). All three, and the result, are
+arrays over W independent streams. What a rule must remember within an epoch is its `carry`, a
+(C, W) float64 array that it makes in `start` and returns anew from `decide`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+class SignRule(Protocol):
+    """Decides the sign of one vector per stream. Implementations are frozen and final."""
+
+    chance: ClassVar[bool]
+    """Whether `draw` matters; if not, none are drawn."""
+
+    def start(self, streams: int, total: int, epoch: int) -> Floats:
+        """Return the (C, W) carry for an epoch of `total` vectors per stream."""
+        ...
+
+    def decide(
+        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
+    ) -> tuple[Bools, Floats]:
+        """Return (W,) booleans, True for plus, and the new carry."""
+        ...
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Take the sign that makes the running sum shorter; a tie goes to plus.
+
+    The rule of all published experiments with GraB and CD-GraB. It bounds the sum only by
+    the root of the summed squares in the worst case, and does far better in practice.
+    """
+
+    chance: ClassVar[bool] = False
+
+    def start(self, streams: int, total: int, epoch: int) -> Floats:
+        """Remember nothing."""
+        return np.empty((0, streams))
+
+    def decide(
+        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
+    ) -> tuple[Bools, Floats]:
+        """Plus iff <S, v> <= 0, which is |S + v| <= |S - v|."""
+        return inner <= 0, carry
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Self-balancing walk: plus with probability (1 - <S, v> / a) / 2, a = c max |v|^2.
+
+    Alweiss, Liu, Sawhney, "Discrepancy minimization via a self-balancing walk" (2021): for
+    |v| <= 1 and c = 30 ln(D P / delta) every prefix stays within O(log(D P / delta)) in the
+    maximum norm with probability 1 - delta. Vectors need not be scaled beforehand: the largest
+    squared norm seen so far in the epoch sets the unit.
+    """
+
+    c: float = 30.0
+    """Threshold in units of the largest squared norm. Smaller is greedier."""
+
+    chance: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.c < math.inf:
+            raise ValueError(f"c must be a positive number, got {self.c}")
+
+    def start(self, streams: int, total: int, epoch: int) -> Floats:
+        """Remember the largest squared norm."""
+        return np.zeros((1, streams))
+
+    def decide(
+        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
+    ) -> tuple[Bools, Floats]:
+        """Compare with a random threshold in [-a, a)."""
+        largest = np.maximum(carry[0], square)
+        return inner <= draw * self.c * largest, largest[np.newaxis]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Kernel-halving signs (KH-SGD): a threshold that adapts to the vectors seen.
+
+    "Low-Rank Thinning" (arXiv:2502.12063). For the i-th vector v of epoch e (both from 1), of
+    `total` vectors and `epochs` epochs, with b = |v| and penalty
+    l = ln(4/delta (1 + ln epochs) (1 + ln total) i e), and q kept within the epoch (from 0):
+    r^2 = q l / b^2; if r^2 <= 1: a = b^2 and q = 2 b^2, else a = r b^2 and
+    q += 2 b^2 max(0, l + 1/2 - r) / l. Plus iff <S, v> <= U a, U uniform in [-1, 1).
+    """
+
+    epochs: int = 100
+    """How many epochs the run is planned for; enters by its double logarithm only."""
+    delta: float = 0.5
+    """Probability with which the guarantee may fail."""
+
+    chance: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {self.epochs}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must be in (0, 1), got {self.delta}")
+
+    def start(self, streams: int, total: int, epoch: int) -> Floats:
+        """Remember q, the number of vectors seen, and the penalty's constant factor."""
+        factor = 4 / self.delta * (1 + math.log(self.epochs)) * (1 + math.log(max(1, total)))
+        carry = np.zeros((3, streams))
+        carry[2] = factor * (epoch + 1)
+        return carry
+
+    def decide(
+        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
+    ) -> tuple[Bools, Floats]:
+        """Compare with a random threshold in [-a, a)."""
+        q, seen, factor = carry
+        # A zero vector changes nothing whatever its sign: keep the carry, avoid 0/0.
+        real = square > 0
+        square = np.where(real, square, 1.0)
+        penalty = np.log(factor * (seen + 1))
+        r2 = q * penalty / square
+        r = np.sqrt(r2)
+        small = r2 <= 1
+        threshold = np.where(small, square, r * square)
+        grown = q + 2 * square * np.maximum(0, penalty + 0.5 - r) / penalty
+        after = np.stack([np.where(small, 2 * square, grown), seen + 1, factor])
+        return inner <= draw * threshold, np.where(real, after, carry)
+
+
+SIGN_RULES: dict[str, Callable[[], SignRule]] = {
+    "greedy": Greedy,
+    "walk": Walk,
+    "kernel": Kernel,
+}
+"""Sign rules by name, each with its default settings."""

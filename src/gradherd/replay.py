@@ -1,0 +1,123 @@
+"""Replay a policy on recorded vectors: what orders would it have found, and how good are they?
+
+Letters: M workers, N units of a worker, D dimension, R rounds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradherd.ordering.herding import parallel_herding_bound
+from gradherd.ordering.memory import Start
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.policy import Policy
+
+# Vectors handed to a policy at once: enough to hide call overhead, few enough for the cache.
+_CHUNK = 32_768
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a policy made of the vectors."""
+
+    bounds: list[float]
+    """R + 1 parallel herding bounds, that of the first order included."""
+    orders: list[list[int]]
+    """Unit ids per worker, as the last round left them."""
+
+
+def replay_order(
+    vectors: Tensor,
+    policy: Policy,
+    *,
+    rounds: int,
+    start: Start = "identity",
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Replay:
+    """Let `policy` reorder fixed vectors for some rounds.
+
+    Args:
+        vectors: (M, N, D) gradient of each worker's units; the same in every round.
+        policy: The policy.
+        rounds: How often it reorders.
+        start: First orders, unless the policy prescribes them.
+        seed: Of all random choices.
+        progress: Called with the number of rounds done.
+    """
+    workers, units, _ = vectors.shape
+    ordering = Ordering(policy, [units] * workers, seed=seed, start=start)
+    bounds = [parallel_herding_bound(list(vectors), ordering.orders)]
+    for done in range(rounds):
+        if policy.needs_rows:
+            _show(vectors, ordering)
+        ordering.end_epoch()
+        bounds.append(parallel_herding_bound(list(vectors), ordering.orders))
+        progress(done + 1)
+    return Replay(bounds, [order.tolist() for order in ordering.orders])
+
+
+def _show(vectors: Tensor, ordering: Ordering) -> None:
+    workers, units, _ = vectors.shape
+    visits = torch.stack(ordering.orders, dim=1)  # (N, M) unit visited at each step
+    who = torch.arange(workers)
+    chunk = max(2, _CHUNK // workers)
+    for first in range(0, units, chunk):
+        ordering.observe(vectors[who, visits[first : first + chunk]])
+
+
+def load_vectors(path: Path) -> Tensor:
+    """Read (workers, units, dim) numbers from an .npy file, as float64.
+
+    Raises:
+        ValueError: The file is not such an array; the message says what is wrong with it.
+    """
+    try:
+        # Never pickle: an object array could run code.
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path}: not a .npy file of numbers ({_first_line(error)})") from None
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path}: holds several arrays, expected one .npy array")
+    if array.ndim != 3:
+        raise ValueError(
+            f"{path}: array has shape {array.shape}, expected three axes (workers, units, dim)"
+        )
+    if not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
+        raise ValueError(f"{path}: array holds {array.dtype}, expected numbers")
+    if np.issubdtype(array.dtype, np.complexfloating):
+        raise ValueError(f"{path}: array holds {array.dtype}, expected real numbers")
+    if 0 in array.shape:
+        raise ValueError(f"{path}: array of shape {array.shape} is empty; every axis needs one")
+    vectors = torch.from_numpy(np.asarray(array, dtype=np.float64))
+    bad = (~vectors.isfinite()).nonzero()
+    if len(bad):
+        worker, unit, column = bad[0].tolist()
+        raise ValueError(
+            f"{path}: {len(bad)} values are NaN or infinite, the first at worker {worker}, "
+            f"unit {unit}, column {column}"
+        )
+    return vectors
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def random_vectors(workers: int, units: int, dim: int, seed: int) -> Tensor:
+    """Draw the vectors of the CD-GraB paper's herding study: (M, N, D), float64.
+
+    Gaussian rows scaled to length one, dealt to workers in turn, each worker's own mean taken
+    away. numpy's legacy generator keeps the published draws.
+    """
+    rows = np.random.RandomState(seed).randn(units * workers, dim)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    rows = rows.reshape(units, workers, dim)
+    rows -= rows.mean(axis=0)
+    return torch.from_numpy(np.ascontiguousarray(rows.transpose(1, 0, 2)))
