@@ -37,7 +37,7 @@ def replay_order(
     rounds: int,
     start: Start = "identity",
     seed: int = 0,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Replay:
     """Let `policy` reorder fixed vectors for some rounds.
 
@@ -47,17 +47,17 @@ def replay_order(
         rounds: How often it reorders.
         start: First orders, unless the policy prescribes them.
         seed: Of all random choices.
-        progress: Called with the number of rounds done.
+        progress: Called after each round.
     """
     workers, units, _ = vectors.shape
     ordering = Ordering(policy, [units] * workers, seed=seed, start=start)
     bounds = [parallel_herding_bound(list(vectors), ordering.orders)]
-    for done in range(rounds):
+    for _ in range(rounds):
         if policy.needs_rows:
             _show(vectors, ordering)
         ordering.end_epoch()
         bounds.append(parallel_herding_bound(list(vectors), ordering.orders))
-        progress(done + 1)
+        progress()
     return Replay(bounds, [order.tolist() for order in ordering.orders])
 
 
@@ -95,7 +95,7 @@ def load_vectors(path: Path) -> Tensor:
         raise ValueError(f"{path}: array holds {array.dtype}, expected real numbers")
     if 0 in array.shape:
         raise ValueError(f"{path}: array of shape {array.shape} is empty; every axis needs one")
-    vectors = torch.from_numpy(np.asarray(array, dtype=np.float64))
+    vectors = torch.from_numpy(np.array(array, dtype=np.float64))  # a copy: the map is read-only
     bad = (~vectors.isfinite()).nonzero()
     if len(bad):
         worker, unit, column = bad[0].tolist()

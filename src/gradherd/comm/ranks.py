@@ -81,7 +81,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
     multiprocessing.set_forkserver_preload(_WARM)
     with tempfile.TemporaryDirectory(prefix="gradherd-ranks-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout
-        ranks = mp.start_processes(
+        ranks = mp.start_processes(  # type: ignore[no-untyped-call]
             _rank_main,
             (fn, size, folder, timeout, args),
             size,

@@ -26,7 +26,13 @@ class Ordering:
     """
 
     def __init__(
-        self, policy: Policy, sizes: Sequence[int], *, seed: int = 0, start: Start = "random"
+        self,
+        policy: Policy,
+        sizes: Sequence[int],
+        *,
+        seed: int = 0,
+        start: Start = "random",
+        length: int | None = None,
     ) -> None:
         """Start at epoch 0.
 
@@ -35,17 +41,23 @@ class Ordering:
             sizes: Units of each worker; they may differ.
             seed: Of all random choices.
             start: First orders, unless the policy prescribes them.
+            length: Time steps of an epoch; by default the units of the longest worker. With
+                fewer, the units at the end of a longer order are left out of that epoch.
         """
         if not sizes or min(sizes) < 0:
             raise ValueError(f"sizes must name at least one worker, none below 0, got {sizes}")
         self.policy = policy
         self.chance = Chance(seed)
         self.sizes = tuple(sizes)
+        self.length = max(sizes) if length is None else length
+        if not 0 <= self.length <= max(sizes):
+            raise ValueError(f"length must be in [0, {max(sizes)}], got {length}")
         if (policy.start or start) == "random":
             self._orders = self.chance.permutations(sizes, epoch=0)
         else:
             self._orders = [torch.arange(size) for size in sizes]
         self._memory = self._fresh_memory(epoch=0, before=None)
+        self._version: str | None = None
 
     @property
     def orders(self) -> tuple[Tensor, ...]:
@@ -63,17 +75,14 @@ class Ordering:
         return self._memory.steps
 
     @property
-    def length(self) -> int:
-        """Time steps of an epoch: the units of the longest worker."""
-        return max(self.sizes)
-
-    @property
     def version(self) -> str:
         """Short hash of epoch and orders: equal on two ranks iff their tables are."""
-        digest = hashlib.blake2b(f"{self.epoch} {self.sizes}".encode(), digest_size=8)
-        for order in self._orders:
-            digest.update(order.numpy().tobytes())
-        return digest.hexdigest()
+        if self._version is None:  # Asked for at every batch, changed once an epoch.
+            digest = hashlib.blake2b(f"{self.epoch} {self.sizes}".encode(), digest_size=8)
+            for order in self._orders:
+                digest.update(order.numpy().tobytes())
+            self._version = digest.hexdigest()
+        return self._version
 
     def observe(
         self, rows: Tensor | None, seen: Tensor | None = None, *, reduce: Reduce | None = None
@@ -144,7 +153,12 @@ class Ordering:
         """Adopt the orders that follow from this epoch; units not seen keep their place."""
         following = self.epoch + 1 if next_epoch is None else next_epoch
         self._orders = self.policy.reorder(self._orders, self._memory, following, self.chance)
+        if self.policy.needs_rows:
+            # A unit left out at the end has no feedback and would keep that place for ever:
+            # let it come first instead.
+            self._orders = [order.roll(max(0, len(order) - self.length)) for order in self._orders]
         self._memory = self._fresh_memory(following, before=self._memory)
+        self._version = None
 
     def _fresh_memory(self, epoch: int, before: Memory | None) -> Memory:
         memory = Memory.empty(self.sizes, epoch)
@@ -177,4 +191,4 @@ class Ordering:
         for worker, order in enumerate(orders):
             if not torch.equal(order.sort().values, torch.arange(len(order))):
                 raise ValueError(f"state is damaged: worker {worker}'s order is no permutation")
-        self._orders, self._memory = orders, memory
+        self._orders, self._memory, self._version = orders, memory, None

@@ -91,5 +91,5 @@ def make_policy(name: str, signs: str = "greedy") -> Policy:
         raise ValueError(f"unknown sign rule {signs!r}; known are {', '.join(SIGN_RULES)}")
     make = POLICIES[name]
     if make in (GraB, PairGraB, CDGraB):
-        return make(rule=SIGN_RULES[signs]())  # type: ignore[call-arg]
+        return make(rule=SIGN_RULES[signs]())
     return make()

@@ -1,0 +1,38 @@
+"""How long a call takes, measured fairly."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def seconds(fn: Callable[[], object], device: torch.device, *, at_least: float = 0.3) -> float:
+    """Return the median time of a call: one to warm up, then for `at_least` seconds, 3 or more."""
+    fn()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < at_least:
+        _synchronize(device)
+        begin = time.perf_counter()
+        fn()
+        _synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def peak_bytes(fn: Callable[[], object], device: torch.device) -> int | None:
+    """Return how much memory a call takes on top; None where the device does not tell."""
+    if device.type != "cuda":
+        return None
+    fn()
+    _synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    fn()
+    _synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""One file per command: its options, checked when built, and what it prints."""

@@ -1,0 +1,50 @@
+"""What commands share: usage errors, lists in options, output."""
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+
+class UsageError(ValueError):
+    """The call was wrong: one line that names the option, the value and what is allowed."""
+
+
+def at_least(option: str, value: int, least: int) -> None:
+    """Raise UsageError if a number is too small."""
+    if value < least:
+        raise UsageError(f"{option} must be at least {least}, got {value}")
+
+
+def names(option: str, text: str, allowed: Iterable[str]) -> list[str]:
+    """Split a comma-separated list of names and check each."""
+    known = list(allowed)
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"{option}: unknown {name!r}; known are {', '.join(known)}")
+    if not chosen:
+        raise UsageError(f"{option} must name at least one of {', '.join(known)}")
+    return list(dict.fromkeys(chosen))
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Split a comma-separated list of positive whole numbers; 1e6 is one."""
+    chosen = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        try:
+            value = float(word)
+        except ValueError:
+            value = 0
+        if value < 1 or value != int(value):
+            raise UsageError(f"{option}: {word!r} is not a positive whole number")
+        chosen.append(int(value))
+    if not chosen:
+        raise UsageError(f"{option} must name at least one number, got {text!r}")
+    return chosen
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """Write a result for programs: one JSON object on stdout."""
+    json.dump(result, sys.stdout)
+    print()

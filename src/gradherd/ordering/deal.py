@@ -1,0 +1,78 @@
+"""Which examples make a unit, and which worker a unit belongs to: pure arithmetic.
+
+Unit g is the examples g*u .. g*u+u-1 of the data set and belongs to worker g mod W, for ever:
+data never moves between workers, and the make-up of a unit never changes. Dealing in turn gives
+every worker a fair share of a data set that is sorted by label.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A data set cut into units and dealt to workers."""
+
+    examples: int
+    """Examples in the data set."""
+    unit: int
+    """Examples in a unit."""
+    workers: int
+    """Number of workers."""
+    drop_last: bool
+    """Leave out what does not fill a round of all workers, instead of repeating some."""
+
+    def __post_init__(self) -> None:
+        if self.examples < 1:
+            raise ValueError(f"the data set must hold at least one example, got {self.examples}")
+        if self.drop_last and self.length == 0:
+            raise ValueError(
+                f"drop_last=True leaves nothing of {self.examples} examples for {self.workers} "
+                f"workers with units of {self.unit}; use drop_last=False or a smaller unit"
+            )
+
+    @property
+    def units(self) -> int:
+        """All units; the last may be short, or is left out with `drop_last`."""
+        return self.examples // self.unit if self.drop_last else -(-self.examples // self.unit)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Units of each worker; they differ by one at most.
+
+        >>> Deal(examples=10, unit=3, workers=3, drop_last=False).sizes
+        (2, 1, 1)
+        """
+        return tuple(len(range(worker, self.units, self.workers)) for worker in range(self.workers))
+
+    @property
+    def length(self) -> int:
+        """Units every worker visits in an epoch: ranks must agree on the number of steps."""
+        return min(self.sizes) if self.drop_last else max(self.sizes)
+
+    def indices(self, worker: int, order: Tensor) -> Tensor:
+        """Return the examples that `worker` visits in an epoch, in order.
+
+        A worker short of a unit repeats the first of its order (one without any borrows one);
+        a short unit repeats its own examples, so its gradient keeps their mean.
+
+        Args:
+            worker: Number of the worker.
+            order: (n,) its units in visiting order, counted from 0 within the worker.
+
+        Returns:
+            (length * unit,) indices into the data set.
+
+        >>> deal = Deal(examples=10, unit=3, workers=3, drop_last=False)
+        >>> deal.indices(0, torch.tensor([1, 0])).tolist()
+        [9, 9, 9, 0, 1, 2]
+        >>> deal.indices(1, torch.tensor([0])).tolist()
+        [3, 4, 5, 3, 4, 5]
+        """
+        units = order * self.workers + worker if len(order) else torch.tensor([worker % self.units])
+        units = units.repeat(-(-self.length // len(units)))[: self.length]
+        filled = (self.examples - units * self.unit).clamp(max=self.unit)
+        within = torch.arange(self.unit) % filled.unsqueeze(1)
+        return (units.unsqueeze(1) * self.unit + within).flatten()

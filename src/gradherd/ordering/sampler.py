@@ -1,0 +1,201 @@
+"""The sampler a DataLoader takes: torch's DistributedSampler with a learned order.
+
+Iterating changes nothing. The order of an epoch is fixed when `iter()` is called, so loader
+workers may prefetch as they like; it moves on when the epoch's last gradient is observed, or
+when `set_epoch` names another epoch, whichever comes first.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+
+from gradherd.comm.world import World
+from gradherd.ordering.deal import Deal
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.policy import Policy, make_policy
+
+
+class OrderedSampler(DistributedSampler[Any]):
+    """Hand out each worker's examples in the order its policy found.
+
+    >>> sampler = OrderedSampler(range(6), "d-rr", batch_size=2, world=World.single())
+    >>> sorted(sampler)
+    [0, 1, 2, 3, 4, 5]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        policy: str | Policy,
+        *,
+        batch_size: int,
+        unit: int = 1,
+        seed: int = 0,
+        world: World | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        """Deal the data set to the workers of `world`.
+
+        Args:
+            dataset: Map-style data set, the same on every rank.
+            policy: A name from `POLICIES`, or a policy object.
+            batch_size: Examples in a rank's batch, as given to the DataLoader.
+            unit: Consecutive examples ordered as one: 1 = each for itself, `batch_size` = whole
+                batches (no gradients of single examples needed).
+            seed: Of all random choices; must be equal on all ranks.
+            world: Rank and number of ranks; found out by default.
+            drop_last: Visit equal numbers of units on all ranks by leaving some out (other ones
+                in each epoch) instead of repeating some.
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"dataset must be map-style, with a length, got {type(dataset).__name__}: an order "
+                "cannot be given to a stream"
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not 1 <= unit <= batch_size or batch_size % unit:
+            raise ValueError(f"unit must divide batch_size {batch_size}, got {unit}")
+        world = World.detect() if world is None else world
+        self.deal = Deal(len(dataset), unit, world.size, drop_last)
+        super().__init__(
+            dataset,
+            num_replicas=world.size,
+            rank=world.rank,
+            shuffle=True,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self.world = world
+        self.batch_size = batch_size
+        self.unit = unit
+        self.num_samples = self.deal.length * unit
+        self.total_size = self.num_samples * world.size
+        self.ordering = Ordering(
+            make_policy(policy) if isinstance(policy, str) else policy,
+            self.deal.sizes,
+            seed=seed,
+            length=self.deal.length,
+        )
+        self._resumed = (0, 0)  # epoch, and the position at which its iterators start
+
+    def __iter__(self) -> Iterator[int]:
+        """Return an iterator over this rank's examples in the current order."""
+        if self.ordering.policy.needs_rows:
+            _refuse_unordered_loader()
+        return Pass(self)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def start(self) -> int:
+        """Position at which iterators start: 0, or where a resumed epoch goes on."""
+        epoch, position = self._resumed
+        return position if epoch == self.ordering.epoch else 0
+
+    def indices(self) -> list[int]:
+        """Return the examples this rank visits in the current epoch, in order."""
+        own = self.ordering.orders[self.world.rank]
+        indices: list[int] = self.deal.indices(self.world.rank, own).tolist()
+        return indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Name the epoch that comes next. Naming the current one again changes nothing.
+
+        An epoch that was left early is closed with what was observed of it; units not seen keep
+        their place.
+        """
+        if epoch != self.ordering.epoch:
+            self.ordering.end_epoch(epoch)
+        self.epoch = epoch
+
+    def observe(self, rows: Tensor | None, seen: Tensor | None = None) -> None:
+        """Learn from the next units; arguments as in `Ordering.observe`.
+
+        After the last unit of an epoch the next order is adopted, so forgetting `set_epoch` does
+        not freeze it.
+        """
+        self.ordering.observe(rows, seen)
+        if self.ordering.steps == self.ordering.length:
+            self.ordering.end_epoch()
+            self.epoch = self.ordering.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a cursor of constant size: which epoch, how far, which order.
+
+        Loaders ask for this at every batch and do not copy it. What was learned is in
+        `ordering.state_dict()`: save that with the model, and load it before the cursor.
+        """
+        position = max(self.start, self.ordering.steps * self.unit)
+        return self.cursor(position)
+
+    def cursor(self, position: int) -> dict[str, Any]:
+        """Return the cursor of a position in the current order."""
+        ordering = self.ordering
+        return {"epoch": ordering.epoch, "position": position, "version": ordering.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; iterators start there until the epoch ends."""
+        self.check_cursor(state)
+        self._resumed = (state["epoch"], state["position"])
+
+    def check_cursor(self, state: Mapping[str, Any]) -> None:
+        """Raise if a cursor does not belong to the order at hand."""
+        if not self.ordering.policy.needs_rows:
+            self.set_epoch(state["epoch"])
+        ordering = self.ordering
+        if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):
+            raise RuntimeError(
+                f"this position belongs to order {state['version']} of epoch {state['epoch']}, the "
+                f"sampler holds order {ordering.version} of epoch {ordering.epoch}; load the "
+                "state of its ordering first: sampler.ordering.load_state_dict(...)"
+            )
+        if not 0 <= state["position"] <= len(self):
+            raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
+        self.epoch = ordering.epoch
+
+
+class Pass(Iterator[int]):
+    """One walk through an epoch. The order is the sampler's when the walk began."""
+
+    def __init__(self, sampler: OrderedSampler) -> None:
+        self._sampler = sampler
+        self._indices = sampler.indices()
+        self._order = sampler.cursor(0)
+        self.position = sampler.start
+
+    def __next__(self) -> int:
+        if self.position >= len(self._indices):
+            raise StopIteration
+        self.position += 1
+        return self._indices[self.position - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a cursor of constant size; see `OrderedSampler.state_dict`."""
+        return {**self._order, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the position of `state`."""
+        self._sampler.check_cursor(state)
+        self._indices = self._sampler.indices()
+        self._order = self._sampler.cursor(0)
+        self.position = state["position"]
+
+
+def _refuse_unordered_loader() -> None:
+    """Raise if a DataLoader that delivers batches out of order is asking for this iterator.
+
+    A sampler is not told its loader, so the loader is looked for among the callers.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if getattr(frame.f_locals.get("self"), "_in_order", True) is False:
+            raise ValueError(
+                "DataLoader(in_order=False) delivers batches in another order than the sampler's, "
+                "so gradients would be taken for those of other examples; use in_order=True"
+            )

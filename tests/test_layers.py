@@ -1,0 +1,65 @@
+"""The tree's rule: who may import whom, read from the source itself."""
+
+import ast
+from pathlib import Path
+
+import gradherd
+
+ROOT = Path(gradherd.__file__).parent
+
+# Part of the package -> parts it may import. What is not named here imports nothing of ours.
+ALLOWED = {
+    "comm": {"comm"},
+    "rows": {"rows"},
+    "ordering": {"ordering", "comm"},
+    "replay": {"ordering"},
+    "bench": {"bench", "ordering", "comm", "rows"},
+    "commands": {"commands", "bench", "ordering", "replay"},
+    "cli": {"commands", "__init__"},
+    "__main__": {"cli"},
+    "__init__": {"comm", "ordering"},
+}
+COLLECTIVES = {"all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier"}
+
+
+def part(module: str) -> str:
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradherd":
+            found.add(part(node.module))
+        if isinstance(node, ast.Import):
+            found |= {part(a.name) for a in node.names if a.name.split(".")[0] == "gradherd"}
+    return found
+
+
+def test_imports_follow_the_flow():
+    for path in ROOT.rglob("*.py"):
+        own = path.relative_to(ROOT).with_suffix("").parts[0]
+        extra = imports(path) - ALLOWED.get(own, set())
+        assert not extra, f"{path.relative_to(ROOT)} imports {extra}"
+
+
+def test_the_sampler_sees_the_world_but_no_collective():
+    tree = ast.parse((ROOT / "ordering" / "sampler.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {m for m in modules if m and "comm" in m.split(".")} == {"gradherd.comm.world"}
+
+
+def test_collectives_are_called_in_comm_only():
+    for path in ROOT.rglob("*.py"):
+        if path.relative_to(ROOT).parts[0] == "comm":
+            continue
+        calls = {
+            node.func.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "dist"
+        }
+        assert not calls & COLLECTIVES, path
