@@ -16,7 +16,7 @@ from torch.nn.grad import conv2d_weight
 
 from gradherd.rows import outer
 from gradherd.rows.sketch import count_sketch
-from gradherd.rows.terms import BUDGET, full
+from gradherd.rows.terms import BUDGET, Products, full
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Conv:
         )
         return (outputs * full(self.grads)).flatten(1).sum(1)
 
-    def combine(self, weights: Tensor) -> Tensor:
-        """Return the sum of the gradients, weighted by weights (B,): (N,)."""
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
         inputs, grads = full(self.inputs), full(self.grads)
         total: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
             inputs,
@@ -63,9 +63,9 @@ class Conv:
             self.dilation,
             self.groups,
         )
-        return total.reshape(-1)
+        onto += total.reshape(-1)
 
-    def gram(self) -> Tensor:
+    def gram(self, products: Products) -> Tensor:
         """Return the inner products between examples: (B, B)."""
         channels, positions = self.grads.shape[1], self.grads[0, 0].numel()
         if self.groups == 1 and positions < channels:

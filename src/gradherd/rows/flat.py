@@ -77,7 +77,7 @@ class FlatSpec:
             )
         parts = self.split(vector)
         return {
-            name: part.view(*vector.shape[:-1], *shape)
+            name: part.view((*vector.shape[:-1], *shape))
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
 

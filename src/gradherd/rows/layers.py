@@ -79,7 +79,8 @@ def linear(module: nn.Module, inputs: Tensor, grads: Tensor, batch: Batch, kept:
     if wants(module.weight):
         yield "weight", Outer(left, batch.first(inputs, 1), module.out_features)
     if wants(module.bias):
-        yield "bias", Dense(full(left).sum(1))
+        # With one position nothing is added up, and the Gram matrix sees the shared factor.
+        yield "bias", Dense(left[:, 0] if left.shape[1] == 1 else full(left).sum(1))
 
 
 def embedding(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradherd.rows.sketch import side_sketch, tensor_sketch, token_sketch
-from gradherd.rows.terms import BUDGET, full
+from gradherd.rows.terms import BUDGET, Products, full
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,25 @@ class Outer:
             return _per_example(right @ matrix.T, left)
         return _per_example(left @ matrix, right)
 
-    def combine(self, weights: Tensor) -> Tensor:
-        """Return the sum of the gradients, weighted by weights (B,): (N,)."""
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
         left, right = full_left(self), full(self.right)
         columns = right.shape[-1]
         if self.tokens:
-            sums = right.new_zeros(self.lines, columns)
             scaled = (right * weights[:, None, None]).reshape(-1, columns)
-            return sums.index_add_(0, left.reshape(-1), scaled).view(-1)
+            onto.view(self.lines, columns).index_add_(0, left.reshape(-1), scaled)
+            return
         if self.lines <= columns:
             left = left * weights[:, None, None]
         else:
             right = right * weights[:, None, None]
-        return (left.reshape(-1, self.lines).T @ right.reshape(-1, columns)).view(-1)
+        flat = left.reshape(-1, self.lines).T
+        onto.view(self.lines, columns).addmm_(flat, right.reshape(-1, columns))
 
-    def gram(self) -> Tensor:
+    def gram(self, products: Products) -> Tensor:
         """Return the inner products between examples: (B, B)."""
+        if self.right.shape[1] == 1 and not self.tokens:
+            return products.of(full(self.left)[:, 0]) * products.of(full(self.right)[:, 0])
         return gram([self])
 
     def dense(self) -> Tensor:
@@ -155,14 +158,13 @@ def _gram_by_blocks(terms: Sequence[Outer]) -> Tensor:
 def _gram_by_pairs(terms: Sequence[Outer]) -> Tensor:
     examples = len(terms[0].right)
     positions = max(term.right.shape[1] for term in terms)
-    # The matrix is symmetric: strips of its upper half only, four at least to gain from that.
-    strip = BUDGET // max(1, examples * positions**2)
-    step = max(1, min(strip, -(-examples // 4)))
+    step = max(1, BUDGET // (examples * positions**2))
     total = full(terms[0].right).new_zeros(examples, examples)
     for lo in range(0, examples, step):
         hi = min(examples, lo + step)
         for one in terms:
             for two in terms:
+                # The matrix is symmetric: strips of its upper half do.
                 total[lo:hi, lo:] += _pair_products(one, slice(lo, hi), two, slice(lo, None))
     upper = total.triu()
     return upper + upper.triu(1).T

@@ -35,7 +35,8 @@ def owners(model: nn.Module) -> Iterator[Owner]:
             continue
         seen.add(module)
         closed = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
-        if closed or hasattr(module, "parametrizations"):
+        closed = closed or hasattr(module, "parametrizations")
+        if closed:
             named = dict(module.named_parameters())
             children: list[tuple[str, nn.Module]] = []
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradherd.rows import outer
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.terms import Term
+from gradherd.rows.terms import Products, Term
 
 
 class Rows(Protocol):
@@ -107,9 +107,10 @@ class FactoredRows:
     def gram(self) -> Tensor:
         """Return inner products between rows: (B, B)."""
         total = self.like.new_zeros(self.examples, self.examples)
+        products = Products()
         for terms in self.terms:
             if terms:
-                total += _gram(terms)
+                total += _gram(terms, products)
         return total.mul_(self.scale**2)
 
     def combine(self, weights: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class FactoredRows:
         for terms, part in zip(self.terms, self.spec.split(sums), strict=True):
             for term in terms:
                 for k, weight in enumerate(weights):
-                    part[k] += term.combine(weight)
+                    term.combine(weight, part[k])
         return sums
 
     def dense(self) -> Tensor:
@@ -136,10 +137,10 @@ class FactoredRows:
         return given.to(self.like)
 
 
-def _gram(terms: tuple[Term, ...]) -> Tensor:
+def _gram(terms: tuple[Term, ...], products: Products) -> Tensor:
     """Return the Gram matrix of one parameter with all its uses, cross terms included: (B, B)."""
     if len(terms) == 1:
-        return terms[0].gram()
+        return terms[0].gram(products)
     factored = [term for term in terms if isinstance(term, outer.Outer)]
     if len(factored) == len(terms):
         return outer.gram(factored)

@@ -118,9 +118,10 @@ def side_sketch(side: Tensor, k: int, seed: int, name: str) -> Tensor:
     step = max(1, _CHUNK // k)
     for lo in range(0, size, step):
         hi = min(size, lo + step)
-        matrix = side.new_zeros(hi - lo, k)
-        matrix.scatter_(1, buckets[lo:hi, None], signs[lo:hi, None])
-        part = side[..., lo:hi] @ matrix
+        # Bucket by coordinate, not the other way round: this product is far faster on CPUs.
+        matrix = side.new_zeros(k, hi - lo)
+        matrix.scatter_(0, buckets[None, lo:hi], signs[None, lo:hi])
+        part = side[..., lo:hi] @ matrix.T
         folded = part if folded is None else folded + part
     return side.new_zeros((*side.shape[:-1], k)) if folded is None else folded
 

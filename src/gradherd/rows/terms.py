@@ -18,6 +18,21 @@ BUDGET = 1 << 24
 """Numbers a temporary may hold; larger work is cut into pieces."""
 
 
+class Products:
+    """Remembers x x^T while one Gram matrix is made: a weight and its bias share a factor."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return matrix (B, N) times its transpose: (B, B). The result is not to be changed."""
+        key = (matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype)
+        if key not in self._made:
+            # The matrix is kept too, so that its address is not given to another one.
+            self._made[key] = (matrix, matrix @ matrix.T)
+        return self._made[key][1]
+
+
 class Term(Protocol):
     """The verbs every term knows; each is the same verb on the (B, N) matrix it stands for."""
 
@@ -25,12 +40,12 @@ class Term(Protocol):
         """Return the inner product of each example's gradient with vector (N,): (B,)."""
         ...
 
-    def gram(self) -> Tensor:
-        """Return the inner products between examples: (B, B)."""
+    def gram(self, products: "Products") -> Tensor:
+        """Return the inner products between examples: (B, B). The result is not to be changed."""
         ...
 
-    def combine(self, weights: Tensor) -> Tensor:
-        """Return the sum of the gradients, weighted by weights (B,): (N,)."""
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
         ...
 
     def dense(self) -> Tensor:
@@ -60,14 +75,13 @@ class Dense:
         """Return the inner product of each example's gradient with vector (N,): (B,)."""
         return full(self.grads) @ vector
 
-    def gram(self) -> Tensor:
+    def gram(self, products: Products) -> Tensor:
         """Return the inner products between examples: (B, B)."""
-        grads = full(self.grads)
-        return grads @ grads.T
+        return products.of(full(self.grads))
 
-    def combine(self, weights: Tensor) -> Tensor:
-        """Return the sum of the gradients, weighted by weights (B,): (N,)."""
-        return weights @ full(self.grads)
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        onto += weights @ full(self.grads)
 
     def dense(self) -> Tensor:
         """Return the gradients themselves: (B, N)."""
