@@ -276,6 +276,18 @@ def test_a_graph_sent_back_twice_counts_twice() -> None:
     close(capture.take(BATCH).dense(), 2 * once)
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.PReLU(3)])
+def test_hooks_that_change_inputs_and_outputs(layer: nn.Module) -> None:
+    layer = layer.double()
+    layer.register_forward_pre_hook(lambda module, args: (args[0] ** 3,))
+    layer.register_forward_hook(lambda module, args, out: out.exp())
+    x = numbers(BATCH, 3)
+    expected = loop_over_examples(layer, lambda part: per_example(layer(x[part])), BATCH)
+    capture = Capture(layer)
+    per_example(layer(x)).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+
+
 def test_clear_and_detach_forget() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2)).double()
     capture = Capture(model)

@@ -135,10 +135,13 @@ class Capture:
     def _hook(self, owner: Owner) -> None:
         if owner.rule is None:
             self._handles.append(
-                owner.module.register_forward_pre_hook(partial(self._before, owner))
+                owner.module.register_forward_pre_hook(partial(self._before, owner), prepend=True)
             )
+        # First of all hooks: others may change the output, and rows are about the forward.
         self._handles.append(
-            owner.module.register_forward_hook(partial(self._after, owner), with_kwargs=True)
+            owner.module.register_forward_hook(
+                partial(self._after, owner), prepend=True, with_kwargs=True
+            )
         )
 
     def _before(self, owner: Owner, module: nn.Module, args: Any) -> None:

@@ -202,7 +202,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     """
     for kind, rule in RULES.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
-            if not set(module._parameters) <= {"weight", "bias"} or module._forward_pre_hooks:
+            if not set(module._parameters) <= {"weight", "bias"}:
                 return None
             if getattr(module, "scale_grad_by_freq", False):
                 return None

@@ -87,9 +87,7 @@ def replay(use: Use, parameters: Mapping[str, nn.Parameter], batch: Batch) -> di
     assert use.moment is not None
     _check_unchanged(use, use.moment)
     with _as_it_was(use.module, use.moment), torch.enable_grad():
-        # Hooks before the forward may prepare it (weight normalisation); else go around them all.
-        call = use.module if use.module._forward_pre_hooks else use.module.forward
-        outputs = tree_leaves(call(*use.args, **use.kwargs))
+        outputs = tree_leaves(_forward(use))
     grads = _per_example(
         [outputs[index] for index in use.grads],
         list(use.grads.values()),
@@ -110,6 +108,21 @@ def output_dim(module: nn.Module, index: int, output: Tensor, batch: Batch) -> i
         at_front = (index > 0) != recurrent if index > 0 else module.batch_first
         return Batch(batch.examples, batch.module, 0 if at_front else 1).find(output.shape)
     return batch.find(output.shape)
+
+
+def _forward(use: Use) -> Any:
+    """Repeat a forward with the arguments that hooks had made of the caller's.
+
+    Hooks before it may prepare the module (weight normalisation), so they run; what they make
+    of the arguments is in the use already.
+    """
+    module = use.module
+    for key, hook in module._forward_pre_hooks.items():
+        if key in module._forward_pre_hooks_with_kwargs:
+            hook(module, use.args, use.kwargs)
+        else:
+            hook(module, use.args)
+    return module.forward(*use.args, **use.kwargs)
 
 
 def _check_unchanged(use: Use, then: Moment) -> None:
