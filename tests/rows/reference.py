@@ -1,0 +1,46 @@
+"""The slow, obvious way: one example at a time through the model."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.rows import FlatSpec, Rows
+
+
+def loop_over_examples(
+    model: nn.Module, losses: Callable[[slice], Tensor], examples: int
+) -> Tensor:
+    """Return (B, D) gradients of `losses(slice of one example)`."""
+    spec = FlatSpec.of(model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for i in range(examples):
+        grads = torch.autograd.grad(
+            losses(slice(i, i + 1)).sum(), list(named.values()), allow_unused=True
+        )
+        rows.append(spec.flatten(dict(zip(named, grads, strict=True))))
+    return torch.stack(rows)
+
+
+def batch_gradient(model: nn.Module) -> Tensor:
+    """Return what backward left in the model: (D,)."""
+    return FlatSpec.of(model).flatten({name: p.grad for name, p in model.named_parameters()})
+
+
+def close(one: Tensor, two: Tensor) -> None:
+    """Assert equality to 1e-10, absolute and relative."""
+    torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-10)
+
+
+def check_verbs(rows: Rows, dense: Tensor) -> None:
+    """Assert that rows say in every verb what the (B, D) matrix `dense` says."""
+    examples, size = dense.shape
+    chance = torch.Generator().manual_seed(5)
+    vectors = torch.randn(2, size, generator=chance, dtype=dense.dtype)
+    weights = torch.randn(3, examples, generator=chance, dtype=dense.dtype)
+    assert len(rows) == examples
+    close(rows.dense(), dense)
+    close(rows.dot(vectors), vectors @ dense.T)
+    close(rows.gram(), dense @ dense.T)
+    close(rows.combine(weights), weights @ dense)

@@ -1,0 +1,438 @@
+"""Whole models: shared and tied weights, attention, recurrence, and what users do around them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradherd.rows import Capture, describe
+
+BATCH = 4
+
+
+class Shared(nn.Module):
+    """One linear and one convolution, each called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(self.conv(x).tanh())
+        return self.linear(self.linear(y).tanh())
+
+
+class Tied(nn.Module):
+    """A language model whose output weight is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 7)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(tokens)))
+
+
+class Own(nn.Module):
+    """Parameters of its own, in a list too, around a child with a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, 1, 3))
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
+        self.child = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = torch.cat([self.start.expand(len(x), 1, 3), x], 1)
+        y = self.child(y * self.scales[0])
+        return {"out": y * self.scales[1], "norm": (y * self.scales[0]).sum((1, 2))}
+
+
+class TiedAcrossKinds(nn.Module):
+    """A weight used by a linear layer and by a module of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.cell = nn.RNNCell(3, 3)
+        self.cell.weight_hh = self.linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x[:, 0], self.linear(x[:, 1]))
+
+
+class Last(nn.Module):
+    """A recurrent layer, all of its outputs used, time first or batch first."""
+
+    def __init__(self, layer: nn.RNNBase):
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(layer.hidden_size * (1 + layer.bidirectional), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.layer.batch_first else x.transpose(0, 1)
+        out, state = self.layer(x)
+        out = out if self.layer.batch_first else out.transpose(0, 1)
+        hidden = torch.cat(state) if isinstance(state, tuple) else state
+        return self.head(out).flatten(1).sum(1) + hidden.pow(2).sum((0, 2))
+
+
+class Attend(nn.Module):
+    def __init__(self, batch_first: bool):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.layer.batch_first else x.transpose(0, 1)
+        out, weights = self.layer(x, x.flip(-1), value=x)
+        return (out if self.layer.batch_first else out.transpose(0, 1)) + weights.sum((1, 2))[
+            :, None, None
+        ]
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(7, shape, generator=torch.Generator().manual_seed(8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "shared": (Shared, numbers(BATCH, 2, 3, 5)),
+    "tied": (Tied, tokens(BATCH, 6)),
+    "tied-short": (Tied, tokens(BATCH, 1)),
+    "own": (Own, numbers(BATCH, 2, 3)),
+    "tied-across-kinds": (TiedAcrossKinds, numbers(BATCH, 2, 3)),
+    "weight-norm": (weight_normed, numbers(BATCH, 5, 3)),
+    "lstm": (lambda: Last(nn.LSTM(3, 2, num_layers=2)), numbers(BATCH, 5, 3)),
+    "lstm-batch-first": (
+        lambda: Last(nn.LSTM(3, 2, num_layers=BATCH, batch_first=True)),
+        numbers(BATCH, 5, 3),
+    ),
+    "lstm-square": (lambda: Last(nn.LSTM(3, 2)), numbers(BATCH, 5, 3)),
+    "gru": (lambda: Last(nn.GRU(3, 2, bidirectional=True, batch_first=True)), numbers(BATCH, 5, 3)),
+    "rnn": (lambda: Last(nn.RNN(3, 2)), numbers(BATCH, 5, 3)),
+    "attention": (lambda: Attend(True), numbers(BATCH, 3, 4)),
+    "attention-time-major": (lambda: Attend(False), numbers(BATCH, 3, 4)),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
+        numbers(BATCH, 3, 4),
+    ),
+    "relu-in-place": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(27, 2)
+        ),
+        numbers(BATCH, 2, 5, 5),
+    ),
+}
+
+
+def per_example(out: object) -> Tensor:
+    parts = out.values() if isinstance(out, dict) else [out]
+    return sum(((p.sin() + p * p).reshape(len(p), -1).sum(1) for p in parts), torch.zeros(()))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_equal_a_loop_over_examples(kind: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    make, x = MODELS[kind]
+    model = make().double()
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture = Capture(model)
+    getattr(per_example(model(x)), reduction)().backward()
+    check_verbs(capture.take(BATCH, reduction=reduction), expected)
+    assert capture.uses == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.TransformerEncoderLayer(4, 2, 6, dropout=0.4, batch_first=True),
+        Last(nn.LSTM(3, 2, num_layers=2, dropout=0.5, batch_first=True)),
+        nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
+        nn.Sequential(nn.Conv1d(5, 4, 2), nn.BatchNorm1d(4), nn.ReLU(), nn.PReLU(4)),
+    ],
+    ids=["transformer", "lstm", "mlp", "batch-norm"],
+)
+def test_with_chance_or_batch_statistics_rows_add_up_to_the_batch_gradient(
+    model: nn.Module,
+) -> None:
+    model = model.double().train()
+    width = 4 if isinstance(model, nn.TransformerEncoderLayer) else 3
+    x = numbers(BATCH, 5, width)
+    capture = Capture(model)
+    per_example(model(x)).mean().backward()
+    state = torch.get_rng_state()
+    rows = capture.take(BATCH)
+    assert torch.equal(state, torch.get_rng_state())
+    check_verbs(rows, rows.dense())
+    close(rows.dense().mean(0), batch_gradient(model))
+    assert len(rows.dense().unique(dim=0)) == BATCH
+
+
+def test_the_models_gradients_and_chance_are_untouched() -> None:
+    def run(watch: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Flatten(1),
+            nn.Dropout(0.3),
+            nn.Linear(36, 12),
+            nn.Unflatten(1, (3, 4)),
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True),
+        )
+        capture = Capture(model) if watch else None
+        for _ in range(2):
+            per_example(model(torch.randn(6, 1, 5, 5))).mean().backward()
+            if capture:
+                capture.take(6).dense()
+        buffers = torch.cat([b.flatten().double() for b in model.buffers()])
+        return torch.cat([p.grad.flatten() for p in model.parameters()]), torch.cat(
+            [buffers, torch.get_rng_state().double()]
+        )
+
+    plain, watched = run(False), run(True)
+    assert torch.equal(plain[0], watched[0])
+    assert torch.equal(plain[1], watched[1])
+
+
+def test_frozen_and_unused_parameters() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(3, 3)
+            self.partly = nn.Linear(3, 3)
+            self.unused = nn.Linear(2, 2)
+            self.frozen.requires_grad_(False)
+            self.partly.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.partly(self.frozen(x).tanh()).tanh()
+
+    model = Net().double()
+    x = numbers(BATCH, 3)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture = Capture(model)
+    per_example(model(x)).mean().backward()
+    rows = capture.take(BATCH)
+    assert rows.dense().shape == (BATCH, 9)
+    assert not rows.dense()[:, 3:].any()
+    check_verbs(rows, expected)
+
+
+def test_passes_without_backward_leave_nothing() -> None:
+    model = Tied().double()
+    capture = Capture(model)
+    with torch.no_grad():
+        model(tokens(BATCH, 6))
+    model(tokens(9, 2))
+    assert capture.uses == 0
+    per_example(model(tokens(BATCH, 6))).mean().backward()
+    assert capture.uses == 3
+    with torch.no_grad():
+        model(tokens(3, 6))
+    close(capture.take(BATCH).dense().mean(0), batch_gradient(model))
+
+
+def test_several_backwards_add_up() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.PReLU(4), nn.Linear(4, 2)).double()
+    x, y = numbers(BATCH, 3), numbers(BATCH, 2, 3)[:, 1]
+    expected = loop_over_examples(
+        model, lambda part: per_example(model(x[part])) + per_example(model(y[part])), BATCH
+    )
+    capture = Capture(model)
+    per_example(model(x)).mean().backward()
+    per_example(model(y)).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+
+
+def test_a_graph_sent_back_twice_counts_twice() -> None:
+    model = nn.Linear(3, 2).double()
+    capture = Capture(model)
+    loss = per_example(model(numbers(BATCH, 3))).mean()
+    loss.backward(retain_graph=True)
+    once = capture.take(BATCH).dense()
+    loss.backward(retain_graph=True)
+    close(capture.take(BATCH).dense(), once)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    close(capture.take(BATCH).dense(), 2 * once)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.PReLU(3)])
+def test_hooks_that_change_inputs_and_outputs(layer: nn.Module) -> None:
+    layer = layer.double()
+    layer.register_forward_pre_hook(lambda module, args: (args[0] ** 3,))
+    layer.register_forward_hook(lambda module, args, out: out.exp())
+    x = numbers(BATCH, 3)
+    expected = loop_over_examples(layer, lambda part: per_example(layer(x[part])), BATCH)
+    capture = Capture(layer)
+    per_example(layer(x)).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+
+
+def test_clear_and_detach_forget() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2)).double()
+    capture = Capture(model)
+    per_example(model(numbers(BATCH, 3))).mean().backward()
+    assert capture.uses == 2
+    capture.clear()
+    assert capture.uses == 0
+    assert not capture.take(BATCH).dense().any()
+    capture.detach()
+    per_example(model(numbers(BATCH, 3))).mean().backward()
+    assert capture.uses == 0
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_loss_scale_is_taken_out() -> None:
+    model = nn.Linear(3, 2).double()
+    capture = Capture(model)
+    per_example(model(numbers(BATCH, 3))).mean().backward()
+    plain = capture.take(BATCH).dense()
+    (1024.0 * per_example(model(numbers(BATCH, 3))).mean()).backward()
+    close(capture.take(BATCH, loss_scale=1024.0).dense(), plain)
+
+
+def test_autocast_rows_are_float32_and_close() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(24, 8), nn.PReLU(8), nn.LayerNorm(8)
+    )
+    x = torch.randn(BATCH, 2, 8)
+    capture = Capture(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = per_example(model(x)).mean()
+    loss.backward()
+    rows = capture.take(BATCH)
+    assert rows.dense().dtype == torch.float32
+    torch.testing.assert_close(rows.dense().mean(0), batch_gradient(model), atol=0.03, rtol=0.03)
+    torch.testing.assert_close(rows.gram(), rows.dense() @ rows.dense().T, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    block = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.PReLU(4)).double()
+    head = nn.Linear(4, 2).double()
+    model = nn.Sequential(block, head)
+    x = numbers(BATCH, 3).requires_grad_()
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture = Capture(model)
+    out = head(checkpoint(block, x, use_reentrant=reentrant))
+    per_example(out).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+
+
+def test_time_major_model_with_as_many_steps_as_examples() -> None:
+    model = Last(nn.LSTM(3, 2)).double()
+    x = numbers(BATCH, BATCH, 3)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+
+    class TimeHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+    capture = Capture(model)
+    per_example(model(x)).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+    head = TimeHead().double()
+    expected = loop_over_examples(head, lambda part: per_example(head(x[part])), BATCH)
+    capture = Capture(head, batch_dim=1)
+    per_example(head(x)).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+
+
+def test_errors_say_what_is_wrong() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2))
+    capture = Capture(model)
+    model(torch.randn(BATCH, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"\(4, 2\) in module '.' has the number of examples, 7"):
+        capture.take(7)
+    with pytest.raises(ValueError, match="'mean' or 'sum', got 'max'"):
+        capture.take(BATCH, reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        capture.take(0)
+    with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
+        capture.take(BATCH, loss_scale=0.0)
+    model(torch.randn(BATCH, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"module '1' changed .* before optimizer.step"):
+        capture.take(BATCH)
+    assert capture.uses == 0
+
+
+def test_an_input_changed_in_place_is_named() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    model = Shift()
+    capture = Capture(model)
+    x = torch.randn(BATCH, 3)
+    out = model(x)
+    x.zero_()
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        capture.take(BATCH)
+
+
+def test_packed_sequences_and_compiled_models_are_refused() -> None:
+    layer = nn.LSTM(3, 2)
+    Capture(layer)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 3), torch.randn(2, 3)])
+    with pytest.raises(ValueError, match="PackedSequence"):
+        layer(packed)
+    with pytest.raises(ValueError, match="before compiling"):
+        Capture(torch.compile(nn.Linear(3, 2), backend="eager"))
+    inner = nn.Sequential(nn.Linear(3, 2))
+    inner[0].compile(backend="eager")
+    with pytest.raises(ValueError, match="module '0' is compiled"):
+        Capture(inner)
+
+
+def test_describe_names_the_slow_ones() -> None:
+    assert describe(Own()) == (
+        "rows: 1 module by rule (Linear); 1 replayed, slower: the model itself (Own)"
+    )
+    assert describe(Tied()) == "rows: 3 modules by rule (Embedding, LayerNorm, Linear)"
+
+
+def test_inside_ddp(tmp_path: Path) -> None:
+    model = Tied().double()
+    x = tokens(BATCH, 6)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        capture = Capture(wrapped)
+        per_example(wrapped(x)).mean().backward()
+        check_verbs(capture.take(BATCH), expected)
+        close(batch_gradient(model), expected.mean(0))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,167 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.rows.reference import close
+from torch import Tensor, nn
+
+from gradherd.rows import Capture, count_sketch
+from gradherd.rows.sketch import hashes, side_sketch, table, tensor_sketch, token_sketch
+
+
+def explicit(vectors: Tensor, k: int, seed: int, name: str = "") -> Tensor:
+    """Count sketch one coordinate at a time."""
+    size = vectors.shape[-1]
+    shifts, block_signs = table(seed, f"{name}/block", 0, -(-size // k), k, vectors.device)
+    _, signs = table(seed, f"{name}/column", 0, k, k, vectors.device)
+    folded = vectors.new_zeros((*vectors.shape[:-1], k))
+    for j in range(size):
+        b, c = divmod(j, k)
+        folded[..., (c + int(shifts[b])) % k] += vectors[..., j] * block_signs[b] * signs[c]
+    return folded
+
+
+@given(
+    size=st.integers(0, 60), k=st.integers(1, 9), cut=st.integers(0, 60), seed=st.integers(0, 99)
+)
+@settings(max_examples=60, deadline=None)
+def test_count_sketch_by_slices_is_that_of_the_whole(
+    size: int, k: int, cut: int, seed: int
+) -> None:
+    cut = min(cut, size)
+    vector = torch.randn(size, dtype=torch.float64)
+    whole = count_sketch(vector, k, seed)
+    close(whole, explicit(vector, k, seed))
+    parts = count_sketch(vector[:cut], k, seed) + count_sketch(vector[cut:], k, seed, offset=cut)
+    close(whole, parts)
+
+
+def test_count_sketch_of_several_vectors_at_once() -> None:
+    vectors = torch.randn(3, 2, 50, dtype=torch.float64)
+    for k in (4, 7, 64):
+        close(count_sketch(vectors, k, 1, name="w"), explicit(vectors, k, 1, "w"))
+
+
+def test_tensor_sketch_hashes_every_entry_of_the_outer_product() -> None:
+    left = torch.randn(2, 3, 5, dtype=torch.float64)
+    right = torch.randn(2, 3, 4, dtype=torch.float64)
+    for k in (1, 6, 7):
+        made = tensor_sketch(side_sketch(left, k, 3, "l"), side_sketch(right, k, 3, "r"))
+        one, two = (
+            table(3, "l", 0, 5, k, left.device),
+            table(3, "r", 0, 4, k, left.device),
+        )
+        expected = torch.zeros(2, k, dtype=torch.float64)
+        grads = left.transpose(1, 2) @ right
+        for i in range(5):
+            for j in range(4):
+                at = int(one[0][i] + two[0][j]) % k
+                expected[:, at] += grads[:, i, j] * one[1][i] * two[1][j]
+        close(made, expected)
+
+
+def test_tokens_are_sketched_as_one_hot_lines() -> None:
+    tokens = torch.tensor([[0, 4, 4], [2, 1, 3]])
+    lines = nn.functional.one_hot(tokens, 5).double()
+    close(token_sketch(tokens, 5, 6, 9, "x", torch.float64), side_sketch(lines, 6, 9, "x"))
+
+
+class Net(nn.Module):
+    """One of each kind of term, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1)
+        self.norm = nn.LayerNorm(6)
+        self.slope = nn.PReLU(6)
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.conv(self.embed(tokens).transpose(1, 2))
+        return self.head(self.norm(self.slope(y).transpose(1, 2)))
+
+
+def net_sketch(k: int, seeds: range) -> tuple[Tensor, Tensor]:
+    """Return sketches (seeds, B, k) and the exact Gram matrix (B, B) of one backward."""
+    torch.manual_seed(0)
+    model = Net().double()
+    capture = Capture(model)
+    tokens = torch.randint(9, (4, 5))
+
+    def backward() -> None:
+        model(tokens).tanh().flatten(1).pow(2).sum(1).mean().backward()
+
+    made = []
+    for seed in seeds:
+        backward()
+        made.append(capture.sketch(4, k, seed))
+    backward()
+    return torch.stack(made), capture.take(4).gram()
+
+
+def test_inner_products_are_right_on_average() -> None:
+    sketches, gram = net_sketch(64, range(300))
+    found = sketches @ sketches.transpose(1, 2)
+    error = found.std(0) / 300**0.5
+    assert ((found.mean(0) - gram).abs() < 4.5 * error).all()
+    # And single ones are near: the relative error of a square is about sqrt(2 / k).
+    squares = found.diagonal(dim1=1, dim2=2) / gram.diagonal()
+    assert (squares.std(0) < 2 * (2 / 64) ** 0.5).all()
+
+
+def test_equal_seeds_give_equal_sketches_in_every_process() -> None:
+    code = (
+        "import torch; from gradherd.rows import count_sketch;"
+        "torch.manual_seed(5); print(count_sketch(torch.arange(1000.0), 8, 3, name='w').tolist())"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    }
+    assert runs == {f"{count_sketch(torch.arange(1000.0), 8, 3, name='w').tolist()}\n"}
+    one, two = net_sketch(32, range(2))[0], net_sketch(32, range(2))[0]
+    assert torch.equal(one, two)
+    assert not torch.equal(one[0], one[1])
+
+
+def test_no_global_chance_is_used() -> None:
+    state = torch.get_rng_state()
+    count_sketch(torch.randn(100, generator=torch.Generator()), 7, 11)
+    side_sketch(torch.ones(1, 1, 30), 7, 11, "unseen before")
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_names_and_seeds_give_independent_hashes() -> None:
+    drawn = [hashes(seed, name, 0, 4096) for seed in (0, 1) for name in ("a", "b")]
+    for i, one in enumerate(drawn):
+        bits = ((one & 1) * 2.0 - 1).astype(float)
+        assert abs(bits.mean()) < 5 / 64
+        for two in drawn[:i]:
+            assert abs((bits * ((two & 1) * 2.0 - 1)).mean()) < 5 / 64
+
+
+def test_reduction_and_loss_scale_reach_the_sketch() -> None:
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    capture = Capture(model)
+    model(x).pow(2).sum().backward()
+    summed = capture.sketch(4, 16, 0, reduction="sum")
+    (model(x).pow(2).sum(1).mean() * 8).backward()
+    close(capture.sketch(4, 16, 0, loss_scale=8.0), summed)
+    assert capture.uses == 0
+
+
+def test_a_useless_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        count_sketch(torch.ones(3), 0, 0)
+    with pytest.raises(ValueError, match="k must be at least 1, got -2"):
+        Capture(nn.Linear(2, 2)).sketch(4, -2, 0)
+    with pytest.raises(ValueError, match="offset must not be negative, got -1"):
+        count_sketch(torch.ones(3), 2, 0, offset=-1)
