@@ -13,11 +13,14 @@ ALLOWED = {
     "rows": {"rows"},
     "ordering": {"ordering", "comm"},
     "replay": {"ordering"},
-    "bench": {"bench", "ordering", "comm", "rows"},
+    "bench": {"bench", "attach", "ordering", "comm", "rows"},
     "commands": {"commands", "bench", "ordering", "replay"},
     "cli": {"commands", "__init__"},
     "__main__": {"cli"},
-    "__init__": {"comm", "ordering"},
+    "feeds": {"rows", "ordering", "comm"},
+    "ride": {"feeds", "ordering", "comm"},
+    "attach": {"feeds", "ride", "rows", "ordering", "comm"},
+    "__init__": {"attach", "comm", "ordering", "rows"},
 }
 COLLECTIVES = {"all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier"}
 

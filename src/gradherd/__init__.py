@@ -1,5 +1,7 @@
 """Distributed PyTorch training in fewer epochs and fewer bytes."""
 
+from gradherd.attach import Herd as Herd
+from gradherd.attach import attach as attach
 from gradherd.comm.world import World as World
 from gradherd.ordering.cd_grab import CDGraB as CDGraB
 from gradherd.ordering.grab import GraB as GraB
@@ -9,5 +11,8 @@ from gradherd.ordering.rules import Greedy as Greedy
 from gradherd.ordering.rules import Kernel as Kernel
 from gradherd.ordering.rules import Walk as Walk
 from gradherd.ordering.sampler import OrderedSampler as OrderedSampler
+from gradherd.rows.settings import BatchRows as BatchRows
+from gradherd.rows.settings import ExactRows as ExactRows
+from gradherd.rows.settings import SketchRows as SketchRows
 
 __version__ = "0.1.0.dev0"

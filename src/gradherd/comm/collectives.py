@@ -15,6 +15,9 @@ from torch import Tensor
 
 from gradherd.comm.world import World
 
+# torch 2.13 renamed it and warns of the old name.
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class Sent(NamedTuple):
     """What a collective gave back, and the bytes this rank sent for it."""
@@ -30,6 +33,21 @@ class SentList(NamedTuple):
     bytes: int
 
 
+class Flight(NamedTuple):
+    """A collective under way: `value` is valid after `wait()`, the bytes are known at once."""
+
+    value: Tensor
+    bytes: int
+    work: dist.Work | None
+    """None where nothing had to travel."""
+
+    def wait(self) -> Tensor:
+        """Return the result when it is there."""
+        if self.work is not None:
+            self.work.wait()
+        return self.value
+
+
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -42,25 +60,50 @@ def all_reduce(tensor: Tensor, world: World) -> Sent:
     return Sent(tensor, 2 * _nbytes(tensor) * (world.size - 1) // world.size)
 
 
+def all_reduce_start(tensor: Tensor, world: World) -> Flight:
+    """Begin to sum `tensor` over all ranks, in place."""
+    if world.size == 1:
+        return Flight(tensor, 0, None)
+    work = dist.all_reduce(tensor, group=world.group, async_op=True)
+    return Flight(tensor, 2 * _nbytes(tensor) * (world.size - 1) // world.size, work)
+
+
 def all_gather(tensor: Tensor, world: World) -> Sent:
     """Stack every rank's `tensor`, all of one shape: (...) -> (R, ...)."""
+    flight = all_gather_start(tensor, world)
+    return Sent(flight.wait(), flight.bytes)
+
+
+def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None) -> Flight:
+    """Begin an all-gather, into the contiguous (R, ...) `out` where given.
+
+    Every rank must begin its collectives in the same order.
+    """
+    if out is None:
+        out = tensor.new_empty((world.size, *tensor.shape))
     if world.size == 1:
-        return Sent(tensor.unsqueeze(0), 0)
-    gathered = tensor.new_empty((world.size, *tensor.shape))
+        out.copy_(tensor.unsqueeze(0))
+        return Flight(out, 0, None)
     # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
-    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=world.group)
-    return Sent(gathered, _nbytes(tensor) * (world.size - 1))
+    work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
+    return Flight(out, _nbytes(tensor) * (world.size - 1), work)
 
 
 def all_to_all(tensor: Tensor, world: World) -> Sent:
     """Send row r of `tensor` (R, ...) to rank r; row i of the result came from rank i."""
+    flight = all_to_all_start(tensor, world)
+    return Sent(flight.wait(), flight.bytes)
+
+
+def all_to_all_start(tensor: Tensor, world: World) -> Flight:
+    """Begin an all-to-all; `tensor` must stay as it is until it has arrived."""
     if len(tensor) != world.size:
         raise ValueError(f"tensor must have one row per rank ({world.size}), got {len(tensor)}")
     if world.size == 1:
-        return Sent(tensor, 0)
+        return Flight(tensor.clone(), 0, None)
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, tensor.contiguous(), group=world.group)
-    return Sent(received, _nbytes(tensor) * (world.size - 1) // world.size)
+    work = dist.all_to_all_single(received, tensor.contiguous(), group=world.group, async_op=True)
+    return Flight(received, _nbytes(tensor) * (world.size - 1) // world.size, work)
 
 
 def broadcast(tensor: Tensor, world: World, *, source: int = 0) -> Sent:
@@ -80,7 +123,7 @@ def all_gather_uneven(tensor: Tensor, world: World) -> SentList:
     all-gather): two collectives, and one wait for the lengths.
     """
     if world.size == 1:
-        return SentList([tensor], 0)
+        return SentList([tensor.clone()], 0)
     length = torch.tensor(len(tensor), device=tensor.device)
     lengths, length_bytes = all_gather(length, world)
     sizes = [int(size) for size in lengths.tolist()]

@@ -12,8 +12,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,27 @@ def _rank_main(
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        # Under another name first: a peer's failure may end this process in mid-write.
+        draft = folder / f"{rank}.draft"
+        draft.write_text(f"{time.monotonic_ns()}\n{traceback.format_exc()}")
+        draft.rename(folder / f"{rank}.error")
         raise
 
 
-def _failure(
-    folder: Path, error: mp.ProcessRaisedException | mp.ProcessExitedException
-) -> RuntimeError:
-    reports = list(folder.glob("*.error"))
-    if reports:
-        first = min(reports, key=lambda path: path.stat().st_mtime_ns)
-        return RuntimeError(f"rank {first.stem} failed:\n{first.read_text()}")
-    # No report: the process ended without Python's knowledge (a signal, os._exit).
-    code = getattr(error, "exit_code", None)
-    ended = (
-        signal.Signals(-code).name if isinstance(code, int) and code < 0 else f"exit code {code}"
-    )
-    return RuntimeError(f"rank {error.error_index} died: {ended}")
+def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RuntimeError:
+    """Say which rank failed first; its peers fail too, but only because it went away."""
+    for rank, process in enumerate(processes):
+        told = any((folder / f"{rank}.{kind}").exists() for kind in ("pt", "error"))
+        # SIGTERM is how the launcher ends the peers of a failed rank.
+        if not told and process.exitcode not in (None, -signal.SIGTERM):
+            code = process.exitcode
+            ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return RuntimeError(f"rank {rank} died: {ended}")
+    reports = [(path.stem, *path.read_text().split("\n", 1)) for path in folder.glob("*.error")]
+    if not reports:
+        return RuntimeError("a rank ended without a result and without a reason")
+    rank_name, _, report = min(reports, key=lambda found: int(found[1]))
+    return RuntimeError(f"rank {rank_name} failed:\n{report}")
 
 
 def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -92,16 +97,20 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
         try:
             while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
-                    busy = [i for i, process in enumerate(ranks.processes) if process.is_alive()]
+                    busy = [r for r in range(size) if not (folder / f"{r}.pt").exists()]
                     raise TimeoutError(
                         f"{getattr(fn, '__name__', fn)} on {size} ranks: not done after "
                         f"{timeout:g} s, ranks {busy} still busy"
                     )
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise _failure(folder, error) from None
+        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+            for process in ranks.processes:
+                process.join(timeout=5)
+            raise _failure(folder, ranks.processes) from None
         finally:
             for process in ranks.processes:
                 process.kill()
                 process.join()
+        if not all((folder / f"{rank}.pt").exists() for rank in range(size)):
+            raise _failure(folder, ranks.processes)
         # Our own ranks wrote these files a moment ago into a private folder.
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]

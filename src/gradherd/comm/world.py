@@ -51,3 +51,14 @@ class World:
                     "start with torchrun, or unset both to run on one process"
                 ) from None
         return cls.single()
+
+    def side_channel(self) -> "World":
+        """Return the same world with a gloo group of its own, for numbers on the host.
+
+        Collectives of a thread beside the training loop must not get among the loop's own. All
+        ranks must call it at the same point.
+        """
+        if self.size == 1:
+            return self
+        ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+        return World(self.rank, self.size, dist.new_group(ranks, backend="gloo"))

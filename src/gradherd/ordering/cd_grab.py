@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradherd.ordering.chance import Chance
+from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.pair_grab import sign_pairs
 from gradherd.ordering.permute import reorder_all
@@ -38,7 +39,7 @@ class CDGraB:
     def observe(
         self,
         memory: Memory,
-        rows: Tensor,
+        rows: Tensor | LinearRows,
         seen: Tensor,
         chance: Chance,
         reduce: Reduce | None = None,

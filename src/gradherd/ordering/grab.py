@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.ordering.chance import Chance
+from gradherd.ordering.linear import LinearRows, Mixed, balance_linear
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.rules import Greedy, SignRule
@@ -37,18 +38,22 @@ class GraB:
             return
         memory.mean = before.mean
         if before.total is not None and before.count is not None:
-            # A worker that saw nothing has total 0: its mean is 0, as in the first epoch.
-            memory.mean = before.total / before.count.clamp(min=1).unsqueeze(1).to(before.total)
+            count = before.count.unsqueeze(1).to(before.total)
+            old = torch.zeros_like(before.total) if before.mean is None else before.mean
+            memory.mean = torch.where(count > 0, before.total / count.clamp(min=1), old)
 
     def observe(
         self,
         memory: Memory,
-        rows: Tensor,
+        rows: Tensor | LinearRows,
         seen: Tensor,
         chance: Chance,
         reduce: Reduce | None = None,
     ) -> None:
         """Give a side to each of the (b, M, D) rows."""
+        if not isinstance(rows, Tensor):
+            self._observe_linear(memory, rows, chance)
+            return
         steps, workers, dim = rows.shape
         if memory.running is None or memory.total is None or memory.count is None:
             memory.running = rows.new_zeros((workers, dim))
@@ -71,6 +76,25 @@ class GraB:
         memory.count = memory.count + (sides != 0).sum(0)
         memory.sides[span] = sides
         memory.steps += steps
+
+    def _observe_linear(self, memory: Memory, rows: LinearRows, chance: Chance) -> None:
+        """Do the same for one worker whose rows are not formed."""
+        count = len(rows)
+        total = rows.combine(torch.ones(1, count))
+        if memory.running is None or memory.total is None or memory.count is None:
+            memory.running, memory.total = torch.zeros_like(total), torch.zeros_like(total)
+            memory.count = torch.zeros(1, dtype=torch.int64)
+        mean = total.new_zeros(0, total.shape[1]) if memory.mean is None else memory.mean
+        vectors = Mixed(rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean)))
+        span = slice(memory.steps, memory.steps + count)
+        draws = draws_for(self.rule, chance, memory.epoch, len(memory.sides), 1)[span]
+        signed = balance_linear(vectors, memory.running, self.rule, draws.T, memory.carry)
+        memory.running, memory.carry = signed.running, signed.carry
+        if signed.signs.all():  # all or none are taken
+            memory.total = memory.total + total
+            memory.count = memory.count + count
+        memory.sides[span] = signed.signs.T
+        memory.steps += count
 
     def reorder(
         self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance

@@ -41,7 +41,7 @@ def parallel_herding_bound(vectors: Sequence[Tensor], orders: Sequence[Tensor]) 
         return 0.0
     # float64 throughout: a bound of 2 may stand on a million summands.
     mean = torch.stack([own.double().sum(0) for own in vectors]).sum(0) / count
-    steps = torch.zeros((max(len(own) for own in vectors), len(mean)), dtype=torch.float64)
+    steps = mean.new_zeros((max(len(own) for own in vectors), len(mean)))
     for own, order in zip(vectors, orders, strict=True):
         steps[: len(order)] += own[order].double() - mean
     return float(steps.cumsum(0).abs().max())

@@ -54,6 +54,18 @@ class Memory:
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
+    def meet(self, rows: Tensor) -> Tensor:
+        """Move what is kept to the rows' device (a state may be loaded elsewhere); return rows.
+
+        Numbers keep the precision that the epoch began with.
+        """
+        for name in COLUMNS:
+            kept = getattr(self, name)
+            if kept is not None:
+                setattr(self, name, kept.to(rows.device))
+                rows = rows.to(kept.dtype)
+        return rows
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything, as tensors and numbers."""
         state: dict[str, Any] = {
@@ -72,14 +84,19 @@ class Memory:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Memory":
         """Return the memory that `state_dict` described."""
+        missing = {"sizes", "epoch", "steps", "sides", "carry"} - state.keys()
+        if missing:
+            raise ValueError(f"state is damaged: its memory has no {', '.join(sorted(missing))}")
         return cls(
             sizes=tuple(state["sizes"]),
             epoch=state["epoch"],
             steps=state["steps"],
-            sides=state["sides"].clone(),
-            carry=state["carry"].numpy().copy(),
+            sides=state["sides"].cpu().clone(),
+            carry=state["carry"].cpu().numpy().copy(),
             **{name: state[name].clone() for name in _OPTIONAL if name in state},
         )
 
 
-_OPTIONAL = ("running", "pending", "pending_seen", "total", "count", "mean")
+COLUMNS = ("running", "pending", "total", "mean")
+"""What has one column for each number of a row."""
+_OPTIONAL = (*COLUMNS, "pending_seen", "count")

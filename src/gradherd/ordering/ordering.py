@@ -5,14 +5,15 @@ so any rank can save it and any number of ranks can load it.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradherd.ordering.chance import Chance
-from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.linear import LinearRows
+from gradherd.ordering.memory import COLUMNS, Memory, Start
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.signs import Reduce
 
@@ -48,7 +49,7 @@ class Ordering:
             raise ValueError(f"sizes must name at least one worker, none below 0, got {sizes}")
         self.policy = policy
         self.chance = Chance(seed)
-        self.sizes = tuple(sizes)
+        self.sizes = tuple(int(size) for size in sizes)
         self.length = max(sizes) if length is None else length
         if not 0 <= self.length <= max(sizes):
             raise ValueError(f"length must be in [0, {max(sizes)}], got {length}")
@@ -85,52 +86,64 @@ class Ordering:
         return self._version
 
     def observe(
-        self, rows: Tensor | None, seen: Tensor | None = None, *, reduce: Reduce | None = None
+        self,
+        rows: Tensor | LinearRows | None,
+        seen: Tensor | None = None,
+        *,
+        reduce: Reduce | None = None,
     ) -> None:
         """Learn from the next b time steps.
 
         Args:
-            rows: (b, M, D) gradient of the unit each worker visited. None only where the policy
-                needs none; then `seen` tells b.
+            rows: (b, M, D) gradient of the unit each worker visited. With one worker also b
+                rows that are not formed. None only where the policy needs none; then `seen`
+                tells b.
             seen: (b, M) which rows are real; all by default. Units beyond a worker's own
                 are never counted.
             reduce: Completes inner products where D is one shard of the columns.
         """
-        rows, seen = self._checked(rows, seen)
+        seen = self._checked(rows, seen)
         if self.steps + len(seen) > self.length:
             raise RuntimeError(
                 f"observe() of {len(seen)} time steps after {self.steps}: the epoch has only "
                 f"{self.length}; call end_epoch() first"
             )
+        if rows is None:
+            rows = torch.empty((*seen.shape, 0))
+        elif isinstance(rows, Tensor):
+            # Half precision would lose the small differences that signs are made of.
+            exact = rows.dtype in (torch.float32, torch.float64)
+            rows = rows.detach() if exact else rows.detach().float()
+            rows = self._memory.meet(rows)
         seen = seen & self._memory.valid(self.steps, len(seen))
         self.policy.observe(self._memory, rows, seen, self.chance, reduce)
 
-    def _checked(self, rows: Tensor | None, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        workers = len(self.sizes)
+    def _checked(self, rows: Tensor | LinearRows | None, seen: Tensor | None) -> Tensor:
+        workers, kept = len(self.sizes), (self._memory.running, self._memory.mean)
         if rows is None:
             if self.policy.needs_rows or seen is None:
                 raise ValueError(f"rows must be given to {self.policy}, got None")
-            rows = torch.empty((len(seen), workers, 0))
+            return seen.cpu()
+        if not isinstance(rows, Tensor):
+            if workers > 1 or seen is not None:
+                raise ValueError(f"rows that are not formed are for one worker, got {workers}")
+            return torch.ones((len(rows), 1), dtype=torch.bool)
         if rows.ndim != 3 or rows.shape[1] != workers:
             raise ValueError(
                 f"rows must be (steps, {workers} workers, dim), got {tuple(rows.shape)}"
             )
-        running = self._memory.running
-        if running is not None and running.shape[-1] != rows.shape[-1]:
-            raise ValueError(
-                f"rows must keep their dim {running.shape[-1]} within an epoch, "
-                f"got {rows.shape[-1]}"
-            )
+        for known in kept:
+            if known is not None and known.shape[-1] != rows.shape[-1]:
+                raise ValueError(
+                    f"rows must keep their dim {known.shape[-1]}, got {rows.shape[-1]}"
+                )
         if seen is None:
-            seen = torch.ones(rows.shape[:2], dtype=torch.bool)
+            return torch.ones(rows.shape[:2], dtype=torch.bool)
         if seen.shape != rows.shape[:2]:
             raise ValueError(
                 f"seen must be {tuple(rows.shape[:2])} as rows are, got {tuple(seen.shape)}"
             )
-        # Half precision would lose the small differences that signs are made of.
-        if rows.dtype not in (torch.float32, torch.float64):
-            rows = rows.float()
-        return rows.detach(), seen.cpu()
+        return seen.cpu()
 
     def skip_to(self, step: int) -> None:
         """Pass over the time steps before `step`: units visited there keep their place."""
@@ -165,6 +178,13 @@ class Ordering:
         self.policy.begin(memory, before)
         return memory
 
+    def map_columns(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every (D,) row in memory: the columns of later rows are others."""
+        for name in COLUMNS:
+            kept = getattr(self._memory, name)
+            if kept is not None:
+                setattr(self._memory, name, torch.stack([change(row) for row in kept]))
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides the future, as tensors, numbers and strings."""
         return {
@@ -179,6 +199,9 @@ class Ordering:
         """Continue where `state_dict` was taken; refuse a state of another run's shape."""
         if state.get("format") != _FORMAT:
             raise ValueError(f"state has format {state.get('format')!r}, expected {_FORMAT}")
+        missing = {"policy", "seed", "orders", "memory"} - state.keys()
+        if missing:
+            raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
         memory = Memory.from_state_dict(state["memory"])
         for name, theirs, ours in (
             ("policy", state["policy"], repr(self.policy)),
@@ -187,7 +210,11 @@ class Ordering:
         ):
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
-        orders = [order.clone() for order in state["orders"].split(self.sizes)]
+        if len(state["orders"]) != sum(self.sizes):
+            raise ValueError(
+                f"state is damaged: it orders {len(state['orders'])} units, not {sum(self.sizes)}"
+            )
+        orders = [order.long().clone() for order in state["orders"].split(self.sizes)]
         for worker, order in enumerate(orders):
             if not torch.equal(order.sort().values, torch.arange(len(order))):
                 raise ValueError(f"state is damaged: worker {worker}'s order is no permutation")

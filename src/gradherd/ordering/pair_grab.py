@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradherd.ordering.chance import Chance
+from gradherd.ordering.linear import LinearRows, Mixed, balance_linear
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.rules import Greedy, SignRule
@@ -39,7 +40,9 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
     A pair is what is visited at time steps 2k and 2k+1. A row at an even step whose partner is
     yet to come is copied into `memory.pending`: the caller may reuse its buffer.
     """
-    if memory.steps % 2 and memory.pending is None:  # Its partner was skipped: no pair.
+    if (
+        len(rows) and memory.steps % 2 and memory.pending is None
+    ):  # Its partner was skipped: no pair.
         rows, seen = rows[1:], seen[1:]
         memory.steps += 1
     first = memory.steps // 2
@@ -48,7 +51,7 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
     memory.steps += len(rows)
     if memory.pending is not None and len(rows):
         assert memory.pending_seen is not None
-        parts.append((memory.pending - rows[0]).unsqueeze(0))
+        parts.append(memory.pending.sub_(rows[0]).unsqueeze(0))  # our copy: no new memory
         masks.append((memory.pending_seen & seen[0]).unsqueeze(0))
         rows, seen = rows[1:], seen[1:]
         memory.pending = memory.pending_seen = None
@@ -66,7 +69,10 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
 
 
 def _place_odd_ones(memory: Memory, seen: Tensor) -> None:
-    """A worker with an odd number of units: its last one has no partner, goes to the middle."""
+    """Send the last of an odd number of units, which has no partner, to the middle.
+
+    Its row does not matter: the middle is the only slot left.
+    """
     for worker, size in enumerate(memory.sizes):
         step = size - 1 - memory.steps
         if size % 2 and 0 <= step < len(seen) and seen[step, worker]:
@@ -83,9 +89,43 @@ def place_pairs(memory: Memory, pairs: Pairs, signs: Tensor) -> None:
     seconds.copy_(torch.where(pairs.seen, -signs, seconds))
 
 
+def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: Chance) -> None:
+    """Sign the pairs that B rows of one worker complete, without forming the rows."""
+    count, lone = len(rows), memory.steps % 2 == 1 and memory.pending is None
+    if count == 0:
+        return
+    if memory.running is None:
+        memory.running = rows.combine(torch.zeros(1, count))
+    like, first = memory.running, (memory.steps + int(lone)) // 2
+    begin = int(lone) if memory.pending is None else -1  # -1: the pending row
+    heads = torch.arange(begin, count - 1, 2)
+    a, c = like.new_zeros(len(heads), count), like.new_zeros(len(heads), 1)
+    a[torch.arange(len(heads)), heads + 1] = -1
+    a[torch.arange(len(heads))[heads >= 0], heads[heads >= 0]] = 1
+    extra = like.new_zeros(0, like.shape[1])
+    if memory.pending is not None:
+        c[0], extra = 1, memory.pending
+    vectors = Mixed(rows, a, extra, c[:, : len(extra)])
+    memory.steps += count
+    if (count - begin) % 2:
+        memory.pending = rows.combine(torch.eye(count)[-1:])
+        memory.pending_seen = torch.ones(1, dtype=torch.bool)
+        if memory.steps == memory.sizes[0]:
+            memory.sides[-1] = 1
+    else:
+        memory.pending = memory.pending_seen = None
+    if len(heads):
+        span = slice(first, first + len(heads))
+        draws = draws_for(rule, chance, memory.epoch, len(memory.sides) // 2, 1)[span]
+        signed = balance_linear(vectors, memory.running, rule, draws.T, memory.carry)
+        memory.running, memory.carry = signed.running, signed.carry
+        signs = signed.signs.T
+        place_pairs(memory, Pairs(first, like, signs != 0), signs)
+
+
 def sign_pairs(
     memory: Memory,
-    rows: Tensor,
+    rows: Tensor | LinearRows,
     seen: Tensor,
     rule: SignRule,
     chance: Chance,
@@ -98,13 +138,16 @@ def sign_pairs(
     With `shared`, one running sum serves all workers: pair after pair, and within a pair worker
     after worker. Otherwise each worker is a stream of its own.
     """
+    if not isinstance(rows, Tensor):
+        sign_linear_pairs(memory, rows, rule, chance)
+        return
     workers, dim = rows.shape[1:]
     if memory.running is None:
         memory.running = rows.new_zeros((1 if shared else workers, dim))
     pairs = take_pairs(memory, rows, seen)
     span = slice(pairs.first, pairs.first + len(pairs.diffs))
     draws = draws_for(rule, chance, memory.epoch, len(memory.sides) // 2, workers)[span]
-    vectors = pairs.diffs.reshape(1, -1, dim) if shared else pairs.diffs.transpose(0, 1)
+    vectors = pairs.diffs.flatten(0, 1).unsqueeze(0) if shared else pairs.diffs.transpose(0, 1)
     signed = balance(
         vectors,
         memory.running,
@@ -112,6 +155,7 @@ def sign_pairs(
         draws.reshape(1, -1) if shared else draws.T,
         memory.carry,
         reduce=reduce,
+        step=workers if shared else 1,
     )
     memory.running, memory.carry = signed.running, signed.carry
     place_pairs(memory, pairs, signed.signs.view(-1, workers) if shared else signed.signs.T)
@@ -134,7 +178,7 @@ class PairGraB:
     def observe(
         self,
         memory: Memory,
-        rows: Tensor,
+        rows: Tensor | LinearRows,
         seen: Tensor,
         chance: Chance,
         reduce: Reduce | None = None,

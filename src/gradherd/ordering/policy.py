@@ -1,5 +1,6 @@
 """The seam of the ordering half: what a policy is, and all of them by name."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -9,6 +10,7 @@ from torch import Tensor
 from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.chance import Chance
 from gradherd.ordering.grab import GraB
+from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.pair_grab import PairGraB
 from gradherd.ordering.rules import SIGN_RULES
@@ -40,7 +42,7 @@ class Policy(Protocol):
     def observe(
         self,
         memory: Memory,
-        rows: Tensor,
+        rows: Tensor | LinearRows,
         seen: Tensor,
         chance: Chance,
         reduce: Reduce | None = None,
@@ -50,6 +52,7 @@ class Policy(Protocol):
         Args:
             memory: Moved on by b steps.
             rows: (b, M, D) gradient of the unit each worker visited; anything where not seen.
+                For one worker also rows that are not formed, all of them seen.
             seen: (b, M) which of them are real.
             chance: For signs that are drawn.
             reduce: Completes inner products where D is one shard of the columns.
@@ -92,4 +95,6 @@ def make_policy(name: str, signs: str = "greedy") -> Policy:
     make = POLICIES[name]
     if make in (GraB, PairGraB, CDGraB):
         return make(rule=SIGN_RULES[signs]())
+    if signs != "greedy":
+        warnings.warn(f"order {name!r} takes no signs: {signs!r} has no effect", stacklevel=2)
     return make()

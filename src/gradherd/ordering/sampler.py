@@ -6,16 +6,42 @@ when `set_epoch` names another epoch, whichever comes first.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from gradherd.comm.world import World
 from gradherd.ordering.deal import Deal
+from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, make_policy
+from gradherd.ordering.signs import Reduce
+
+
+class Claim(NamedTuple):
+    """Which units a gradient is for."""
+
+    epoch: int
+    """Their epoch."""
+    step: int
+    """The first one's place in the epoch's order."""
+    units: int
+    """How many."""
+    examples: int
+    """How many examples they hold."""
+
+
+@dataclass
+class Walk:
+    """How far one iterator has come."""
+
+    begin: int
+    """Position at which it started."""
+    handed: int
+    """Position up to which it handed out examples."""
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -80,13 +106,29 @@ class OrderedSampler(DistributedSampler[Any]):
             seed=seed,
             length=self.deal.length,
         )
+        self.before_reading: Callable[[], None] = lambda: None
+        """Called before the order is read: whoever feeds gradients back finishes first."""
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self.epoch = self.ordering.epoch
+        self._walks: list[Walk] = []  # of this epoch, in the order they began
+        self._fed_walk: Walk | None = None  # the one that gradients are fed back for
+        self._fed = self.start  # position up to which they are
 
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's examples in the current order."""
         if self.ordering.policy.needs_rows:
             _refuse_unordered_loader()
-        return Pass(self)
+        self.before_reading()
+        if self._fed_walk is not None and 0 < len(self) - self._fed < self.batch_size:
+            # A new walk begins and less than a batch is missing of the one before: the loader
+            # drops incomplete batches. That epoch is over.
+            self.end_epoch()
+        walk = Walk(self.start, self.start)
+        self._walks = [*self._walks[-3:], walk]
+        return Pass(self, walk)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -109,20 +151,81 @@ class OrderedSampler(DistributedSampler[Any]):
         An epoch that was left early is closed with what was observed of it; units not seen keep
         their place.
         """
+        self.before_reading()
         if epoch != self.ordering.epoch:
-            self.ordering.end_epoch(epoch)
-        self.epoch = epoch
+            self.end_epoch(epoch)
 
-    def observe(self, rows: Tensor | None, seen: Tensor | None = None) -> None:
+    def end_epoch(self, next_epoch: int | None = None) -> None:
+        """Adopt the order that follows from what was observed."""
+        self.ordering.end_epoch(next_epoch)
+        self._begin_epoch()
+
+    def claim(self) -> Claim:
+        """Return which units the next batch's gradient is for, and count them as fed back.
+
+        Raises:
+            RuntimeError: The sampler has not handed out that batch.
+        """
+        walk = self._walk_to_feed()
+        if walk is not self._fed_walk:
+            # A new walk through the same order: its gradients replace those of the one before.
+            self._fed_walk, self._fed = walk, walk.begin
+        first, count = self._fed, min(self.batch_size, len(self) - self._fed)
+        if count == 0 or first + count > walk.handed:
+            raise RuntimeError(
+                f"a gradient of {self.batch_size} examples came back after those of {first}, but "
+                f"the sampler has handed out only {walk.handed} of {len(self)} in epoch "
+                f"{self.ordering.epoch}: is there one backward for each batch of {self.batch_size} "
+                "from a loader with this sampler? (herd.pause() is for other backwards)"
+            )
+        self._fed += count
+        return Claim(self.ordering.epoch, first // self.unit, count // self.unit, count)
+
+    def _walk_to_feed(self) -> Walk:
+        """Tell a loop that started over from a look at the data in the middle of a loop.
+
+        The newest iterator counts, unless it has run to its end without a gradient while the
+        one before it still has some to come.
+        """
+        if not self._walks:
+            raise RuntimeError(
+                f"a gradient came back in epoch {self.ordering.epoch} before the sampler handed "
+                "out any example: iterate over a loader with this sampler after set_epoch()"
+            )
+        newest, fed = self._walks[-1], self._fed_walk
+        if fed is not None and newest is not fed:
+            owes = fed.handed > self._fed
+            if owes and newest.handed in (newest.begin, len(self)):
+                return fed
+        return newest
+
+    def observe(
+        self,
+        rows: Tensor | LinearRows | None,
+        seen: Tensor | None = None,
+        *,
+        first: int | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
         """Learn from the next units; arguments as in `Ordering.observe`.
 
         After the last unit of an epoch the next order is adopted, so forgetting `set_epoch` does
         not freeze it.
+
+        Args:
+            rows: Gradient of the unit each worker visited, step by step.
+            seen: Which of them are real.
+            first: Time step of the first one, where it is not the next: steps in between were
+                missed, and an earlier one means that the epoch was started over.
+            reduce: Completes inner products of shards.
         """
-        self.ordering.observe(rows, seen)
+        if first is not None and first < self.ordering.steps:
+            self.ordering.restart_epoch()
+        if first is not None:
+            self.ordering.skip_to(first)
+        self.ordering.observe(rows, seen, reduce=reduce)
         if self.ordering.steps == self.ordering.length:
-            self.ordering.end_epoch()
-            self.epoch = self.ordering.epoch
+            self.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a cursor of constant size: which epoch, how far, which order.
@@ -130,8 +233,7 @@ class OrderedSampler(DistributedSampler[Any]):
         Loaders ask for this at every batch and do not copy it. What was learned is in
         `ordering.state_dict()`: save that with the model, and load it before the cursor.
         """
-        position = max(self.start, self.ordering.steps * self.unit)
-        return self.cursor(position)
+        return self.cursor(max(self._fed, self.ordering.steps * self.unit))
 
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the cursor of a position in the current order."""
@@ -142,6 +244,7 @@ class OrderedSampler(DistributedSampler[Any]):
         """Go on where `state_dict` was taken; iterators start there until the epoch ends."""
         self.check_cursor(state)
         self._resumed = (state["epoch"], state["position"])
+        self._begin_epoch()
 
     def check_cursor(self, state: Mapping[str, Any]) -> None:
         """Raise if a cursor does not belong to the order at hand."""
@@ -156,34 +259,34 @@ class OrderedSampler(DistributedSampler[Any]):
             )
         if not 0 <= state["position"] <= len(self):
             raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
-        self.epoch = ordering.epoch
 
 
 class Pass(Iterator[int]):
     """One walk through an epoch. The order is the sampler's when the walk began."""
 
-    def __init__(self, sampler: OrderedSampler) -> None:
+    def __init__(self, sampler: OrderedSampler, walk: Walk) -> None:
         self._sampler = sampler
         self._indices = sampler.indices()
         self._order = sampler.cursor(0)
-        self.position = sampler.start
+        self._walk = walk
 
     def __next__(self) -> int:
-        if self.position >= len(self._indices):
+        position = self._walk.handed
+        if position >= len(self._indices):
             raise StopIteration
-        self.position += 1
-        return self._indices[self.position - 1]
+        self._walk.handed = position + 1
+        return self._indices[position]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a cursor of constant size; see `OrderedSampler.state_dict`."""
-        return {**self._order, "position": self.position}
+        return {**self._order, "position": self._walk.handed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the position of `state`."""
         self._sampler.check_cursor(state)
         self._indices = self._sampler.indices()
         self._order = self._sampler.cursor(0)
-        self.position = state["position"]
+        self._walk.begin = self._walk.handed = state["position"]
 
 
 def _refuse_unordered_loader() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradherd.ordering.chance import Chance
+from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.permute import reorder
 from gradherd.ordering.signs import Reduce
@@ -38,7 +39,7 @@ class Shuffle:
     def observe(
         self,
         memory: Memory,
-        rows: Tensor,
+        rows: Tensor | LinearRows,
         seen: Tensor,
         chance: Chance,
         reduce: Reduce | None = None,

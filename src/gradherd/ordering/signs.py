@@ -81,10 +81,11 @@ def _walk_together(
     square = np.zeros(len(z))
     for p in range(z.shape[1]):
         vector = z[:, p]
-        inner = np.multiply(total, vector, out=scratch).sum(1, dtype=np.float64)
-        if rule.chance:
-            square = np.multiply(vector, vector, out=scratch).sum(1, dtype=np.float64)
-        plus, after = rule.decide(inner, square, draws[:, p], carry)
+        with np.errstate(invalid="ignore", over="ignore"):  # looked at below
+            inner = np.multiply(total, vector, out=scratch).sum(1, dtype=np.float64)
+            if rule.chance:
+                square = np.multiply(vector, vector, out=scratch).sum(1, dtype=np.float64)
+            plus, after = rule.decide(inner, square, draws[:, p], carry)
         if math.isfinite((inner + square).sum()):
             carry = after
             signs[:, p] = 2 * plus - 1
@@ -152,7 +153,8 @@ def _blocks_alone(
     for start in range(0, len(vectors), block):
         span = slice(start, start + block)
         z, finite = vectors[span], None
-        gram = z @ z.T
+        with np.errstate(invalid="ignore", over="ignore"):
+            gram = z @ z.T
         if not math.isfinite(gram.trace()):  # Leave those vectors out: zeros take no part.
             finite = np.isfinite(gram.diagonal())
             z = np.where(finite[:, np.newaxis], z, 0)
@@ -173,6 +175,7 @@ def _blocks_together(
     carry: Floats,
     block: int,
     reduce: Reduce | None,
+    all_or_none: bool = False,
 ) -> Signed:
     """All streams at once, with one sync (and one `reduce`) per block."""
     streams, count, _ = vectors.shape
@@ -183,6 +186,8 @@ def _blocks_together(
         z = vectors[:, span]
         inner, gram = _products(z, running, reduce)
         finite = np.isfinite(np.einsum("wpp->wp", gram))
+        if all_or_none and not finite.all():
+            finite[:] = False
         if not finite.all():
             z = torch.where(torch.from_numpy(finite).to(z.device).unsqueeze(-1), z, 0)
             inner, gram = _products(z, running, reduce)
@@ -255,12 +260,22 @@ def balance(
     carry: Floats,
     *,
     reduce: Reduce | None = None,
+    step: int = 1,
 ) -> Signed:
-    """Sign the vectors by the form that is faster here; arguments as in `block_gram`."""
+    """Sign the vectors by the form that is faster here; arguments as in `block_gram`.
+
+    With `reduce`, the `step` vectors of a stream that belong to one time step are left out
+    together if one vector of any stream is not finite then: the mean gradient is not, so the
+    optimizer skips that step on all ranks.
+    """
+    if reduce is not None:
+        return _blocks_together(
+            vectors, running, rule, draws, carry, step, reduce, all_or_none=True
+        )
     on_cpu = vectors.device.type == "cpu"
     few = len(vectors) < _MANY_STREAMS and vectors.shape[-1] <= _BLOCK_COLUMNS
-    if on_cpu and reduce is None and not few:
+    if on_cpu and not few:
         return sequential(vectors, running, rule, draws, carry)
     # A GPU wants one block: the sync is what costs. The CPU wants the Gram matrix in its cache.
     block = 64 if few and on_cpu else 1024
-    return block_gram(vectors, running, rule, draws, carry, block=block, reduce=reduce)
+    return block_gram(vectors, running, rule, draws, carry, block=block)

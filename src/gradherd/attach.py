@@ -1,0 +1,243 @@
+"""attach(model, order=...): the one place where ordering meets a model.
+
+The training loop stays the user's own. A batch begins with a forward of the model, and what its
+backward (or backwards) gave is fed back when the optimizer steps or the next forward begins,
+whichever comes first.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradherd.comm.collectives import all_gather
+from gradherd.comm.world import World
+from gradherd.feeds import Examples, Feed, NoRows, WholeBatches
+from gradherd.ordering.memory import COLUMNS
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.ride import Ride
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.owners import describe
+from gradherd.rows.settings import BatchRows, ExactRows, SketchRows
+
+log = logging.getLogger("gradherd")
+
+RowSettings = BatchRows | ExactRows | SketchRows
+_NAMED: dict[str, RowSettings] = {
+    "batch": BatchRows(),
+    "exact": ExactRows(),
+    "sketch": SketchRows(),
+}
+# Below this many parameters exact rows cost no more than a sketch of them.
+_SMALL = 20_000
+
+
+def attach(
+    model: nn.Module,
+    *,
+    order: OrderedSampler | None = None,
+    sparsify: object | None = None,
+    rows: str | RowSettings = "auto",
+    scaler: GradScaler | None = None,
+) -> "Herd":
+    """Let `order` learn from the gradients of `model`, in the loop as it is.
+
+    Args:
+        model: Any module, or one in DistributedDataParallel. Attach after wrapping, before
+            torch.compile where single examples are ordered.
+        order: The sampler of the training loader.
+        sparsify: Not available yet.
+        rows: How gradients are read: "auto", "batch", "exact", "sketch", or `BatchRows`,
+            `ExactRows`, `SketchRows` with their settings.
+        scaler: The GradScaler of the loop, if there is one: its scale is taken out of the rows.
+    """
+    if sparsify is not None:
+        raise ValueError(f"sparsify is not available yet, got {sparsify!r}; leave it out")
+    if order is None:
+        raise ValueError("order must be an OrderedSampler: without it there is nothing to attach")
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    if not any(parameter.requires_grad for parameter in bare.parameters()):
+        raise ValueError("model has no trainable parameter, so no gradient to learn from")
+    if order.world != World.detect():
+        raise ValueError(
+            f"order was made for {order.world}, this process is {World.detect()}: make the "
+            "sampler after init_process_group()"
+        )
+    settings, why = _choose(bare, order, rows)
+    log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
+    return Herd(model, order, _feed(bare, order, settings), settings, scaler)
+
+
+def _choose(
+    model: nn.Module, order: OrderedSampler, rows: str | RowSettings
+) -> tuple[RowSettings, str]:
+    """Return how to read rows, and why."""
+    settings = _NAMED.get(rows) if isinstance(rows, str) else rows
+    if settings is None and rows != "auto":
+        raise ValueError(f"rows must be one of auto, {', '.join(_NAMED)}, got {rows!r}")
+    batches = order.unit == order.batch_size
+    if isinstance(settings, BatchRows) and not batches:
+        raise ValueError(
+            f"rows='batch' has one row for a batch of {order.batch_size}, but units have "
+            f"{order.unit}: use OrderedSampler(..., unit={order.batch_size}), or exact or sketch"
+        )
+    if settings is not None:
+        return settings, "as asked"
+    size = FlatSpec.of(_module(model)).size
+    if not order.ordering.policy.needs_rows:
+        return BatchRows(), "this order needs no gradients"
+    if batches and (order.world.size == 1 or _hook_is_free(model)):
+        return BatchRows(), f"units are whole batches, {size:,} parameters"
+    if batches:
+        return SketchRows(), "units are whole batches, and there is no DDP hook to ride on"
+    if size <= _SMALL:
+        return ExactRows(), f"{size:,} parameters are few; {describe(_module(model))}"
+    return SketchRows(), f"{size:,} parameters are many; {describe(_module(model))}"
+
+
+def _feed(model: nn.Module, order: OrderedSampler, settings: RowSettings) -> Feed:
+    bare, world = _module(model), order.world
+    if not order.ordering.policy.needs_rows:
+        return NoRows(bare, order)
+    if isinstance(settings, BatchRows):
+        if isinstance(model, DDP) and world.size > 1:
+            return Ride(model, order, world)
+        return WholeBatches(bare, order, world, None)
+    if order.unit == order.batch_size:
+        sketch = settings if isinstance(settings, SketchRows) else None
+        return WholeBatches(bare, order, world, sketch)
+    return Examples(bare, order, world, settings)
+
+
+def _module(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DDP) else model
+
+
+def _hook_is_free(model: nn.Module) -> bool:
+    return isinstance(model, DDP) and not getattr(model, "_comm_hooks", [])
+
+
+class Herd:
+    """What connects a model and a sampler. Made by `attach`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampler: OrderedSampler,
+        feed: Feed,
+        rows: RowSettings,
+        scaler: GradScaler | None,
+    ) -> None:
+        self.sampler = sampler
+        self.rows = rows
+        self._model = model
+        self._feed = feed
+        self._scaler = scaler
+        self._checked_epoch = -1
+        self._paused = False
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward),
+            register_optimizer_step_pre_hook(self._before_step),
+        ]
+        sampler.before_reading = self.finish
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._settle()
+            self._feed.prepare()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        """Feed back the batch whose backward is done."""
+        if not self._feed.waiting:
+            return
+        if self._paused:
+            self._feed.forget()
+            return
+        try:
+            claim = self.sampler.claim()
+        except RuntimeError:
+            self._feed.forget()  # or the same complaint would come back at every step
+            raise
+        if claim.epoch != self._checked_epoch:
+            self._checked_epoch = claim.epoch
+            check_same_orders(self.sampler)
+        self._feed.feed(claim, self._scaler.get_scale() if self._scaler else 1.0)
+
+    def finish(self) -> None:
+        """Feed back what waits and let the sampler learn it, on all ranks together."""
+        self._settle()
+        self._feed.finish()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Ignore backwards inside: they are not for examples of the sampler."""
+        self._settle()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._feed.forget()
+            self._paused = False
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the epoch, how much of it was fed back, and what was sent for ordering alone."""
+        cursor = self.sampler.state_dict()
+        return {
+            "epoch": cursor["epoch"],
+            "examples_fed_back": cursor["position"],
+            "examples": len(self.sampler),
+            "rows": repr(self.rows),
+            "bytes_for_ordering": self._feed.bytes,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides future orders, free of ranks. All ranks must call it."""
+        self.finish()
+        state = self.sampler.ordering.state_dict()
+        if isinstance(self._feed, Ride):
+            memory = state["memory"]
+            shards = {key: memory[key] for key in COLUMNS if key in memory}
+            memory.update(self._feed.whole_state(shards, self._names()))
+        return {"ordering": state, "sampler": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken. Call it before iterating, on all ranks."""
+        self._feed.forget()
+        self.sampler.ordering.load_state_dict(state["ordering"])
+        if isinstance(self._feed, Ride):
+            self._feed.take_columns(self._names())
+        self.sampler.load_state_dict(state["sampler"])
+
+    def _names(self) -> tuple[str, ...]:
+        return FlatSpec.of(_module(getattr(self._model, "_orig_mod", self._model))).names
+
+    def detach(self) -> None:
+        """Leave model and sampler as they were; what was learned stays in the sampler."""
+        self.finish()
+        self._feed.close()
+        for handle in self._handles:
+            handle.remove()
+        self.sampler.before_reading = lambda: None
+
+
+def check_same_orders(sampler: OrderedSampler) -> None:
+    """Raise if ranks hold different orders; once an epoch, eight bytes."""
+    version = int(sampler.ordering.version, 16) - 2**63
+    versions = all_gather(torch.tensor(version), sampler.world).value.tolist()
+    if len(set(versions)) > 1:
+        common = max(set(versions), key=versions.count)
+        others = [rank for rank, held in enumerate(versions) if held != common]
+        raise RuntimeError(
+            f"ranks {others} hold another order of epoch {sampler.ordering.epoch} than the other "
+            f"{len(versions) - len(others)}: are dataset length, seed, policy and loaded state "
+            "equal on all ranks?"
+        )

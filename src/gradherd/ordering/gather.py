@@ -1,0 +1,86 @@
+"""Gather every worker's rows, many steps at once, and show them to the sampler.
+
+An order is needed at the end of an epoch only. So rows wait until a few dozen batches are
+together, travel in one all-gather that nobody waits for, and are signed when they have arrived:
+the same signs as step by step.
+
+Letters: b units of a batch, R workers, k numbers of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.collectives import Flight, all_gather_start
+from gradherd.comm.world import World
+from gradherd.ordering.sampler import Claim, OrderedSampler
+
+
+class Gather:
+    """Rows of this worker on their way to all others."""
+
+    def __init__(self, sampler: OrderedSampler, world: World, *, every: int = 32) -> None:
+        """Start with nothing.
+
+        Args:
+            sampler: Who learns.
+            world: Whose rows are gathered.
+            every: Batches that travel together.
+        """
+        self._sampler = sampler
+        self._world = world
+        self._every = every
+        self._waiting: list[tuple[Claim, Tensor]] = []
+        self._flying: tuple[list[Claim], Flight] | None = None
+        self.bytes = 0
+
+    def add(self, claim: Claim, rows: Tensor) -> None:
+        """Take the (b, k) rows of a batch; the last batch of an epoch waits for its signs."""
+        if self._waiting and _after(self._waiting[-1][0]) != (claim.epoch, claim.step):
+            self.flush()  # The walk was broken off or batches were missed: what follows is apart.
+        self._waiting.append((claim, rows))
+        left = self._sampler.ordering.length - claim.step - claim.units
+        if left * self._sampler.unit < self._sampler.batch_size:
+            self.flush()
+        elif len(self._waiting) >= self._every:
+            self._send()
+
+    def flush(self) -> None:
+        """Show everything to the sampler. All ranks must call it at the same point."""
+        self._send()
+        self._land()
+
+    def forget(self) -> None:
+        """Drop what has not been shown yet."""
+        self._waiting.clear()
+        if self._flying is not None:
+            self._flying[1].wait()
+        self._flying = None
+
+    def _send(self) -> None:
+        self._land()
+        if not self._waiting:
+            return
+        claims = [claim for claim, _ in self._waiting]
+        rows = torch.cat([rows for _, rows in self._waiting])
+        self._waiting.clear()
+        flight = all_gather_start(rows, self._world)
+        self._flying = claims, flight
+        self.bytes += flight.bytes
+
+    def _land(self) -> None:
+        if self._flying is None:
+            return
+        claims, flight = self._flying
+        self._flying = None
+        rows = flight.wait().transpose(0, 1)  # (steps, R, k)
+        # A batch whose mean gradient is not finite is skipped by the optimizer on all ranks.
+        finite = rows.sum(dim=(1, 2)).isfinite().cpu()
+        sizes = [claim.units for claim in claims]
+        seen = torch.cat([part.all().expand(len(part)) for part in torch.split(finite, sizes)])
+        if claims[0].epoch == self._sampler.ordering.epoch:
+            mask = seen.unsqueeze(1).expand(-1, self._world.size)
+            self._sampler.observe(rows, mask, first=claims[0].step)
+
+
+def _after(claim: Claim) -> tuple[int, int]:
+    return claim.epoch, claim.step + claim.units

@@ -1,0 +1,141 @@
+"""Exchange gradients so that averaging and balancing share one trip.
+
+An all-reduce is a reduce-scatter and an all-gather. Here the first half is an all-to-all: rank r
+receives slice r of every worker's vector, (R, N/R), as many numbers as one vector has. Their mean
+is what a reduce-scatter would have given; all-gathering it is the other half. And the slices
+themselves hold, for this rank's columns, everything that coordinated balancing needs. Same bytes
+as an all-reduce, and no rank ever holds all workers' gradients.
+
+Vectors come in buckets, as they become ready. What does not divide by R (fewer than R numbers a
+bucket) is gathered whole; the last rank takes those columns.
+
+Letters: R ranks, N numbers of a bucket, C columns of this rank over all buckets.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.collectives import Flight, all_gather, all_gather_start, all_to_all_start
+from gradherd.comm.world import World
+
+
+class Bucket(NamedTuple):
+    """A vector on its way."""
+
+    flat: Tensor
+    """(N,) this rank's numbers; overwritten by the mean in `give_back`."""
+    slices: Flight
+    """(R, N // R) this rank's slice of every rank's numbers."""
+
+
+def send(flat: Tensor, world: World) -> Bucket:
+    """Begin to exchange slices of `flat`, which must stay as it is until they have arrived."""
+    share = len(flat) // world.size
+    body = flat[: share * world.size].view(world.size, share)
+    return Bucket(flat, all_to_all_start(body, world))
+
+
+class Arrived(NamedTuple):
+    """The slices of all buckets."""
+
+    blocks: list[Tensor]
+    """(R, N // R) for each bucket."""
+    tails: Tensor
+    """(R, t) what did not divide, of all buckets."""
+    bytes: int
+    """Sent so far for them."""
+
+
+def arrive(buckets: Sequence[Bucket], world: World) -> Arrived:
+    """Wait for the slices of all buckets."""
+    ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in buckets]
+    tails, sent = all_gather(torch.cat(ends), world) if any(map(len, ends)) else (None, 0)
+    blocks = [bucket.slices.wait() for bucket in buckets]
+    if tails is None:
+        tails = blocks[0].new_empty(world.size, 0)
+    return Arrived(blocks, tails, sent + sum(bucket.slices.bytes for bucket in buckets))
+
+
+def give_back(buckets: Sequence[Bucket], arrived: Arrived, world: World) -> list[Flight]:
+    """Begin to overwrite every bucket with the mean over ranks.
+
+    Each number is averaged by one rank only, so all ranks get the same bits.
+    """
+    flights, taken = [], 0
+    tail = _mean(arrived.tails)
+    for bucket, block in zip(buckets, arrived.blocks, strict=True):
+        body, end = bucket.flat[: block.numel()], bucket.flat[block.numel() :]
+        end.copy_(tail[taken : taken + len(end)])
+        taken += len(end)
+        mean = _mean(block).to(block.dtype)
+        flights.append(all_gather_start(mean, world, out=body.view(block.shape)))
+    return flights
+
+
+def _mean(block: Tensor) -> Tensor:
+    """Return the mean over ranks, in float32 at least; sums row by row, faster than mean(0)."""
+    total = block[0].to(torch.promote_types(block.dtype, torch.float32), copy=True)
+    for row in block[1:]:
+        total += row
+    return total.div_(len(block))
+
+
+def rows_of(arrived: Arrived, world: World, scale: float = 1.0) -> Tensor:
+    """Return this rank's columns of every worker's gradient: (R, C), float32, times `scale`."""
+    parts = [*arrived.blocks, *([arrived.tails] if world.rank == world.size - 1 else [])]
+    parts = [part for part in parts if part.shape[1]]
+    if len(parts) == 1 and parts[0].dtype == torch.float32 and scale == 1:
+        return parts[0]
+    columns = sum(part.shape[1] for part in parts)
+    rows = torch.empty((world.size, columns), device=arrived.tails.device)
+    start = 0
+    for part in parts:
+        torch.mul(part, scale, out=rows[:, start : start + part.shape[1]])
+        start += part.shape[1]
+    return rows
+
+
+class Layout(NamedTuple):
+    """Which parameters stand in which bucket, in order."""
+
+    buckets: tuple[tuple[tuple[str, int], ...], ...]
+    """(name, numbers) of each parameter of each bucket."""
+
+    def lengths(self) -> list[int]:
+        """Return N of each bucket."""
+        return [sum(count for _, count in bucket) for bucket in self.buckets]
+
+    def whole(self, columns: Tensor, world: World) -> dict[str, Tensor]:
+        """Gather one (C,) row, of which every rank holds its columns, by parameter."""
+        lengths = self.lengths()
+        shares = [length // world.size for length in lengths]
+        body = sum(shares)
+        tail = sum(length % world.size for length in lengths)
+        padded = columns.new_zeros(body + tail)
+        padded[: len(columns)] = columns
+        gathered = all_gather(padded, world).value
+        start, end = 0, body
+        found: dict[str, Tensor] = {}
+        for bucket, length, share in zip(self.buckets, lengths, shares, strict=True):
+            rest = length - share * world.size
+            flat = torch.cat(
+                [gathered[:, start : start + share].flatten(), gathered[-1, end : end + rest]]
+            )
+            start, end = start + share, end + rest
+            names = [name for name, _ in bucket]
+            pieces = torch.split(flat, [count for _, count in bucket])
+            found.update(zip(names, pieces, strict=True))
+        return found
+
+    def columns(self, whole: dict[str, Tensor], world: World) -> Tensor:
+        """Return this rank's (C,) columns of a vector given by parameter."""
+        body, tails = [], []
+        for bucket, length in zip(self.buckets, self.lengths(), strict=True):
+            flat = torch.cat([whole[name] for name, _ in bucket])
+            share = length // world.size
+            body.append(flat[world.rank * share : (world.rank + 1) * share])
+            tails.append(flat[share * world.size :])
+        return torch.cat([*body, *(tails if world.rank == world.size - 1 else [])])

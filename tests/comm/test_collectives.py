@@ -1,0 +1,122 @@
+import pytest
+import torch
+
+from gradherd.comm import (
+    World,
+    all_gather,
+    all_gather_uneven,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    run_ranks,
+)
+from tests.comm import work
+
+FLOAT, LONG, DOUBLE, INT = 4, 8, 8, 4  # bytes
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def ranks(request):
+    return run_ranks(work.all_collectives, request.param)
+
+
+def test_all_reduce_sums_in_place(ranks):
+    size = len(ranks)
+    expected = size * torch.arange(6.0).view(2, 3) + 10 * sum(range(size))
+    for rank in ranks:
+        value, sent = rank["all_reduce"]
+        assert torch.equal(value, expected)
+        assert torch.equal(rank["in_place"], expected)
+        assert sent == 2 * 6 * FLOAT * (size - 1) // size
+
+
+def test_all_gather_stacks_by_rank(ranks):
+    size = len(ranks)
+    expected = torch.stack([torch.arange(4.0).view(2, 2) + 10 * r for r in range(size)])
+    for rank in ranks:
+        value, sent = rank["all_gather"]
+        assert torch.equal(value, expected)
+        assert sent == 4 * FLOAT * (size - 1)
+
+
+def test_all_gather_of_single_numbers(ranks):
+    for rank in ranks:
+        value, sent = rank["all_gather_0d"]
+        assert value.tolist() == list(range(len(ranks)))
+        assert sent == LONG * (len(ranks) - 1)
+
+
+def test_all_gather_of_a_strided_tensor(ranks):
+    expected = torch.stack([torch.arange(6.0).view(2, 3).T + r for r in range(len(ranks))])
+    for rank in ranks:
+        assert torch.equal(rank["all_gather_strided"][0], expected)
+
+
+@pytest.mark.parametrize("layout", ["all_to_all", "all_to_all_strided"])
+def test_all_to_all_transposes_rows_and_ranks(ranks, layout):
+    size = len(ranks)
+    for me, rank in enumerate(ranks):
+        value, sent = rank[layout]
+        assert value.tolist() == [[2 * me + 100 * r, 2 * me + 1 + 100 * r] for r in range(size)]
+        assert sent == size * 2 * LONG * (size - 1) // size
+
+
+def test_broadcast_from_the_last_rank_overwrites(ranks):
+    size = len(ranks)
+    for rank in ranks:
+        value, sent = rank["broadcast"]
+        assert value.tolist() == [size - 1.0] * 3
+        assert rank["broadcast_in_place"].tolist() == [size - 1.0] * 3
+        assert sent == (0 if size == 1 else 3 * DOUBLE)
+
+
+def test_uneven_gather_keeps_every_length(ranks):
+    size = len(ranks)
+    lengths = [r * 2 % 5 for r in range(size)]  # 0, 2, 4, 1
+    for rank in ranks:
+        value, sent = rank["uneven"]
+        assert [part.tolist() for part in value] == [[[r, r]] * n for r, n in enumerate(lengths)]
+        assert all(part.dtype == torch.int32 for part in value)
+        assert sent == (LONG + max(lengths) * 2 * INT) * (size - 1)
+
+
+def test_uneven_gather_when_nobody_has_rows(ranks):
+    for rank in ranks:
+        value, sent = rank["uneven_empty"]
+        assert [tuple(part.shape) for part in value] == [(0, 2)] * len(ranks)
+        assert sent == LONG * (len(ranks) - 1)
+
+
+def test_all_to_all_wants_one_row_per_rank(ranks):
+    size = len(ranks)
+    for rank in ranks:
+        assert rank["wrong_rows"] == (
+            f"ValueError: tensor must have one row per rank ({size}), got {size + 1}"
+        )
+
+
+def test_broadcast_wants_a_source_in_the_world(ranks):
+    size = len(ranks)
+    for rank in ranks:
+        assert rank["wrong_source"] == f"ValueError: source must be in [0, {size}), got {size}"
+
+
+def test_one_rank_needs_no_process_group():
+    world, tensor = World.single(), torch.arange(3.0).view(1, 3)
+    for collective in (all_reduce, all_to_all, broadcast):
+        value, sent = collective(tensor.clone(), world)
+        assert torch.equal(value, tensor)
+        assert sent == 0
+    assert torch.equal(all_gather(tensor, world).value, tensor.unsqueeze(0))
+    assert [part.tolist() for part in all_gather_uneven(tensor, world).value] == [tensor.tolist()]
+    with pytest.raises(ValueError, match=r"one row per rank \(1\), got 2"):
+        all_to_all(torch.zeros(2, 3), world)
+    with pytest.raises(ValueError, match=r"source must be in \[0, 1\), got -1"):
+        broadcast(tensor, world, source=-1)
+
+
+def test_a_group_counts_its_own_ranks():
+    results = run_ranks(work.in_a_subgroup, 4)
+    assert results[0] is None and results[2] is None
+    assert results[1] == ([1.0, 3.0], [4.0], [3.0], [1.0, 3.0])
+    assert results[3] == ([1.0, 3.0], [4.0], [3.0], [11.0, 13.0])

@@ -1,0 +1,90 @@
+import multiprocessing
+import os
+import re
+
+import pytest
+
+from gradherd.comm import run_ranks
+from tests.comm import work
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    run_ranks(work.nothing, 1)  # Starts the server, so that the short deadlines below suffice.
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_come_in_rank_order(size):
+    results = run_ranks(work.rank_and_args, size, "a", 7)
+    assert results == [(rank, size, ("a", 7)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_know_their_world(size):
+    assert run_ranks(work.detected, size) == [(rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_size_must_be_positive(size):
+    with pytest.raises(ValueError, match=f"size must be at least 1, got {size}"):
+        run_ranks(work.nothing, size)
+
+
+@pytest.mark.parametrize("fn", [work.raise_on, work.raise_late_on])
+def test_the_traceback_is_that_of_the_rank_that_failed_first(fn):
+    with pytest.raises(RuntimeError, match=r"^rank 2 failed:\nTraceback") as caught:
+        run_ranks(fn, 4, 2)
+    assert "ValueError: no luck on 2" in str(caught.value)
+    assert "in raise_" in str(caught.value)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error():
+    with pytest.raises(RuntimeError, match=r"rank 0 failed:[\s\S]*[Pp]ickle"):
+        run_ranks(work.unpicklable, 1)
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory, warm):
+    folder = tmp_path_factory.mktemp("pids")
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(work.hang_on, 3, 1, str(folder), timeout=4.0)
+    return str(caught.value), [int(path.read_text()) for path in folder.glob("*.pid")]
+
+
+def test_a_stuck_rank_ends_in_a_timeout_that_leaves_no_process(stuck):
+    message, pids = stuck
+    assert "hang_on on 3 ranks: not done after 4 s" in message
+    assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_timeout_names_the_stuck_rank_and_no_other(stuck):
+    busy = re.search(r"ranks \[(.*)\] still busy", stuck[0])
+    assert busy.group(1) == "1"
+
+
+# Several times: the peers of a dead rank fail a moment later and must not be named instead.
+def test_a_rank_that_leaves_is_named():
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match=r"^rank 2 died: exit code 3$"):
+            run_ranks(work.exit_on, 4, 2, 3)
+
+
+def test_a_rank_that_leaves_without_a_result_is_named():
+    with pytest.raises(RuntimeError, match=r"rank 0 .*exit code 0"):
+        run_ranks(work.exit_on, 1, 0, 0)
+
+
+def test_a_rank_that_is_killed_is_named():
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match=r"^rank 1 died: SIGKILL$"):
+            run_ranks(work.kill_on, 4, 1)
+
+
+def test_a_failure_leaves_no_process():
+    with pytest.raises(RuntimeError):
+        run_ranks(work.raise_on, 3, 0)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,104 @@
+"""What the ranks of the tests do. Importable by name, so that ranks can unpickle it quickly."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradherd.comm import World, all_gather, all_gather_uneven, all_reduce, all_to_all, broadcast
+
+
+def nothing():
+    return None
+
+
+def rank_and_args(*args):
+    return dist.get_rank(), dist.get_world_size(), args
+
+
+def detected():
+    world = World.detect()
+    return world.rank, world.size
+
+
+def error_of(fn, *args, **kwargs):
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def all_collectives():
+    world = World.detect()
+    rank, size = world.rank, world.size
+    summed = torch.arange(6.0).view(2, 3) + 10 * rank
+    by_rank = torch.arange(size * 2).view(size, 2) + 100 * rank
+    sent_on = torch.full((3,), float(rank), dtype=torch.float64)
+    own_rows = torch.full((rank * 2 % 5, 2), rank, dtype=torch.int32)  # Rank 0 has none.
+    return {
+        "all_reduce": tuple(all_reduce(summed, world)),
+        "in_place": summed,
+        "all_gather": tuple(all_gather(torch.arange(4.0).view(2, 2) + 10 * rank, world)),
+        "all_gather_0d": tuple(all_gather(torch.tensor(rank), world)),
+        "all_gather_strided": tuple(all_gather(torch.arange(6.0).view(2, 3).T + rank, world)),
+        "all_to_all": tuple(all_to_all(by_rank, world)),
+        "all_to_all_strided": tuple(all_to_all(by_rank.T.contiguous().T, world)),
+        "broadcast": tuple(broadcast(sent_on, world, source=size - 1)),
+        "broadcast_in_place": sent_on,
+        "uneven": tuple(all_gather_uneven(own_rows, world)),
+        "uneven_empty": tuple(all_gather_uneven(own_rows[:0], world)),
+        "wrong_rows": error_of(all_to_all, torch.zeros(size + 1, 2), world),
+        "wrong_source": error_of(broadcast, torch.zeros(1), world, source=size),
+    }
+
+
+def in_a_subgroup():
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return None
+    world = World(rank=dist.get_rank(group), size=2, group=group)
+    own = torch.tensor([float(dist.get_rank())])
+    return (
+        all_gather(own, world).value.flatten().tolist(),
+        all_reduce(own.clone(), world).value.tolist(),
+        broadcast(own.clone(), world, source=1).value.tolist(),
+        all_to_all(torch.stack([own, own + 10]), world).value.flatten().tolist(),
+    )
+
+
+def raise_on(bad):
+    if dist.get_rank() == bad:
+        raise ValueError(f"no luck on {bad}")
+    dist.barrier()  # The others wait for a peer that goes away.
+
+
+def raise_late_on(bad):
+    dist.barrier()
+    if dist.get_rank() == bad:
+        raise ValueError(f"no luck on {bad}")
+
+
+def hang_on(bad, folder):
+    (Path(folder) / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    if dist.get_rank() == bad:
+        time.sleep(600)
+
+
+def exit_on(bad, code):
+    if dist.get_rank() == bad:
+        os._exit(code)
+    dist.barrier()
+
+
+def kill_on(bad):
+    if dist.get_rank() == bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def unpicklable():
+    return lambda: None

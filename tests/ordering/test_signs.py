@@ -1,0 +1,272 @@
+"""Two forms, one result: sequential (small and large), block by block, and over shards."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
+from gradherd.ordering.signs import balance, block_gram, sequential
+from tests.ordering import reference
+from tests.ordering.helpers import make, same, visited, whole_vectors
+
+LARGE = 65_536  # Columns from which the sequential form walks stream by stream.
+seeds = st.integers(0, 2**31)
+rules = st.sampled_from([Greedy(), Walk(), Walk(c=0.5), Kernel()])
+
+
+def by_blocks(block):
+    return lambda *args: block_gram(*args, block=block)
+
+
+def by_reduced_blocks(block):
+    return lambda *args: block_gram(*args, block=block, reduce=lambda products: products)
+
+
+FORMS = {
+    "sequential": sequential,
+    "balance": balance,
+    "block 1": by_blocks(1),
+    "block 3": by_blocks(3),
+    "block 64": by_blocks(64),
+    "reduced 1": by_reduced_blocks(1),
+    "reduced 4": by_reduced_blocks(4),
+    "reduced 64": by_reduced_blocks(64),
+}
+
+
+def whole(seed, streams, count, dim, low=-3, high=3):
+    """Whole numbers (all sums exact), draws and a start."""
+    draw = np.random.RandomState(seed)
+    vectors = torch.from_numpy(draw.randint(low, high + 1, (streams, count, dim)).astype(float))
+    running = torch.from_numpy(draw.randint(low, high + 1, (streams, dim)).astype(float))
+    return vectors, running, draw.uniform(-1, 1, (streams, count))
+
+
+def slow_rule(rule, total, epoch):
+    if isinstance(rule, Greedy):
+        return reference.Greedy()
+    if isinstance(rule, Walk):
+        return reference.Walk(rule.c)
+    return reference.Kernel(total, epoch + 1, rule.epochs, rule.delta)
+
+
+def assert_same(found, expected):
+    assert torch.equal(found.signs, expected.signs)
+    assert found.signs.dtype == expected.signs.dtype == torch.int8
+    assert torch.equal(found.running, expected.running)
+    assert np.array_equal(found.carry, expected.carry)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    seed=seeds,
+    rule=rules,
+    streams=st.integers(1, 9),
+    count=st.integers(0, 20),
+    dim=st.integers(1, 5),
+)
+@settings(max_examples=20, deadline=None)
+def test_every_form_is_the_reference(form, seed, rule, streams, count, dim):
+    vectors, running, draws = whole(seed, streams, count, dim)
+    found = FORMS[form](vectors, 0 * running, rule, draws, rule.start(streams, count, 4))
+    for w in range(streams):
+        slow = slow_rule(rule, max(1, count), 4)
+        signs, total = reference.sign_stream(vectors[w].numpy(), slow, draws[w])
+        assert found.signs[w].tolist() == signs
+        assert found.running[w].tolist() == total.tolist()
+
+
+@given(
+    seed=seeds,
+    rule=rules,
+    streams=st.integers(1, 5),
+    count=st.integers(0, 40),
+    block=st.integers(1, 50),
+)
+@settings(max_examples=100, deadline=None)
+def test_blocks_equal_the_sequence_to_the_bit(seed, rule, streams, count, block):
+    vectors, running, draws = whole(seed, streams, count, dim=4)
+    # A start in the middle of an epoch: running sum and carry are not zero.
+    _, _, carry = sequential(vectors, running, rule, draws, rule.start(streams, 50, 1))
+    expected = sequential(vectors, running, rule, draws, carry)
+    before = running.clone(), carry.copy()
+    for form in (by_blocks(block), by_reduced_blocks(block), balance):
+        assert_same(form(vectors, running, rule, draws, carry), expected)
+    assert torch.equal(running, before[0]) and np.array_equal(carry, before[1])  # Not changed.
+
+
+@given(seed=seeds, rule=rules, streams=st.integers(1, 3), block=st.integers(1, 70))
+@settings(max_examples=40, deadline=None)
+def test_blocks_give_the_signs_of_the_sequence_on_real_numbers(seed, rule, streams, block):
+    draw = np.random.RandomState(seed)
+    vectors = torch.from_numpy(draw.randn(streams, 60, 7))
+    start, carry = torch.zeros(streams, 7, dtype=torch.float64), rule.start(streams, 60, 0)
+    draws = draw.uniform(-1, 1, (streams, 60))
+    expected = sequential(vectors, start, rule, draws, carry)
+    for form in (by_blocks(block), by_reduced_blocks(block)):
+        found = form(vectors, start, rule, draws, carry)
+        assert torch.equal(found.signs, expected.signs)
+        torch.testing.assert_close(found.running, expected.running, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SIGN_RULES)
+def test_many_columns_walk_stream_by_stream_with_the_same_result(name):
+    rule = SIGN_RULES[name]()
+    vectors, running, draws = whole(5, streams=2, count=8, dim=LARGE)
+    carry = rule.start(2, 8, 0)
+    expected = block_gram(vectors, running, rule, draws, carry)
+    assert_same(sequential(vectors, running, rule, draws, carry), expected)
+    assert_same(balance(vectors, running, rule, draws, carry), expected)
+    assert expected.signs.abs().min() == 1
+
+
+@given(seed=seeds, streams=st.integers(1, 4), count=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_greedy_sum_is_bounded_by_the_root_of_the_squares(seed, streams, count):
+    vectors, running, draws = whole(seed, streams, count, dim=4)
+    signed = balance(vectors, 0 * running, Greedy(), draws, Greedy().start(streams, count, 0))
+    prefixes = (signed.signs.unsqueeze(-1) * vectors).cumsum(1)
+    squares = vectors.square().sum(-1).cumsum(1)
+    assert (prefixes.square().sum(-1) <= squares).all()
+    assert torch.equal(prefixes[:, -1], signed.running)
+
+
+@pytest.mark.parametrize("name", SIGN_RULES)
+@pytest.mark.parametrize("form", FORMS)
+@given(seed=seeds)
+@settings(max_examples=10, deadline=None)
+def test_signs_do_not_depend_on_the_sign_of_everything(form, name, seed):
+    rule = SIGN_RULES[name]()
+    vectors, running, draws = whole(seed, 3, 12, 4)
+    plain = FORMS[form](vectors, running, rule, draws, rule.start(3, 12, 0))
+    negated = FORMS[form](-vectors, -running, rule, draws, rule.start(3, 12, 0))
+    assert torch.equal(plain.signs, negated.signs)
+    assert torch.equal(plain.running, -negated.running)
+
+
+def check_left_out(form, rule, vectors, running, draws, bad):
+    """Vectors that are not finite get sign 0; the others are signed as if alone."""
+    spoilt = vectors.clone()
+    for (w, p), value in bad.items():
+        spoilt[w, p, p % vectors.shape[-1]] = value
+    found = form(spoilt, running, rule, draws, rule.start(len(vectors), 30, 0))
+    for w in range(len(vectors)):
+        good = [p for p in range(vectors.shape[1]) if (w, p) not in bad]
+        alone = form(
+            vectors[w : w + 1, good],
+            running[w : w + 1],
+            rule,
+            draws[w : w + 1, good],
+            rule.start(1, 30, 0),
+        )
+        assert found.signs[w, good].tolist() == alone.signs[0].tolist()
+        assert [int(found.signs[w, p]) for v, p in bad if v == w] == [0] * sum(
+            v == w for v, _ in bad
+        )
+        assert torch.equal(found.running[w], alone.running[0])
+        assert np.array_equal(found.carry[:, w], alone.carry[:, 0])
+
+
+@pytest.mark.parametrize("name", SIGN_RULES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("form", FORMS)
+def test_vectors_that_are_not_finite_are_left_out(form, dtype, value, name):
+    vectors, running, draws = whole(3, streams=3, count=11, dim=4)
+    bad = {(0, 0): value, (0, 5): value, (1, 10): value, (0, 6): value}
+    rule = SIGN_RULES[name]()
+    for start in (0 * running, running):
+        check_left_out(FORMS[form], rule, vectors.to(dtype), start.to(dtype), draws, bad)
+
+
+@pytest.mark.parametrize("name", SIGN_RULES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_long_vectors_that_are_not_finite_are_left_out(value, name):
+    vectors, running, draws = whole(3, streams=2, count=5, dim=LARGE)
+    bad = {(0, 0): value, (1, 3): value}
+    check_left_out(sequential, SIGN_RULES[name](), vectors, 0 * running, draws, bad)
+
+
+def in_lock_step(shards, work):
+    """Run `work(shard, reduce)` on a thread per shard; `reduce` sums over all of them."""
+    barrier, parts = threading.Barrier(shards, timeout=20), {}
+
+    def run(shard):
+        def reduce(products):
+            assert products.dtype == torch.float64 and products.ndim == 1
+            parts[shard] = products.clone()
+            barrier.wait()
+            total = sum(parts[other] for other in range(shards))
+            barrier.wait()
+            return total
+
+        try:
+            return work(shard, reduce)
+        except Exception:
+            barrier.abort()  # Do not let the others wait.
+            raise
+
+    with ThreadPoolExecutor(shards) as pool:
+        return list(pool.map(run, range(shards)))
+
+
+@pytest.mark.parametrize("name", SIGN_RULES)
+@given(seed=seeds, streams=st.integers(1, 3), block=st.integers(1, 20))
+@settings(max_examples=15, deadline=None)
+def test_three_shards_sign_as_one(name, seed, streams, block):
+    rule = SIGN_RULES[name]()
+    vectors, running, draws = whole(seed, streams, 14, dim=7)
+    vectors[0, 4, 6] = float("nan")  # In the last shard only; all must leave it out.
+    carry = rule.start(streams, 14, 0)
+    expected = block_gram(vectors, running, rule, draws, carry, block=block)
+    cuts = [slice(0, 2), slice(2, 5), slice(5, 7)]
+
+    def work(shard, reduce):
+        part = vectors[..., cuts[shard]], running[:, cuts[shard]]
+        return block_gram(*part, rule, draws, carry, block=block, reduce=reduce)
+
+    for cut, found in zip(cuts, in_lock_step(3, work), strict=True):
+        assert torch.equal(found.signs, expected.signs)
+        assert torch.equal(found.running, expected.running[:, cut])
+        assert np.array_equal(found.carry, expected.carry)
+
+
+@pytest.mark.parametrize("rule", SIGN_RULES)
+@pytest.mark.parametrize("name", ["grab", "pair-grab", "cd-grab"])
+def test_three_sharded_orderings_order_as_one(name, rule):
+    sizes = [9, 6, 12]
+    vectors = whole_vectors(8, sizes, dim=7)
+    whole_one = make(name, sizes, rule)
+    shards = [make(name, sizes, rule) for _ in range(3)]
+    cuts = [slice(0, 2), slice(2, 5), slice(5, 7)]
+    for _ in range(3):
+        rows = visited(vectors, whole_one.orders)
+        for part in (rows[:5], rows[5:]):
+            whole_one.observe(part)
+
+            def work(shard, reduce, part=part):
+                shards[shard].observe(part[..., cuts[shard]], reduce=reduce)
+
+            in_lock_step(3, work)
+        whole_one.end_epoch()
+        for shard in shards:
+            shard.end_epoch()
+            assert shard.version == whole_one.version
+            assert same(shard.state_dict()["orders"], whole_one.state_dict()["orders"])
+
+
+def test_a_shard_may_be_without_columns():
+    vectors, whole_one = whole_vectors(1, [6, 6]), make("cd-grab", [6, 6])
+    rows = visited(vectors, whole_one.orders)
+    shards = [make("cd-grab", [6, 6]) for _ in range(2)]
+    whole_one.observe(rows)
+    cuts = [slice(0, 3), slice(3, 3)]
+    in_lock_step(2, lambda s, reduce: shards[s].observe(rows[..., cuts[s]], reduce=reduce))
+    for ordering in (whole_one, *shards):
+        ordering.end_epoch()
+    assert len({ordering.version for ordering in (whole_one, *shards)}) == 1
