@@ -2,4 +2,5 @@
 
 from gradherd.cli import main
 
-main()
+if __name__ == "__main__":  # local ranks import this module, too
+    main()

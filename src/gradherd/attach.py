@@ -23,6 +23,7 @@ from gradherd.ordering.memory import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ride import Ride
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.owners import bare as uncompiled
 from gradherd.rows.owners import describe
 from gradherd.rows.settings import BatchRows, ExactRows, SketchRows
 
@@ -69,6 +70,8 @@ def attach(
             f"order was made for {order.world}, this process is {World.detect()}: make the "
             "sampler after init_process_group()"
         )
+    if order.ordering.policy.needs_rows and order.unit < order.batch_size:
+        uncompiled(model)  # or it raises: hooks of single modules would not be called
     settings, why = _choose(bare, order, rows)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return Herd(model, order, _feed(bare, order, settings), settings, scaler)
@@ -86,6 +89,12 @@ def _choose(
         raise ValueError(
             f"rows='batch' has one row for a batch of {order.batch_size}, but units have "
             f"{order.unit}: use OrderedSampler(..., unit={order.batch_size}), or exact or sketch"
+        )
+    ddp = isinstance(model, DDP) and order.world.size > 1
+    if isinstance(settings, BatchRows) and ddp and not _hook_is_free(model):
+        raise ValueError(
+            "rows='batch' needs the communication hook of DDP, and there is one already: use "
+            "'sketch', or attach first"
         )
     if settings is not None:
         return settings, "as asked"
@@ -120,7 +129,7 @@ def _module(model: nn.Module) -> nn.Module:
 
 
 def _hook_is_free(model: nn.Module) -> bool:
-    return isinstance(model, DDP) and not getattr(model, "_comm_hooks", [])
+    return isinstance(model, DDP) and not model._comm_hooks
 
 
 class Herd:
@@ -139,6 +148,7 @@ class Herd:
         self._model = model
         self._feed = feed
         self._scaler = scaler
+        self._device = next(model.parameters()).device  # where the ranks' group works
         self._checked_epoch = -1
         self._paused = False
         self._handles = [
@@ -169,7 +179,7 @@ class Herd:
             raise
         if claim.epoch != self._checked_epoch:
             self._checked_epoch = claim.epoch
-            check_same_orders(self.sampler)
+            check_same_orders(self.sampler, self._device)
         self._feed.feed(claim, self._scaler.get_scale() if self._scaler else 1.0)
 
     def finish(self) -> None:
@@ -212,10 +222,12 @@ class Herd:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. Call it before iterating, on all ranks."""
         self._feed.forget()
+        self._feed.finish()  # what was fed before must not come after
         self.sampler.ordering.load_state_dict(state["ordering"])
         if isinstance(self._feed, Ride):
             self._feed.take_columns(self._names())
         self.sampler.load_state_dict(state["sampler"])
+        self._checked_epoch = -1
 
     def _names(self) -> tuple[str, ...]:
         return FlatSpec.of(_module(getattr(self._model, "_orig_mod", self._model))).names
@@ -229,10 +241,10 @@ class Herd:
         self.sampler.before_reading = lambda: None
 
 
-def check_same_orders(sampler: OrderedSampler) -> None:
-    """Raise if ranks hold different orders; once an epoch, eight bytes."""
-    version = int(sampler.ordering.version, 16) - 2**63
-    versions = all_gather(torch.tensor(version), sampler.world).value.tolist()
+def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:
+    """Raise if ranks hold different orders; once an epoch, eight bytes from `device`."""
+    version = torch.tensor(int(sampler.ordering.version, 16) - 2**63, device=device)
+    versions = all_gather(version, sampler.world).value.tolist()
     if len(set(versions)) > 1:
         common = max(set(versions), key=versions.count)
         others = [rank for rank, held in enumerate(versions) if held != common]

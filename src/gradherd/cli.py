@@ -29,7 +29,13 @@ COMMANDS = {
         "replay_order:ReplayOrder",
         "what order would a policy find for my gradients?",
     ),
-    "bench signs": ("bench_signs:BenchSigns", "signs per second: block-Gram against the loop"),
+    "bench signs": ("bench_signs:BenchSigns", "signs of a step: block-Gram against the loop"),
+    "bench coordination": (
+        "bench_coordination:BenchCoordination",
+        "balancing across workers against all-reduce and all-gather",
+    ),
+    "bench rows": ("bench_rows:BenchRows", "per-example gradients against vmap and a loop"),
+    "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
 }
 """Command -> (module:class under gradherd.commands, one line of help)."""
 
@@ -82,7 +88,7 @@ def _run(words: list[str]) -> None:
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     """Return the list of commands."""
-    lines = [f"  gradherd {name:<14} {COMMANDS[name][1]}" for name in names]
+    lines = [f"  gradherd {name:<19} {COMMANDS[name][1]}" for name in names]
     return "\n".join(
         [
             "gradherd: distributed PyTorch training in fewer epochs and fewer bytes",

@@ -64,7 +64,7 @@ class ParameterHooks:
             return lambda grad: arrived(name, grad.detach())
 
         self._handles = [
-            parameter.register_hook(hook(name))  # type: ignore[no-untyped-call]
+            parameter.register_hook(hook(name))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]

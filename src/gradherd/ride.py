@@ -33,7 +33,8 @@ class Ride:
         self._sorter = Sorter()
         named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad]
         self._parameters = [parameter for _, parameter in named]
-        self._names = {parameter: name for name, parameter in named}
+        # DDP's buckets also hold what was frozen after it was wrapped.
+        self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         # Until the first buckets are seen, all parameters stand in one.
         self.layout = Layout((tuple((name, p.numel()) for name, p in named),))
         self._buckets: list[tuple[dist.GradBucket, Bucket, Future[Tensor]]] = []
@@ -168,11 +169,11 @@ class Ride:
 
 
 def _mean_of(flight: Flight) -> Future[Tensor]:
-    if flight.work is None:
+    if not flight.works:
         done: Future[Tensor] = Future()
         done.set_result(flight.value)
         return done
-    return flight.work.get_future().then(lambda future: future.value()[0])
+    return flight.works[0].get_future().then(lambda future: future.value()[0])
 
 
 def exchange_hook(state: Ride, bucket: dist.GradBucket) -> Future[Tensor]:

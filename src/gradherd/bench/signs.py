@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.bench.timing import peak_bytes, seconds
+from gradherd.bench.memory import Peak
+from gradherd.bench.timing import seconds
 from gradherd.ordering.rules import Greedy
 from gradherd.ordering.signs import balance, block_gram
 
@@ -53,7 +54,12 @@ def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
         "block-gram": lambda: block_gram(vectors, running, *rest, block=count),
         "balance": lambda: balance(vectors, running, *rest),
     }
-    taken = {case: seconds(fn, device) for case, fn in cases.items()}
+    taken: dict[str, float] = {}
+    peaks: dict[str, int | None] = {}
+    for case, fn in cases.items():
+        with Peak(device) as peak:
+            fn()
+        peaks[case], taken[case] = peak.bytes, seconds(fn, device)
     return [
         {
             "case": case,
@@ -61,7 +67,7 @@ def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
             "dim": dim,
             "seconds": taken[case],
             "bytes": 0,  # Nothing travels: the vectors are where the signs are taken.
-            "peak_bytes": peak_bytes(cases[case], device),
+            "peak_bytes": peaks[case],
             "ratio": taken[case] / taken["sequential"],
             "signs_per_second": count / taken[case],
         }

@@ -20,19 +20,6 @@ def seconds(fn: Callable[[], object], device: torch.device, *, at_least: float =
     return statistics.median(times)
 
 
-def peak_bytes(fn: Callable[[], object], device: torch.device) -> int | None:
-    """Return how much memory a call takes on top; None where the device does not tell."""
-    if device.type != "cuda":
-        return None
-    fn()
-    _synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    fn()
-    _synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,24 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RuntimeError:
     return RuntimeError(f"rank {rank_name} failed:\n{report}")
 
 
+def _warm_server() -> None:
+    """Start the server that ranks are forks of, unless it runs.
+
+    Its libraries read their number of threads when they are loaded: one per rank, or ranks
+    would fight for cores.
+    """
+    multiprocessing.set_forkserver_preload(_WARM)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
 def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Return `fn(*args)` of every rank, in rank order.
 
@@ -83,10 +102,10 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    multiprocessing.set_forkserver_preload(_WARM)
+    _warm_server()
     with tempfile.TemporaryDirectory(prefix="gradherd-ranks-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout
-        ranks = mp.start_processes(  # type: ignore[no-untyped-call]
+        ranks = mp.start_processes(
             _rank_main,
             (fn, size, folder, timeout, args),
             size,

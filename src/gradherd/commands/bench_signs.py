@@ -2,18 +2,15 @@
 
 from dataclasses import dataclass
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 from gradherd.bench.signs import bench_signs
+from gradherd.commands.bench_show import show, usable_device
 from gradherd.commands.progress import steps
-from gradherd.commands.usage import UsageError, numbers, print_json
+from gradherd.commands.usage import numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSigns:
-    """Measure signs per second, side by side in one run.
+    """Measure how long the signs of one step take, side by side in one run.
 
     sequential is the loop of the published CD-GraB code, block-gram takes all signs of a step
     from one Gram matrix, balance is what gradherd chooses for this device and size.
@@ -22,7 +19,7 @@ class BenchSigns:
     """
 
     workers: str = "4,16,64"
-    """Numbers of workers, separated by commas: each gives one vector per block."""
+    """Numbers of workers, separated by commas: each gives one vector per step."""
     dim: str = "10000,1000000"
     """Numbers of gradient coordinates, separated by commas."""
     device: str = "cpu"
@@ -36,30 +33,4 @@ class BenchSigns:
         device = usable_device(self.device)
         with steps(len(workers) * len(dims), "sizes") as tick:
             rows = bench_signs(workers, dims, device, tick)
-        if self.json:
-            print_json({"bench": "signs", "device": str(device), "rows": rows})
-            return
-        table = Table(title=f"Signs per second on {device}, torch {torch.__version__}")
-        for column in ("dim", "workers", "case", "signs/s", "time / sequential"):
-            table.add_column(column, justify="left" if column == "case" else "right")
-        for row in rows:
-            table.add_row(
-                f"{row['dim']:,}",
-                str(row["workers"]),
-                row["case"],
-                f"{row['signs_per_second']:,.0f}",
-                f"{row['ratio']:.2f}",
-                end_section=row["case"] == "balance",
-            )
-        Console().print(table)
-
-
-def usable_device(name: str) -> torch.device:
-    """Return the device of that name, or raise UsageError if it cannot be used here."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {name!r} cannot be used here: {reason}") from None
-    return device
+        show("signs", str(device), rows, as_json=self.json)

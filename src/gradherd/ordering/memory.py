@@ -28,6 +28,8 @@ class Memory:
     """(T, M) int8: where the unit visited at a step goes; 0 = nothing known."""
     steps: int = 0
     """Time steps passed."""
+    copies: bool = True
+    """Whether rows to be kept are copied, or their owner leaves them alone for two calls."""
     carry: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
     """(C, W) what the sign rule remembers."""
     running: Tensor | None = None

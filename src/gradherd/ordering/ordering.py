@@ -47,6 +47,8 @@ class Ordering:
         """
         if not sizes or min(sizes) < 0:
             raise ValueError(f"sizes must name at least one worker, none below 0, got {sizes}")
+        self.copies = True
+        """Set to False if rows that are observed stay as they are for two calls more."""
         self.policy = policy
         self.chance = Chance(seed)
         self.sizes = tuple(int(size) for size in sizes)
@@ -175,6 +177,7 @@ class Ordering:
 
     def _fresh_memory(self, epoch: int, before: Memory | None) -> Memory:
         memory = Memory.empty(self.sizes, epoch)
+        memory.copies = self.copies
         self.policy.begin(memory, before)
         return memory
 

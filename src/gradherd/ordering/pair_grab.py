@@ -38,7 +38,8 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
     """Move the memory on by (b, M, D) rows and return the pairs they complete.
 
     A pair is what is visited at time steps 2k and 2k+1. A row at an even step whose partner is
-    yet to come is copied into `memory.pending`: the caller may reuse its buffer.
+    yet to come is copied into `memory.pending`: the caller may reuse its buffer (unless it
+    said that it will not: `memory.copies`).
     """
     if (
         len(rows) and memory.steps % 2 and memory.pending is None
@@ -56,7 +57,8 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
         rows, seen = rows[1:], seen[1:]
         memory.pending = memory.pending_seen = None
     if len(rows) % 2:
-        memory.pending, memory.pending_seen = rows[-1].clone(), seen[-1].clone()
+        memory.pending = rows[-1].clone() if memory.copies else rows[-1]
+        memory.pending_seen = seen[-1].clone()
         rows, seen = rows[:-1], seen[:-1]
     if len(rows) or not parts:
         parts.append(rows[0::2] - rows[1::2])
@@ -95,10 +97,10 @@ def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: 
     if count == 0:
         return
     if memory.running is None:
-        memory.running = rows.combine(torch.zeros(1, count))
+        memory.running = torch.zeros_like(rows.combine(torch.zeros(1, count)))
     like, first = memory.running, (memory.steps + int(lone)) // 2
     begin = int(lone) if memory.pending is None else -1  # -1: the pending row
-    heads = torch.arange(begin, count - 1, 2)
+    heads = torch.arange(begin, max(begin, count - 1), 2)
     a, c = like.new_zeros(len(heads), count), like.new_zeros(len(heads), 1)
     a[torch.arange(len(heads)), heads + 1] = -1
     a[torch.arange(len(heads))[heads >= 0], heads[heads >= 0]] = 1
@@ -107,13 +109,7 @@ def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: 
         c[0], extra = 1, memory.pending
     vectors = Mixed(rows, a, extra, c[:, : len(extra)])
     memory.steps += count
-    if (count - begin) % 2:
-        memory.pending = rows.combine(torch.eye(count)[-1:])
-        memory.pending_seen = torch.ones(1, dtype=torch.bool)
-        if memory.steps == memory.sizes[0]:
-            memory.sides[-1] = 1
-    else:
-        memory.pending = memory.pending_seen = None
+    finite = True
     if len(heads):
         span = slice(first, first + len(heads))
         draws = draws_for(rule, chance, memory.epoch, len(memory.sides) // 2, 1)[span]
@@ -121,6 +117,14 @@ def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: 
         memory.running, memory.carry = signed.running, signed.carry
         signs = signed.signs.T
         place_pairs(memory, Pairs(first, like, signs != 0), signs)
+        finite = bool(signs.all())  # all or none are taken
+    memory.pending = memory.pending_seen = None
+    if (count - begin) % 2 and finite:
+        last = rows.combine(torch.eye(count)[-1:])
+        if last.isfinite().all():
+            memory.pending, memory.pending_seen = last, torch.ones(1, dtype=torch.bool)
+            if memory.steps == memory.sizes[0]:
+                memory.sides[-1] = 1
 
 
 def sign_pairs(

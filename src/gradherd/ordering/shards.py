@@ -31,11 +31,33 @@ class Bucket(NamedTuple):
     """(R, N // R) this rank's slice of every rank's numbers."""
 
 
-def send(flat: Tensor, world: World) -> Bucket:
-    """Begin to exchange slices of `flat`, which must stay as it is until they have arrived."""
+def send(flat: Tensor, world: World, *, out: Tensor | None = None) -> Bucket:
+    """Begin to exchange slices of `flat`, which must stay as it is until they have arrived.
+
+    They arrive in `out`, (R, N // R), where it is given.
+    """
     share = len(flat) // world.size
     body = flat[: share * world.size].view(world.size, share)
-    return Bucket(flat, all_to_all_start(body, world))
+    return Bucket(flat, all_to_all_start(body, world, out=out))
+
+
+class Pool:
+    """Memory for slices that is used again: fresh memory costs as much as the exchange."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor, world: World) -> Tensor:
+        """Return an (R, N // R) tensor for the slices of `like`, (N,)."""
+        shape = (world.size, len(like) // world.size)
+        for index, tensor in enumerate(self._free):
+            if tensor.shape == shape and tensor.dtype == like.dtype:
+                return self._free.pop(index)
+        return like.new_empty(shape)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what is not needed any more."""
+        self._free.append(tensor)
 
 
 class Arrived(NamedTuple):
@@ -65,22 +87,26 @@ def give_back(buckets: Sequence[Bucket], arrived: Arrived, world: World) -> list
     Each number is averaged by one rank only, so all ranks get the same bits.
     """
     flights, taken = [], 0
-    tail = _mean(arrived.tails)
+    tail = _mean(arrived.tails, torch.empty_like(arrived.tails[0]))
     for bucket, block in zip(buckets, arrived.blocks, strict=True):
         body, end = bucket.flat[: block.numel()], bucket.flat[block.numel() :]
         end.copy_(tail[taken : taken + len(end)])
         taken += len(end)
-        mean = _mean(block).to(block.dtype)
-        flights.append(all_gather_start(mean, world, out=body.view(block.shape)))
+        slots = body.view(block.shape)
+        _mean(block, out=slots[world.rank])  # in its place: this rank's slot of the result
+        flights.append(all_gather_start(slots[world.rank], world, out=slots))
     return flights
 
 
-def _mean(block: Tensor) -> Tensor:
-    """Return the mean over ranks, in float32 at least; sums row by row, faster than mean(0)."""
-    total = block[0].to(torch.promote_types(block.dtype, torch.float32), copy=True)
+def _mean(block: Tensor, out: Tensor) -> Tensor:
+    """Write the mean over ranks, summed in float32 at least; row by row beats mean(0)."""
+    share = 1 / len(block)
+    wide = torch.promote_types(block.dtype, torch.float32)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    torch.mul(block[0], share, out=total)
     for row in block[1:]:
-        total += row
-    return total.div_(len(block))
+        total.add_(row, alpha=share)
+    return total if total is out else out.copy_(total)
 
 
 def rows_of(arrived: Arrived, world: World, scale: float = 1.0) -> Tensor:
@@ -131,10 +157,11 @@ class Layout(NamedTuple):
         return found
 
     def columns(self, whole: dict[str, Tensor], world: World) -> Tensor:
-        """Return this rank's (C,) columns of a vector given by parameter."""
+        """Return this rank's (C,) columns of a vector given by parameter; a missing one is 0."""
         body, tails = [], []
+        like = next(iter(whole.values()))
         for bucket, length in zip(self.buckets, self.lengths(), strict=True):
-            flat = torch.cat([whole[name] for name, _ in bucket])
+            flat = torch.cat([whole.get(name, like.new_zeros(count)) for name, count in bucket])
             share = length // world.size
             body.append(flat[world.rank * share : (world.rank + 1) * share])
             tails.append(flat[share * world.size :])

@@ -34,6 +34,8 @@ Reduce = Callable[[Tensor], Tensor]
 _BLOCK_COLUMNS = 512
 # From this many streams on, a step of all of them together costs less than their blocks.
 _MANY_STREAMS = 8
+# Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.
+_FEW_VECTORS = 4
 # Numbers per step below which numpy's lower call overhead beats torch's threads.
 _NUMPY_NUMBERS = 65_536
 
@@ -86,7 +88,8 @@ def _walk_together(
             if rule.chance:
                 square = np.multiply(vector, vector, out=scratch).sum(1, dtype=np.float64)
             plus, after = rule.decide(inner, square, draws[:, p], carry)
-        if math.isfinite((inner + square).sum()):
+            all_finite = math.isfinite((inner + square).sum())
+        if all_finite:
             carry = after
             signs[:, p] = 2 * plus - 1
         else:  # Leave out the streams whose vector is not finite.
@@ -137,7 +140,7 @@ def block_gram(
         reduce: Completes the products where D is only one shard of the columns.
     """
     if vectors.device.type != "cpu" or reduce is not None:
-        return _blocks_together(vectors, running, rule, draws, carry, block, reduce)
+        return _blocks_together(vectors, running.clone(), rule, draws, carry, block, reduce)
     z, total = vectors.numpy(), running.numpy().copy()
     signs, carry = np.zeros(z.shape[:2], dtype=np.int8), carry.copy()
     for w in range(len(z)):
@@ -177,34 +180,52 @@ def _blocks_together(
     reduce: Reduce | None,
     all_or_none: bool = False,
 ) -> Signed:
-    """All streams at once, with one sync (and one `reduce`) per block."""
+    """All streams at once, with one sync (and one `reduce`) per block; adds into `running`."""
     streams, count, _ = vectors.shape
     signs = np.zeros((streams, count), dtype=np.int8)
-    running = running.clone()
     for start in range(0, count, block):
         span = slice(start, start + block)
         z = vectors[:, span]
-        inner, gram = _products(z, running, reduce)
-        finite = np.isfinite(np.einsum("wpp->wp", gram))
+        inner, gram = _products(z, running, reduce, rule)
+        finite = np.isfinite(np.einsum("wpp->wp", gram)) & np.isfinite(inner)
         if all_or_none and not finite.all():
             finite[:] = False
         if not finite.all():
             z = torch.where(torch.from_numpy(finite).to(z.device).unsqueeze(-1), z, 0)
-            inner, gram = _products(z, running, reduce)
+            inner, gram = _products(z, running, reduce, rule)
         taken, carry = signs_from_products(inner, gram, rule, draws[:, span], carry)
         signs[:, span] = taken * finite
         weights = torch.from_numpy(signs[:, span]).to(z.device, z.dtype)
-        running += (weights.unsqueeze(1) @ z).squeeze(1)
+        running.unsqueeze(1).baddbmm_(weights.unsqueeze(1), z)
     return Signed(torch.from_numpy(signs), running, carry)
 
 
-def _products(z: Tensor, running: Tensor, reduce: Reduce | None) -> tuple[Floats, Floats]:
-    """Return u (W, P) and G (W, P, P) on the host."""
-    both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
+def _products(
+    z: Tensor, running: Tensor, reduce: Reduce | None, rule: SignRule
+) -> tuple[Floats, Floats]:
+    """Return u (W, P) and G (W, P, P) on the host.
+
+    Of a few vectors the squares are left out (zero) where the rule does not ask for them: a
+    vector that is not finite shows in its product with the running sum, too.
+    """
+    if z.device.type == "cpu" and len(z) == 1 and z.shape[1] <= _FEW_VECTORS:
+        both = _few_products(z[0], running[0], squares=rule.chance).unsqueeze(0)
+    else:
+        both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
     if reduce is not None:
         both = reduce(both.flatten()).view(both.shape)
     host = both.numpy()
     return host[..., 0].copy(), host[..., 1:]
+
+
+def _few_products(z: Tensor, running: Tensor, *, squares: bool) -> Tensor:
+    """Return (P, 1 + P) products of a few long vectors, each pair once."""
+    both = np.zeros((len(z), 1 + len(z)))
+    for i, vector in enumerate(z):
+        both[i, 0] = (vector @ running).item()
+        for j in range(i + squares):
+            both[i, 1 + j] = both[j, 1 + i] = (vector @ z[j]).item()
+    return torch.from_numpy(both)
 
 
 def signs_from_products(
@@ -266,7 +287,7 @@ def balance(
 
     With `reduce`, the `step` vectors of a stream that belong to one time step are left out
     together if one vector of any stream is not finite then: the mean gradient is not, so the
-    optimizer skips that step on all ranks.
+    optimizer skips that step on all ranks. `running` may be overwritten.
     """
     if reduce is not None:
         return _blocks_together(

@@ -163,7 +163,7 @@ class Capture:
         use = Use(owner.name, module, args, kwargs, then, keep(module), versions((args, kwargs)))
         for index, output in enumerate(tree_leaves(outputs)):
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(partial(self._arrive, use, index))  # type: ignore[no-untyped-call]
+                output.register_hook(partial(self._arrive, use, index))
 
     def _arrive(self, use: Use, index: int, grad: Tensor) -> None:
         if not use.grads:

@@ -54,7 +54,7 @@ class Conv:
     def combine(self, weights: Tensor, onto: Tensor) -> None:
         """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
         inputs, grads = full(self.inputs), full(self.grads)
-        total: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
+        total: Tensor = conv2d_weight(
             inputs,
             self.weight_shape,
             grads * weights[:, None, None, None],
