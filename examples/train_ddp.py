@@ -16,6 +16,7 @@ import gradherd as gh
 
 
 def main() -> None:
+    """Train and print the loss after each epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--order", default="cd-grab", choices=list(gh.POLICIES))
     parser.add_argument("--epochs", type=int, default=10)

@@ -14,11 +14,11 @@ ALLOWED = {
     "ordering": {"ordering", "comm"},
     "replay": {"ordering"},
     "bench": {"bench", "attach", "ordering", "comm", "rows"},
-    "commands": {"commands", "bench", "ordering", "replay"},
+    "commands": {"commands", "bench", "ordering", "replay", "comm"},
     "cli": {"commands", "__init__"},
     "__main__": {"cli"},
     "feeds": {"rows", "ordering", "comm"},
-    "ride": {"feeds", "ordering", "comm"},
+    "ride": {"feeds", "rows", "ordering", "comm"},
     "attach": {"feeds", "ride", "rows", "ordering", "comm"},
     "__init__": {"attach", "comm", "ordering", "rows"},
 }

@@ -155,7 +155,8 @@ class Herd:
             model.register_forward_pre_hook(self._before_forward),
             register_optimizer_step_pre_hook(self._before_step),
         ]
-        sampler.before_reading = self.finish
+        self._names = FlatSpec.of(_module(getattr(model, "_orig_mod", model))).names
+        sampler.feedback = self
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -181,6 +182,15 @@ class Herd:
             self._checked_epoch = claim.epoch
             check_same_orders(self.sampler, self._device)
         self._feed.feed(claim, self._scaler.get_scale() if self._scaler else 1.0)
+
+    def wait(self) -> None:
+        """Return when the sampler has learned what was handed over to it."""
+        self._feed.wait()
+
+    def catch_up(self) -> None:
+        """Feed back what waits, and wait until it is learned (or on its way to other ranks)."""
+        self._settle()
+        self._feed.wait()
 
     def finish(self) -> None:
         """Feed back what waits and let the sampler learn it, on all ranks together."""
@@ -216,7 +226,7 @@ class Herd:
         if isinstance(self._feed, Ride):
             memory = state["memory"]
             shards = {key: memory[key] for key in COLUMNS if key in memory}
-            memory.update(self._feed.whole_state(shards, self._names()))
+            memory.update(self._feed.whole_state(shards, self._names))
         return {"ordering": state, "sampler": self.sampler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,12 +235,9 @@ class Herd:
         self._feed.finish()  # what was fed before must not come after
         self.sampler.ordering.load_state_dict(state["ordering"])
         if isinstance(self._feed, Ride):
-            self._feed.take_columns(self._names())
+            self._feed.take_columns(self._names)
         self.sampler.load_state_dict(state["sampler"])
         self._checked_epoch = -1
-
-    def _names(self) -> tuple[str, ...]:
-        return FlatSpec.of(_module(getattr(self._model, "_orig_mod", self._model))).names
 
     def detach(self) -> None:
         """Leave model and sampler as they were; what was learned stays in the sampler."""
@@ -238,7 +245,7 @@ class Herd:
         self._feed.close()
         for handle in self._handles:
             handle.remove()
-        self.sampler.before_reading = lambda: None
+        self.sampler.feedback = None
 
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:

@@ -43,6 +43,10 @@ class Feed(Protocol):
         """Hand over the rows of the batch that was just walked back."""
         ...
 
+    def wait(self) -> None:
+        """Return when no job runs beside the training loop."""
+        ...
+
     def finish(self) -> None:
         """Let the sampler learn all that was fed. All ranks must call it at the same point."""
         ...
@@ -96,6 +100,9 @@ class NoRows:
         self.waiting = False
         seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
         self._sampler.observe(None, seen, first=claim.step)
+
+    def wait(self) -> None:
+        """Nothing runs."""
 
     def finish(self) -> None:
         """Nothing waits."""
@@ -153,6 +160,9 @@ class WholeBatches:
         assert self._row is not None
         row, self._row = self._row.div_(loss_scale), None
         self._gather.add(claim, row.unsqueeze(0))
+
+    def wait(self) -> None:
+        """Nothing runs."""
 
     def finish(self) -> None:
         """Show what has been gathered."""
@@ -217,6 +227,9 @@ class Examples:
             self._sampler.observe(rows, first=claim.step)
         else:
             self._gather.add(claim, rows.dense())
+
+    def wait(self) -> None:
+        """Nothing runs."""
 
     def finish(self) -> None:
         """Show what has been gathered."""

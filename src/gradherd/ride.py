@@ -6,7 +6,7 @@ training loop. A backward whose gradient is not what the bucket holds (under `no
 gradients that were not cleared) sends its own gradient apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,25 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.comm.collectives import Flight, all_reduce, all_reduce_start
+from gradherd.comm.collectives import Flight, all_reduce_start, sum_few
 from gradherd.comm.world import World
 from gradherd.feeds import ParameterHooks
 from gradherd.ordering.sampler import Claim, OrderedSampler
-from gradherd.ordering.shards import Bucket, Layout, arrive, give_back, rows_of, send
+from gradherd.ordering.shards import (
+    Bucket,
+    Layout,
+    Pool,
+    arrive,
+    give_back,
+    rows_of,
+    send,
+    take_back,
+)
 from gradherd.ordering.sorter import Sorter
+from gradherd.rows.flat import FlatSpec
+
+# Up to this many numbers, one exchange of a copy is cheaper than one of each bucket.
+_TOGETHER = 2_000_000
 
 
 class Ride:
@@ -31,17 +44,26 @@ class Ride:
         self._world = world
         self._side = world.side_channel()
         self._sorter = Sorter()
-        named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad]
-        self._parameters = [parameter for _, parameter in named]
+        self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
         # DDP's buckets also hold what was frozen after it was wrapped.
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-        # Until the first buckets are seen, all parameters stand in one.
-        self.layout = Layout((tuple((name, p.numel()) for name, p in named),))
-        self._buckets: list[tuple[dist.GradBucket, Bucket, Future[Tensor]]] = []
+        # All parameters in one bucket, in order, padded: how small models travel, and where
+        # larger ones start from until DDP's own buckets are seen.
+        spec = FlatSpec.of(ddp.module)
+        self.layout = _padded(zip(spec.names, spec.numels, strict=True), world)
+        self._together = spec.size <= _TOGETHER
+        length = self.layout.lengths()[0] if self._together else 0
+        self._flat = self._parameters[0].detach().new_zeros(length)
+        spans = (slice(at, at + n) for at, n in zip(spec.offsets, spec.numels, strict=True))
+        self._places = dict(zip(spec.names, spans, strict=True))
+        self._pool, self._lent = Pool(), list[Tensor]()
+        self._taken: list[tuple[dist.GradBucket, Future[Tensor]]] = []
+        self._sent: list[Bucket] = []
         self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
         self._apart: dict[str, Tensor] = {}  # gradient of a backward that did not
         self._riding = self.active = True
         self.bytes = 0
+        sampler.ordering.borrow_rows(True)
         self._hooks = ParameterHooks(ddp.module, self._arrived)
         ddp.register_comm_hook(self, exchange_hook)
 
@@ -68,33 +90,63 @@ class Ride:
             flight = all_reduce_start(flat.div_(self._world.size), self._world)
             return _mean_of(flight)
         done: Future[Tensor] = Future()
-        self._buckets.append((bucket, send(flat, self._world), done))
+        self._taken.append((bucket, done))
+        if not self._together:
+            self._sent.append(self._send(flat))
         if bucket.is_last():
-            self._exchange_all()
+            taken, self._taken = self._taken, []
+            if self._together:
+                self._exchange_together([bucket for bucket, _ in taken])
+            else:
+                self._exchange_buckets([bucket for bucket, _ in taken])
+            for one, done_one in taken:
+                done_one.set_result(one.buffer())
         return done
 
-    def _exchange_all(self) -> None:
-        taken, self._buckets = self._buckets, []
-        layout = Layout(
-            tuple(
-                tuple((self._names[p], p.numel()) for p in bucket.parameters())
-                for bucket, _, _ in taken
+    def _send(self, flat: Tensor) -> Bucket:
+        share = len(flat) // self._world.size
+        return send(flat, self._world, out=self._pool.take(flat, self._world.size, share))
+
+    def _exchange_buckets(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Finish what was sent bucket by bucket."""
+        self._use(
+            Layout(
+                tuple(
+                    tuple((self._names[p], p.numel()) for p in bucket.parameters())
+                    for bucket in buckets
+                )
             )
         )
-        self._use(layout)
-        buckets = [bucket for _, bucket, _ in taken]
-        arrived = arrive(buckets, self._world)
-        flights = give_back(buckets, arrived, self._world)
-        self._rows = rows_of(arrived, self._world)
-        for flight, (_, bucket, done) in zip(flights, taken, strict=True):
+        sent, self._sent = self._sent, []
+        self._finish(sent)
+
+    def _exchange_together(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Send all buckets in one."""
+        pieces = [
+            (self._flat[self._places[self._names[parameter]]], grad)
+            for bucket in buckets
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if self._names[parameter] in self._places
+        ]
+        for flat, grad in pieces:
+            flat.copy_(grad.flatten())
+        self._finish([self._send(self._flat)])
+        for flat, grad in pieces:
+            grad.copy_(flat.view_as(grad))
+
+    def _finish(self, sent: Sequence[Bucket]) -> None:
+        arrived = arrive(sent, self._world)
+        flights = give_back(sent, arrived, self._world)
+        self._rows = rows_of(arrived, self._world, self._pool)
+        for flight in flights:
             flight.wait()
-            done.set_result(bucket.flat)
 
     def _use(self, layout: Layout) -> None:
         """Go over to other buckets: DDP rebuilds them once after the first step."""
         if layout == self.layout:
             return
         self._sorter.wait()
+        self._pool = Pool()  # pieces of the old sizes are of no use
         old, self.layout = self.layout, layout
         self._sampler.ordering.map_columns(
             lambda row: layout.columns(old.whole(row, self._world), self._world)
@@ -106,7 +158,11 @@ class Ride:
         if rows is None:
             rows = self._send_apart()
         if loss_scale != 1:
-            rows = rows / loss_scale
+            rows.div_(loss_scale)
+
+        self._sorter.wait()
+        self._lent = take_back(self._lent, self._sampler.ordering, self._pool)
+        self._lent.append(rows)
 
         def observe() -> None:
             self._sampler.observe(rows.unsqueeze(0), first=claim.step, reduce=self._reduce)
@@ -122,14 +178,18 @@ class Ride:
             )
             for bucket in self.layout.buckets
         ]
-        arrived = arrive([send(flat, self._world) for flat in flats], self._world)
+        arrived = arrive([self._send(flat) for flat in flats], self._world)
         self.bytes += arrived.bytes
-        return rows_of(arrived, self._world)
+        return rows_of(arrived, self._world, self._pool)
 
     def _reduce(self, products: Tensor) -> Tensor:
-        total, sent = all_reduce(products, self._side)
+        total, sent = sum_few(products, self._side)
         self.bytes += sent
         return total
+
+    def wait(self) -> None:
+        """Wait for the sorter."""
+        self._sorter.wait()
 
     def finish(self) -> None:
         """Wait for the sorter."""
@@ -144,12 +204,13 @@ class Ride:
         self._sorter.wait()
         self._sorter.close()
         self._hooks.remove()
+        self._sampler.ordering.borrow_rows(False)
         self._riding = self.active = False
 
     def take_columns(self, names: Sequence[str]) -> None:
         """Keep this rank's columns of a memory that was loaded whole, in the order of `names`."""
         counts = {self._names[p]: p.numel() for p in self._parameters}
-        whole = Layout((tuple((name, counts[name]) for name in names),))
+        whole = _padded([(name, counts[name]) for name in names], self._world)
 
         def columns(row: Tensor) -> Tensor:
             pieces = torch.split(row, [counts[name] for name in names])
@@ -166,6 +227,12 @@ class Ride:
             return torch.cat([found[name] for name in names])
 
         return {key: torch.stack([whole(row) for row in kept]) for key, kept in state.items()}
+
+
+def _padded(parameters: Iterable[tuple[str, int]], world: World) -> Layout:
+    """Return the layout of one bucket that divides by the number of ranks."""
+    named = tuple(parameters)
+    return Layout(((*named, ("", -sum(count for _, count in named) % world.size)),))
 
 
 def _mean_of(flight: Flight) -> Future[Tensor]:

@@ -120,3 +120,10 @@ def test_a_group_counts_its_own_ranks():
     assert results[0] is None and results[2] is None
     assert results[1] == ([1.0, 3.0], [4.0], [3.0], [1.0, 3.0])
     assert results[3] == ([1.0, 3.0], [4.0], [3.0], [11.0, 13.0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_few_numbers_are_summed_with_the_same_bits_on_all_ranks(size):
+    sums = [value for value, _ in run_ranks(work.sum_few_numbers, size)]
+    assert all(torch.equal(sums[0], other) for other in sums)
+    torch.testing.assert_close(sums[0], torch.arange(3.0).double() * size + sum(range(size)) / 3)

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradherd.comm import World, all_gather, all_gather_uneven, all_reduce, all_to_all, broadcast
+from gradherd.comm import (
+    World,
+    all_gather,
+    all_gather_uneven,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    sum_few,
+)
 
 
 def nothing():
@@ -102,3 +110,8 @@ def kill_on(bad):
 
 def unpicklable():
     return lambda: None
+
+
+def sum_few_numbers():
+    world = World.detect()
+    return sum_few(torch.arange(3.0).double() + world.rank / 3, world)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradherd.rows import Capture, describe
+from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
 
 BATCH = 4
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
 from torch import Tensor, nn
 
 from gradherd.rows import Capture
 from gradherd.rows.layers import Batch, rule_for
+from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
 
 BATCH = 5
 

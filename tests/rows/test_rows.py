@@ -2,11 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows.reference import check_verbs, close
 from torch import nn
 
 from gradherd.rows import Capture, DenseRows, Grouped
 from gradherd.rows.outer import Outer, _gram_by_blocks, _gram_by_pairs
+from tests.rows.reference import check_verbs, close
 
 
 @given(examples=st.integers(1, 9), size=st.integers(1, 7), unit=st.integers(1, 10))

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rows.reference import close
 from torch import Tensor, nn
 
 from gradherd.rows import Capture, count_sketch
 from gradherd.rows.sketch import hashes, side_sketch, table, tensor_sketch, token_sketch
+from tests.rows.reference import close
 
 
 def explicit(vectors: Tensor, k: int, seed: int, name: str = "") -> Tensor:

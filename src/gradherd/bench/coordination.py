@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gradherd.bench.memory import Peak
 from gradherd.bench.signs import published_loop
-from gradherd.comm.collectives import all_gather, all_reduce
+from gradherd.comm.collectives import all_gather, all_reduce, sum_few
 from gradherd.comm.world import World
 from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.shards import Pool, arrive, give_back, rows_of, send
+from gradherd.ordering.shards import Pool, arrive, give_back, rows_of, send, take_back
 from gradherd.ordering.sorter import Sorter
 
 # A pair of steps is measured: signs are taken at every second one.
@@ -71,31 +71,28 @@ class Sharded:
     def __init__(self, world: World, dim: int) -> None:
         self._world, self._side = world, world.side_channel()
         self._ordering = Ordering(CDGraB(), [1_000_000] * world.size, start="identity")
-        self._ordering.copies = False
-        self._ordering.restart_epoch()
+        self._ordering.borrow_rows(True)
         self._sorter, self._pool = Sorter(), Pool()
-        self._held: list[Tensor] = []
+        self._lent: list[Tensor] = []
         self.bytes = 0
 
     def step(self, grad: Tensor) -> None:
         """Exchange slices, give the mean back, sign beside it at every second step."""
         self._sorter.wait()
-        if len(self._held) == _PAIR:  # signed: their memory is free again
-            for rows in self._held:
-                self._pool.give(rows)
-            self._held.clear()
-        bucket = send(grad, self._world, out=self._pool.take(grad, self._world))
+        self._lent = take_back(self._lent, self._ordering, self._pool)
+        size = self._world.size
+        bucket = send(grad, self._world, out=self._pool.take(grad, size, len(grad) // size))
         arrived = arrive([bucket], self._world)
         flights = give_back([bucket], arrived, self._world)
-        rows = rows_of(arrived, self._world)
-        self._held.append(rows)
+        rows = rows_of(arrived, self._world, self._pool)
+        self._lent.append(rows)
         self._sorter.submit(lambda: self._ordering.observe(rows[None], reduce=self._reduce))
         for flight in flights:
             flight.wait()
         self.bytes += arrived.bytes + sum(flight.bytes for flight in flights)
 
     def _reduce(self, products: Tensor) -> Tensor:
-        total, sent = all_reduce(products, self._side)
+        total, sent = sum_few(products, self._side)
         self.bytes += sent
         return total
 

@@ -10,5 +10,6 @@ from gradherd.comm.collectives import all_reduce_start as all_reduce_start
 from gradherd.comm.collectives import all_to_all as all_to_all
 from gradherd.comm.collectives import all_to_all_start as all_to_all_start
 from gradherd.comm.collectives import broadcast as broadcast
+from gradherd.comm.collectives import sum_few as sum_few
 from gradherd.comm.ranks import run_ranks as run_ranks
 from gradherd.comm.world import World as World

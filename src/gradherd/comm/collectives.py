@@ -17,9 +17,8 @@ from gradherd.comm.world import World
 
 # torch 2.13 renamed it and warns of the old name.
 _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# From this many bytes on, an all-gather over gloo goes as messages.
-_LARGE = 1 << 16
-_TAG = 0x6768  # apart from messages of the user's own
+_FEW_RANKS = 8
+_TAG = 0x6768  # of our messages, apart from the user's own
 
 
 class Sent(NamedTuple):
@@ -88,7 +87,7 @@ def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
         out.copy_(tensor.unsqueeze(0))
         return Flight(out, 0)
     sent = _nbytes(tensor) * (world.size - 1)
-    if _nbytes(tensor) >= _LARGE and dist.get_backend(world.group) == "gloo":
+    if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
         return Flight(out, sent, _messages(tensor, out, world))
     # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
@@ -98,19 +97,31 @@ def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
 def _messages(tensor: Tensor, out: Tensor, world: World) -> tuple[dist.Work, ...]:
     """Begin an all-gather as messages between all pairs of ranks.
 
-    gloo's own all-gather goes round a ring and through a buffer; this takes two thirds of its
-    time for large tensors on a machine's own network.
+    gloo's own all-gather goes round a ring and through a buffer; this took two thirds of its
+    time on a machine's own network.
     """
+    mine, slots = tensor.contiguous().view(-1), out.view(world.size, -1)
     works: list[dist.Work | None] = []
     for away in range(1, world.size):
         peer = (world.rank - away) % world.size
-        works.append(dist.irecv(out[peer], group=world.group, group_src=peer, tag=_TAG))
+        works.append(dist.irecv(slots[peer], group=world.group, group_src=peer, tag=_TAG))
     for away in range(1, world.size):
         peer = (world.rank + away) % world.size
-        works.append(dist.isend(tensor, group=world.group, group_dst=peer, tag=_TAG))
-    if tensor.data_ptr() != out[world.rank].data_ptr():
-        out[world.rank].copy_(tensor)
+        works.append(dist.isend(mine, group=world.group, group_dst=peer, tag=_TAG))
+    if mine.data_ptr() != slots[world.rank].data_ptr():
+        slots[world.rank].copy_(mine)
     return tuple(work for work in works if work is not None)
+
+
+def sum_few(tensor: Tensor, world: World) -> Sent:
+    """Sum a small tensor over all ranks; the result has the same bits on every rank.
+
+    Among few ranks one gather and a sum in the order of ranks take fewer hops than all-reduce.
+    """
+    if world.size > _FEW_RANKS:
+        return all_reduce(tensor, world)
+    parts, sent = all_gather(tensor, world)
+    return Sent(parts.sum(0), sent)
 
 
 def all_to_all(tensor: Tensor, world: World) -> Sent:

@@ -14,6 +14,9 @@ from gradherd.comm.collectives import Flight, all_gather_start
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import Claim, OrderedSampler
 
+# Rows that wait for company take memory, on arrival R times as much: no more than this.
+_MOST_NUMBERS = 4_000_000
+
 
 class Gather:
     """Rows of this worker on their way to all others."""
@@ -41,8 +44,11 @@ class Gather:
         left = self._sampler.ordering.length - claim.step - claim.units
         if left * self._sampler.unit < self._sampler.batch_size:
             self.flush()
-        elif len(self._waiting) >= self._every:
+        elif len(self._waiting) >= self._every or self._waiting_numbers() >= _MOST_NUMBERS:
             self._send()
+
+    def _waiting_numbers(self) -> int:
+        return sum(rows.numel() for _, rows in self._waiting)
 
     def flush(self) -> None:
         """Show everything to the sampler. All ranks must call it at the same point."""

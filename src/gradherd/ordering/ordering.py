@@ -47,8 +47,7 @@ class Ordering:
         """
         if not sizes or min(sizes) < 0:
             raise ValueError(f"sizes must name at least one worker, none below 0, got {sizes}")
-        self.copies = True
-        """Set to False if rows that are observed stay as they are for two calls more."""
+        self._copies = True
         self.policy = policy
         self.chance = Chance(seed)
         self.sizes = tuple(int(size) for size in sizes)
@@ -177,9 +176,18 @@ class Ordering:
 
     def _fresh_memory(self, epoch: int, before: Memory | None) -> Memory:
         memory = Memory.empty(self.sizes, epoch)
-        memory.copies = self.copies
+        memory.copies = self._copies
         self.policy.begin(memory, before)
         return memory
+
+    def borrow_rows(self, borrow: bool) -> None:
+        """Keep rows that are observed without copying them; their owner asks `holds` first."""
+        self._copies = self._memory.copies = not borrow
+
+    def holds(self, rows: Tensor) -> bool:
+        """Return whether borrowed `rows` are still needed."""
+        pending = self._memory.pending
+        return pending is not None and pending.data_ptr() == rows.data_ptr()
 
     def map_columns(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change` to every (D,) row in memory: the columns of later rows are others."""
@@ -221,4 +229,5 @@ class Ordering:
         for worker, order in enumerate(orders):
             if not torch.equal(order.sort().values, torch.arange(len(order))):
                 raise ValueError(f"state is damaged: worker {worker}'s order is no permutation")
+        memory.copies = self._copies
         self._orders, self._memory, self._version = orders, memory, None

@@ -6,9 +6,10 @@ when `set_epoch` names another epoch, whichever comes first.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
@@ -19,6 +20,22 @@ from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, make_policy
 from gradherd.ordering.signs import Reduce
+
+
+class Feedback(Protocol):
+    """Feeds gradients back to a sampler, some of it beside the training loop."""
+
+    def wait(self) -> None:
+        """Return when what was handed over has been learned. Other ranks need not call it."""
+        ...
+
+    def catch_up(self) -> None:
+        """Hand over the last backward, then wait."""
+        ...
+
+    def finish(self) -> None:
+        """Let everything be learned that was fed back so far, on all ranks at the same point."""
+        ...
 
 
 class Claim(NamedTuple):
@@ -42,6 +59,13 @@ class Walk:
     """Position at which it started."""
     handed: int
     """Position up to which it handed out examples."""
+    iterator: Callable[[], object | None] = lambda: None
+    """The iterator itself, as long as a loop holds it."""
+
+    @property
+    def held(self) -> bool:
+        """Whether its loop may go on."""
+        return self.iterator() is not None
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -106,8 +130,8 @@ class OrderedSampler(DistributedSampler[Any]):
             seed=seed,
             length=self.deal.length,
         )
-        self.before_reading: Callable[[], None] = lambda: None
-        """Called before the order is read: whoever feeds gradients back finishes first."""
+        self.feedback: Feedback | None = None
+        """Who feeds gradients back, and must be heard before the order is read."""
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._begin_epoch()
 
@@ -119,16 +143,24 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's examples in the current order."""
-        if self.ordering.policy.needs_rows:
-            _refuse_unordered_loader()
-        self.before_reading()
-        if self._fed_walk is not None and 0 < len(self) - self._fed < self.batch_size:
+        loader = _calling_loader()
+        if self.ordering.policy.needs_rows and not getattr(loader, "_in_order", True):
+            raise ValueError(
+                "DataLoader(in_order=False) delivers batches in another order than the sampler's, "
+                "so gradients would be taken for those of other examples; use in_order=True"
+            )
+        if self.feedback is not None:
+            self.feedback.catch_up()
+        before = self._fed_walk or (self._walks[-1] if self._walks else None)
+        if before and not before.held and 0 < len(self) - self._fed < self.batch_size:
             # A new walk begins and less than a batch is missing of the one before: the loader
             # drops incomplete batches. That epoch is over.
             self.end_epoch()
         walk = Walk(self.start, self.start)
         self._walks = [*self._walks[-3:], walk]
-        return Pass(self, walk)
+        found = Pass(self, walk)
+        walk.iterator = weakref.ref(loader or found)
+        return found
 
     def __len__(self) -> int:
         return self.num_samples
@@ -141,6 +173,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def indices(self) -> list[int]:
         """Return the examples this rank visits in the current epoch, in order."""
+        self._wait()
         own = self.ordering.orders[self.world.rank]
         indices: list[int] = self.deal.indices(self.world.rank, own).tolist()
         return indices
@@ -151,7 +184,8 @@ class OrderedSampler(DistributedSampler[Any]):
         An epoch that was left early is closed with what was observed of it; units not seen keep
         their place.
         """
-        self.before_reading()
+        if self.feedback is not None:
+            self.feedback.finish()
         if epoch != self.ordering.epoch:
             self.end_epoch(epoch)
 
@@ -184,8 +218,9 @@ class OrderedSampler(DistributedSampler[Any]):
     def _walk_to_feed(self) -> Walk:
         """Tell a loop that started over from a look at the data in the middle of a loop.
 
-        The newest iterator counts, unless it has run to its end without a gradient while the
-        one before it still has some to come.
+        The newest iterator counts, unless its loop is over and that of the one before is not.
+        Where that does not tell (both are held, or none), it counts unless it has run to its
+        end without a gradient while the one before it still has some to come.
         """
         if not self._walks:
             raise RuntimeError(
@@ -194,6 +229,8 @@ class OrderedSampler(DistributedSampler[Any]):
             )
         newest, fed = self._walks[-1], self._fed_walk
         if fed is not None and newest is not fed:
+            if fed.held != newest.held:
+                return fed if fed.held else newest
             owes = fed.handed > self._fed
             if owes and newest.handed in (newest.begin, len(self)):
                 return fed
@@ -233,7 +270,12 @@ class OrderedSampler(DistributedSampler[Any]):
         Loaders ask for this at every batch and do not copy it. What was learned is in
         `ordering.state_dict()`: save that with the model, and load it before the cursor.
         """
+        self._wait()
         return self.cursor(max(self._fed, self.ordering.steps * self.unit))
+
+    def _wait(self) -> None:
+        if self.feedback is not None:
+            self.feedback.wait()
 
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the cursor of a position in the current order."""
@@ -289,16 +331,15 @@ class Pass(Iterator[int]):
         self._walk.begin = self._walk.handed = state["position"]
 
 
-def _refuse_unordered_loader() -> None:
-    """Raise if a DataLoader that delivers batches out of order is asking for this iterator.
+def _calling_loader() -> object | None:
+    """Return the loader's iterator that is asking for examples, if it is one.
 
-    A sampler is not told its loader, so the loader is looked for among the callers.
+    A sampler is not told its loader, so it is looked for among the callers.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        if getattr(frame.f_locals.get("self"), "_in_order", True) is False:
-            raise ValueError(
-                "DataLoader(in_order=False) delivers batches in another order than the sampler's, "
-                "so gradients would be taken for those of other examples; use in_order=True"
-            )
+        caller: object = frame.f_locals.get("self")
+        if hasattr(caller, "_in_order") or hasattr(caller, "_sampler_iter"):
+            return caller
+    return None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradherd.comm.collectives import Flight, all_gather, all_gather_start, all_to_all_start
 from gradherd.comm.world import World
+from gradherd.ordering.ordering import Ordering
 
 
 class Bucket(NamedTuple):
@@ -47,13 +48,13 @@ class Pool:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, like: Tensor, world: World) -> Tensor:
-        """Return an (R, N // R) tensor for the slices of `like`, (N,)."""
-        shape = (world.size, len(like) // world.size)
+    def take(self, like: Tensor, rows: int, columns: int) -> Tensor:
+        """Return a (rows, columns) tensor of the kind of `like`, with anything in it."""
         for index, tensor in enumerate(self._free):
-            if tensor.shape == shape and tensor.dtype == like.dtype:
+            alike = (tensor.dtype, tensor.device) == (like.dtype, like.device)
+            if alike and tensor.shape == (rows, columns):
                 return self._free.pop(index)
-        return like.new_empty(shape)
+        return like.new_empty(rows, columns)
 
     def give(self, tensor: Tensor) -> None:
         """Take back what is not needed any more."""
@@ -103,25 +104,40 @@ def _mean(block: Tensor, out: Tensor) -> Tensor:
     share = 1 / len(block)
     wide = torch.promote_types(block.dtype, torch.float32)
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-    torch.mul(block[0], share, out=total)
+    torch.mul(block[0].to(wide), share, out=total)  # half by a number would be rounded to half
     for row in block[1:]:
         total.add_(row, alpha=share)
     return total if total is out else out.copy_(total)
 
 
-def rows_of(arrived: Arrived, world: World, scale: float = 1.0) -> Tensor:
-    """Return this rank's columns of every worker's gradient: (R, C), float32, times `scale`."""
+def rows_of(arrived: Arrived, world: World, pool: Pool) -> Tensor:
+    """Return this rank's columns of every worker's gradient: (R, C), float32 at least.
+
+    Gives blocks that are not part of the result back to the pool.
+    """
     parts = [*arrived.blocks, *([arrived.tails] if world.rank == world.size - 1 else [])]
     parts = [part for part in parts if part.shape[1]]
-    if len(parts) == 1 and parts[0].dtype == torch.float32 and scale == 1:
+    wide = torch.promote_types(arrived.tails.dtype, torch.float32)
+    if len(parts) == 1 and parts[0].dtype == wide:
         return parts[0]
     columns = sum(part.shape[1] for part in parts)
-    rows = torch.empty((world.size, columns), device=arrived.tails.device)
-    start = 0
+    like = torch.empty(0, dtype=wide, device=arrived.tails.device)
+    rows, start = pool.take(like, world.size, columns), 0
     for part in parts:
-        torch.mul(part, scale, out=rows[:, start : start + part.shape[1]])
+        rows[:, start : start + part.shape[1]] = part
         start += part.shape[1]
+    for block in arrived.blocks:
+        pool.give(block)
     return rows
+
+
+def take_back(lent: list[Tensor], ordering: Ordering, pool: Pool) -> list[Tensor]:
+    """Give rows that `ordering` has no more use for back to the pool; return the others."""
+    held = [rows for rows in lent if ordering.holds(rows)]
+    for rows in lent:
+        if not ordering.holds(rows):
+            pool.give(rows)
+    return held
 
 
 class Layout(NamedTuple):

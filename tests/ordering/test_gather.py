@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from gradherd import CDGraB, OrderedSampler, World
+from gradherd.comm import run_ranks
+from gradherd.ordering import Ordering
+from gradherd.ordering.gather import Gather
+from gradherd.ordering.sampler import Claim
+from tests import attach_work
+from tests.ordering.helpers import lists
+
+
+def sampler_of(units, batch=2):
+    return OrderedSampler(range(units), "pair-grab", batch_size=batch, world=World.single())
+
+
+def test_how_many_travel_together_does_not_matter():
+    vectors = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(0))
+    ordering = Ordering(CDGraB(), [7] * 3, seed=5)
+    want = []
+    for _ in range(3):
+        visits = torch.stack(ordering.orders, dim=1)
+        ordering.observe(vectors[torch.arange(3), visits])
+        ordering.end_epoch()
+        want.append(lists(ordering.orders))
+    for found in run_ranks(attach_work.gathered_every, 3, (1, 3, 1000)):
+        for history, sent in found:
+            assert history == want
+            assert sent == 3 * 7 * 6 * 4 * 2  # epochs, units, numbers, bytes, other ranks
+
+
+def test_rows_wait_until_enough_are_together():
+    sampler = sampler_of(11)
+    gather = Gather(sampler, World.single(), every=2)
+    rows = torch.randn(11, 4)
+    steps = []
+    for step in range(0, 8, 2):
+        gather.add(Claim(0, step, 2, 2), rows[step : step + 2])
+        steps.append(sampler.ordering.steps)
+    assert steps == [0, 0, 0, 4]  # sent after the second, landed when the next two are sent
+    gather.flush()
+    assert sampler.ordering.steps == 8
+    gather.add(Claim(0, 8, 2, 2), rows[8:10])
+    assert sampler.ordering.steps == 10  # less than a batch is left: nobody may come to ask
+    gather.add(Claim(0, 10, 1, 1), rows[10:])
+    assert sampler.ordering.epoch == 1
+
+
+def test_a_batch_that_is_not_finite_is_left_out_as_a_whole():
+    rows = torch.randn(9, 4)
+    rows[2, 1] = float("nan")
+    sampler, want = sampler_of(9), sampler_of(9)
+    gather = Gather(sampler, World.single())
+    for step in range(0, 9, 2):
+        units = len(rows[step : step + 2])
+        gather.add(Claim(0, step, units, units), rows[step : step + 2])
+    seen = torch.ones(9, 1, dtype=torch.bool)
+    seen[2:4] = False
+    want.observe(rows.unsqueeze(1), seen)
+    assert lists(sampler.ordering.orders) == lists(want.ordering.orders)
+    before = sampler_of(9).ordering.orders[0]
+    assert sampler.ordering.orders[0][2:4].tolist() == before[2:4].tolist()
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_walk_that_starts_over_replaces_what_came_before(flushed):
+    rows = torch.randn(8, 4)
+    sampler, want = sampler_of(8), sampler_of(8)
+    gather = Gather(sampler, World.single())
+    for step in (0, 2):
+        gather.add(Claim(0, step, 2, 2), 5 * rows[:2])
+    if flushed:
+        gather.flush()
+    for step in range(0, 8, 2):
+        gather.add(Claim(0, step, 2, 2), rows[step : step + 2])
+    want.observe(rows.unsqueeze(1))
+    assert lists(sampler.ordering.orders) == lists(want.ordering.orders)
+    assert sampler.ordering.epoch == 1
+
+
+def test_rows_of_an_epoch_that_is_over_are_dropped():
+    sampler = sampler_of(8)
+    gather = Gather(sampler, World.single())
+    gather.add(Claim(0, 0, 2, 2), torch.randn(2, 4))
+    sampler.end_epoch()
+    gather.flush()
+    assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
+
+
+def test_forget_drops_what_was_not_shown():
+    sampler = sampler_of(8)
+    gather = Gather(sampler, World.single(), every=1)
+    gather.add(Claim(0, 0, 2, 2), torch.randn(2, 4))
+    gather.forget()
+    gather.flush()
+    assert sampler.ordering.steps == 0

@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from gradherd.comm import run_ranks
+from gradherd.ordering.shards import Pool
+from tests import attach_work
+
+LENGTHS = [1, 7, 2, 64, 3]  # odd ones, and some shorter than the number of ranks
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def by_setting(size, *settings):
+    """Return what every rank found, for each setting."""
+    return zip(*run_ranks(attach_work.shards, size, *settings), strict=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_column_is_at_one_rank_and_all_get_the_mean(size):
+    found = by_setting(size, *((LENGTHS, dtype) for dtype in DTYPES))
+    for dtype, ranks in zip(DTYPES, found, strict=True):
+        own = torch.stack([rank["own"] for rank in ranks])
+        wide = torch.promote_types(dtype, torch.float32)
+        mean = own.to(wide).mean(0).to(dtype)
+        for rank in ranks:
+            assert rank["mean"].dtype == dtype
+            torch.testing.assert_close(rank["mean"], mean)
+            assert torch.equal(rank["mean"], ranks[0]["mean"])
+            assert rank["rows"].dtype == wide
+            assert torch.equal(rank["whole"], own.to(wide))
+            assert torch.equal(rank["columns"], rank["rows"])
+        columns = torch.cat([rank["rows"] for rank in ranks], dim=1)
+        assert torch.equal(columns.sort(1).values, own.to(wide).sort(1).values)
+
+
+def test_one_bucket_or_none_that_divides():
+    every = [[6], [5], [1], [2, 2]]
+    found = by_setting(3, *((lengths, torch.float32) for lengths in every))
+    for lengths, ranks in zip(every, found, strict=True):
+        own = torch.stack([rank["own"] for rank in ranks])
+        for rank in ranks:
+            torch.testing.assert_close(rank["mean"], own.mean(0))
+            assert torch.equal(rank["whole"], own)
+        assert sum(rank["rows"].shape[1] for rank in ranks) == sum(lengths)
+
+
+def test_bytes_are_those_of_slices_and_rests():
+    lengths, size = [10, 64, 2], 3
+    [ranks] = by_setting(size, (lengths, torch.float32))
+    for rank in ranks:
+        slices = sum(length // size * (size - 1) for length in lengths)
+        rests = sum(length % size * (size - 1) for length in lengths)
+        assert rank["bytes"] == 4 * (slices + rests)
+
+
+def test_pool_hands_out_what_it_got_back():
+    pool, like = Pool(), torch.empty(0)
+    first = pool.take(like, 2, 3)
+    assert pool.take(like, 2, 3) is not first
+    pool.give(first)
+    assert pool.take(like.double(), 2, 3).dtype == torch.float64
+    assert pool.take(like, 3, 2).shape == (3, 2)
+    assert pool.take(like, 2, 3) is first
