@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format example bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -34,7 +34,13 @@ format: $(STAMP) ## Rewrite the code in the house style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP) ## Signs per second: block-Gram against the sequential loop
+example: $(STAMP) ## Train with two workers under torchrun
+	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py --epochs 3
+
+bench: $(STAMP) ## What ordering costs, side by side with what one would do instead
+	@$(BIN)/gradherd bench coordination --workers 2,4 --dim 1e6
+	@$(BIN)/gradherd bench step
+	@$(BIN)/gradherd bench rows
 	@$(BIN)/gradherd bench signs
 
 clean: ## Remove the virtual environment and caches

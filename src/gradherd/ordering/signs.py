@@ -32,6 +32,9 @@ Reduce = Callable[[Tensor], Tensor]
 # On the CPU a Gram block only pays for few columns: its arithmetic grows with the block's size,
 # while the loop reads each vector once. `gradherd bench signs` shows both.
 _BLOCK_COLUMNS = 512
+# On a GPU (H200) it pays from a few vectors on, up to where library products of so few and so
+# long rows fall behind.
+_GPU_VECTORS, _GPU_COLUMNS = 8, 4_000_000
 # From this many streams on, a step of all of them together costs less than their blocks.
 _MANY_STREAMS = 8
 # Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.
@@ -293,10 +296,11 @@ def balance(
         return _blocks_together(
             vectors, running, rule, draws, carry, step, reduce, all_or_none=True
         )
-    on_cpu = vectors.device.type == "cpu"
-    few = len(vectors) < _MANY_STREAMS and vectors.shape[-1] <= _BLOCK_COLUMNS
-    if on_cpu and not few:
-        return sequential(vectors, running, rule, draws, carry)
-    # A GPU wants one block: the sync is what costs. The CPU wants the Gram matrix in its cache.
-    block = 64 if few and on_cpu else 1024
-    return block_gram(vectors, running, rule, draws, carry, block=block)
+    streams, count, columns = vectors.shape
+    if vectors.device.type == "cpu":
+        blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
+    else:  # One block: the sync is what costs, until the products do.
+        blocks, block = count >= _GPU_VECTORS and columns <= _GPU_COLUMNS, 1024
+    if blocks:
+        return block_gram(vectors, running, rule, draws, carry, block=block)
+    return sequential(vectors, running, rule, draws, carry)
