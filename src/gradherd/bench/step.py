@@ -17,7 +17,7 @@ from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 
-_BATCHES = 16  # of an epoch; even, so that each block of steps holds whole pairs
+_BATCHES = 32  # of an epoch; even, so that each block of steps holds whole pairs
 
 
 class Training:
