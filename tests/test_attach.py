@@ -1,4 +1,5 @@
 import copy
+import time
 
 import pytest
 import torch
@@ -406,3 +407,74 @@ def test_early_stop_of_a_loader_that_has_handed_out_everything():
             F.cross_entropy(net(x), y).backward()
             torch.optim.SGD(net.parameters(), lr=0.0).step()
     assert [lists(sampler.ordering.orders)] == want
+
+
+class Slow(torch.utils.data.Dataset):
+    """Examples of which some take their time, so that loader workers overtake each other."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        if index % 5 == 0:
+            time.sleep(0.02)
+        return *self.dataset[index], index
+
+
+@pytest.mark.parametrize("rows", ["exact", SketchRows(size=4096)])
+def test_batches_out_of_order_are_told_by_index(rows):
+    dataset, net = examples(22), network()
+    plain = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    told = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    step = torch.optim.SGD(net.parameters(), lr=0.0).step
+    herd = attach(net, order=plain, rows=rows)
+    for _ in range(2):
+        for x, y in DataLoader(dataset, batch_size=4, sampler=plain):
+            F.cross_entropy(net(x), y).backward()
+            step()
+    herd.detach()
+    herd = attach(net, order=told, rows=rows)
+    loader = DataLoader(
+        Slow(dataset), batch_size=4, sampler=told, num_workers=2, in_order=False,
+        multiprocessing_context="fork",
+    )  # fmt: skip
+    delivered = []
+    for _ in range(2):
+        for x, y, indices in loader:
+            delivered += indices.tolist()
+            herd.observe(indices)
+            F.cross_entropy(net(x), y).backward()
+            step()
+    assert told.epoch == plain.epoch == 2
+    assert lists(told.ordering.orders) == lists(plain.ordering.orders)
+    assert sorted(delivered) == sorted([*range(22)] * 2)
+
+
+def test_batches_out_of_order_without_their_indices_are_refused():
+    dataset, net = examples(8), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    herd = attach(net, order=sampler)
+    loader = DataLoader(
+        Slow(dataset), batch_size=4, sampler=sampler, num_workers=1, in_order=False,
+        multiprocessing_context="fork",
+    )  # fmt: skip
+    step = torch.optim.SGD(net.parameters(), lr=0.0).step
+    walk = iter(loader)
+    x, y, indices = next(walk)
+    F.cross_entropy(net(x), y).backward()
+    with pytest.raises(ValueError, match=r"herd.observe\(indices\)"):
+        step()
+    herd.observe(indices.flip(0))
+    F.cross_entropy(net(x), y).backward()
+    with pytest.raises(ValueError, match="do not stand one after the other in rank 0's order"):
+        step()
+    herd.observe(indices)
+    F.cross_entropy(net(x), y).backward()
+    step()
+    with pytest.raises(RuntimeError, match="save the state there"):
+        herd.state_dict()
+    sampler.set_epoch(1)
+    assert herd.state_dict()["ordering"]["memory"]["epoch"] == 1

@@ -7,11 +7,11 @@ whichever comes first.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -151,6 +151,8 @@ class Herd:
         self._device = next(model.parameters()).device  # where the ranks' group works
         self._checked_epoch = -1
         self._paused = False
+        self._indices: list[int] | None = None
+        self._by_index = False
         self._handles = [
             model.register_forward_pre_hook(self._before_forward),
             register_optimizer_step_pre_hook(self._before_step),
@@ -173,15 +175,32 @@ class Herd:
         if self._paused:
             self._feed.forget()
             return
+        indices, self._indices = self._indices, None
         try:
-            claim = self.sampler.claim()
-        except RuntimeError:
+            claim = self.sampler.claim(indices)
+        except (RuntimeError, ValueError):
             self._feed.forget()  # or the same complaint would come back at every step
             raise
         if claim.epoch != self._checked_epoch:
             self._checked_epoch = claim.epoch
             check_same_orders(self.sampler, self._device)
         self._feed.feed(claim, self._scaler.get_scale() if self._scaler else 1.0)
+
+    def observe(self, indices: Sequence[int] | Tensor) -> None:
+        """Tell the examples of the batch at hand, for loaders that deliver out of order.
+
+        Call it once for each batch, between its arrival and the optimizer's step. Rows then
+        wait for the end of the epoch and are learned in the order of the sampler.
+        """
+        if isinstance(self._feed, Ride):
+            raise ValueError(
+                "whole batches that ride on DDP's exchange cannot be told by index: their order "
+                "would differ between ranks; attach with rows='sketch'"
+            )
+        self._feed.by_index()
+        self._by_index = True
+        listed = indices.tolist() if isinstance(indices, Tensor) else list(indices)
+        self._indices = listed
 
     def wait(self) -> None:
         """Return when the sampler has learned what was handed over to it."""
@@ -221,6 +240,11 @@ class Herd:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides future orders, free of ranks. All ranks must call it."""
+        if self._by_index and self.sampler.state_dict()["position"]:
+            raise RuntimeError(
+                "batches told by index are learned at the end of an epoch: save the state there, "
+                "not in its middle"
+            )
         self.finish()
         state = self.sampler.ordering.state_dict()
         if isinstance(self._feed, Ride):

@@ -43,6 +43,10 @@ class Feed(Protocol):
         """Hand over the rows of the batch that was just walked back."""
         ...
 
+    def by_index(self) -> None:
+        """Expect batches out of order from now on."""
+        ...
+
     def wait(self) -> None:
         """Return when no job runs beside the training loop."""
         ...
@@ -99,7 +103,10 @@ class NoRows:
         """Count the units."""
         self.waiting = False
         seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
-        self._sampler.observe(None, seen, first=claim.step)
+        self._sampler.observe(None, seen)
+
+    def by_index(self) -> None:
+        """Order does not matter."""
 
     def wait(self) -> None:
         """Nothing runs."""
@@ -160,6 +167,10 @@ class WholeBatches:
         assert self._row is not None
         row, self._row = self._row.div_(loss_scale), None
         self._gather.add(claim, row.unsqueeze(0))
+
+    def by_index(self) -> None:
+        """Let rows wait for the end of the epoch."""
+        self._gather.sort = True
 
     def wait(self) -> None:
         """Nothing runs."""
@@ -223,10 +234,14 @@ class Examples:
             claim.examples, reduction=settings.reduction, loss_scale=loss_scale
         )
         rows = Grouped(taken, unit)
-        if self._alone:  # Nothing has to travel, so nothing has to be formed.
+        if self._alone and not self._gather.sort:  # Nothing travels, so nothing is formed.
             self._sampler.observe(rows, first=claim.step)
         else:
             self._gather.add(claim, rows.dense())
+
+    def by_index(self) -> None:
+        """Let rows wait for the end of the epoch."""
+        self._gather.sort = True
 
     def wait(self) -> None:
         """Nothing runs."""

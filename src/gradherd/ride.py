@@ -187,6 +187,10 @@ class Ride:
         self.bytes += sent
         return total
 
+    def by_index(self) -> None:
+        """Not possible here: `Herd.observe` says so."""
+        raise ValueError("slices of several workers' batches cannot be told by index")
+
     def wait(self) -> None:
         """Wait for the sorter."""
         self._sorter.wait()

@@ -10,7 +10,7 @@ Letters: b units of a batch, R workers, k numbers of a row.
 import torch
 from torch import Tensor
 
-from gradherd.comm.collectives import Flight, all_gather_start
+from gradherd.comm.collectives import Flight, all_gather, all_gather_start
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import Claim, OrderedSampler
 
@@ -35,9 +35,16 @@ class Gather:
         self._waiting: list[tuple[Claim, Tensor]] = []
         self._flying: tuple[list[Claim], Flight] | None = None
         self.bytes = 0
+        self.sort = False
+        """Whether batches come in any order: they wait for the epoch's end and are sorted."""
 
     def add(self, claim: Claim, rows: Tensor) -> None:
         """Take the (b, k) rows of a batch; the last batch of an epoch waits for its signs."""
+        if self.sort:
+            self._waiting.append((claim, rows))
+            if sum(waiting.units for waiting, _ in self._waiting) >= self._sampler.ordering.length:
+                self.flush()
+            return
         if self._waiting and _after(self._waiting[-1][0]) != (claim.epoch, claim.step):
             self.flush()  # The walk was broken off or batches were missed: what follows is apart.
         self._waiting.append((claim, rows))
@@ -52,8 +59,31 @@ class Gather:
 
     def flush(self) -> None:
         """Show everything to the sampler. All ranks must call it at the same point."""
+        if self.sort:
+            self._flush_sorted()
+            return
         self._send()
         self._land()
+
+    def _flush_sorted(self) -> None:
+        """Show an epoch's rows in its order, with gaps where batches were missed.
+
+        Ranks may have missed different ones, so all send a whole epoch.
+        """
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        steps, (_, like) = self._sampler.ordering.length, waiting[0]
+        rows = like.new_zeros(steps, like.shape[1])
+        seen = torch.zeros(steps, dtype=torch.int64, device=like.device)
+        for claim, own in waiting:
+            span = slice(claim.step, claim.step + claim.units)
+            rows[span] = own
+            seen[span] = int(own.sum().isfinite())
+        all_rows, row_bytes = all_gather(rows, self._world)
+        all_seen, seen_bytes = all_gather(seen, self._world)
+        self.bytes += row_bytes + seen_bytes
+        self._sampler.observe(all_rows.transpose(0, 1), all_seen.T > 0, first=0)
 
     def forget(self) -> None:
         """Drop what has not been shown yet."""

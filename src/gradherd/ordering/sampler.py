@@ -7,7 +7,7 @@ when `set_epoch` names another epoch, whichever comes first.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +59,8 @@ class Walk:
     """Position at which it started."""
     handed: int
     """Position up to which it handed out examples."""
+    in_order: bool = True
+    """Whether batches arrive in the order they were handed out."""
     iterator: Callable[[], object | None] = lambda: None
     """The iterator itself, as long as a loop holds it."""
 
@@ -140,15 +142,14 @@ class OrderedSampler(DistributedSampler[Any]):
         self._walks: list[Walk] = []  # of this epoch, in the order they began
         self._fed_walk: Walk | None = None  # the one that gradients are fed back for
         self._fed = self.start  # position up to which they are
+        self._found: tuple[list[int], dict[int, list[int]]] | None = None
 
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's examples in the current order."""
         loader = _calling_loader()
-        if self.ordering.policy.needs_rows and not getattr(loader, "_in_order", True):
-            raise ValueError(
-                "DataLoader(in_order=False) delivers batches in another order than the sampler's, "
-                "so gradients would be taken for those of other examples; use in_order=True"
-            )
+        in_order = bool(getattr(loader, "_in_order", True))
+        if self.ordering.policy.needs_rows and not in_order and self.feedback is None:
+            raise ValueError(_OUT_OF_ORDER)
         if self.feedback is not None:
             self.feedback.catch_up()
         before = self._fed_walk or (self._walks[-1] if self._walks else None)
@@ -156,7 +157,7 @@ class OrderedSampler(DistributedSampler[Any]):
             # A new walk begins and less than a batch is missing of the one before: the loader
             # drops incomplete batches. That epoch is over.
             self.end_epoch()
-        walk = Walk(self.start, self.start)
+        walk = Walk(self.start, self.start, in_order)
         self._walks = [*self._walks[-3:], walk]
         found = Pass(self, walk)
         walk.iterator = weakref.ref(loader or found)
@@ -194,11 +195,15 @@ class OrderedSampler(DistributedSampler[Any]):
         self.ordering.end_epoch(next_epoch)
         self._begin_epoch()
 
-    def claim(self) -> Claim:
+    def claim(self, indices: Sequence[int] | None = None) -> Claim:
         """Return which units the next batch's gradient is for, and count them as fed back.
+
+        Args:
+            indices: The batch's examples, where they do not arrive in order.
 
         Raises:
             RuntimeError: The sampler has not handed out that batch.
+            ValueError: The examples are not a batch of this epoch, or are needed and not given.
         """
         walk = self._walk_to_feed()
         if walk is not self._fed_walk:
@@ -212,8 +217,35 @@ class OrderedSampler(DistributedSampler[Any]):
                 f"{self.ordering.epoch}: is there one backward for each batch of {self.batch_size} "
                 "from a loader with this sampler? (herd.pause() is for other backwards)"
             )
+        if indices is not None:
+            first, count = self._place_of(indices), len(indices)
+        elif not walk.in_order and self.ordering.policy.needs_rows:
+            raise ValueError(_OUT_OF_ORDER)
         self._fed += count
         return Claim(self.ordering.epoch, first // self.unit, count // self.unit, count)
+
+    def _place_of(self, indices: Sequence[int]) -> int:
+        """Return the position at which the epoch's order holds just these examples."""
+        order, places = self._places()
+        wanted = [int(index) for index in indices]
+        for place in places.get(wanted[0], []) if wanted else []:
+            aligned = place % self.unit == 0 and len(wanted) % self.unit == 0
+            if aligned and order[place : place + len(wanted)] == wanted:
+                return place
+        raise ValueError(
+            f"examples {wanted[:8]}{' ...' if len(wanted) > 8 else ''} do not stand one after the "
+            f"other in rank {self.rank}'s order of epoch {self.ordering.epoch}: give the indices "
+            "of one batch, as the loader delivered it"
+        )
+
+    def _places(self) -> tuple[list[int], dict[int, list[int]]]:
+        """Return the epoch's order and where it holds each example; made once an epoch."""
+        if self._found is None:
+            order, places = self.indices(), dict[int, list[int]]()
+            for place, index in enumerate(order):
+                places.setdefault(index, []).append(place)
+            self._found = order, places
+        return self._found
 
     def _walk_to_feed(self) -> Walk:
         """Tell a loop that started over from a look at the data in the middle of a loop.
@@ -301,6 +333,13 @@ class OrderedSampler(DistributedSampler[Any]):
             )
         if not 0 <= state["position"] <= len(self):
             raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
+
+
+_OUT_OF_ORDER = (
+    "DataLoader(in_order=False) delivers batches in another order than the sampler's, so gradients "
+    "would be taken for those of other examples; use in_order=True, or tell attach's herd the "
+    "examples of each batch: herd.observe(indices)"
+)
 
 
 class Pass(Iterator[int]):
