@@ -47,6 +47,7 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         print(f"{args.order}: final loss {loss:.5f}, {herd.metrics()['rows']}")
+    herd.detach()  # on all ranks, before the group goes away
     dist.destroy_process_group()
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradherd import OrderedSampler, World, attach, ride
 from gradherd.ordering import Ordering
 from gradherd.ordering.gather import Gather
-from gradherd.ordering.sampler import Claim
 from gradherd.ordering.shards import Layout, Pool, arrive, give_back, rows_of, send
+from gradherd.ordering.walks import Claim
 from tests.ordering.helpers import lists, through_disk
 
 
@@ -381,3 +381,43 @@ def _named(bucket, length):
 
 def _flat(layout, by_name):
     return torch.cat([by_name[name] for bucket in layout.buckets for name, _ in bucket])
+
+
+def mixed_precision():
+    """Return gradients of a model with parameters of two kinds, here and under plain DDP."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5).bfloat16(), Widen(), nn.Linear(5, 2))
+    plain, model = DDP(copy.deepcopy(net)), DDP(net)
+    data = TensorDataset(torch.randn(16, 3).bfloat16(), torch.randint(2, (16,)))
+    sampler = OrderedSampler(data, "cd-grab", batch_size=2, unit=2)
+    attach(model, order=sampler)
+    x, y = next(iter(DataLoader(data, batch_size=2, sampler=sampler)))
+    for one in (model, plain):
+        F.cross_entropy(one(x), y).backward()
+    return [[p.grad for p in one.parameters()] for one in (model, plain)]
+
+
+class Widen(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+def bytes_for_ordering(where):
+    """Return what eight steps send for ordering, with zero_grad() at one place or another."""
+    dataset, net = examples(64), network()
+    model = DDP(net)
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=4)
+    herd = attach(model, order=sampler)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(dataset, batch_size=4, sampler=sampler):
+        if where == "before the forward":
+            sgd.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if where == "before the backward":
+            sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        if where == "after the step":
+            sgd.zero_grad()
+    herd.finish()
+    return herd.metrics()["bytes_for_ordering"]

@@ -469,7 +469,7 @@ def test_batches_out_of_order_without_their_indices_are_refused():
         step()
     herd.observe(indices.flip(0))
     F.cross_entropy(net(x), y).backward()
-    with pytest.raises(ValueError, match="do not stand one after the other in rank 0's order"):
+    with pytest.raises(ValueError, match="do not stand one after the other in this rank's order"):
         step()
     herd.observe(indices)
     F.cross_entropy(net(x), y).backward()
@@ -478,3 +478,69 @@ def test_batches_out_of_order_without_their_indices_are_refused():
         herd.state_dict()
     sampler.set_epoch(1)
     assert herd.state_dict()["ordering"]["memory"]["epoch"] == 1
+
+
+@pytest.mark.parametrize("stop", [None, 2])
+def test_persistent_workers_begin_anew(stop):
+    dataset, net = examples(22), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    herd = attach(net, order=sampler, rows="exact")
+    loader = DataLoader(
+        dataset, batch_size=4, sampler=sampler, num_workers=2, persistent_workers=True,
+        drop_last=True, prefetch_factor=4, multiprocessing_context="fork",
+    )  # fmt: skip
+    step = torch.optim.SGD(net.parameters(), lr=0.0).step
+    epochs = []
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            F.cross_entropy(net(x), y).backward()
+            step()
+            if number + 1 == stop:
+                break
+        epochs.append((sampler.epoch, herd.metrics()["examples_fed_back"]))
+    if stop is None:  # a loader that drops its last two examples does not freeze the order
+        assert epochs == [(0, 20), (1, 20), (2, 20)]
+    else:  # a loop that starts over feeds its first examples, not those that come next
+        assert epochs == [(0, 8), (0, 8), (0, 8)]
+
+
+def test_a_second_attach_waits_for_the_first_to_let_go():
+    dataset, net = examples(8), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    herd = attach(net, order=sampler)
+    with pytest.raises(ValueError, match="attached already"):
+        attach(net, order=sampler)
+    herd.detach()
+    attach(net, order=sampler)
+
+
+def test_a_pause_inside_a_pause_does_not_end_it():
+    dataset, net = examples(8), network()
+    herd = attach(net, order=OrderedSampler(dataset, "cd-grab", batch_size=4))
+    step = torch.optim.SGD(net.parameters(), lr=0.0).step
+    with herd.pause():
+        with herd.pause():
+            pass
+        net(dataset.tensors[0]).sum().backward()
+        step()
+    assert herd.metrics()["examples_fed_back"] == 0
+
+
+def test_steps_of_another_model_do_not_count():
+    dataset, net, other = examples(8), network(), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    herd = attach(net, order=sampler, rows="exact")
+    x, y = next(iter(DataLoader(dataset, batch_size=4, sampler=sampler)))
+    loss = F.cross_entropy(net(x), y)
+    loss.backward(retain_graph=True)
+    torch.optim.SGD(other.parameters(), lr=0.0).step()
+    assert herd.metrics()["examples_fed_back"] == 0
+    torch.optim.SGD(net.parameters(), lr=0.0).step()
+    assert herd.metrics()["examples_fed_back"] == 4
+
+
+@pytest.mark.parametrize("rows", [3, "exactly", None])
+def test_unknown_rows_are_named(rows):
+    sampler = OrderedSampler(examples(8), "cd-grab", batch_size=4)
+    with pytest.raises(ValueError, match="rows must be one of auto, batch, exact, sketch, got"):
+        attach(network(), order=sampler, rows=rows)

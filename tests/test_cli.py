@@ -96,7 +96,13 @@ def test_bench_signs_json(capsys):
     ("args", "complaint"),
     [
         (["fly"], "no command 'fly'; there are: herding"),
-        (["replay"], "no command 'replay'; there are: replay order"),
+        (["replay"], "replay needs to know which: replay order"),
+        (["replay", "order", "{tiny}", "--order", "cd-grab,d-rr"], "unknown 'cd-grab,d-rr'"),
+        (["replay", "order", "{tiny}", "--order", "d-rr", "--signs", "walk"], "has no effect"),
+        (["herding", "--workers", "9" * 23], "must be at most 8,589,934,592 numbers"),
+        (["bench", "signs", "--dim", "inf"], "--dim: 'inf' is not a positive whole number"),
+        (["bench", "signs", "--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
+        (["bench", "rows", "--params", "1e4,1e5"], "--params must be one number"),
         (["replay", "ordre"], "no command 'replay ordre'; there are: replay order"),
         (["replay", "order"], "FILE"),
         (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; known are d-rr"),
@@ -150,3 +156,8 @@ def test_a_reader_that_leaves_early_is_no_error(tiny):
     ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=50)
     os.close(write)
     assert ran.stderr == ""
+
+
+def test_only_rank_0_speaks_under_torchrun(capsys, tiny, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run(capsys, "replay", "order", tiny, "--json") == (0, "", "")

@@ -159,3 +159,18 @@ def test_detach_leaves_plain_ddp():
 def test_choice(rows, unit, hooked, says):
     for said in run_ranks(attach_work.log_line, 2, rows, unit, hooked):
         assert len(said) == 1 and says in said[0]
+
+
+def test_parameters_of_two_kinds_are_averaged_as_ddp_does():
+    for ours, theirs in run_ranks(attach_work.mixed_precision, 2):
+        for own, plain in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, plain, rtol=0, atol=0)
+
+
+def test_gradients_may_be_cleared_anywhere_before_the_backward():
+    sent = {
+        where: run_ranks(attach_work.bytes_for_ordering, 2, where)
+        for where in ("before the forward", "before the backward", "after the step")
+    }
+    few = 4 * 8 * (2 + 4)  # four pairs: products of two vectors with the sum and each other
+    assert sent == {where: [few, few] for where in sent}

@@ -7,10 +7,12 @@ whichever comes first.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -23,7 +25,7 @@ from gradherd.ordering.memory import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ride import Ride
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.owners import bare as uncompiled
+from gradherd.rows.owners import bare as bare_module
 from gradherd.rows.owners import describe
 from gradherd.rows.settings import BatchRows, ExactRows, SketchRows
 
@@ -65,13 +67,17 @@ def attach(
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     if not any(parameter.requires_grad for parameter in bare.parameters()):
         raise ValueError("model has no trainable parameter, so no gradient to learn from")
-    if order.world != World.detect():
+    here = World.detect()
+    if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):
         raise ValueError(
-            f"order was made for {order.world}, this process is {World.detect()}: make the "
+            f"order was made for {order.world}, this process is {here}: make the "
             "sampler after init_process_group()"
         )
+    if order.feedback is not None:
+        raise ValueError("order is attached already: call its herd's detach() first")
+    check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
-        uncompiled(model)  # or it raises: hooks of single modules would not be called
+        bare_module(model)  # raises for a compiled one: its modules' hooks would not be called
     settings, why = _choose(bare, order, rows)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return Herd(model, order, _feed(bare, order, settings), settings, scaler)
@@ -82,7 +88,7 @@ def _choose(
 ) -> tuple[RowSettings, str]:
     """Return how to read rows, and why."""
     settings = _NAMED.get(rows) if isinstance(rows, str) else rows
-    if settings is None and rows != "auto":
+    if not isinstance(settings, BatchRows | ExactRows | SketchRows) and rows != "auto":
         raise ValueError(f"rows must be one of auto, {', '.join(_NAMED)}, got {rows!r}")
     batches = order.unit == order.batch_size
     if isinstance(settings, BatchRows) and not batches:
@@ -132,6 +138,32 @@ def _hook_is_free(model: nn.Module) -> bool:
     return isinstance(model, DDP) and not model._comm_hooks
 
 
+def check_device(model: nn.Module, world: World) -> None:
+    """Refuse a process group that cannot carry the model's gradients."""
+    on_gpu = any(p.device.type == "cuda" for p in model.parameters())
+    if world.size > 1 and on_gpu and "nccl" not in dist.get_backend(world.group):
+        raise ValueError(
+            f"model is on a GPU, but the process group's backend is "
+            f"{dist.get_backend(world.group)!r}, which exchanges CPU tensors only: use nccl"
+        )
+
+
+def _settling(herd: "Herd", model: nn.Module) -> Callable[[Any, Any, Any], None]:
+    """Return a hook for all optimizers that feeds back before this model's one steps.
+
+    It is called for every optimizer of the process, so it does not keep the herd alive.
+    """
+    known, mine = weakref.ref(herd), {id(p) for p in model.parameters()}
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        alive = known()
+        groups = optimizer.param_groups
+        if alive is not None and any(id(p) in mine for group in groups for p in group["params"]):
+            alive.catch_step()
+
+    return before_step
+
+
 class Herd:
     """What connects a model and a sampler. Made by `attach`."""
 
@@ -155,7 +187,7 @@ class Herd:
         self._by_index = False
         self._handles = [
             model.register_forward_pre_hook(self._before_forward),
-            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_pre_hook(_settling(self, model)),
         ]
         self._names = FlatSpec.of(_module(getattr(model, "_orig_mod", model))).names
         sampler.feedback = self
@@ -165,7 +197,8 @@ class Herd:
             self._settle()
             self._feed.prepare()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def catch_step(self) -> None:
+        """Feed back before the optimizer changes what rows are read from."""
         self._settle()
 
     def _settle(self) -> None:
@@ -220,12 +253,12 @@ class Herd:
     def pause(self) -> Iterator[None]:
         """Ignore backwards inside: they are not for examples of the sampler."""
         self._settle()
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
             self._feed.forget()
-            self._paused = False
+            self._paused = before
 
     def metrics(self) -> dict[str, Any]:
         """Return the epoch, how much of it was fed back, and what was sent for ordering alone."""

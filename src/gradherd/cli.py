@@ -80,7 +80,12 @@ def _run(words: list[str]) -> None:
             print(overview(group))
             return
         asked = " ".join(words[: 2 if group else 1])
-        raise UsageError(f"no command {asked!r}; there are: {', '.join(group or COMMANDS)}")
+        known = ", ".join(group or COMMANDS)
+        if group and len(words) == 1:
+            raise UsageError(f"{asked} needs to know which: {known}")
+        raise UsageError(f"no command {asked!r}; there are: {known}")
+    if os.environ.get("RANK", "0") != "0":
+        return  # Started by torchrun: these commands are for one process, and print once.
     module, kind = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(f"gradherd.commands.{module}"), kind)
     _parse(command, f"gradherd {name}", words[len(name.split()) :]).run()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gradherd.comm.world import World
 from gradherd.ordering.gather import Gather
-from gradherd.ordering.sampler import Claim, OrderedSampler
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.ordering.walks import Claim
 from gradherd.rows.capture import Capture
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.rows import Grouped
@@ -91,6 +92,7 @@ class NoRows:
     def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
         self._sampler = sampler
         self.waiting = False
+        self._in_order = True
         self._hooks = ParameterHooks(model, self._arrived)
 
     def _arrived(self, name: str, grad: Tensor) -> None:
@@ -103,10 +105,11 @@ class NoRows:
         """Count the units."""
         self.waiting = False
         seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
-        self._sampler.observe(None, seen)
+        self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
 
     def by_index(self) -> None:
-        """Order does not matter."""
+        """Count units only: which ones does not matter."""
+        self._in_order = False
 
     def wait(self) -> None:
         """Nothing runs."""

@@ -18,6 +18,7 @@ from gradherd.ordering.policy import Policy
 
 # Vectors handed to a policy at once: enough to hide call overhead, few enough for the cache.
 _CHUNK = 32_768
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,19 @@ def load_vectors(path: Path) -> Tensor:
         ValueError: The file is not such an array; the message says what is wrong with it.
     """
     try:
+        with path.open("rb") as file:
+            magic = file.read(6)
+        if magic[:2] == b"PK":
+            raise ValueError("an archive of several arrays")
+        if magic != b"\x93NUMPY":
+            raise ValueError("it does not begin like one")
         # Never pickle: an object array could run code.
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path}: not a .npy file of numbers ({_first_line(error)})") from None
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path}: holds several arrays, expected one .npy array")
+    assert isinstance(array, np.ndarray)
     if array.ndim != 3:
         raise ValueError(
             f"{path}: array has shape {array.shape}, expected three axes (workers, units, dim)"
@@ -96,6 +102,8 @@ def load_vectors(path: Path) -> Tensor:
     if 0 in array.shape:
         raise ValueError(f"{path}: array of shape {array.shape} is empty; every axis needs one")
     vectors = torch.from_numpy(np.array(array, dtype=np.float64))  # a copy: the map is read-only
+    if float(vectors.abs().nan_to_num(0, 0).max()) > _LARGEST:
+        raise ValueError(f"{path}: values must be below {_LARGEST:g}: their products overflow")
     bad = (~vectors.isfinite()).nonzero()
     if len(bad):
         worker, unit, column = bad[0].tolist()

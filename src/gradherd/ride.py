@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.collectives import Flight, all_reduce_start, sum_few
 from gradherd.comm.world import World
 from gradherd.feeds import ParameterHooks
-from gradherd.ordering.sampler import Claim, OrderedSampler
+from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ordering.shards import (
     Bucket,
     Layout,
@@ -29,6 +29,7 @@ from gradherd.ordering.shards import (
     take_back,
 )
 from gradherd.ordering.sorter import Sorter
+from gradherd.ordering.walks import Claim
 from gradherd.rows.flat import FlatSpec
 
 # Up to this many numbers, one exchange of a copy is cheaper than one of each bucket.
@@ -51,7 +52,8 @@ class Ride:
         # larger ones start from until DDP's own buckets are seen.
         spec = FlatSpec.of(ddp.module)
         self.layout = _padded(zip(spec.names, spec.numels, strict=True), world)
-        self._together = spec.size <= _TOGETHER
+        kinds = {(p.dtype, p.device) for p in self._parameters}
+        self._together = spec.size <= _TOGETHER and len(kinds) == 1
         length = self.layout.lengths()[0] if self._together else 0
         self._flat = self._parameters[0].detach().new_zeros(length)
         spans = (slice(at, at + n) for at, n in zip(spec.offsets, spec.numels, strict=True))
@@ -62,6 +64,7 @@ class Ride:
         self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
         self._apart: dict[str, Tensor] = {}  # gradient of a backward that did not
         self._riding = self.active = True
+        self._decided = False
         self.bytes = 0
         sampler.ordering.borrow_rows(True)
         self._hooks = ParameterHooks(ddp.module, self._arrived)
@@ -73,11 +76,19 @@ class Ride:
         return self._rows is not None or bool(self._apart)
 
     def prepare(self) -> None:
-        """Decide whether the coming backward's buckets will hold just its own gradient."""
+        """Be ready for a backward, also after one that broke off."""
+        self._decided = False
+        self._taken, self._sent = [], []
+
+    def _decide(self) -> None:
+        """Find out whether this backward's buckets will hold just its own gradient."""
         fresh = all(parameter.grad is None for parameter in self._parameters)
         self._riding = self.active and fresh and self._ddp.require_backward_grad_sync
+        self._decided = True
 
     def _arrived(self, name: str, grad: Tensor) -> None:
+        if not self._decided:  # the first gradient of a backward
+            self._decide()
         if self.active and not self._riding:
             flat = grad.flatten()
             before = self._apart.get(name)
@@ -146,7 +157,7 @@ class Ride:
         if layout == self.layout:
             return
         self._sorter.wait()
-        self._pool = Pool()  # pieces of the old sizes are of no use
+        self._pool, self._lent = Pool(), []  # pieces of the old sizes are of no use
         old, self.layout = self.layout, layout
         self._sampler.ordering.map_columns(
             lambda row: layout.columns(old.whole(row, self._world), self._world)
@@ -202,6 +213,7 @@ class Ride:
     def forget(self) -> None:
         """Drop the gradient that waits."""
         self._rows, self._apart = None, {}
+        self._decided = False
 
     def close(self) -> None:
         """Remove what can be removed; DDP keeps its hook, which only averages from now on."""

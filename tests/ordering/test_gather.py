@@ -5,7 +5,7 @@ from gradherd import CDGraB, OrderedSampler, World
 from gradherd.comm import run_ranks
 from gradherd.ordering import Ordering
 from gradherd.ordering.gather import Gather
-from gradherd.ordering.sampler import Claim
+from gradherd.ordering.walks import Claim
 from tests import attach_work
 from tests.ordering.helpers import lists
 
@@ -85,12 +85,3 @@ def test_rows_of_an_epoch_that_is_over_are_dropped():
     sampler.end_epoch()
     gather.flush()
     assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
-
-
-def test_forget_drops_what_was_not_shown():
-    sampler = sampler_of(8)
-    gather = Gather(sampler, World.single(), every=1)
-    gather.add(Claim(0, 0, 2, 2), torch.randn(2, 4))
-    gather.forget()
-    gather.flush()
-    assert sampler.ordering.steps == 0

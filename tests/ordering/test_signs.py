@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
-from gradherd.ordering.signs import balance, block_gram, sequential
+from gradherd.ordering.gram import block_gram
+from gradherd.ordering.sequential import sequential
+from gradherd.ordering.signs import balance
 from tests.ordering import reference
 from tests.ordering.helpers import make, same, visited, whole_vectors
 

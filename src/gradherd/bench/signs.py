@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gradherd.bench.memory import Peak
 from gradherd.bench.timing import seconds
+from gradherd.ordering.gram import block_gram
 from gradherd.ordering.rules import Greedy
-from gradherd.ordering.signs import balance, block_gram
+from gradherd.ordering.signs import balance
 
 
 def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:

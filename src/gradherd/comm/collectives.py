@@ -16,7 +16,9 @@ from torch import Tensor
 from gradherd.comm.world import World
 
 # torch 2.13 renamed it and warns of the old name.
-_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_gather_into = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
 _FEW_RANKS = 8
 _TAG = 0x6768  # of our messages, apart from the user's own
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from gradherd.bench.rows import bench_rows
 from gradherd.commands.bench_show import show, usable_device
 from gradherd.commands.progress import steps
-from gradherd.commands.usage import numbers
+from gradherd.commands.usage import UsageError, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,10 @@ class BenchRows:
 
     def run(self) -> None:
         """Measure."""
-        (params,) = numbers("--params", self.params)[:1]
+        sizes = numbers("--params", self.params)
+        if len(sizes) > 1:
+            raise UsageError(f"--params must be one number, got {self.params!r}")
+        params = sizes[0]
         (batch,) = numbers("--batch", str(self.batch))
         device = usable_device(self.device)
         with steps(5, "cases") as tick:

@@ -10,7 +10,7 @@ from gradherd.commands.usage import UsageError, print_json
 
 
 def show(bench: str, device: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    """Print a benchmark's rows, on rank 0 of several."""
+    """Print a benchmark's rows."""
     if as_json:
         print_json({"bench": bench, "device": device, "rows": rows})
         return
@@ -43,4 +43,6 @@ def usable_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name!r} cannot be used here: {reason}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu or cuda, got {name!r}")
     return device

@@ -10,6 +10,9 @@ from gradherd.commands.usage import UsageError, at_least, names, print_json
 from gradherd.ordering.policy import POLICIES, make_policy
 from gradherd.replay import random_vectors, replay_order
 
+# Numbers in memory: 64 GiB of them.
+_MOST = 1 << 33
+
 
 @dataclass(frozen=True, kw_only=True)
 class Herding:
@@ -46,6 +49,11 @@ class Herding:
         at_least("--rounds", self.rounds, 0)
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed must be in [0, 2**32), got {self.seed}")
+        if self.workers * self.units * self.dim > _MOST:
+            raise UsageError(
+                f"--workers x --units x --dim must be at most {_MOST:,} numbers, "
+                f"got {self.workers * self.units * self.dim:,}"
+            )
         orders = names("--orders", self.orders, POLICIES)
         vectors = random_vectors(self.workers, self.units, self.dim, self.seed)
         bounds: dict[str, list[float]] = {}

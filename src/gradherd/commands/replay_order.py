@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from gradherd.commands.progress import steps
-from gradherd.commands.usage import UsageError, at_least, names, print_json
+from gradherd.commands.usage import UsageError, at_least, name, print_json
 from gradherd.ordering.memory import Start
 from gradherd.ordering.policy import POLICIES, make_policy
 from gradherd.ordering.rules import SIGN_RULES
@@ -44,8 +44,10 @@ class ReplayOrder:
 
     def run(self) -> None:
         """Replay the file."""
-        names("--order", self.order, POLICIES)
-        names("--signs", self.signs, SIGN_RULES)
+        name("--order", self.order, POLICIES)
+        name("--signs", self.signs, SIGN_RULES)
+        if self.signs != "greedy" and not make_policy(self.order).needs_rows:
+            raise UsageError(f"--signs {self.signs!r} has no effect: {self.order} takes no signs")
         at_least("--rounds", self.rounds, 0)
         at_least("--seed", self.seed, 0)
         try:

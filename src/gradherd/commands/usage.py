@@ -1,6 +1,7 @@
 """What commands share: usage errors, lists in options, output."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -16,13 +17,20 @@ def at_least(option: str, value: int, least: int) -> None:
         raise UsageError(f"{option} must be at least {least}, got {value}")
 
 
+def name(option: str, text: str, allowed: Iterable[str]) -> str:
+    """Check one name."""
+    known = list(allowed)
+    if text not in known:
+        raise UsageError(f"{option}: unknown {text!r}; known are {', '.join(known)}")
+    return text
+
+
 def names(option: str, text: str, allowed: Iterable[str]) -> list[str]:
     """Split a comma-separated list of names and check each."""
     known = list(allowed)
-    chosen = [name.strip() for name in text.split(",") if name.strip()]
-    for name in chosen:
-        if name not in known:
-            raise UsageError(f"{option}: unknown {name!r}; known are {', '.join(known)}")
+    chosen = [word.strip() for word in text.split(",") if word.strip()]
+    for one in chosen:
+        name(option, one, known)
     if not chosen:
         raise UsageError(f"{option} must name at least one of {', '.join(known)}")
     return list(dict.fromkeys(chosen))
@@ -36,7 +44,7 @@ def numbers(option: str, text: str) -> list[int]:
             value = float(word)
         except ValueError:
             value = 0
-        if value < 1 or value != int(value):
+        if not math.isfinite(value) or value < 1 or value != int(value):
             raise UsageError(f"{option}: {word!r} is not a positive whole number")
         chosen.append(int(value))
     if not chosen:

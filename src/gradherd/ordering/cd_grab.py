@@ -18,7 +18,7 @@ from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.pair_grab import sign_pairs
 from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.rules import Greedy, SignRule
-from gradherd.ordering.signs import Reduce
+from gradherd.ordering.signed import Reduce
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradherd.comm.collectives import Flight, all_gather, all_gather_start
 from gradherd.comm.world import World
-from gradherd.ordering.sampler import Claim, OrderedSampler
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.ordering.walks import Claim
 
 # Rows that wait for company take memory, on arrival R times as much: no more than this.
 _MOST_NUMBERS = 4_000_000
@@ -84,13 +85,6 @@ class Gather:
         all_seen, seen_bytes = all_gather(seen, self._world)
         self.bytes += row_bytes + seen_bytes
         self._sampler.observe(all_rows.transpose(0, 1), all_seen.T > 0, first=0)
-
-    def forget(self) -> None:
-        """Drop what has not been shown yet."""
-        self._waiting.clear()
-        if self._flying is not None:
-            self._flying[1].wait()
-        self._flying = None
 
     def _send(self) -> None:
         self._land()

@@ -18,7 +18,8 @@ from gradherd.ordering.linear import LinearRows, Mixed, balance_linear
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.rules import Greedy, SignRule
-from gradherd.ordering.signs import Reduce, balance, draws_for
+from gradherd.ordering.signed import Reduce
+from gradherd.ordering.signs import balance, draws_for
 
 
 @dataclass(frozen=True)

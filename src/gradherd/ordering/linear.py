@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradherd.ordering.gram import signs_from_products
 from gradherd.ordering.rules import Floats, SignRule
-from gradherd.ordering.signs import Signed, signs_from_products
+from gradherd.ordering.signed import Signed
 
 
 class LinearRows(Protocol):

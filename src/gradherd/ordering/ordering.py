@@ -15,7 +15,7 @@ from gradherd.ordering.chance import Chance
 from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import COLUMNS, Memory, Start
 from gradherd.ordering.policy import Policy
-from gradherd.ordering.signs import Reduce
+from gradherd.ordering.signed import Reduce
 
 _FORMAT = 1
 

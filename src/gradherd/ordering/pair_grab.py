@@ -20,7 +20,8 @@ from gradherd.ordering.linear import LinearRows, Mixed, balance_linear
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.rules import Greedy, SignRule
-from gradherd.ordering.signs import Reduce, balance, draws_for
+from gradherd.ordering.signed import Reduce
+from gradherd.ordering.signs import balance, draws_for
 
 
 class Pairs(NamedTuple):
@@ -41,9 +42,8 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
     yet to come is copied into `memory.pending`: the caller may reuse its buffer (unless it
     said that it will not: `memory.copies`).
     """
-    if (
-        len(rows) and memory.steps % 2 and memory.pending is None
-    ):  # Its partner was skipped: no pair.
+    if len(rows) and memory.steps % 2 and memory.pending is None:
+        # The partner of the first row was skipped: no pair.
         rows, seen = rows[1:], seen[1:]
         memory.steps += 1
     first = memory.steps // 2

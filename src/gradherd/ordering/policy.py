@@ -15,7 +15,7 @@ from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.pair_grab import PairGraB
 from gradherd.ordering.rules import SIGN_RULES
 from gradherd.ordering.shuffles import Shuffle, all_plus, flipped, kept, reshuffled
-from gradherd.ordering.signs import Reduce
+from gradherd.ordering.signed import Reduce
 
 
 class Policy(Protocol):

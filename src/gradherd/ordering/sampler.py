@@ -5,11 +5,9 @@ workers may prefetch as they like; it moves on when the epoch's last gradient is
 when `set_epoch` names another epoch, whichever comes first.
 """
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
@@ -19,7 +17,8 @@ from gradherd.ordering.deal import Deal
 from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, make_policy
-from gradherd.ordering.signs import Reduce
+from gradherd.ordering.signed import Reduce
+from gradherd.ordering.walks import Claim, Places, Walk, Walks, calling_loader
 
 
 class Feedback(Protocol):
@@ -36,38 +35,6 @@ class Feedback(Protocol):
     def finish(self) -> None:
         """Let everything be learned that was fed back so far, on all ranks at the same point."""
         ...
-
-
-class Claim(NamedTuple):
-    """Which units a gradient is for."""
-
-    epoch: int
-    """Their epoch."""
-    step: int
-    """The first one's place in the epoch's order."""
-    units: int
-    """How many."""
-    examples: int
-    """How many examples they hold."""
-
-
-@dataclass
-class Walk:
-    """How far one iterator has come."""
-
-    begin: int
-    """Position at which it started."""
-    handed: int
-    """Position up to which it handed out examples."""
-    in_order: bool = True
-    """Whether batches arrive in the order they were handed out."""
-    iterator: Callable[[], object | None] = lambda: None
-    """The iterator itself, as long as a loop holds it."""
-
-    @property
-    def held(self) -> bool:
-        """Whether its loop may go on."""
-        return self.iterator() is not None
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -139,28 +106,24 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _begin_epoch(self) -> None:
         self.epoch = self.ordering.epoch
-        self._walks: list[Walk] = []  # of this epoch, in the order they began
-        self._fed_walk: Walk | None = None  # the one that gradients are fed back for
-        self._fed = self.start  # position up to which they are
-        self._found: tuple[list[int], dict[int, list[int]]] | None = None
+        self._walks = Walks(self.epoch, len(self), self.start)
+        self._places: Places | None = None  # made when a batch is told by its examples
 
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's examples in the current order."""
-        loader = _calling_loader()
+        loader = calling_loader()
         in_order = bool(getattr(loader, "_in_order", True))
         if self.ordering.policy.needs_rows and not in_order and self.feedback is None:
             raise ValueError(_OUT_OF_ORDER)
         if self.feedback is not None:
             self.feedback.catch_up()
-        before = self._fed_walk or (self._walks[-1] if self._walks else None)
-        if before and not before.held and 0 < len(self) - self._fed < self.batch_size:
-            # A new walk begins and less than a batch is missing of the one before: the loader
-            # drops incomplete batches. That epoch is over.
+        self._walks.leave(loader)
+        if self._walks.ended_short(self.batch_size):
             self.end_epoch()
         walk = Walk(self.start, self.start, in_order)
-        self._walks = [*self._walks[-3:], walk]
         found = Pass(self, walk)
         walk.iterator = weakref.ref(loader or found)
+        self._walks.begin(walk)
         return found
 
     def __len__(self) -> int:
@@ -205,68 +168,14 @@ class OrderedSampler(DistributedSampler[Any]):
             RuntimeError: The sampler has not handed out that batch.
             ValueError: The examples are not a batch of this epoch, or are needed and not given.
         """
-        walk = self._walk_to_feed()
-        if walk is not self._fed_walk:
-            # A new walk through the same order: its gradients replace those of the one before.
-            self._fed_walk, self._fed = walk, walk.begin
-        first, count = self._fed, min(self.batch_size, len(self) - self._fed)
-        if count == 0 or first + count > walk.handed:
-            raise RuntimeError(
-                f"a gradient of {self.batch_size} examples came back after those of {first}, but "
-                f"the sampler has handed out only {walk.handed} of {len(self)} in epoch "
-                f"{self.ordering.epoch}: is there one backward for each batch of {self.batch_size} "
-                "from a loader with this sampler? (herd.pause() is for other backwards)"
-            )
+        walk, first, count = self._walks.next_batch(self.batch_size)
         if indices is not None:
-            first, count = self._place_of(indices), len(indices)
+            self._places = self._places or Places(self.indices())
+            first, count = self._places.of(indices, self.unit), len(indices)
         elif not walk.in_order and self.ordering.policy.needs_rows:
             raise ValueError(_OUT_OF_ORDER)
-        self._fed += count
+        self._walks.position += count
         return Claim(self.ordering.epoch, first // self.unit, count // self.unit, count)
-
-    def _place_of(self, indices: Sequence[int]) -> int:
-        """Return the position at which the epoch's order holds just these examples."""
-        order, places = self._places()
-        wanted = [int(index) for index in indices]
-        for place in places.get(wanted[0], []) if wanted else []:
-            aligned = place % self.unit == 0 and len(wanted) % self.unit == 0
-            if aligned and order[place : place + len(wanted)] == wanted:
-                return place
-        raise ValueError(
-            f"examples {wanted[:8]}{' ...' if len(wanted) > 8 else ''} do not stand one after the "
-            f"other in rank {self.rank}'s order of epoch {self.ordering.epoch}: give the indices "
-            "of one batch, as the loader delivered it"
-        )
-
-    def _places(self) -> tuple[list[int], dict[int, list[int]]]:
-        """Return the epoch's order and where it holds each example; made once an epoch."""
-        if self._found is None:
-            order, places = self.indices(), dict[int, list[int]]()
-            for place, index in enumerate(order):
-                places.setdefault(index, []).append(place)
-            self._found = order, places
-        return self._found
-
-    def _walk_to_feed(self) -> Walk:
-        """Tell a loop that started over from a look at the data in the middle of a loop.
-
-        The newest iterator counts, unless its loop is over and that of the one before is not.
-        Where that does not tell (both are held, or none), it counts unless it has run to its
-        end without a gradient while the one before it still has some to come.
-        """
-        if not self._walks:
-            raise RuntimeError(
-                f"a gradient came back in epoch {self.ordering.epoch} before the sampler handed "
-                "out any example: iterate over a loader with this sampler after set_epoch()"
-            )
-        newest, fed = self._walks[-1], self._fed_walk
-        if fed is not None and newest is not fed:
-            if fed.held != newest.held:
-                return fed if fed.held else newest
-            owes = fed.handed > self._fed
-            if owes and newest.handed in (newest.begin, len(self)):
-                return fed
-        return newest
 
     def observe(
         self,
@@ -303,7 +212,7 @@ class OrderedSampler(DistributedSampler[Any]):
         `ordering.state_dict()`: save that with the model, and load it before the cursor.
         """
         self._wait()
-        return self.cursor(max(self._fed, self.ordering.steps * self.unit))
+        return self.cursor(max(self._walks.position, self.ordering.steps * self.unit))
 
     def _wait(self) -> None:
         if self.feedback is not None:
@@ -368,17 +277,3 @@ class Pass(Iterator[int]):
         self._indices = self._sampler.indices()
         self._order = self._sampler.cursor(0)
         self._walk.begin = self._walk.handed = state["position"]
-
-
-def _calling_loader() -> object | None:
-    """Return the loader's iterator that is asking for examples, if it is one.
-
-    A sampler is not told its loader, so it is looked for among the callers.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        caller: object = frame.f_locals.get("self")
-        if hasattr(caller, "_in_order") or hasattr(caller, "_sampler_iter"):
-            return caller
-    return None

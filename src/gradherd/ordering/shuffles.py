@@ -15,7 +15,7 @@ from gradherd.ordering.chance import Chance
 from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import Memory, Start
 from gradherd.ordering.permute import reorder
-from gradherd.ordering.signs import Reduce
+from gradherd.ordering.signed import Reduce
 
 Following = Callable[[list[Tensor], Sequence[int], int, Chance], list[Tensor]]
 
