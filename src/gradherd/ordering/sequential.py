@@ -9,11 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.ordering.rules import Floats, SignRule
-from gradherd.ordering.signed import Signed, Signs
+from gradherd.ordering.rules import Floats, Greedy, SignRule
+from gradherd.ordering.signed import Numbers, Signed, Signs
 
-# Numbers per step below which numpy's lower call overhead beats torch's threads.
-_NUMPY_NUMBERS = 65_536
+# Up to this many columns numpy's lower call overhead counts; beyond, its products start threads,
+# which ranks on one machine would fight over.
+_NUMPY_COLUMNS = 10_000
+# From this many streams on, a step of all of them together is faster than one after the other.
+_MANY_STREAMS = 8
 
 
 def sequential(
@@ -29,12 +32,17 @@ def sequential(
         carry: (C, W) what the rule remembers.
     """
     streams, count, columns = vectors.shape
-    if vectors.device.type == "cpu" and streams * columns < _NUMPY_NUMBERS:
+    on_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
+    if on_numpy and streams >= _MANY_STREAMS:
         return _walk_together(vectors, running, rule, draws, carry)
     signs = np.zeros((streams, count), dtype=np.int8)
     running, carry = running.clone(), carry.copy()
     for w in range(streams):
-        signs[w], carry[:, w] = _walk_alone(vectors[w], running[w], rule, draws[w], carry[:, w])
+        # numpy and torch spell these operations alike; numpy works in the tensors' own memory.
+        z: Tensor | Numbers = vectors[w].numpy() if on_numpy else vectors[w]
+        total: Tensor | Numbers = running[w].numpy() if on_numpy else running[w]
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is left out
+            signs[w], carry[:, w] = _walk_alone(z, total, rule, draws[w], carry[:, w])
     return Signed(torch.from_numpy(signs), running, carry)
 
 
@@ -67,17 +75,31 @@ def _walk_together(
 
 
 def _walk_alone(
-    vectors: Tensor, total: Tensor, rule: SignRule, draws: Floats, carry: Floats
+    vectors: Tensor | Numbers,
+    total: Tensor | Numbers,
+    rule: SignRule,
+    draws: Floats,
+    carry: Floats,
 ) -> tuple[Signs, Floats]:
-    """One stream of (P, D) vectors of many columns; adds into `total` (D,), no temporaries."""
+    """One stream of (P, D) vectors; adds into `total` (D,), no temporaries."""
     signs = np.zeros(len(vectors), dtype=np.int8)
+    greedy = isinstance(rule, Greedy)
     carry = carry[:, np.newaxis]
     for p, vector in enumerate(vectors):
-        inner = np.array([(total @ vector).item()])
-        square = np.array([(vector @ vector).item()]) if rule.chance else np.abs(inner)
-        if not np.isfinite(inner + square):
+        inner = float(total @ vector)
+        square = float(vector @ vector) if rule.chance else 0.0
+        if not math.isfinite(inner + square):
             continue
-        plus, carry = rule.decide(inner, square, draws[p : p + 1], carry)
-        signs[p] = 1 if plus[0] else -1
-        total.add_(vector, alpha=int(signs[p]))
+        if greedy:  # the common case, without building arrays
+            plus = inner <= 0
+        else:
+            decided, carry = rule.decide(
+                np.array([inner]), np.array([square]), draws[p : p + 1], carry
+            )
+            plus = bool(decided[0])
+        signs[p] = 1 if plus else -1
+        if plus:
+            total += vector
+        else:
+            total -= vector
     return signs, carry[:, 0]
