@@ -13,14 +13,15 @@ ALLOWED = {
     "rows": {"rows"},
     "ordering": {"ordering", "comm"},
     "replay": {"ordering"},
-    "bench": {"bench", "attach", "ordering", "comm", "rows"},
+    "bench": {"bench", "attach", "herd", "ordering", "comm", "rows"},
     "commands": {"commands", "bench", "ordering", "replay", "comm"},
     "cli": {"commands", "__init__"},
     "__main__": {"cli"},
     "feeds": {"rows", "ordering", "comm"},
     "ride": {"feeds", "rows", "ordering", "comm"},
-    "attach": {"feeds", "ride", "rows", "ordering", "comm"},
-    "__init__": {"attach", "comm", "ordering", "rows"},
+    "herd": {"feeds", "ride", "rows", "ordering", "comm"},
+    "attach": {"herd", "feeds", "ride", "rows", "ordering", "comm"},
+    "__init__": {"attach", "herd", "comm", "ordering", "rows"},
 }
 COLLECTIVES = {"all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier"}
 

@@ -1,8 +1,8 @@
 """Distributed PyTorch training in fewer epochs and fewer bytes."""
 
-from gradherd.attach import Herd as Herd
 from gradherd.attach import attach as attach
 from gradherd.comm.world import World as World
+from gradherd.herd import Herd as Herd
 from gradherd.ordering.cd_grab import CDGraB as CDGraB
 from gradherd.ordering.grab import GraB as GraB
 from gradherd.ordering.pair_grab import PairGraB as PairGraB

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradherd.attach import Herd, attach
+from gradherd.attach import attach
 from gradherd.bench.memory import Peak
 from gradherd.bench.rows import mlp
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
+from gradherd.herd import Herd
 from gradherd.ordering.sampler import OrderedSampler
 
 _BATCHES = 32  # of an epoch; even, so that each block of steps holds whole pairs

@@ -35,3 +35,6 @@ class SketchRows:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
+
+
+RowSettings = BatchRows | ExactRows | SketchRows
