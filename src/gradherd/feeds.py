@@ -126,7 +126,33 @@ class NoRows:
         self._hooks.remove()
 
 
-class WholeBatches:
+class Gathered:
+    """What feeds share whose rows are gathered from all workers."""
+
+    def __init__(self, sampler: OrderedSampler, world: World) -> None:
+        self._gather = Gather(sampler, world)
+
+    @property
+    def bytes(self) -> int:
+        """What was sent to gather rows."""
+        return self._gather.bytes
+
+    def prepare(self) -> None:
+        """Nothing to do."""
+
+    def by_index(self) -> None:
+        """Let rows wait for the end of the epoch."""
+        self._gather.sort = True
+
+    def wait(self) -> None:
+        """Nothing runs."""
+
+    def finish(self) -> None:
+        """Show what has been gathered."""
+        self._gather.flush()
+
+
+class WholeBatches(Gathered):
     """The gradient of a whole batch: as it is, or a count sketch of it."""
 
     def __init__(
@@ -140,18 +166,13 @@ class WholeBatches:
         self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
         self._sketch = sketch
         self._row: Tensor | None = None
-        self._gather = Gather(sampler, world)
+        super().__init__(sampler, world)
         self._hooks = ParameterHooks(model, self._arrived)
 
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived."""
         return self._row is not None
-
-    @property
-    def bytes(self) -> int:
-        """What was sent to gather rows."""
-        return self._gather.bytes
 
     def _arrived(self, name: str, grad: Tensor) -> None:
         flat, offset = grad.flatten().float(), self._offsets[name]
@@ -162,25 +183,11 @@ class WholeBatches:
         else:
             self._row += count_sketch(flat, self._sketch.size, self._sketch.seed, offset=offset)
 
-    def prepare(self) -> None:
-        """Nothing to do."""
-
     def feed(self, claim: Claim, loss_scale: float) -> None:
         """Hand over the batch's one row."""
         assert self._row is not None
         row, self._row = self._row.div_(loss_scale), None
         self._gather.add(claim, row.unsqueeze(0))
-
-    def by_index(self) -> None:
-        """Let rows wait for the end of the epoch."""
-        self._gather.sort = True
-
-    def wait(self) -> None:
-        """Nothing runs."""
-
-    def finish(self) -> None:
-        """Show what has been gathered."""
-        self._gather.flush()
 
     def forget(self) -> None:
         """Drop the gradient that waits."""
@@ -191,7 +198,7 @@ class WholeBatches:
         self._hooks.remove()
 
 
-class Examples:
+class Examples(Gathered):
     """The gradient of every example, read off the layers: exact, or a sketch."""
 
     def __init__(
@@ -205,20 +212,12 @@ class Examples:
         self._alone = world.size == 1
         self._settings = settings
         self._capture = Capture(model, batch_dim=settings.batch_dim)
-        self._gather = Gather(sampler, world)
+        super().__init__(sampler, world)
 
     @property
     def waiting(self) -> bool:
         """Whether gradients have arrived."""
         return self._capture.uses > 0
-
-    @property
-    def bytes(self) -> int:
-        """What was sent to gather rows."""
-        return self._gather.bytes
-
-    def prepare(self) -> None:
-        """Nothing to do."""
 
     def feed(self, claim: Claim, loss_scale: float) -> None:
         """Hand over a row for each unit of the batch."""
@@ -241,17 +240,6 @@ class Examples:
             self._sampler.observe(rows, first=claim.step)
         else:
             self._gather.add(claim, rows.dense())
-
-    def by_index(self) -> None:
-        """Let rows wait for the end of the epoch."""
-        self._gather.sort = True
-
-    def wait(self) -> None:
-        """Nothing runs."""
-
-    def finish(self) -> None:
-        """Show what has been gathered."""
-        self._gather.flush()
 
     def forget(self) -> None:
         """Drop the gradients that wait."""
