@@ -12,9 +12,10 @@ ALLOWED = {
     "comm": {"comm"},
     "rows": {"rows"},
     "ordering": {"ordering", "comm"},
-    "replay": {"ordering"},
-    "bench": {"bench", "attach", "herd", "ordering", "comm", "rows"},
-    "commands": {"commands", "bench", "ordering", "replay", "comm"},
+    "sparsify": {"sparsify", "comm"},
+    "replay": {"ordering", "sparsify"},
+    "bench": {"bench", "attach", "herd", "ordering", "sparsify", "comm", "rows"},
+    "commands": {"commands", "bench", "ordering", "sparsify", "replay", "comm"},
     "cli": {"commands", "__init__"},
     "__main__": {"cli"},
     "feeds": {"rows", "ordering", "comm"},
@@ -23,7 +24,14 @@ ALLOWED = {
     "attach": {"herd", "feeds", "ride", "rows", "ordering", "comm"},
     "__init__": {"attach", "herd", "comm", "ordering", "rows"},
 }
-COLLECTIVES = {"all_reduce", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier"}
+COLLECTIVES = {
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+    "batch_isend_irecv",
+    "broadcast",
+    "barrier",
+}
 
 
 def part(module: str) -> str:

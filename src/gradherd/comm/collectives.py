@@ -7,6 +7,7 @@ all-gather b(R-1), all-to-all b(R-1)/R, broadcast b (each rank hands it on once)
 A world of one rank sends nothing and needs no process group.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,24 @@ class Flight(NamedTuple):
         return self.value
 
 
-def _nbytes(tensor: Tensor) -> int:
+def nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's numbers."""
     return tensor.numel() * tensor.element_size()
+
+
+def gather_bytes(tensor: Tensor, size: int) -> int:
+    """Return what a rank sends to show `tensor` to all others."""
+    return nbytes(tensor) * (size - 1)
+
+
+def deal_bytes(tensor: Tensor, size: int) -> int:
+    """Return what a rank sends to deal the rows of `tensor` to all others."""
+    return nbytes(tensor) * (size - 1) // size
+
+
+def spread_bytes(tensor: Tensor, size: int) -> int:
+    """Return what a rank sends to hand `tensor` on once."""
+    return nbytes(tensor) if size > 1 else 0
 
 
 def all_reduce(tensor: Tensor, world: World) -> Sent:
@@ -61,7 +78,7 @@ def all_reduce(tensor: Tensor, world: World) -> Sent:
     if world.size == 1:
         return Sent(tensor, 0)
     dist.all_reduce(tensor, group=world.group)
-    return Sent(tensor, 2 * _nbytes(tensor) * (world.size - 1) // world.size)
+    return Sent(tensor, 2 * nbytes(tensor) * (world.size - 1) // world.size)
 
 
 def all_reduce_start(tensor: Tensor, world: World) -> Flight:
@@ -69,7 +86,7 @@ def all_reduce_start(tensor: Tensor, world: World) -> Flight:
     if world.size == 1:
         return Flight(tensor, 0)
     work = dist.all_reduce(tensor, group=world.group, async_op=True)
-    return Flight(tensor, 2 * _nbytes(tensor) * (world.size - 1) // world.size, (work,))
+    return Flight(tensor, 2 * nbytes(tensor) * (world.size - 1) // world.size, (work,))
 
 
 def all_gather(tensor: Tensor, world: World) -> Sent:
@@ -88,26 +105,28 @@ def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
     if world.size == 1:
         out.copy_(tensor.unsqueeze(0))
         return Flight(out, 0)
-    sent = _nbytes(tensor) * (world.size - 1)
+    sent = gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
-        return Flight(out, sent, _messages(tensor, out, world))
+        slots = list(out.view(world.size, -1))
+        return Flight(out, sent, _messages(tensor, slots, world))
     # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
     return Flight(out, sent, (work,))
 
 
-def _messages(tensor: Tensor, out: Tensor, world: World) -> tuple[dist.Work, ...]:
-    """Begin an all-gather as messages between all pairs of ranks.
+def _messages(tensor: Tensor, slots: Sequence[Tensor], world: World) -> tuple[dist.Work, ...]:
+    """Begin an all-gather into one slot per rank, as messages between all pairs of ranks.
 
     gloo's own all-gather goes round a ring and through a buffer; this took two thirds of its
     time on a machine's own network.
     """
-    mine, slots = tensor.contiguous().view(-1), out.view(world.size, -1)
+    mine = tensor.contiguous().view(-1)
     works: list[dist.Work | None] = []
     for away in range(1, world.size):
         peer = (world.rank - away) % world.size
-        works.append(dist.irecv(slots[peer], group=world.group, group_src=peer, tag=_TAG))
-    for away in range(1, world.size):
+        if slots[peer].numel():
+            works.append(dist.irecv(slots[peer], group=world.group, group_src=peer, tag=_TAG))
+    for away in range(1, world.size if mine.numel() else 1):
         peer = (world.rank + away) % world.size
         works.append(dist.isend(mine, group=world.group, group_dst=peer, tag=_TAG))
     if mine.data_ptr() != slots[world.rank].data_ptr():
@@ -142,7 +161,7 @@ def all_to_all_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
         out.copy_(tensor)
         return Flight(out, 0)
     work = dist.all_to_all_single(out, tensor.contiguous(), group=world.group, async_op=True)
-    return Flight(out, _nbytes(tensor) * (world.size - 1) // world.size, (work,))
+    return Flight(out, deal_bytes(tensor, world.size), (work,))
 
 
 def broadcast(tensor: Tensor, world: World, *, source: int = 0) -> Sent:
@@ -152,7 +171,46 @@ def broadcast(tensor: Tensor, world: World, *, source: int = 0) -> Sent:
     if world.size == 1:
         return Sent(tensor, 0)
     dist.broadcast(tensor, group=world.group, group_src=source)
-    return Sent(tensor, _nbytes(tensor))
+    return Sent(tensor, spread_bytes(tensor, world.size))
+
+
+def all_gather_sized(tensor: Tensor, sizes: Sequence[int], world: World) -> Sent:
+    """Lay every rank's (n_r,) `tensor` end to end; all ranks know all lengths `sizes`.
+
+    gloo gets messages of just those lengths; other backends gather rows padded with zeros.
+    """
+    if len(sizes) != world.size or len(tensor) != sizes[world.rank]:
+        raise ValueError(f"tensor has {len(tensor)} numbers, sizes are {list(sizes)}")
+    if world.size == 1:
+        return Sent(tensor, 0)
+    if dist.get_backend(world.group) == "gloo":
+        out = tensor.new_empty(sum(sizes))
+        slots = list(torch.split(out, list(sizes)))
+        for work in _messages(tensor, slots, world):
+            work.wait()
+        return Sent(out, gather_bytes(tensor, world.size))
+    padded = tensor.new_zeros(max(sizes))
+    padded[: len(tensor)] = tensor
+    rows, sent = all_gather(padded, world)
+    return Sent(torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]), sent)
+
+
+def pass_on(
+    tensor: Tensor | None, to: int | None, like: Tensor | None, source: int | None, world: World
+) -> tuple[Tensor | None, int]:
+    """Send `tensor` to rank `to`, receive one like `like` from rank `source`; None is nobody."""
+    taken, moves, sent = None, [], 0
+    if source is not None and like is not None:
+        taken = torch.empty_like(like)
+        moves.append(dist.P2POp(dist.irecv, taken, group=world.group, group_peer=source, tag=_TAG))
+    if to is not None and tensor is not None:
+        mine = tensor.contiguous()
+        moves.append(dist.P2POp(dist.isend, mine, group=world.group, group_peer=to, tag=_TAG))
+        sent = nbytes(tensor)
+    if moves:
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+    return taken, sent
 
 
 def all_gather_uneven(tensor: Tensor, world: World) -> SentList:

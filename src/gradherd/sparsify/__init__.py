@@ -1,0 +1,1 @@
+"""Which gradient coordinates travel: select, exchange, average, and lose nothing."""

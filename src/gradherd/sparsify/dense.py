@@ -1,0 +1,42 @@
+"""Dense: everything travels, nothing stays. What one compares with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import Script
+from gradherd.sparsify.choice import Chosen, Place, Proposal
+
+
+@dataclass(frozen=True)
+class Dense:
+    """All coordinates."""
+
+    density: float = 1.0
+    """Only 1 makes sense; it is here because every method has one."""
+
+    exclusive = True
+
+    def __post_init__(self) -> None:
+        if self.density != 1:
+            raise ValueError(f"density of dense must be 1, got {self.density}")
+
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> None:
+        """Nothing is remembered."""
+
+    def propose(self, acc: Tensor, k: int, state: None, place: Place) -> Proposal:
+        """Nothing to find out."""
+        return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
+
+    def settle(
+        self, acc: Tensor, k: int, state: None, place: Place, proposal: Proposal, headers: Tensor
+    ) -> Script[Chosen]:
+        """Everybody knows: everything."""
+        yield from ()
+        everything = torch.arange(len(acc), device=acc.device)
+        return Chosen(everything, [len(acc)] * place.size, None)
+
+    def rescale(self, state: None, factor: float) -> None:
+        """Nothing has a unit."""

@@ -1,0 +1,115 @@
+"""ExDyna: every worker picks the largest coordinates of a partition of its own.
+
+Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep
+Learning", CCGrid 2024, arXiv:2402.13781. Partitions do not overlap, so what workers pick does not
+build up; they are runs of blocks whose borders move until all have equal loads; they rotate, so
+that every worker looks at every part of the vector. Ours is the threshold by consensus
+(`thresholds`) and borders that are cut anew from the loads of single blocks.
+
+Letters: D coordinates, R workers, K picks of all of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import Script
+from gradherd.sparsify.blocks import Blocks, diffuse, even_cuts, recut
+from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.exclusive import Pick, Rule, check_rule, propose, settle
+
+Balance = Literal["recut", "diffusive", "none"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What all workers know alike."""
+
+    threshold: float | None
+    """Of the last step; None before the first."""
+    cuts: list[int]
+    """R + 1 borders of the partitions, in blocks."""
+    loads: Tensor
+    """(NB,) picks of each block, older steps weigh less."""
+
+
+@dataclass(frozen=True)
+class ExDyna:
+    """Exclusive partitions of equal loads, one threshold for all.
+
+    >>> ExDyna(density=0.01)
+    ExDyna(density=0.01, threshold='consensus', balance='recut', blocks=1024, memory=0.9)
+    """
+
+    density: float = 1e-3
+    """Share of the coordinates that travels."""
+    threshold: Rule = "consensus"
+    """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
+    balance: Balance = "recut"
+    """"recut" from the loads of blocks, "diffusive" between neighbours, or "none"."""
+    blocks: int = 1024
+    """About how many blocks borders move by."""
+    memory: float = 0.9
+    """Weight of the loads of a step before the last against the last one's ("recut")."""
+
+    exclusive = True
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        check_rule(self.threshold)
+        if self.balance not in ("recut", "diffusive", "none"):
+            raise ValueError(f"balance must be recut, diffusive or none, got {self.balance!r}")
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be at least 1, got {self.blocks}")
+        if not 0 <= self.memory < 1:
+            raise ValueError(f"memory must be in [0, 1), got {self.memory}")
+
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
+        """Cut the vector into as many partitions of equal size as there are workers."""
+        blocks = Blocks.of(dim, self.blocks)
+        loads = torch.zeros(blocks.count, dtype=torch.float64)
+        return State(None, even_cuts(blocks.count, workers), loads)
+
+    def bounds(self, dim: int, state: State) -> list[int]:
+        """Return the R + 1 coordinates between which partitions lie."""
+        return Blocks.of(dim, self.blocks).bounds(state.cuts)
+
+    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
+        """Look for candidates in this worker's partition."""
+        bounds = self.bounds(len(acc), state)
+        return propose(acc, k, bounds, self.threshold, state.threshold, place)
+
+    def settle(
+        self,
+        acc: Tensor,
+        k: int,
+        state: State,
+        place: Place,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Chosen]:
+        """Agree on the threshold, exchange picks, and move the borders."""
+        bounds = self.bounds(len(acc), state)
+        pick: Pick = yield from settle(acc, k, bounds, self.threshold, place, proposal, headers)
+        after = self._learn(len(acc), state, pick, place)
+        return Chosen(pick.indices, pick.counts, after, pick.threshold)
+
+    def _learn(self, dim: int, state: State, pick: Pick, place: Place) -> State:
+        cuts, loads = state.cuts, state.loads
+        if self.balance == "recut" and place.size > 1:
+            loads = Blocks.of(dim, self.blocks).loads(pick.indices) + self.memory * loads
+            cuts = recut(loads, place.size)
+        elif self.balance == "diffusive":
+            # Worker r had partition (step + r) mod R.
+            by_part = [pick.counts[(p - place.step) % place.size] for p in range(place.size)]
+            cuts = diffuse(cuts, by_part)
+        return State(pick.following, cuts, loads)
+
+    def rescale(self, state: State, factor: float) -> State:
+        """Follow a change of the unit that values are in."""
+        if state.threshold is None:
+            return state
+        return replace(state, threshold=state.threshold * factor)

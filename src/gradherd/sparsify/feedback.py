@@ -1,0 +1,83 @@
+"""Error feedback: what was not sent is kept and added to the next gradient.
+
+Two vectors, one that holds what is kept and one that the next step's sum is written to, so that
+a step can be called off (a gradient was not finite, on any worker) without a trace. With momentum
+there are two more: the correction of Lin et al., "Deep Gradient Compression", ICLR 2018.
+
+Letters: D coordinates, K those that travel.
+"""
+
+import torch
+from torch import Tensor
+
+from gradherd.sparsify.kernels import accumulate
+
+
+class Feedback:
+    """Residuals of one worker."""
+
+    def __init__(
+        self, dim: int, *, dtype: torch.dtype, device: torch.device, momentum: float = 0.0
+    ) -> None:
+        self.kept = torch.zeros(dim, dtype=dtype, device=device)
+        self.acc = torch.zeros_like(self.kept)
+        self._momentum = momentum
+        self.velocity = torch.zeros_like(self.kept) if momentum else None
+        self._velocity = torch.zeros_like(self.kept) if momentum else None
+        self._checks: list[Tensor] = []
+
+    def add(self, begin: int, grad: Tensor, unit: float) -> None:
+        """Add `unit` times a flat gradient to what is kept from coordinate `begin` on; clear it."""
+        part = slice(begin, begin + len(grad))
+        if self.velocity is None or self._velocity is None:
+            self._checks.append(accumulate(self.kept[part], grad, self.acc[part], unit))
+            return
+        # The velocity is what accumulates; masking it where it was sent keeps it from being late.
+        slowed = self.velocity[part] * self._momentum
+        accumulate(slowed, grad, self._velocity[part], unit)
+        check = accumulate(self.kept[part], slowed.copy_(self._velocity[part]), self.acc[part], 1.0)
+        self._checks.append(check)
+
+    def leave_out(self, begin: int, end: int) -> None:
+        """Let nothing of [begin, end) travel in this step."""
+        self.acc[begin:end] = 0
+
+    def finite(self) -> bool:
+        """Tell whether all that was added is finite."""
+        total = torch.stack(self._checks).sum() if self._checks else self.acc.sum()
+        # A sum may overflow where no term has.
+        return bool(total.isfinite()) or bool(self.acc.isfinite().all())
+
+    def commit(
+        self,
+        indices: Tensor,
+        left: Tensor | None,
+        *,
+        low_pass: float = 1.0,
+        left_out: list[tuple[int, int]] | None = None,
+    ) -> None:
+        """Keep what did not travel.
+
+        Args:
+            indices: (K,) what travelled.
+            left: (K,) what of it this worker keeps; None is nothing.
+            low_pass: Weight of the new residual against the old one.
+            left_out: What `leave_out` was called for.
+        """
+        if left is None:
+            self.acc.index_fill_(0, indices, 0)
+        else:
+            self.acc.index_copy_(0, indices, left)
+        for begin, end in left_out or []:
+            self.acc[begin:end] = self.kept[begin:end]
+        if low_pass != 1:
+            self.acc.lerp_(self.kept, 1 - low_pass)
+        self.kept, self.acc = self.acc, self.kept
+        if self._velocity is not None:
+            self._velocity.index_fill_(0, indices, 0)
+            self.velocity, self._velocity = self._velocity, self.velocity
+        self._checks = []
+
+    def discard(self) -> None:
+        """Forget the step."""
+        self._checks = []

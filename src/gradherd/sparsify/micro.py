@@ -1,0 +1,69 @@
+"""MiCRO: exclusive partitions of equal size that stay where they are.
+
+Yoon and Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating
+Distributed DNN Training", HiPC 2023. ExDyna without blocks and without balance: the padding
+factor is whatever the gradients make it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from gradherd.comm.script import Script
+from gradherd.sparsify.blocks import even_cuts
+from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.exclusive import Pick, Rule, check_rule, propose, settle
+
+
+@dataclass(frozen=True)
+class State:
+    """What all workers know alike."""
+
+    threshold: float | None
+    """Of the last step; None before the first."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Exclusive partitions of equal size, one threshold for all."""
+
+    density: float = 1e-3
+    """Share of the coordinates that travels."""
+    threshold: Rule = "consensus"
+    """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
+
+    exclusive = True
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        check_rule(self.threshold)
+
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
+        """Start without a threshold."""
+        return State(None)
+
+    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
+        """Look for candidates in this worker's partition."""
+        bounds = even_cuts(len(acc), place.size)
+        return propose(acc, k, bounds, self.threshold, state.threshold, place)
+
+    def settle(
+        self,
+        acc: Tensor,
+        k: int,
+        state: State,
+        place: Place,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Chosen]:
+        """Agree on the threshold and exchange picks."""
+        bounds = even_cuts(len(acc), place.size)
+        pick: Pick = yield from settle(acc, k, bounds, self.threshold, place, proposal, headers)
+        return Chosen(pick.indices, pick.counts, State(pick.following), pick.threshold)
+
+    def rescale(self, state: State, factor: float) -> State:
+        """Follow a change of the unit that values are in."""
+        if state.threshold is None:
+            return state
+        return replace(state, threshold=state.threshold * factor)

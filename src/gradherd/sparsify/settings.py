@@ -1,0 +1,69 @@
+"""How a sparsifier is run, apart from what it chooses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from gradherd.sparsify.selector import SPARSIFIERS, Selector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsify:
+    """A method and what goes with it: `attach(model, sparsify=Sparsify(method=ExDyna(1e-3), ...))`.
+
+    >>> Sparsify(method="topk", values="bf16").method
+    TopK(density=0.001)
+    """
+
+    method: Selector
+    """What chooses; a name from SPARSIFIERS is that method with its defaults."""
+    values: Literal["fp32", "bf16"] = "fp32"
+    """How values travel; what bf16 rounds away stays in the residual."""
+    dense_below: int = 256
+    """Parameters with fewer numbers than this travel whole, at every step."""
+    momentum: float = 0.0
+    """Correct for momentum as in Deep Gradient Compression: give the optimizer none of its own."""
+    warmup_steps: int = 0
+    """Over so many steps the density falls, by equal factors, to that of the method."""
+    warmup_from: float = 0.25
+    """Density of the first of them."""
+    learning_rate: Callable[[], float] | None = None
+    """Tell the learning rate of a step, to keep residuals in units of parameters: what was kept
+    is then released with the rate it was computed with. By default they are gradients."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", make_sparsifier(self.method))
+        if self.values not in ("fp32", "bf16"):
+            raise ValueError(f"values must be fp32 or bf16, got {self.values!r}")
+        if self.dense_below < 0:
+            raise ValueError(f"dense_below must be at least 0, got {self.dense_below}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        if not 0 < self.warmup_from <= 1:
+            raise ValueError(f"warmup_from must be in (0, 1], got {self.warmup_from}")
+
+    def density(self, step: int) -> float:
+        """Return the density of a step.
+
+        >>> settings = Sparsify(method="exdyna", warmup_steps=4, warmup_from=0.1)
+        >>> [round(settings.density(step), 5) for step in (0, 2, 4, 100)]
+        [0.1, 0.01, 0.001, 0.001]
+        """
+        last = self.method.density
+        if step >= self.warmup_steps or self.warmup_from <= last:
+            return last
+        return float(self.warmup_from * (last / self.warmup_from) ** (step / self.warmup_steps))
+
+
+def make_sparsifier(name: str, density: float | None = None) -> Selector:
+    """Return the method of that name.
+
+    >>> make_sparsifier("exdyna", 0.01).density
+    0.01
+    """
+    if name not in SPARSIFIERS:
+        raise ValueError(f"unknown sparsifier {name!r}; known are {', '.join(SPARSIFIERS)}")
+    return SPARSIFIERS[name]() if density is None else SPARSIFIERS[name](density=density)

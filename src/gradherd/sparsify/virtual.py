@@ -1,0 +1,61 @@
+"""All workers of a world in one process: the same maths as on real ranks, to the bit.
+
+Letters: R workers, D coordinates.
+"""
+
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import run_together
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.worker import Worker
+
+
+class Workers:
+    """R workers that exchange what the settings say."""
+
+    def __init__(
+        self,
+        settings: Sparsify,
+        dim: int,
+        size: int,
+        *,
+        layers: list[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.workers = [
+            Worker(settings, dim, rank=rank, size=size, layers=layers, dtype=dtype, device=device)
+            for rank in range(size)
+        ]
+        self._dim = dim
+        self.metrics: dict[str, Any] = {}
+
+    def step(self, grads: Tensor) -> Tensor:
+        """Average (R, D) gradients: returns (D,), zero where nothing travelled.
+
+        NaN everywhere if anything was not finite; residuals are then as before.
+        """
+        for worker, grad in zip(self.workers, grads, strict=True):
+            worker.set_unit(1.0)
+            worker.add(0, grad.clone())
+        told = run_together([worker.script() for worker in self.workers])
+        means = [worker.commit(one.value) for worker, one in zip(self.workers, told, strict=True)]
+        outcome, mean = told[0].value, means[0]
+        if outcome is None or mean is None:
+            return grads.new_full((self._dim,), torch.nan)
+        self.metrics = outcome.metrics(self._dim) | {
+            "residual_norm": statistics.fmean(
+                float(torch.linalg.vector_norm(worker.feedback.kept)) for worker in self.workers
+            ),
+            "bytes": round(statistics.fmean(one.bytes for one in told)),
+        }
+        out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
+        return out.index_copy_(0, outcome.indices, mean)
+
+    def residuals(self) -> Tensor:
+        """Return (R, D), what each worker keeps."""
+        return torch.stack([worker.feedback.kept for worker in self.workers])
