@@ -219,7 +219,7 @@ def averages(batch, unit, rows, steps, options=(), together=True):
             one.zero_grad()
             F.cross_entropy(one(x), y).backward()
             found.append(torch.cat([p.grad.flatten() for p in one.parameters()]))
-        layouts.add(getattr(herd._feed, "layout", None))
+        layouts.add(getattr(herd._link._feed, "layout", None))
     return ours, theirs, layouts, herd.metrics()
 
 

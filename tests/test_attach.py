@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import BatchRows, ExactRows, OrderedSampler, SketchRows, World, attach
 from gradherd.comm import run_ranks
-from gradherd.replay import replay_order
+from gradherd.replay.order import replay_order
 from tests import attach_work
 from tests.attach_work import (
     Loop,

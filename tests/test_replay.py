@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from gradherd.ordering.policy import make_policy
-from gradherd.replay import load_vectors, random_vectors, replay_order
+from gradherd.replay.order import load_vectors, random_vectors, replay_order
 
 
 def saved(tmp_path, array, name="z.npy"):
@@ -23,7 +23,7 @@ def test_random_vectors_are_the_published_draw():
 def test_chunks_do_not_show(monkeypatch):
     vectors = random_vectors(3, 41, 4, 0)
     whole = replay_order(vectors, make_policy("cd-grab"), rounds=4)
-    monkeypatch.setattr("gradherd.replay._CHUNK", 15)
+    monkeypatch.setattr("gradherd.replay.order._CHUNK", 15)
     assert replay_order(vectors, make_policy("cd-grab"), rounds=4) == whole
 
 

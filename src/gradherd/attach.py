@@ -1,4 +1,4 @@
-"""attach(model, order=...): the one place where ordering meets a model.
+"""attach(model, order=..., sparsify=...): the one place where both halves meet a model.
 
 The training loop stays the user's own. A batch begins with a forward of the model, and what its
 backward (or backwards) gave is fed back when the optimizer steps or the next forward begins,
@@ -6,6 +6,7 @@ whichever comes first.
 """
 
 import logging
+import warnings
 
 import torch.distributed as dist
 from torch import nn
@@ -14,13 +15,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.world import World
 from gradherd.feeds import Examples, Feed, NoRows, WholeBatches
-from gradherd.herd import Herd, inner
+from gradherd.herd import Herd
+from gradherd.link import Link, inner
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ride import Ride
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.owners import bare as bare_module
 from gradherd.rows.owners import describe
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows
+from gradherd.sparsify.ddp import SparseHook, sparsifiable
+from gradherd.sparsify.selector import Selector
+from gradherd.sparsify.settings import Sparsify, make_sparsifier
 
 log = logging.getLogger("gradherd")
 
@@ -37,28 +42,75 @@ def attach(
     model: nn.Module,
     *,
     order: OrderedSampler | None = None,
-    sparsify: object | None = None,
+    sparsify: str | Selector | Sparsify | None = None,
     rows: str | RowSettings = "auto",
     scaler: GradScaler | None = None,
 ) -> Herd:
-    """Let `order` learn from the gradients of `model`, in the loop as it is.
+    """Let `order` learn from the gradients of `model`, and `sparsify` choose what travels.
 
     Args:
         model: Any module, or one in DistributedDataParallel. Attach after wrapping, before
             torch.compile where single examples are ordered.
         order: The sampler of the training loader.
-        sparsify: Not available yet.
-        rows: How gradients are read: "auto", "batch", "exact", "sketch", or `BatchRows`,
-            `ExactRows`, `SketchRows` with their settings.
-        scaler: The GradScaler of the loop, if there is one: its scale is taken out of the rows.
+        sparsify: A method such as `ExDyna(density=1e-3)`, its name, or `Sparsify` with further
+            settings. It takes the communication hook of DDP.
+        rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", or
+            `BatchRows`, `ExactRows`, `SketchRows` with their settings.
+        scaler: The GradScaler of the loop, if there is one: its scale is taken out of rows and
+            residuals.
     """
-    if sparsify is not None:
-        raise ValueError(f"sparsify is not available yet, got {sparsify!r}; leave it out")
-    if order is None:
-        raise ValueError("order must be an OrderedSampler: without it there is nothing to attach")
+    if order is None and sparsify is None:
+        raise ValueError("nothing to attach: give an order, a sparsifier, or both")
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     if not any(parameter.requires_grad for parameter in bare.parameters()):
         raise ValueError("model has no trainable parameter, so no gradient to learn from")
+    settings = _sparsify_settings(bare, sparsify)
+    plan = None if order is None else _plan(model, order, rows, taken=settings is not None)
+    sparse = None
+    if settings is not None and isinstance(bare, DDP):
+        sparse = SparseHook(bare, settings, scaler)
+        log.info("sparsifying by %s", settings)
+        if not sparse.layout.sparse:
+            warnings.warn(
+                f"every parameter has fewer than {settings.dense_below} numbers and travels "
+                "whole: nothing is sparsified; lower dense_below",
+                stacklevel=2,
+            )
+    link = None
+    if order is not None and plan is not None:
+        link = Link(model, order, _feed(bare, order, plan), plan, scaler)
+    return Herd(link, sparse)
+
+
+def _sparsify_settings(
+    model: nn.Module, sparsify: str | Selector | Sparsify | None
+) -> Sparsify | None:
+    """Return the settings, or raise if they cannot be used with this model."""
+    if sparsify is None:
+        return None
+    if not isinstance(model, DDP):
+        raise ValueError(
+            f"sparsify works in the communication hook of DistributedDataParallel, got a "
+            f"{type(model).__name__}: wrap the model in DDP first"
+        )
+    if not _hook_is_free(model):
+        raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
+    sparsifiable(model)
+    check_device(model, World.detect())
+    if isinstance(sparsify, Sparsify):
+        return sparsify
+    if isinstance(sparsify, str):
+        return Sparsify(method=make_sparsifier(sparsify))
+    if not hasattr(sparsify, "settle"):
+        raise ValueError(f"sparsify must be a method, its name or Sparsify(...), got {sparsify!r}")
+    return Sparsify(method=sparsify)
+
+
+def _plan(
+    model: nn.Module, order: OrderedSampler, rows: str | RowSettings, *, taken: bool
+) -> RowSettings:
+    """Return how to read rows, or raise if this model cannot teach this sampler."""
+    bare = getattr(model, "_orig_mod", model)
     here = World.detect()
     if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):
         raise ValueError(
@@ -70,13 +122,14 @@ def attach(
     check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
         bare_module(model)  # raises for a compiled one: its modules' hooks would not be called
-    settings, why = _choose(bare, order, rows)
+    free = _hook_is_free(bare) and not taken
+    settings, why = _choose(bare, order, rows, free)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
-    return Herd(model, order, _feed(bare, order, settings), settings, scaler)
+    return settings
 
 
 def _choose(
-    model: nn.Module, order: OrderedSampler, rows: str | RowSettings
+    model: nn.Module, order: OrderedSampler, rows: str | RowSettings, hook_is_free: bool
 ) -> tuple[RowSettings, str]:
     """Return how to read rows, and why."""
     settings = _NAMED.get(rows) if isinstance(rows, str) else rows
@@ -89,17 +142,17 @@ def _choose(
             f"{order.unit}: use OrderedSampler(..., unit={order.batch_size}), or exact or sketch"
         )
     ddp = isinstance(model, DDP) and order.world.size > 1
-    if isinstance(settings, BatchRows) and ddp and not _hook_is_free(model):
+    if isinstance(settings, BatchRows) and ddp and not hook_is_free:
         raise ValueError(
             "rows='batch' needs the communication hook of DDP, and there is one already: use "
-            "'sketch', or attach first"
+            "'sketch', or attach first and without a sparsifier"
         )
     if settings is not None:
         return settings, "as asked"
     size = FlatSpec.of(inner(model)).size
     if not order.ordering.policy.needs_rows:
         return BatchRows(), "this order needs no gradients"
-    if batches and (order.world.size == 1 or _hook_is_free(model)):
+    if batches and (order.world.size == 1 or hook_is_free):
         return BatchRows(), f"units are whole batches, {size:,} parameters"
     if batches:
         return SketchRows(), "units are whole batches, and there is no DDP hook to ride on"

@@ -29,12 +29,20 @@ COMMANDS = {
         "replay_order:ReplayOrder",
         "what order would a policy find for my gradients?",
     ),
+    "replay sparsify": (
+        "replay_sparsify:ReplaySparsify",
+        "what would a sparsifier have sent of my gradients?",
+    ),
     "bench signs": ("bench_signs:BenchSigns", "signs of a step: block-Gram against the loop"),
     "bench coordination": (
         "bench_coordination:BenchCoordination",
         "balancing across workers against all-reduce and all-gather",
     ),
     "bench rows": ("bench_rows:BenchRows", "per-example gradients against vmap and a loop"),
+    "bench sparsify": (
+        "bench_sparsify:BenchSparsify",
+        "picking against torch.topk, a sparse exchange against all-reduce and PowerSGD",
+    ),
     "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
 }
 """Command -> (module:class under gradherd.commands, one line of help)."""

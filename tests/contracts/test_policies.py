@@ -12,7 +12,7 @@ from gradherd.ordering import (
     make_policy,
     parallel_herding_bound,
 )
-from gradherd.replay import random_vectors, replay_order
+from gradherd.replay.order import random_vectors, replay_order
 from tests.ordering.helpers import is_permutation, lists, same, show, through_disk
 
 LEARNING = [name for name in POLICIES if make_policy(name).needs_rows]

@@ -8,7 +8,7 @@ from rich.table import Table
 from gradherd.commands.progress import steps
 from gradherd.commands.usage import UsageError, at_least, names, print_json
 from gradherd.ordering.policy import POLICIES, make_policy
-from gradherd.replay import random_vectors, replay_order
+from gradherd.replay.order import random_vectors, replay_order
 
 # Numbers in memory: 64 GiB of them.
 _MOST = 1 << 33

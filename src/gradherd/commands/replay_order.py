@@ -12,7 +12,7 @@ from gradherd.commands.usage import UsageError, at_least, name, print_json
 from gradherd.ordering.memory import Start
 from gradherd.ordering.policy import POLICIES, make_policy
 from gradherd.ordering.rules import SIGN_RULES
-from gradherd.replay import load_vectors, replay_order
+from gradherd.replay.order import load_vectors, replay_order
 
 
 @dataclass(frozen=True, kw_only=True)

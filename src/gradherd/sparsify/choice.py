@@ -49,7 +49,7 @@ class Chosen:
     sums: Tensor | None = None
     """(K,) sums over workers, where the method has added them up on its way."""
     sent: Tensor | None = None
-    """(K,) whether this worker's own value is in `sums`; None is all of them."""
+    """(K,) whether this worker's own value is in `sums`, where there are any."""
     low_pass: float = 1.0
     """Weight of the new residual against the old one."""
 

@@ -14,9 +14,6 @@ from gradherd.sparsify.choice import Place
 # Up to this many bytes to each other worker, one round with more bytes beats two with fewer.
 _ONE_ROUND = 1 << 15
 
-WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""How values travel."""
-
 
 def gather_indices(
     own: Tensor, counts: Sequence[int], spans: Sequence[tuple[int, int]], place: Place

@@ -5,6 +5,7 @@ Letters: R workers, K picks of all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -15,13 +16,14 @@ from gradherd.sparsify.choice import Place, Proposal
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import above, largest
 from gradherd.sparsify.thresholds import (
+    Cut,
     Online,
+    bin_of,
     bins_of,
+    capacity,
     counts_in,
     find,
-    floor_of,
     search,
-    window,
 )
 
 Rule = Literal["consensus", "online"] | Online
@@ -41,8 +43,10 @@ class Pick:
     """What the next step starts from."""
 
 
-def check_rule(rule: object) -> None:
-    """Raise unless `rule` is a way to find a threshold."""
+def check_rule(rule: object, spare: float) -> None:
+    """Raise unless these say how to find a threshold."""
+    if not spare >= 1:
+        raise ValueError(f"capacity must be at least 1, got {spare}")
     if rule not in ("consensus", "online") and not isinstance(rule, Online):
         raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
 
@@ -64,9 +68,8 @@ def propose(
     if rule == "consensus":
         if last is None or k >= len(acc):
             return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
-        lowest = window(last)
-        found = above(part, floor_of(lowest))
-        return Proposal(counts_in(bins_of(part[found]), lowest), (lowest, found))
+        found = above(part, last)
+        return Proposal(counts_in(bins_of(part[found]), bin_of(last)), found)
     online = Online() if rule == "online" else rule
     threshold = online.first(k) if last is None else last
     found = above(part, threshold)
@@ -81,11 +84,25 @@ def settle(
     k: int,
     bounds: Sequence[int],
     rule: Rule,
+    spare: float,
+    last: float | None,
     place: Place,
     proposal: Proposal,
     headers: Tensor,
 ) -> Script[Pick]:
-    """Agree on a threshold and exchange what lies above it."""
+    """Agree on a threshold and exchange what lies above it.
+
+    Args:
+        acc: (D,) residual + gradient.
+        k: How many all workers should pick.
+        bounds: R + 1 borders of the partitions.
+        rule: How the threshold is found.
+        spare: By consensus, how many times its fair share a worker may send.
+        last: What the last step left to start from.
+        place: Which worker this is.
+        proposal: What this worker found by itself.
+        headers: (R, H) what all of them showed.
+    """
     begin = bounds[place.part]
     part = acc[begin : bounds[place.part + 1]]
     if rule == "consensus":
@@ -93,8 +110,12 @@ def settle(
             everything = torch.arange(len(acc), device=acc.device)
             own = [(place.step + rank) % place.size for rank in range(place.size)]
             return Pick(everything, [bounds[p + 1] - bounds[p] for p in own], 0.0, None)
-        shares, threshold, found = yield from _agree(part, k, place, proposal, headers)
-        following: float | None = threshold
+        lengths = [end - start for start, end in pairwise(bounds)]
+        most = capacity(spare, k, lengths)
+        cut, found = yield from _agree(part, k, most, last, proposal, headers)
+        shares, threshold = cut.shares(k), cut.floor
+        found = found[largest(part[found], shares[place.rank])]
+        following: float | None = cut.start
     else:
         threshold, found = proposal.found
         shares = headers[:, 0].tolist()
@@ -106,18 +127,15 @@ def settle(
 
 
 def _agree(
-    part: Tensor, k: int, place: Place, proposal: Proposal, headers: Tensor
-) -> Script[tuple[list[int], float, Tensor]]:
-    """Return how many each worker picks, the threshold, and this worker's picks."""
-    cut = None
-    if proposal.found is not None:
-        lowest, found = proposal.found
-        cut = find(headers, lowest, k)
-    if cut is None:  # The first step, or the threshold has jumped.
-        cut = yield from search(part, k)
-        found = above(part, cut.floor)
-    shares = cut.shares(k)
-    return shares, cut.floor, found[largest(part[found], shares[place.rank])]
+    part: Tensor, k: int, most: int, last: float | None, proposal: Proposal, headers: Tensor
+) -> Script[tuple[Cut, Tensor]]:
+    """Return where the line is drawn, and this worker's candidates."""
+    if last is not None:
+        cut = find(headers, bin_of(last), k, most)
+        if cut is not None:
+            return cut, proposal.found
+    # The first step, or the threshold has jumped.
+    return (yield from search(part, k, most))
 
 
 def _span(bounds: Sequence[int], part: int) -> tuple[int, int]:

@@ -28,8 +28,8 @@ Balance = Literal["recut", "diffusive", "none"]
 class State:
     """What all workers know alike."""
 
-    threshold: float | None
-    """Of the last step; None before the first."""
+    start: float | None
+    """The threshold to come, or the floor of candidates; None before the first step."""
     cuts: list[int]
     """R + 1 borders of the partitions, in blocks."""
     loads: Tensor
@@ -40,14 +40,16 @@ class State:
 class ExDyna:
     """Exclusive partitions of equal loads, one threshold for all.
 
-    >>> ExDyna(density=0.01)
-    ExDyna(density=0.01, threshold='consensus', balance='recut', blocks=1024, memory=0.9)
+    >>> ExDyna(density=0.01, threshold="online").balance
+    'recut'
     """
 
     density: float = 1e-3
     """Share of the coordinates that travels."""
     threshold: Rule = "consensus"
     """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
+    capacity: float = 1.15
+    """By consensus no worker sends more than this many times its fair share; the rest waits."""
     balance: Balance = "recut"
     """"recut" from the loads of blocks, "diffusive" between neighbours, or "none"."""
     blocks: int = 1024
@@ -59,7 +61,7 @@ class ExDyna:
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_rule(self.threshold)
+        check_rule(self.threshold, self.capacity)
         if self.balance not in ("recut", "diffusive", "none"):
             raise ValueError(f"balance must be recut, diffusive or none, got {self.balance!r}")
         if self.blocks < 1:
@@ -80,7 +82,7 @@ class ExDyna:
     def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
         """Look for candidates in this worker's partition."""
         bounds = self.bounds(len(acc), state)
-        return propose(acc, k, bounds, self.threshold, state.threshold, place)
+        return propose(acc, k, bounds, self.threshold, state.start, place)
 
     def settle(
         self,
@@ -93,7 +95,9 @@ class ExDyna:
     ) -> Script[Chosen]:
         """Agree on the threshold, exchange picks, and move the borders."""
         bounds = self.bounds(len(acc), state)
-        pick: Pick = yield from settle(acc, k, bounds, self.threshold, place, proposal, headers)
+        pick: Pick = yield from settle(
+            acc, k, bounds, self.threshold, self.capacity, state.start, place, proposal, headers
+        )
         after = self._learn(len(acc), state, pick, place)
         return Chosen(pick.indices, pick.counts, after, pick.threshold)
 
@@ -110,6 +114,6 @@ class ExDyna:
 
     def rescale(self, state: State, factor: float) -> State:
         """Follow a change of the unit that values are in."""
-        if state.threshold is None:
+        if state.start is None:
             return state
-        return replace(state, threshold=state.threshold * factor)
+        return replace(state, start=state.start * factor)

@@ -53,6 +53,7 @@ class Feedback:
         indices: Tensor,
         left: Tensor | None,
         *,
+        sent: Tensor | None = None,
         low_pass: float = 1.0,
         left_out: list[tuple[int, int]] | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class Feedback:
         Args:
             indices: (K,) what travelled.
             left: (K,) what of it this worker keeps; None is nothing.
+            sent: (K,) whether a value of this worker was in it; None is all of them.
             low_pass: Weight of the new residual against the old one.
             left_out: What `leave_out` was called for.
         """
@@ -74,7 +76,7 @@ class Feedback:
             self.acc.lerp_(self.kept, 1 - low_pass)
         self.kept, self.acc = self.acc, self.kept
         if self._velocity is not None:
-            self._velocity.index_fill_(0, indices, 0)
+            self._velocity.index_fill_(0, indices if sent is None else indices[sent], 0)
             self.velocity, self._velocity = self._velocity, self.velocity
         self._checks = []
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 _SAMPLES = 8192
+# Numbers looked at in one go: what fits a core's own cache, and needs no fresh memory.
+_CHUNK = 131_072
 
 
 def accumulate(kept: Tensor, grad: Tensor, out: Tensor, unit: float) -> Tensor:
@@ -31,10 +33,24 @@ def above(values: Tensor, floor: float) -> Tensor:
     >>> above(torch.tensor([0.5, -3.0, 2.0]), 1.0)
     tensor([1, 2])
     """
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        found = np.flatnonzero(np.abs(values.numpy()) >= floor)
-        return torch.from_numpy(found)
-    return (values.abs() >= floor).nonzero().view(-1)
+    if values.device.type != "cpu":
+        return (values.abs() >= floor).nonzero().view(-1)
+    numbers = values.numpy()
+    limits = np.finfo(numbers.dtype)
+    if floor > limits.max:
+        return torch.zeros(0, dtype=torch.int64)
+    if 0 < floor < limits.smallest_subnormal:
+        floor = float(limits.smallest_subnormal)  # or zeros would be above it
+    size = min(_CHUNK, len(numbers))
+    magnitudes, hits = np.empty(size, numbers.dtype), np.empty(size, np.bool_)
+    found = [np.empty(0, np.int64)]
+    for begin in range(0, len(numbers), _CHUNK):
+        chunk = numbers[begin : begin + _CHUNK]
+        magnitude, hit = magnitudes[: len(chunk)], hits[: len(chunk)]
+        np.abs(chunk, out=magnitude)
+        np.greater_equal(magnitude, floor, out=hit)
+        found.append(np.flatnonzero(hit) + begin)
+    return torch.from_numpy(np.concatenate(found))
 
 
 def largest(values: Tensor, k: int) -> Tensor:

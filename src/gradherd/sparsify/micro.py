@@ -5,6 +5,7 @@ Distributed DNN Training", HiPC 2023. ExDyna without blocks and without balance:
 factor is whatever the gradients make it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,8 @@ from gradherd.sparsify.exclusive import Pick, Rule, check_rule, propose, settle
 class State:
     """What all workers know alike."""
 
-    threshold: float | None
-    """Of the last step; None before the first."""
+    start: float | None
+    """The threshold to come, or the floor of candidates; None before the first step."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class Micro:
     """Share of the coordinates that travels."""
     threshold: Rule = "consensus"
     """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
+    capacity: float = math.inf
+    """By consensus no worker sends more than this many times its fair share; the rest waits."""
 
     exclusive = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_rule(self.threshold)
+        check_rule(self.threshold, self.capacity)
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
         """Start without a threshold."""
@@ -46,7 +49,7 @@ class Micro:
     def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
         """Look for candidates in this worker's partition."""
         bounds = even_cuts(len(acc), place.size)
-        return propose(acc, k, bounds, self.threshold, state.threshold, place)
+        return propose(acc, k, bounds, self.threshold, state.start, place)
 
     def settle(
         self,
@@ -59,11 +62,13 @@ class Micro:
     ) -> Script[Chosen]:
         """Agree on the threshold and exchange picks."""
         bounds = even_cuts(len(acc), place.size)
-        pick: Pick = yield from settle(acc, k, bounds, self.threshold, place, proposal, headers)
+        pick: Pick = yield from settle(
+            acc, k, bounds, self.threshold, self.capacity, state.start, place, proposal, headers
+        )
         return Chosen(pick.indices, pick.counts, State(pick.following), pick.threshold)
 
     def rescale(self, state: State, factor: float) -> State:
         """Follow a change of the unit that values are in."""
-        if state.threshold is None:
+        if state.start is None:
             return state
-        return replace(state, threshold=state.threshold * factor)
+        return replace(state, start=state.start * factor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Gather, Script
-from gradherd.sparsify.choice import Chosen, Place, target
+from gradherd.sparsify.choice import Chosen, Place, Proposal, target
 from gradherd.sparsify.exchange import add_up
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.thresholds import padding
@@ -26,6 +26,8 @@ class Outcome:
     """(K,) mean over workers, the same bits on all of them."""
     left: Tensor | None
     """(K,) what this worker keeps of what travelled; None is nothing."""
+    sent: Tensor | None
+    """(K,) whether this worker's own value travelled; None is all of them."""
     chosen: Chosen
     """What the method chose, without what always travels."""
 
@@ -68,31 +70,26 @@ def reduce(
     """
     part = acc[:sparse] if finite else torch.zeros_like(acc[:sparse])
     k = target(density, sparse)
-    proposal = method.propose(part, k, state, place)
     flag = torch.tensor([int(finite)], dtype=torch.int32, device=acc.device)
+    # Where all parameters are small, there is nothing to choose.
+    proposal = method.propose(part, k, state, place) if sparse else Proposal(flag[:0])
     headers: Tensor = yield Gather(torch.cat([flag, proposal.header]))
     headers = headers.cpu()  # the one time in a step that the host waits for the device
     if not bool(headers[:, 0].all()):
         return None
-    chosen = yield from method.settle(part, k, state, place, proposal, headers[:, 1:])
+    chosen = Chosen(flag[:0].long(), [0] * place.size, state)
+    if sparse:
+        chosen = yield from method.settle(part, k, state, place, proposal, headers[:, 1:])
 
     always = torch.arange(sparse, len(acc), device=acc.device)
     indices = torch.cat([chosen.indices, always])
     if chosen.sums is None:
         total, left = yield from add_up(acc[indices], place, wire)
-    else:
-        rest, rest_left = yield from add_up(acc[sparse:], place, wire)
-        total = torch.cat([chosen.sums, rest])
-        left = torch.cat(
-            [_unsent(acc, chosen), torch.zeros_like(rest) if rest_left is None else rest_left]
-        )
-    return Outcome(indices, total / place.size, left, chosen)
-
-
-def _unsent(acc: Tensor, chosen: Chosen) -> Tensor:
-    """Return what this worker keeps where the method has added up its own way."""
-    kept = acc[chosen.indices]
-    if chosen.sent is None:
-        return torch.zeros_like(kept)
-    kept[chosen.sent] = 0
-    return kept
+        return Outcome(indices, total / place.size, left, None, chosen)
+    rest, rest_left = yield from add_up(acc[sparse:], place, wire)
+    assert chosen.sent is not None
+    sent = torch.cat([chosen.sent, torch.ones_like(rest, dtype=torch.bool)])
+    kept = acc[chosen.indices].masked_fill(chosen.sent, 0)
+    left = torch.cat([kept, torch.zeros_like(rest) if rest_left is None else rest_left])
+    total = torch.cat([chosen.sums, rest])
+    return Outcome(indices, total / place.size, left, sent, chosen)

@@ -7,9 +7,16 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.choice import Chosen, Place, Proposal
+from gradherd.sparsify.cltk import CLTK
+from gradherd.sparsify.deft import Deft
 from gradherd.sparsify.dense import Dense
 from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.gtopk import GTopK
 from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.randomk import RandomK
+from gradherd.sparsify.sage import Sage
+from gradherd.sparsify.sidco import SIDCo
+from gradherd.sparsify.threshold import Threshold
 from gradherd.sparsify.topk import TopK
 
 
@@ -67,6 +74,13 @@ SPARSIFIERS: dict[str, Callable[..., Selector]] = {
     "dense": Dense,
     "exdyna": ExDyna,
     "micro": Micro,
+    "deft": Deft,
     "topk": TopK,
+    "gtopk": GTopK,
+    "cltk": CLTK,
+    "randomk": RandomK,
+    "threshold": Threshold,
+    "sage": Sage,
+    "sidco": SIDCo,
 }
 """Methods by name."""

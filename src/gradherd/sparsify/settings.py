@@ -18,7 +18,8 @@ class Sparsify:
     method: Selector
     """What chooses; a name from SPARSIFIERS is that method with its defaults."""
     values: Literal["fp32", "bf16"] = "fp32"
-    """How values travel; what bf16 rounds away stays in the residual."""
+    """How values travel: as they are kept (fp32, or fp64 for a model of doubles), or as bf16; what
+    that rounds away stays in the residual."""
     dense_below: int = 256
     """Parameters with fewer numbers than this travel whole, at every step."""
     momentum: float = 0.0

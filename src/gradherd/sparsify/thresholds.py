@@ -4,9 +4,13 @@
 Consensus (ours) counts first: each worker gathers how many of its candidates lie in each of some
 narrow bins, so all of them know the exact count at every bin's edge before anything is sent, and
 share out the bin in which the target falls. Exactly k coordinates travel, from the first step on.
+No worker sends more than its capacity: where one has much more than the others, because its batch
+was hard, the rest of it waits, and the threshold is lower for all.
 
-Bins are the leading 16 bits of a magnitude as a float32: its exponent and seven bits of its
-mantissa, so a bin is between 0.4 and 0.8 % wide at any scale.
+Bins are the leading bits of a magnitude as a float32: its exponent and nine bits of its mantissa,
+so a bin is between 0.1 and 0.2 % wide at any scale. Only some bins from a floor on are counted,
+and only what lies above it is a candidate. Residuals crowd below the threshold, so the floor
+follows the counts: it is where the last step had a few times as many as were wanted.
 
 Letters: D coordinates of this worker's partition, R workers, B bins.
 """
@@ -21,8 +25,10 @@ from torch import Tensor
 from gradherd.comm.script import Gather, Script
 
 BINS = 128
+_BITS = 9  # of the mantissa
 _OCTAVES = 256
-_BELOW = 64  # bins of the window under the last threshold
+_SPARE = 3  # candidates to have for each one that is wanted
+_LOWER = 32  # bins to go down by if there were fewer
 
 
 @dataclass(frozen=True)
@@ -67,19 +73,21 @@ class Online:
 
 @dataclass(frozen=True)
 class Cut:
-    """A bin that holds the k-th largest magnitude of all workers."""
+    """A bin from which upwards workers have k candidates that they may send."""
 
     floor: float
     """Lower edge of the bin."""
     above: list[int]
-    """How many candidates each worker has over the bin: fewer than k in all."""
+    """How many each worker has over the bin, up to its capacity: fewer than k in all."""
     inside: list[int]
-    """How many each has in the bin: with those above, k or more in all."""
+    """How many each has in the bin, up to its capacity: with those above, k or more in all."""
+    start: float
+    """Floor of the next step's candidates."""
 
     def shares(self, k: int) -> list[int]:
         """Return how many each worker sends: k in all, each about the same part of the bin.
 
-        >>> Cut(1.0, above=[3, 0], inside=[4, 4]).shares(7)
+        >>> Cut(1.0, above=[3, 0], inside=[4, 4], start=0.9).shares(7)
         [5, 2]
         """
         need, total = k - sum(self.above), sum(self.inside)
@@ -92,19 +100,37 @@ class Cut:
         return shares
 
 
+def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
+    """Return the most that a worker may send: `factor` times its fair share of k.
+
+    More where partitions are so short that k would not come together.
+
+    >>> capacity(1.15, 100, [500, 500]), capacity(1.15, 100, [10, 500])
+    (58, 90)
+    """
+    most = k if math.isinf(factor) else math.ceil(factor * k / len(lengths))
+    left, others = k, len(lengths)
+    for length in sorted(lengths):
+        level = -(-left // others)
+        if level <= length:
+            break
+        left, others = left - length, others - 1
+    return max(most, level)
+
+
 def bins_of(values: Tensor) -> Tensor:
     """Return the bin of each magnitude: (D,) -> (D,) int32, in the order of magnitudes."""
-    return values.float().abs().view(torch.int32) >> 16
+    return values.float().abs().view(torch.int32) >> (23 - _BITS)
 
 
 def floor_of(number: int) -> float:
     """Return the lower edge of a bin."""
-    return float(torch.tensor(number << 16, dtype=torch.int32).view(torch.float32))
+    return float(torch.tensor(number << (23 - _BITS), dtype=torch.int32).view(torch.float32))
 
 
-def window(threshold: float) -> int:
-    """Return the lowest of the B bins that are counted around the last threshold."""
-    return max(0, int(bins_of(torch.tensor([threshold]))) - _BELOW)
+def bin_of(value: float) -> int:
+    """Return the bin of one magnitude."""
+    return int(bins_of(torch.tensor([value])))
 
 
 def counts_in(bins: Tensor, lowest: int, count: int = BINS) -> Tensor:
@@ -112,46 +138,68 @@ def counts_in(bins: Tensor, lowest: int, count: int = BINS) -> Tensor:
     return torch.bincount((bins - lowest).clamp_(max=count - 1), minlength=count).int()
 
 
-def find(counts: Tensor, lowest: int, k: int) -> Cut | None:
-    """Return the bin with the k-th largest, or None if the window does not hold it.
+def find(counts: Tensor, lowest: int, k: int, most: int) -> Cut | None:
+    """Return where the line is drawn, or None if it is not in the window.
 
     Args:
         counts: (R, B) candidates of each worker.
         lowest: Number of the first bin.
         k: How many are wanted.
+        most: How many a worker may send.
     """
-    at = _crossing(counts, k)
+    at = _crossing(_from_here(counts), k, most)
     if at is None or at == counts.shape[1] - 1:
         return None
-    return Cut(floor_of(lowest + at), counts[:, at + 1 :].sum(1).tolist(), counts[:, at].tolist())
+    return _cut(_from_here(counts), lowest, at, k, most)
 
 
-def _crossing(counts: Tensor, k: int) -> int | None:
-    """Return the highest bin with k or more candidates from it upwards."""
-    from_here = counts.sum(0).flip(0).cumsum(0).flip(0)
-    return int((from_here >= k).sum()) - 1 if int(from_here[0]) >= k else None
+def _from_here(counts: Tensor, higher: Tensor | None = None) -> Tensor:
+    """Return how many each worker has from each bin upwards: (R, B)."""
+    sums = counts.long().flip(1).cumsum(1).flip(1)
+    return sums if higher is None else sums + higher[:, None]
 
 
-def search(values: Tensor, k: int) -> Script[Cut]:
-    """Find the bin with the k-th largest at any scale, in two rounds.
+def _crossing(sums: Tensor, k: int, most: int) -> int | None:
+    """Return the highest bin with k or more candidates from it upwards that may be sent."""
+    in_all = sums.clamp(max=most).sum(0)
+    return int((in_all >= k).sum()) - 1 if int(in_all[0]) >= k else None
+
+
+def _cut(sums: Tensor, lowest: int, at: int, k: int, most: int, top: Tensor | None = None) -> Cut:
+    """Return the cut at a bin; `top` is what each worker has above all of them."""
+    spare = _crossing(sums, _SPARE * k, _SPARE * most)
+    start = max(0, lowest - _LOWER) if spare is None else lowest + spare
+    over = sums[:, at + 1] if at + 1 < sums.shape[1] else top
+    assert over is not None, "the last bin of a window is open"
+    over, upto = over.clamp(max=most), sums[:, at].clamp(max=most)
+    return Cut(floor_of(lowest + at), over.tolist(), (upto - over).tolist(), floor_of(start))
+
+
+def search(values: Tensor, k: int, most: int) -> Script[tuple[Cut, Tensor]]:
+    """Find where the line is drawn at any scale, in two rounds.
 
     Args:
-        values: (D,) this worker's partition; k may not exceed the length of all of them together.
+        values: (D,) this worker's partition; all of them together must have room for k.
         k: How many are wanted.
+        most: How many a worker may send.
+
+    Returns:
+        The cut, and where in `values` this worker's candidates are.
     """
     bins = bins_of(values)
-    octaves: Tensor = yield Gather(counts_in(bins >> 7, 0, _OCTAVES))
-    octaves = octaves.cpu()
-    octave = _crossing(octaves, k)
+    octaves: Tensor = yield Gather(counts_in(bins >> _BITS, 0, _OCTAVES))
+    sums = _from_here(octaves.cpu())
+    octave = _crossing(sums, k, most)
     assert octave is not None, "fewer coordinates than wanted"
-    higher = octaves[:, octave + 1 :].sum(1)
-    inside = bins[bins >> 7 == octave]
-    fine: Tensor = yield Gather(counts_in(inside, octave << 7))
-    fine = fine.cpu()
-    at = _crossing(fine, k - int(higher.sum()))
-    assert at is not None, "the octave holds the k-th largest"
-    above = higher + fine[:, at + 1 :].sum(1)
-    return Cut(floor_of((octave << 7) + at), above.tolist(), fine[:, at].tolist())
+    higher = sums[:, octave + 1] if octave + 1 < _OCTAVES else torch.zeros_like(sums[:, 0])
+    lowest = octave << _BITS
+    fine: Tensor = yield Gather(counts_in(bins[bins >> _BITS == octave], lowest, 1 << _BITS))
+    sums = _from_here(fine.cpu(), higher)
+    at = _crossing(sums, k, most)
+    assert at is not None, "the octave holds it"
+    cut = _cut(sums, lowest, at, k, most, higher)
+    # By bin, not by value: a float64 just below an edge is in the bin that a float32 has it in.
+    return cut, (bins >= lowest + at).nonzero().view(-1)
 
 
 def padding(counts: Sequence[int]) -> float:

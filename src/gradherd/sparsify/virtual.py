@@ -42,11 +42,15 @@ class Workers:
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad.clone())
+        if self.workers[0].weightless:
+            return torch.zeros_like(grads[0])
         told = run_together([worker.script() for worker in self.workers])
-        means = [worker.commit(one.value) for worker, one in zip(self.workers, told, strict=True)]
-        outcome, mean = told[0].value, means[0]
-        if outcome is None or mean is None:
+        for worker, one in zip(self.workers, told, strict=True):
+            worker.commit(one.value)
+        outcome = told[0].value
+        if outcome is None:
             return grads.new_full((self._dim,), torch.nan)
+        mean = self.workers[0].mean_of(outcome)
         self.metrics = outcome.metrics(self._dim) | {
             "residual_norm": statistics.fmean(
                 float(torch.linalg.vector_norm(worker.feedback.kept)) for worker in self.workers

@@ -1,6 +1,7 @@
 """What one worker remembers between steps: residuals, the method's state, the step."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.choice import Place
-from gradherd.sparsify.exchange import WIRES
 from gradherd.sparsify.feedback import Feedback
 from gradherd.sparsify.reducer import Outcome, reduce
 from gradherd.sparsify.settings import Sparsify
@@ -47,12 +47,19 @@ class Worker:
         if self.settings.learning_rate is None:
             return
         rate = float(self.settings.learning_rate())
-        if not rate > 0:
-            raise ValueError(f"learning_rate must be positive at a step, got {rate}")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"learning_rate must tell a number of at least 0, got {rate}")
+        self._unit *= rate
+        if not rate:
+            return
         if self._rate is not None and rate != self._rate:
             self.state = self.settings.method.rescale(self.state, rate / self._rate)
         self._rate = rate
-        self._unit *= rate
+
+    @property
+    def weightless(self) -> bool:
+        """Whether the learning rate is zero: there is nothing to exchange then."""
+        return self._unit == 0
 
     def add(self, begin: int, grad: Tensor) -> None:
         """Take a flat gradient of the coordinates from `begin` on, and clear it."""
@@ -68,26 +75,45 @@ class Worker:
             self.settings.density(self.step),
             self.state,
             Place(self.step, self._rank, self._size),
-            WIRES[self.settings.values],
+            torch.bfloat16 if self.settings.values == "bf16" else self.feedback.kept.dtype,
         )
 
-    def commit(
-        self, outcome: Outcome | None, left_out: list[tuple[int, int]] | None = None
-    ) -> Tensor | None:
-        """Keep what did not travel; return the (K,) mean in the units of gradients.
+    def mean_of(self, outcome: Outcome) -> Tensor:
+        """Return the (K,) mean in the units of gradients."""
+        return outcome.mean if self._unit == 1 else outcome.mean / self._unit
 
-        None where a worker had something that is not finite: then all is as it was before.
+    def commit(
+        self,
+        outcome: Outcome | None,
+        *,
+        lost: Tensor | None = None,
+        left_out: list[tuple[int, int]] | None = None,
+    ) -> None:
+        """Keep what did not travel; None calls the step off, and all is as it was before.
+
+        Args:
+            outcome: What the script returned.
+            lost: (K,) what of the mean could not be written to the gradients.
+            left_out: What `feedback.leave_out` was called for.
         """
         if outcome is None:
             self.feedback.discard()
             self.skipped += 1
-            return None
+            return
+        left = outcome.left
+        if lost is not None and bool(lost.any()):
+            # Everybody lost the same part of the mean, so everybody keeps it.
+            mine = lost * self._unit
+            left = mine if left is None else left + mine
         self.feedback.commit(
-            outcome.indices, outcome.left, low_pass=outcome.chosen.low_pass, left_out=left_out
+            outcome.indices,
+            left,
+            sent=outcome.sent,
+            low_pass=outcome.chosen.low_pass,
+            left_out=left_out,
         )
         self.state = outcome.chosen.state
         self.step += 1
-        return outcome.mean if self._unit == 1 else outcome.mean / self._unit
 
     def state_dict(self) -> dict[str, Any]:
         """Return all but the residuals: numbers, lists and tensors."""

@@ -15,6 +15,7 @@ from gradherd.ordering.herding import parallel_herding_bound
 from gradherd.ordering.memory import Start
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
+from gradherd.replay.arrays import open_array
 
 # Vectors handed to a policy at once: enough to hide call overhead, few enough for the cache.
 _CHUNK = 32_768
@@ -77,30 +78,7 @@ def load_vectors(path: Path) -> Tensor:
     Raises:
         ValueError: The file is not such an array; the message says what is wrong with it.
     """
-    try:
-        with path.open("rb") as file:
-            magic = file.read(6)
-        if magic[:2] == b"PK":
-            raise ValueError("an archive of several arrays")
-        if magic != b"\x93NUMPY":
-            raise ValueError("it does not begin like one")
-        # Never pickle: an object array could run code.
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: not a .npy file of numbers ({_first_line(error)})") from None
-    assert isinstance(array, np.ndarray)
-    if array.ndim != 3:
-        raise ValueError(
-            f"{path}: array has shape {array.shape}, expected three axes (workers, units, dim)"
-        )
-    if not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
-        raise ValueError(f"{path}: array holds {array.dtype}, expected numbers")
-    if np.issubdtype(array.dtype, np.complexfloating):
-        raise ValueError(f"{path}: array holds {array.dtype}, expected real numbers")
-    if 0 in array.shape:
-        raise ValueError(f"{path}: array of shape {array.shape} is empty; every axis needs one")
+    array = open_array(path, ("workers", "units", "dim"))
     vectors = torch.from_numpy(np.array(array, dtype=np.float64))  # a copy: the map is read-only
     if float(vectors.abs().nan_to_num(0, 0).max()) > _LARGEST:
         raise ValueError(f"{path}: values must be below {_LARGEST:g}: their products overflow")
@@ -112,10 +90,6 @@ def load_vectors(path: Path) -> Tensor:
             f"unit {unit}, column {column}"
         )
     return vectors
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def random_vectors(workers: int, units: int, dim: int, seed: int) -> Tensor:

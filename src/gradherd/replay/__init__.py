@@ -1,0 +1,1 @@
+"""Recorded gradients, shown again to an order or to a sparsifier."""

@@ -1,0 +1,97 @@
+"""Replay a sparsifier on recorded gradients: what would have travelled, what would have stayed?
+
+Letters: T steps, R workers, D coordinates.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual import Workers
+
+
+def replay_sparsify(
+    gradients: NDArray[np.number],
+    settings: Sparsify,
+    *,
+    layers: Sequence[int] | None = None,
+    out: Path | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Exchange recorded gradients step by step, with all workers in this process.
+
+    Args:
+        gradients: (T, R, D); read one step at a time, so it may be a map of a large file.
+        settings: What is replayed.
+        layers: Lengths of the tensors that D consists of, for methods that look at them.
+        out: Folder for mean.npy (T, D) and residual.npy (R, D).
+        progress: Called after each step.
+
+    Returns:
+        The figures of each step; residual_norm and bytes are means over workers.
+    """
+    steps, workers, dim = gradients.shape
+    dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
+    herd = Workers(settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype)
+    figures = []
+    with _writer(out, (steps, dim), dtype) as write:
+        for step in range(steps):
+            grads = _step(gradients, step, dtype)
+            write(step, herd.step(grads))
+            figures.append(herd.metrics)
+            progress()
+        if out is not None:
+            _save(out / "residual.npy", herd.residuals().numpy())
+    return figures
+
+
+def _step(gradients: NDArray[np.number], step: int, dtype: torch.dtype) -> Tensor:
+    grads = torch.from_numpy(np.array(gradients[step], dtype=str(dtype).removeprefix("torch.")))
+    if not bool(grads.isfinite().all()):
+        worker, column = (~grads.isfinite()).nonzero()[0].tolist()
+        raise ValueError(
+            f"step {step} is not finite, first at worker {worker}, coordinate {column}: in "
+            "training it would be skipped; leave it out"
+        )
+    return grads
+
+
+@contextlib.contextmanager
+def _writer(
+    out: Path | None, shape: tuple[int, int], dtype: torch.dtype
+) -> Iterator[Callable[[int, Tensor], None]]:
+    """Give a function that writes one row of mean.npy, which is there only when all are."""
+    if out is None:
+        yield lambda step, mean: None
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    draft = out / "mean.npy.part"
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    try:
+        rows = np.lib.format.open_memmap(draft, mode="w+", dtype=kind, shape=shape)
+
+        def write(step: int, mean: Tensor) -> None:
+            rows[step] = mean.numpy()
+
+        yield write
+        rows.flush()
+        draft.replace(out / "mean.npy")
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _save(path: Path, array: NDArray[np.number]) -> None:
+    draft = path.with_suffix(".npy.part")
+    try:
+        with draft.open("wb") as file:
+            np.save(file, array)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,265 @@
+"""What every sparsifier promises, on real ranks: the entry ticket for a new one."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from gradherd.comm import run_ranks
+from gradherd.sparsify.choice import target
+from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.virtual import Workers
+from tests.sparsify.work import Case, normal, same, tell_real, tell_virtual, undisturbed
+
+SIZES = [1, 2, 4]
+ALWAYS_ALL = {"dense"}  # knows no density but 1
+
+
+def densities(name):
+    return [1.0] if name in ALWAYS_ALL else [0.001, 0.05, 1.0]
+
+
+def sparse(name):
+    return densities(name)[-2:][0]
+
+
+LAW = [
+    Case(name, dim, density)
+    for name in SPARSIFIERS
+    for dim in (1, 3, 40, 5000)
+    for density in densities(name)
+]
+# Values in two rounds, and indices of several pages.
+LARGE = [Case(name, 20_001, 1.0, torch.float32, steps=2) for name in SPARSIFIERS]
+LARGE += [Case(name, 150_000, densities(name)[0], torch.float32, steps=2) for name in SPARSIFIERS]
+NARROW = [
+    Case(name, dim, density, torch.float32, "bf16", steps=steps)
+    for name in SPARSIFIERS
+    for dim, density, steps in ((3, sparse(name), 8), (5000, sparse(name), 4), (20_001, 1.0, 2))
+]
+STOPPED = [
+    Case(name, dim, sparse(name), torch.float32, steps=6, spoilt=spoilt, resumed=resumed)
+    for name in SPARSIFIERS
+    for dim, spoilt, resumed in (
+        (3, (0, math.nan), 1),
+        (40, (3, -math.inf), None),
+        (40, None, 4),
+        (5000, (2, math.nan), 4),
+    )
+]
+CASES = [*LAW, *LARGE, *NARROW, *STOPPED]
+# Real ranks take their time, and are equal to those in one process to the bit: for them a choice.
+SHAPES = [(1, 0.05), (3, 0.001), (40, 1.0), (5000, 0.001), (5000, 0.05)]
+ON_RANKS = [
+    *[case for case in LAW if case.name in ALWAYS_ALL or (case.dim, case.density) in SHAPES],
+    *[case for case in (*LARGE, *NARROW) if case.dim > 3],
+    *[case for case in STOPPED if case.dim > 40],
+]
+
+
+@functools.cache
+def real(size):
+    """Every rank's story of every case: {case: [story of rank 0, ...]}."""
+    ranks = run_ranks(tell_real, size, ON_RANKS)
+    return dict(zip(ON_RANKS, zip(*ranks, strict=True), strict=True))
+
+
+@functools.cache
+def virtual(case, size):
+    return tell_virtual(case, size)
+
+
+def stories_of(case, size):
+    return real(size)[case] if case in ON_RANKS else virtual(case, size)
+
+
+def of(cases):
+    """Run a test on all cases of one method at a time."""
+    return pytest.mark.parametrize(
+        ("name", "cases"),
+        [(name, [c for c in cases if c.name == name]) for name in SPARSIFIERS],
+        ids=list(SPARSIFIERS),
+    )
+
+
+sizes = pytest.mark.parametrize("size", SIZES)
+
+
+def law(case, stories, size):
+    """Largest error of R sum out + sum of residuals = sum of gradients, as part of the largest."""
+    grads = case.grads(size).double()
+    found = size * stories[0].sent.double() + sum(story.kept.double() for story in stories)
+    return float((found - grads.sum((0, 1))).abs().max() / grads.abs().sum((0, 1)).max())
+
+
+@sizes
+@of(LAW)
+def test_nothing_is_lost(name, cases, size):
+    for case in cases:
+        stories = stories_of(case, size)
+        assert all(step.low_pass == 1 for story in stories for step in story.steps), case
+        assert law(case, stories, size) < 1e-12, case
+
+
+@sizes
+@of(NARROW)
+def test_nothing_is_lost_to_narrow_values(name, cases, size):
+    for case in cases:
+        assert law(case, stories_of(case, size), size) < 1e-6, case
+
+
+@sizes
+@of(CASES)
+def test_all_ranks_hold_the_same_bits(name, cases, size):
+    for case in cases:
+        first, *others = stories_of(case, size)
+        for other in others:
+            for mine, theirs in zip(first.steps, other.steps, strict=True):
+                assert same(mine.indices, theirs.indices), case
+                assert same(mine.mean, theirs.mean), case
+                assert mine.counts == theirs.counts, case
+
+
+@sizes
+@of(ON_RANKS)
+def test_workers_in_one_process_do_the_same_to_the_bit_and_to_the_byte(name, cases, size):
+    for case in cases:
+        for mine, theirs in zip(stories_of(case, size), virtual(case, size), strict=True):
+            assert len(mine.steps) == len(theirs.steps) == case.steps
+            for one, other in zip(mine.steps, theirs.steps, strict=True):
+                assert same(dataclasses.astuple(one), dataclasses.astuple(other)), case
+            assert same(mine.kept, theirs.kept), case
+            assert same(mine.state, theirs.state), case
+            assert mine.called_off == theirs.called_off, case
+
+
+@sizes
+@of(CASES)
+def test_each_coordinate_travels_once(name, cases, size):
+    for case in cases:
+        for step in stories_of(case, size)[0].steps:
+            assert step.indices.dtype == torch.int64
+            assert len(step.indices.unique()) == len(step.indices) == len(step.mean), case
+            inside = (step.indices >= 0) & (step.indices < case.dim)
+            assert bool(inside.all()), case
+            assert len(step.counts) == size, case
+            if case.settings.method.exclusive and case.density < 1:
+                assert sum(step.counts) == len(step.indices), case
+            else:
+                assert max(step.counts) <= case.dim, case
+                assert sum(step.counts) >= len(step.indices), case
+
+
+@sizes
+@of([case for case in CASES if case.density == 1 and case.values == "fp32" and not case.spoilt])
+def test_density_one_is_the_plain_mean(name, cases, size):
+    for case in cases:
+        story = stories_of(case, size)[0]
+        for step, grads in zip(story.steps, case.grads(size).double(), strict=True):
+            assert step.indices.sort().values.tolist() == list(range(case.dim)), case
+            out = torch.zeros(case.dim, dtype=torch.float64)
+            out[step.indices] = step.mean.double()
+            error = (out - grads.mean(0)).abs()
+            # Wherever values are wider than the wire, what it rounded away comes a step later.
+            assert bool((error <= 2**-22 * grads.abs().sum(0) + 1e-7).all()), case
+        if case.dtype == torch.float32:
+            assert not story.kept.any(), case
+
+
+@sizes
+@of(STOPPED)
+def test_steps_called_off_and_resuming_leave_no_trace(name, cases, size):
+    for case in cases:
+        straight = virtual(undisturbed(case), size)
+        for mine, theirs in zip(stories_of(case, size), straight, strict=True):
+            # What is not finite on one rank calls the step off on all.
+            assert mine.called_off == ([True] if case.spoilt else []), case
+            for one, other in zip(mine.steps, theirs.steps, strict=True):
+                assert same(dataclasses.astuple(one), dataclasses.astuple(other)), case
+            assert same((mine.kept, mine.state), (theirs.kept, theirs.state)), case
+
+
+def test_the_cases_are_no_idle_ones():
+    """Residuals fill up, steps differ, ranks differ, narrow values round."""
+    for name in SPARSIFIERS:
+        if name in ALWAYS_ALL:
+            continue
+        (case,) = [c for c in LAW if (c.name, c.dim, c.density) == (name, 5000, 0.05)]
+        stories = stories_of(case, 4)
+        assert all(bool(story.kept.any()) for story in stories), name
+        assert not same(stories[0].kept, stories[1].kept), name
+        assert 0 < len(stories[0].steps[-1].indices) < 5000, name
+        # A rank alone sends nothing.
+        assert all(step.bytes == 0 for step in stories_of(case, 1)[0].steps), name
+        assert all(step.bytes > 0 for step in stories[0].steps), name
+
+
+class Spy:
+    """A method that tells how many it was asked for."""
+
+    def __init__(self, method):
+        self._method, self.asked = method, []
+
+    def __getattr__(self, name):
+        return getattr(self._method, name)
+
+    def propose(self, acc, k, state, place):
+        self.asked.append(k)
+        return self._method.propose(acc, k, state, place)
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("start", [1.0, 0.5])
+def test_warm_up_asks_for_fewer_from_step_to_step(name, start):
+    if name in ALWAYS_ALL:
+        pytest.skip("sends everything at every step")
+    spy, dim, last = Spy(make_sparsifier(name, 0.01)), 2000, 0.01
+    workers = Workers(Sparsify(method=spy, warmup_steps=4, warmup_from=start), dim, 2)
+    selected = []
+    for step in range(7):
+        workers.step(normal(step, 2, dim))
+        selected.append(workers.metrics["selected"])
+        if step == 2:  # A step that is called off is no step of the warm-up.
+            assert workers.step(torch.full((2, dim), math.nan)).isnan().all()
+    wanted = [start * (last / start) ** (min(step, 4) / 4) for step in (0, 1, 2, 3, 3, 4, 5, 6)]
+    assert spy.asked[::2] == spy.asked[1::2]
+    assert spy.asked[::2] == [target(density, dim) for density in wanted]
+    assert spy.asked[0] == start * dim and spy.asked[-1] == 20
+    assert selected[0] > selected[-1]
+    if start == 1:
+        assert selected[0] == dim
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+def test_a_method_prints_itself_and_equals_its_like(name):
+    assert make_sparsifier(name) == make_sparsifier(name)
+    assert hash(make_sparsifier(name)) == hash(make_sparsifier(name))
+    assert "0x" not in repr(make_sparsifier(name))
+    assert isinstance(make_sparsifier(name).exclusive, bool)
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+def test_gradients_of_zero_lose_nothing_either(name):
+    workers = Workers(Sparsify(method=make_sparsifier(name, sparse(name))), 300, 3)
+    sent, computed = torch.zeros(300), torch.zeros(300)
+    for step in range(5):
+        grads = torch.zeros(3, 300) if step in (0, 2, 3) else normal(step, 3, 300)
+        computed += grads.sum(0)
+        sent += 3 * workers.step(grads)
+    torch.testing.assert_close(sent + workers.residuals().sum(0), computed, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("scale", [1e-36, 1e30])
+def test_any_scale_will_do(name, scale):
+    workers = Workers(Sparsify(method=make_sparsifier(name, sparse(name))), 3000, 2)
+    sent, computed = torch.zeros(3000).double(), torch.zeros(3000).double()
+    for step in range(4):
+        grads = scale * normal(step, 2, 3000)
+        computed += grads.double().sum(0)
+        sent += 2 * workers.step(grads).double()
+    found = (sent + workers.residuals().double().sum(0)) / scale
+    torch.testing.assert_close(found, computed / scale, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,53 @@
+"""Error feedback of all workers at once, in numpy, around any way to choose."""
+
+import numpy as np
+import torch
+
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual import Workers
+
+
+def number(density, dim):
+    """How many coordinates are meant."""
+    return max(1, int(round(density * dim, 6)))
+
+
+def expected(grads, choose, low_pass=1.0):
+    """Means of all steps (T, D) and residuals after them (R, D).
+
+    `choose(acc, step)` tells what each worker sends, (R, D) of (R, D).
+    """
+    kept, means = np.zeros_like(grads[0]), []
+    for step, grad in enumerate(grads):
+        acc = kept + grad
+        sent = choose(acc, step)
+        means.append(sent.sum(0) / len(grad))
+        kept = (1 - low_pass) * kept + low_pass * (acc - sent)
+    return np.array(means), kept
+
+
+def found(grads, method, layers=None):
+    """The same of the method itself, and its metrics of every step."""
+    _, size, dim = grads.shape
+    workers = Workers(Sparsify(method=method), dim, size, layers=layers, dtype=torch.float64)
+    means, metrics = [], []
+    for grad in torch.from_numpy(grads):
+        means.append(workers.step(grad))
+        metrics.append(workers.metrics)
+    return torch.stack(means).numpy(), workers.residuals().numpy(), metrics
+
+
+def assert_same(have, want):
+    for one, other in zip(have[:2], want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+def assert_conserved(grads, means, kept):
+    """What was computed is what was sent and what is kept."""
+    computed = grads.sum((0, 1))
+    error = np.abs(len(kept) * means.sum(0) + kept.sum(0) - computed).max()
+    assert error <= 1e-12 * np.abs(grads).sum((0, 1)).max()
+
+
+def gradients(size, dim, steps=5, seed=0):
+    return np.random.default_rng(seed).standard_normal((steps, size, dim))

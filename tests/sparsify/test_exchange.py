@@ -1,0 +1,228 @@
+"""What travels: indices come back as they were, sums have the same bits, nothing is lost."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gradherd.comm import run_ranks
+from gradherd.comm.script import run_together
+from gradherd.sparsify.choice import Place
+from gradherd.sparsify.exchange import add_up, gather_indices, gather_union
+from tests.sparsify import work
+
+PAGE = 65_536
+
+
+def pages_of(span):
+    begin, end = span
+    return {index // PAGE for index in (begin, max(begin, end - 1))}
+
+
+def packed_bytes(own, span):
+    """16 bits for each, and a count for each page where there are several."""
+    pages = max(pages_of(span)) - min(pages_of(span)) + 1
+    return 0 if not own else 2 * len(own) + (4 * pages if pages > 1 else 0)
+
+
+def payload(own, span):
+    """Those bytes, by numpy."""
+    first, last = min(pages_of(span)), max(pages_of(span))
+    counts = [sum(index // PAGE == page for index in own) for page in range(first, last + 1)]
+    head = b"" if first == last or not own else np.array(counts, "<i4").tobytes()
+    return head + np.array([index % PAGE for index in own], "<u2").tobytes()
+
+
+@st.composite
+def picks(draw):
+    """Spans that tile a vector and ascending picks in them; borders on and beside pages."""
+    dim = draw(st.integers(1, 400_000) | st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 3 * PAGE]))
+    places = st.integers(0, dim) | st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
+    workers = draw(st.integers(1, 5))
+    inner = draw(st.lists(places.map(lambda at: min(at, dim)), min_size=workers - 1, max_size=4))
+    borders = [0, *sorted(inner[: workers - 1]), dim]
+    spans = list(pairwise(borders))
+    own = []
+    for begin, end in spans:
+        if begin == end:
+            own.append([])
+            continue
+        some = st.sets(st.integers(begin, end - 1), max_size=draw(st.sampled_from([0, 1, 3, 40])))
+        own.append(sorted(draw(some)))
+    return own, spans
+
+
+def gather_all(own, spans):
+    counts = [len(mine) for mine in own]
+    return [
+        gather_indices(torch.tensor(mine, dtype=torch.int64), counts, spans, Place(5, r, len(own)))
+        for r, mine in enumerate(own)
+    ]
+
+
+@given(picks())
+@example(([[0]], [(0, 1)]))
+@example(([[], []], [(0, 5), (5, 9)]))
+@example(([[PAGE - 1, PAGE], [2 * PAGE]], [(0, PAGE + 1), (PAGE + 1, 3 * PAGE)]))
+@example(([[1, 2, PAGE + 1], []], [(0, 2 * PAGE), (2 * PAGE, 2 * PAGE)]))
+@settings(max_examples=200, deadline=None)
+def test_indices_come_back_and_take_the_fewer_bytes(case):
+    own, spans = case
+    size, everything = len(own), [index for mine in own for index in mine]
+    packed = [packed_bytes(mine, span) for mine, span in zip(own, spans, strict=True)]
+    plain = [4 * len(mine) for mine in own]
+    cheaper = packed if sum(packed) < sum(plain) else plain
+    for told, cost in zip(run_together(gather_all(own, spans)), cheaper, strict=True):
+        assert told.value.dtype == torch.int64
+        assert told.value.tolist() == everything
+        assert told.bytes == cost * (size - 1)
+
+
+@given(picks())
+@settings(max_examples=100, deadline=None)
+def test_every_byte_that_travels_is_accounted_for(case):
+    own, spans = case
+    for script, mine, span in zip(gather_all(own, spans), own, spans, strict=True):
+        request = next(script, None)
+        if request is None:
+            assert len(own) == 1 or not any(own)
+        elif request.tensor.dtype == torch.uint8:
+            assert request.tensor.numpy().tobytes() == payload(mine, span)
+        else:
+            assert request.tensor.dtype == torch.int32
+            assert request.tensor.tolist() == mine
+
+
+def test_both_encodings_are_used():
+    few = gather_all([[3], [PAGE + 7]], [(0, PAGE), (PAGE, 300_000)])
+    many = gather_all([[3], list(range(PAGE, PAGE + 9))], [(0, PAGE), (PAGE, 300_000)])
+    assert next(few[0]).tensor.dtype == torch.int32  # 2 + 2 + 4 * 4 bytes are more than 8
+    assert next(many[0]).tensor.dtype == torch.uint8  # 2 + 18 + 16 are fewer than 40
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda r: st.lists(st.sets(st.integers(0, 99_999), max_size=30), min_size=r, max_size=r)
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_a_union_has_each_index_once(own):
+    counts = [len(mine) for mine in own]
+    scripts = [
+        gather_union(torch.tensor(sorted(mine)).long(), counts, 100_000, Place(0, r, len(own)))
+        for r, mine in enumerate(own)
+    ]
+    for told in run_together(scripts):
+        assert told.value.tolist() == sorted(set().union(*own))
+
+
+def add_all(rows, wire):
+    told = run_together(
+        [add_up(row.clone(), Place(0, r, len(rows)), wire) for r, row in enumerate(rows)]
+    )
+    totals = [one.value[0] for one in told]
+    left = [one.value[1] for one in told]
+    assert all(work.same(total, totals[0]) for total in totals), "the same bits on all workers"
+    return totals[0], left, [one.bytes for one in told]
+
+
+# On both sides of the border between one round and two: 32 KiB to each other worker.
+LENGTHS = [0, 1, 2, 7, 8191, 8192, 8193, 16_384, 16_385, 16_387, 33_000]
+sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+
+
+@sizes
+@pytest.mark.parametrize("length", LENGTHS)
+def test_sums_are_those_of_rows_added_in_order(size, length):
+    rows = work.normal(size, size, length) * torch.exp(6 * work.normal(9, size, length))
+    total, left, _ = add_all(rows, torch.float32)
+    wanted = rows[0].clone()
+    for row in rows[1:]:
+        wanted += row
+    assert work.same(total, wanted)
+    assert left == [None] * size
+    error = (total.double() - rows.double().sum(0)).abs()
+    assert bool((error <= size * 2**-24 * rows.double().abs().sum(0)).all())
+
+
+@sizes
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+    ids=str,
+)
+def test_what_a_narrow_wire_rounds_away_is_left(size, length, dtype, wire):
+    rows = work.normal(size + 50, size, length, dtype=dtype)
+    total, left, _ = add_all(rows, wire)
+    assert total.dtype == dtype
+    if size == 1 or not length:
+        assert work.same(total, rows.sum(0))
+        assert left == [None] * size
+        return
+    assert all(own.dtype == dtype for own in left)
+    kept = torch.stack(left)
+    assert bool((kept != 0).any())
+    unit = {torch.float32: 2**-24, torch.float64: 2**-53}[dtype]
+    error = (total.double() + kept.double().sum(0) - rows.double().sum(0)).abs()
+    assert bool((error <= 2 * size * unit * rows.double().abs().sum(0)).all())
+    # What is left is what rounding takes: half a step of the wire, of a row or of the total.
+    step = {torch.bfloat16: 2**-8, torch.float32: 2**-24}[wire] * 1.01
+    bound = step * (rows.abs() + rows.abs().sum(0))
+    assert bool((kept.abs() <= bound).all())
+    if length * wire.itemsize > 1 << 15 and size > 2:  # Two rounds: the total was rounded too.
+        assert work.same(total, total.to(wire).to(dtype))
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+def test_values_that_the_wire_can_hold_leave_nothing(wire):
+    rows = (4 * work.normal(0, 4, 20_000)).round()
+    total, left, _ = add_all(rows, wire)
+    assert work.same(total, rows.sum(0))
+    assert not any(own is not None and bool(own.any()) for own in left)
+
+
+@sizes
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_few_values_travel_in_one_round_and_many_in_two(size, wire, length):
+    rows = work.normal(0, size, length)
+    *_, sent = add_all(rows, wire)
+    if size == 2 or length * wire.itemsize <= 1 << 15:
+        assert sent == [length * wire.itemsize * (size - 1)] * size
+    else:
+        share = -(-length // size)
+        assert sent == [2 * share * wire.itemsize * (size - 1) if size > 1 else 0] * size
+
+
+def test_values_are_not_written_to():
+    for length in (10, 20_000):
+        for wire in (torch.float32, torch.bfloat16):
+            rows = work.normal(3, 3, length)
+            before = rows.clone()
+            run_together([add_up(row, Place(0, r, 3), wire) for r, row in enumerate(rows)])
+            assert work.same(rows, before)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_real_ranks_exchange_the_same_bits_and_bytes(size):
+    virtual_sums = [
+        run_together([work.sum_script(case, r, size) for r in range(size)]) for case in work.SUMS
+    ]
+    virtual_indices = [
+        run_together([work.index_script(density, r, size) for r in range(size)])
+        for density in (0.0, 1e-5, 0.01)
+    ]
+    for rank, (sums, indices) in enumerate(run_ranks(work.exchanges, size)):
+        for real, virtual in zip(sums, virtual_sums, strict=True):
+            assert work.same(real, tuple(virtual[rank]))
+        for real, virtual in zip(indices, virtual_indices, strict=True):
+            assert work.same(real, tuple(virtual[rank]))
+    assert [len(told[0].value) > 0 for told in virtual_indices] == [False, True, True]

@@ -1,0 +1,272 @@
+"""ExDyna: the online form against a slow reference, the consensus form against sorting."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from gradherd.comm.script import run_together
+from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.thresholds import Online, bin_of, floor_of
+from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.worker import Worker
+from tests.sparsify.reference import OnlineExDyna
+from tests.sparsify.work import normal, same
+
+DIMS = [1, 2, 31, 1000, 32_767, 33_000]
+
+
+class World:
+    """R workers whose steps can be looked into: `before` is what each had, `outcome` what came."""
+
+    def __init__(self, method, dim, size, **settings):
+        sparsify = Sparsify(method=method, **settings)
+        self.method, self.dim, self.size = method, dim, size
+        self.workers = [Worker(sparsify, dim, rank=rank, size=size) for rank in range(size)]
+
+    def step(self, grads):
+        for worker, grad in zip(self.workers, grads, strict=True):
+            worker.set_unit(1.0)
+            worker.add(0, grad.clone())
+        self.acc = torch.stack([worker.feedback.acc.clone() for worker in self.workers])
+        self.number = self.workers[0].step
+        self.bounds = self.method.bounds(self.dim, self.workers[0].state)
+        told = run_together([worker.script() for worker in self.workers])
+        for worker, one in zip(self.workers, told, strict=True):
+            worker.commit(one.value)
+            assert same(one.value.indices, told[0].value.indices)
+            assert same(one.value.mean, told[0].value.mean)
+            assert one.value.chosen.counts == told[0].value.chosen.counts
+            assert same(worker.state_dict(), self.workers[0].state_dict())
+        self.outcome = told[0].value
+        return self.outcome
+
+    @property
+    def kept(self):
+        return torch.stack([worker.feedback.kept for worker in self.workers])
+
+    @property
+    def picks(self):
+        """Of each worker: its partition and what it picked."""
+        found = torch.split(self.outcome.chosen.indices, self.outcome.chosen.counts)
+        for rank, own in enumerate(found):
+            part = (self.number + rank) % self.size
+            yield rank, (self.bounds[part], self.bounds[part + 1]), own
+
+    def check_partitions(self):
+        assert len(self.bounds) == self.size + 1
+        assert (self.bounds[0], self.bounds[-1]) == (0, self.dim)
+        assert self.bounds == sorted(self.bounds)
+
+    def check_consensus(self, k):
+        """Exactly k, the largest of each partition, down to the bin of the k-th largest of all."""
+        chosen = self.outcome.chosen
+        assert len(chosen.indices) == sum(chosen.counts) == k
+        assert len(chosen.indices.unique()) == k
+        pool = []
+        for rank, (begin, end), own in self.picks:
+            assert bool(((own >= begin) & (own < end)).all())
+            sizes = self.acc[rank].abs()
+            rest = torch.ones(self.dim, dtype=torch.bool)
+            rest[own] = False
+            unpicked = sizes[begin:end][rest[begin:end]]
+            if len(own) and len(unpicked):
+                assert sizes[own].min() >= unpicked.max()
+            pool.append(sizes[begin:end])
+        kth = torch.cat(pool).sort(descending=True).values[k - 1]
+        assert chosen.threshold == (floor_of(bin_of(float(kth))) if k < self.dim else 0)
+
+    def check_residuals(self):
+        """All workers clear what travelled, whoever picked it, and keep the rest."""
+        wanted = self.acc.clone()
+        wanted[:, self.outcome.indices] = 0
+        assert same(self.kept, wanted)
+        total = self.acc[0]
+        for row in self.acc[1:]:
+            total = total + row
+        assert same(self.outcome.mean, (total / self.size)[self.outcome.indices])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("scale", [1.0, 0.002], ids=["large", "small"])
+def test_the_online_form_is_that_of_the_reference(dim, size, scale):
+    world = World(ExDyna(0.02, threshold="online", balance="none"), dim, size)
+    slow = OnlineExDyna(size, dim, 0.02)
+    shape = torch.linspace(0.05, 0.3, dim) * scale
+    forced = 0
+    for step in range(30):
+        grads = (normal(2 * step, 1, dim) + normal(2 * step + 1, size, dim)) * shape
+        outcome = world.step(grads)
+        indices, counts, mean = slow.reduce(grads.numpy())
+        assert world.bounds == slow.borders
+        assert outcome.chosen.threshold == slow.tau
+        assert outcome.indices.tolist() == indices
+        assert outcome.chosen.counts == counts
+        assert outcome.mean.numpy().tobytes() == mean[indices].tobytes()
+        assert world.kept.numpy().tobytes() == slow.residuals.tobytes()
+        forced += sum(
+            bool(n == 1 and abs(world.acc[r, own[0]]) < slow.tau)
+            for (r, _, own), n in zip(world.picks, counts, strict=True)
+        )
+    assert forced > 0 or scale == 1.0
+
+
+def test_the_online_form_takes_constants_of_ones_own():
+    rule = Online(band=1.5, fast_up=1.5, slow_up=1.2, slow_down=0.8, fast_down=0.5)
+    world = World(ExDyna(0.1, threshold=rule, balance="none"), 400, 2)
+    threshold = rule.first(40)
+    for step in range(12):
+        chosen = world.step(normal(step, 2, 400)).chosen
+        assert chosen.threshold == threshold
+        threshold = rule.following(threshold, sum(chosen.counts), 40)
+
+
+def test_the_threshold_does_not_depend_on_the_number_of_workers():
+    tens = {w: World(ExDyna(0.05, threshold="online", balance="none"), 500, w) for w in (1, 4)}
+    grads = normal(0, 500)
+    found = {w: world.step(grads.expand(w, 500)) for w, world in tens.items()}
+    assert found[1].indices.sort().values.tolist() == found[4].indices.sort().values.tolist()
+
+
+BALANCES = ["recut", "diffusive", "none"]
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("dim", DIMS)
+def test_consensus_sends_exactly_k_from_the_first_step_on(dim, size, balance):
+    world = World(ExDyna(0.01, balance=balance), dim, size)
+    shape = torch.exp(torch.linspace(0, 4, dim))
+    for step in range(6):
+        world.step(normal(step, size, dim) * shape)
+        world.check_partitions()
+        world.check_consensus(max(1, int(0.01 * dim)))
+        world.check_residuals()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("factor", [20, 1 / 20, 1000, 1 / 1000, 1e30, 1e-38])
+def test_a_jump_of_the_scale_changes_no_count(size, factor):
+    world = World(ExDyna(0.02), 3000, size)
+    for step in range(10):
+        scale = factor if step in (3, 4, 7) else 1.0
+        world.step(normal(step, size, 3000) * scale)
+        world.check_partitions()
+        world.check_consensus(60)
+        world.check_residuals()
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_every_worker_owns_every_partition_once_in_r_steps(balance):
+    world = World(ExDyna(0.05, balance=balance), 2000, 4)
+    owned = [[] for _ in range(4)]
+    for step in range(8):
+        world.step(normal(step, 4, 2000))
+        for rank, (begin, end), own in world.picks:
+            assert len(own) and begin <= int(own.min()) and int(own.max()) < end
+            owned[rank].append(world.bounds.index(begin))
+    for visits in owned:
+        assert sorted(visits[:4]) == sorted(visits[4:]) == [0, 1, 2, 3]
+    assert all(len(set(column)) == 4 for column in zip(*owned, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dim", [1, 5, 700])
+def test_density_one_sends_everything_at_every_step(dim, size):
+    world = World(ExDyna(1.0), dim, size)
+    for step in range(4):
+        outcome = world.step(normal(step, size, dim))
+        assert outcome.indices.sort().values.tolist() == list(range(dim))
+        assert sum(outcome.chosen.counts) == dim
+        world.check_residuals()
+        assert not world.kept.any()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dim", [1, 2, 50, 3000])
+def test_gradients_of_zero_send_k_zeros(dim, size):
+    world = World(ExDyna(0.1), dim, size)
+    k = max(1, dim // 10)
+    for step in range(6):
+        grads = torch.zeros(size, dim) if step != 3 else normal(step, size, dim)
+        world.step(grads)
+        world.check_consensus(k)
+        world.check_residuals()
+
+
+@pytest.mark.parametrize("value", [1.0, -0.3])
+def test_equal_gradients_send_k_of_them(value):
+    world = World(ExDyna(0.05), 1000, 4)
+    for _ in range(5):
+        world.step(torch.full((4, 1000), value))
+        world.check_consensus(50)
+        world.check_residuals()
+
+
+def one_layer(step, size, dim):
+    """90 % of the mass, and nearly all large values, in a twentieth of the coordinates."""
+    grads = normal(step, size, dim)
+    begin, end = dim // 2, dim // 2 + dim // 20
+    grads[:, begin:end] *= (9 * (dim - dim // 20) / (dim // 20)) ** 0.5
+    return grads
+
+
+def test_partitions_follow_a_layer_with_most_of_the_mass():
+    dim, size, k = 12_000, 4, 240
+    padding = {}
+    for balance in BALANCES:
+        world = World(ExDyna(0.02, balance=balance), dim, size)
+        seen = []
+        for step in range(20):
+            world.step(one_layer(step, size, dim))
+            world.check_partitions()
+            world.check_consensus(k)
+            seen.append(size * max(world.outcome.chosen.counts) / k)
+        padding[balance] = np.mean(seen[-8:])
+    assert padding["none"] > 3
+    assert padding["recut"] < 1.3
+    assert padding["diffusive"] < 0.6 * padding["none"]
+
+
+def test_more_workers_than_coordinates_leave_some_with_nothing():
+    world = World(ExDyna(0.5), 3, 5)
+    for step in range(10):
+        world.step(normal(step, 5, 3))
+        world.check_partitions()
+        world.check_consensus(1)
+        world.check_residuals()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_just_below_the_edge_of_a_bin_count_where_they_lie(size):
+    # As a float32 this is one, and one is where a bin begins.
+    grads = torch.zeros(size, 8, dtype=torch.float64)
+    grads[:, [1, 6]] = 1 - 2.0**-53
+    workers = Workers(Sparsify(method=ExDyna(0.25)), 8, size, dtype=torch.float64)
+    for _ in range(3):
+        out = workers.step(grads)
+        assert out.nonzero().view(-1).tolist() == [1, 6]
+        assert workers.metrics["selected"] == 2
+
+
+def test_micro_is_exdyna_whose_partitions_stay_even():
+    settings = {"density": 0.02, "threshold": "consensus"}
+    micro = Workers(Sparsify(method=Micro(**settings)), 2048, 4)
+    exdyna = Workers(Sparsify(method=ExDyna(**settings, balance="none", blocks=2048)), 2048, 4)
+    for step in range(8):
+        grads = normal(step, 4, 2048) * torch.linspace(0.1, 3, 2048)
+        assert same(micro.step(grads), exdyna.step(grads))
+        assert micro.metrics == exdyna.metrics
+
+
+@pytest.mark.parametrize("dim", [7, 1000, 33_000])
+def test_the_paper_starts_from_even_blocks(dim):
+    bounds = World(ExDyna(balance="none"), dim, 4)
+    bounds.step(normal(0, 4, dim))
+    widths = [end - begin for begin, end in pairwise(bounds.bounds)]
+    size = max(1, dim // 1024 // 32 * 32 or dim // 1024)
+    assert max(widths) - min(widths) <= 2 * size

@@ -1,0 +1,248 @@
+"""Error feedback: what is sent and what is kept add up, and a step can be called off."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradherd.sparsify.feedback import Feedback
+from tests.sparsify.reference import MomentumCorrection
+from tests.sparsify.work import normal, same
+
+NOTHING = torch.zeros(0, dtype=torch.int64)
+CPU = torch.device("cpu")
+
+
+def make(dim, *, dtype=torch.float64, momentum=0.0):
+    return Feedback(dim, dtype=dtype, device=CPU, momentum=momentum)
+
+
+def some(dim, seed, share=0.3):
+    chance = torch.rand(dim, generator=torch.Generator().manual_seed(seed))
+    return (chance < share).nonzero().view(-1)
+
+
+def memory(feedback):
+    """Bits of all that must outlive a step."""
+    velocity = feedback.velocity
+    return [feedback.kept.clone(), None if velocity is None else velocity.clone()]
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    dim=st.integers(1, 40),
+    cuts=st.lists(st.integers(0, 40), max_size=3),
+    rounded=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_sent_and_kept_add_up_to_what_was_computed(seed, dim, cuts, rounded):
+    feedback = make(dim)
+    borders = [0, *sorted(min(cut, dim) for cut in cuts), dim]
+    computed, sent = torch.zeros(dim).double(), torch.zeros(dim).double()
+    for step in range(6):
+        grad = normal(seed + step, dim, dtype=torch.float64)
+        computed += grad
+        for begin, end in pairwise(borders):  # In parts, as buckets come.
+            feedback.add(begin, grad[begin:end], 1.0)
+        indices = some(dim, seed + step)
+        values = feedback.acc[indices]
+        left = values - values.bfloat16() if rounded else None
+        sent[indices] += values if left is None else values - left
+        assert feedback.finite()
+        feedback.commit(indices, left)
+        torch.testing.assert_close(sent + feedback.kept, computed, rtol=1e-12, atol=1e-12)
+        if not rounded:
+            assert not feedback.kept[indices].any()
+
+
+def test_the_gradient_is_cleared():
+    for momentum in (0.0, 0.9):
+        feedback = make(6, momentum=momentum)
+        for begin, dtype in ((0, torch.float64), (3, torch.float16)):
+            grad = torch.ones(3, dtype=dtype)
+            feedback.add(begin, grad, 0.5)
+            assert not grad.any()
+        assert feedback.acc.tolist() == [0.5] * 6
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.1, 1 / 65_536, 3.0])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_are_multiplied_by_the_unit_once(unit, momentum):
+    feedback, plain = make(9, momentum=momentum), make(9, momentum=momentum)
+    for step in range(4):
+        grad = normal(step, 9, dtype=torch.float64)
+        feedback.add(0, grad.clone(), unit)
+        plain.add(0, unit * grad, 1.0)
+        indices = some(9, step)
+        feedback.commit(indices, None)
+        plain.commit(indices, None)
+        torch.testing.assert_close(feedback.kept, plain.kept, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_narrow_gradients_are_added_in_full_precision(dtype, momentum):
+    feedback, wide = (make(50, dtype=torch.float32, momentum=momentum) for _ in range(2))
+    for step in range(5):
+        grad = normal(step, 50).to(dtype)
+        feedback.add(0, grad.clone(), 1 / 3)
+        wide.add(0, grad.float(), 1 / 3)
+        assert feedback.acc.dtype == torch.float32
+        assert same(feedback.acc, wide.acc)
+        feedback.commit(NOTHING, None)
+        wide.commit(NOTHING, None)
+    # What a sum in the narrow type would have lost is there.
+    tiny = make(1, dtype=torch.float32)
+    tiny.add(0, torch.ones(1, dtype=dtype), 1.0)
+    tiny.commit(NOTHING, None)
+    tiny.add(0, torch.full((1,), 2**-12, dtype=dtype), 1.0)
+    assert tiny.acc.item() == 1 + 2**-12
+
+
+def test_a_gradient_that_overflows_its_own_type_times_the_unit_does_not():
+    feedback = make(1, dtype=torch.float32)
+    feedback.add(0, torch.tensor([60_000.0], dtype=torch.float16), 10.0)
+    assert feedback.acc.item() == 600_000.0
+    feedback.add(0, torch.tensor([6e-8], dtype=torch.float16), 1e-3)
+    assert feedback.acc.item() > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("at", [0, 4, 9])
+def test_a_step_called_off_leaves_no_trace(bad, momentum, at):
+    calm, troubled = (make(10, dtype=torch.float32, momentum=momentum) for _ in range(2))
+    for step in range(6):
+        grad = normal(step, 10)
+        if step in (0, 3, 4):  # Before anything was kept, and twice in a row.
+            before = memory(troubled)
+            spoilt = 5 * normal(99, 10)
+            spoilt[at] = bad
+            troubled.add(0, spoilt[:4], 1.0)
+            troubled.add(4, spoilt[4:], 1.0)
+            assert not troubled.finite()
+            troubled.discard()
+            assert same(memory(troubled), before)
+        for feedback in (calm, troubled):
+            feedback.add(0, grad.clone(), 1.0)
+            assert feedback.finite()
+            feedback.commit(some(10, step), None)
+        assert same(memory(calm), memory(troubled))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_backward_that_broke_off_leaves_no_trace(momentum):
+    calm, troubled = (make(8, momentum=momentum) for _ in range(2))
+    for step in range(4):
+        troubled.add(0, 7 * normal(50, 3, dtype=torch.float64), 1.0)  # the rest never came
+        for feedback in (calm, troubled):
+            feedback.add(0, normal(step, 8, dtype=torch.float64), 1.0)
+            assert feedback.finite()
+            feedback.commit(some(8, step), None)
+        assert same(memory(calm), memory(troubled))
+
+
+def test_terms_are_finite_where_only_their_sum_is_not():
+    large = 3e38
+    feedback = make(4, dtype=torch.float32)
+    feedback.add(0, torch.tensor([large, large]), 1.0)
+    feedback.add(2, torch.tensor([large, -large]), 1.0)
+    assert feedback.finite()
+    feedback.commit(torch.tensor([0, 1, 2, 3]), None)
+    opposed = make(4, dtype=torch.float32)  # inf - inf is NaN, and still no term is
+    opposed.add(0, torch.tensor([large, large]), 1.0)
+    opposed.add(2, torch.tensor([-large, -large]), 1.0)
+    assert opposed.finite()
+    opposed.commit(NOTHING, None)
+    opposed.add(0, torch.tensor([large, 0.0, 0.0, 0.0]), 1.0)  # Kept and new overflow together.
+    assert not opposed.finite()
+    opposed.discard()
+    assert opposed.kept.tolist() == torch.tensor([large, large, -large, -large]).tolist()
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    momentum=st.sampled_from([0.5, 0.9, 0.99]),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_momentum_is_corrected_as_in_deep_gradient_compression(seed, momentum, share):
+    feedback, slow = make(30, momentum=momentum), MomentumCorrection(30, momentum)
+    for step in range(12):
+        grad = normal(seed + step, 30, dtype=torch.float64)
+        slow.add(grad.numpy())
+        feedback.add(0, grad, 1.0)
+        np.testing.assert_allclose(feedback.acc.numpy(), slow.v, rtol=1e-12, atol=1e-12)
+        indices = some(30, seed + step, share)
+        slow.send(indices.numpy())
+        feedback.commit(indices, None)
+        np.testing.assert_allclose(feedback.kept.numpy(), slow.v, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(feedback.velocity.numpy(), slow.u, rtol=1e-12, atol=1e-12)
+
+
+def test_all_sent_with_momentum_is_the_plain_gradient():
+    feedback, everything = make(5, momentum=0.9), torch.arange(5)
+    for step in range(4):
+        grad = normal(step, 5, dtype=torch.float64)
+        feedback.add(0, grad.clone(), 1.0)
+        assert same(feedback.acc, grad)
+        feedback.commit(everything, None)
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
+def test_a_low_pass_weighs_the_new_residual_against_the_old(weight):
+    feedback, kept = make(20), torch.zeros(20, dtype=torch.float64)
+    for step in range(5):
+        grad = normal(step, 20, dtype=torch.float64)
+        indices = some(20, step)
+        new = kept + grad
+        new[indices] = 0
+        kept = (1 - weight) * kept + weight * new
+        feedback.add(0, grad, 1.0)
+        feedback.commit(indices, None, low_pass=weight)
+        torch.testing.assert_close(feedback.kept, kept, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("low_pass", [1.0, 0.3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("shown", [True, False], ids=["zeros", "nothing"])
+def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, shown, low_pass):
+    feedback = make(10, momentum=momentum)
+    for step in range(6):
+        before, grad = memory(feedback), normal(step, 10, dtype=torch.float64)
+        if step not in (2, 3, 5):
+            feedback.add(0, grad, 1.0)
+            feedback.commit(some(10, step), None, low_pass=low_pass)
+            continue
+        feedback.add(0, grad[:4], 1.0)
+        if shown:  # Buckets hold zeros for what was not used.
+            feedback.add(4, torch.zeros(3, dtype=torch.float64), 1.0)
+        feedback.add(7, grad[7:], 1.0)
+        feedback.leave_out(4, 7)
+        assert feedback.acc[4:7].tolist() == [0.0] * 3
+        assert feedback.finite()
+        # Another worker may have picked there.
+        feedback.commit(torch.tensor([1, 5, 9]), None, low_pass=low_pass, left_out=[(4, 7)])
+        for old, new in zip(before, memory(feedback), strict=True):
+            assert old is None or same(new[4:7], old[4:7])
+
+
+def test_what_is_left_out_after_a_step_called_off_is_as_before_it():
+    feedback = make(6, momentum=0.9)
+    for step in range(2):
+        feedback.add(0, normal(step, 6, dtype=torch.float64), 1.0)
+        feedback.commit(NOTHING, None)
+    before = memory(feedback)
+    feedback.add(0, torch.full((6,), math.nan, dtype=torch.float64), 1.0)
+    assert not feedback.finite()
+    feedback.discard()
+    feedback.add(0, normal(2, 4, dtype=torch.float64), 1.0)
+    feedback.leave_out(4, 6)
+    assert feedback.finite()
+    feedback.commit(NOTHING, None, left_out=[(4, 6)])
+    after = memory(feedback)
+    assert same([part[4:] for part in after], [part[4:] for part in before])

@@ -1,0 +1,209 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gradherd.sparsify.choice import Place
+from gradherd.sparsify.dense import Dense
+from gradherd.sparsify.sage import Sage, State
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual import Workers
+
+SIZES = [1, 2, 3]
+DIMS = [1, 2, 31, 5000]
+# Sizes of the gradients of a run: alpha is far from 1, and undefined in between.
+SCALES = np.array([1.0, 1.0, 0.02, 0.02, 5.0, 40.0, 0.0, 0.0, 1.0, 1.0])
+
+
+class Slow:
+    """One worker's threshold, element by element."""
+
+    def __init__(self):
+        self.line = self.mean = None
+        self.gammas = set()
+
+    def pick(self, acc, k):
+        dim, target = len(acc), k / len(acc)
+        count = max(1, int(dim / (1 + 0.0025 * dim)))
+        now = sum(abs(acc[i * dim // count]) for i in range(count)) / count
+        if self.line is None:
+            self.line = 1 / (2 * math.sqrt(k))
+        else:
+            self.line *= now / self.mean if now > 0 and self.mean else 1
+            examined = sum(abs(x) >= self.line for x in acc) / dim
+            gamma = 0.95 if examined < 0.1 * target else 1.05 if examined > 10 * target else 1
+            self.gammas.add(gamma)
+            self.line *= 2 / (1 + math.exp(target - examined)) * gamma
+        if now > 0:
+            self.mean = now
+        return {i for i in range(dim) if abs(acc[i]) >= self.line}
+
+
+def workers(method, dim, size, dtype=torch.float64, **settings):
+    return Workers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
+
+
+def gradients(scales, size, dim, seed=0):
+    draw = np.random.RandomState(seed)
+    # Workers have gradients of different sizes, so thresholds of their own.
+    sizes = np.arange(1.0, size + 1).reshape(size, 1)
+    return np.stack([scale * sizes * draw.standard_cauchy((size, dim)) for scale in scales])
+
+
+def exchange(accs, union):
+    """Mean of the union, and what each worker keeps."""
+    out, kept = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
+    for acc, left in zip(accs, kept, strict=True):
+        for i in union:
+            out[i] += acc[i]
+            left[i] = 0
+    return out / len(accs), kept
+
+
+# The first threshold is too high, about right, and too low.
+@pytest.mark.parametrize(("unit", "gamma"), [(1e-4, 0.95), (1e-2, 1), (1.0, 1.05)])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_it_is_what_the_slow_one_is(dim, size, unit, gamma):
+    k = max(1, dim // 50)
+    run, slow = workers(Sage(0.02), dim, size), [Slow() for _ in range(size)]
+    kept = [np.zeros(dim)] * size
+    for step in gradients(unit * SCALES, size, dim, seed=dim):
+        accs = [old + new for old, new in zip(kept, step, strict=True)]
+        picks = [
+            set(range(dim)) if k == dim else one.pick(acc, k)
+            for one, acc in zip(slow, accs, strict=True)
+        ]
+        out, kept = exchange(accs, sorted(set().union(*picks)))
+        np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
+        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(kept))
+        assert run.metrics["per_rank"] == [len(own) for own in picks]
+        for worker, one in zip(run.workers, slow, strict=True):
+            if one.line is None:
+                assert worker.state == State(None, None)
+                continue
+            assert worker.state.threshold == pytest.approx(one.line, rel=1e-12)
+            assert worker.state.mean == pytest.approx(one.mean, rel=1e-12)
+    if dim == 5000:
+        assert all(gamma in one.gammas for one in slow)
+        assert len({worker.state.threshold for worker in run.workers}) == size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_nothing_is_lost(dim, size):
+    run, grads = workers(Sage(0.02), dim, size), gradients(SCALES, size, dim)
+    sent = sum(run.step(torch.from_numpy(step)).numpy() for step in grads)
+    total, largest = size * sent + run.residuals().sum(0).numpy(), np.abs(grads).sum((0, 1))
+    assert np.all(np.abs(total - grads.sum((0, 1))) <= 1e-12 * largest)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_density_one_is_dense(dim, size):
+    grads = torch.from_numpy(gradients([1.0, 1e-9, 1e9], size, dim)).float()
+    run = workers(Sage(1.0), dim, size, torch.float32)
+    dense = workers(Dense(), dim, size, torch.float32)
+    for step in grads:
+        assert torch.equal(run.step(step), dense.step(step))
+        assert not run.residuals().any()
+
+
+def test_a_sample_without_a_mean_moves_nothing_by_it():
+    method, place = Sage(0.1, low=0, high=1e9), Place(1, 0, 1)
+    acc = torch.zeros(100, dtype=torch.float64)
+    acc[7] = 3.0
+    for state, values in [
+        (State(2.0, 0.5), torch.zeros_like(acc)),
+        (State(2.0, None), acc),
+        (State(2.0, 0.0), acc),
+    ]:
+        examined = 0.01 if values[7] else 0.0
+        after = method.propose(values, 10, state, place).found[1]
+        want = 2.0 * 2 / (1 + math.exp(0.1 - examined))
+        assert after.threshold == pytest.approx(want, rel=1e-14)
+    # What was measured last is not forgotten over a zero.
+    assert method.propose(torch.zeros_like(acc), 10, State(2.0, 0.5), place).found[1].mean == 0.5
+
+
+def test_the_threshold_follows_the_scale_at_once():
+    draw = np.random.RandomState(0)
+    acc = torch.from_numpy(draw.randn(4000))
+    method, place = Sage(0.01), Place(1, 0, 1)
+    line = float(acc.abs().sort().values[-60])
+    before = method.propose(acc, 40, State(line, None), place).found[1]
+    after = method.propose(1000 * acc, 40, before, place)
+    assert after.found[2] == pytest.approx(1000 * line, rel=0.02)
+    assert 50 <= int(after.header[0]) <= 60
+
+
+def test_it_nears_the_target_from_far_off_and_stays_within_the_band():
+    draw = torch.Generator().manual_seed(0)
+    for first in (1e-4, 1e4):
+        method, state, counts = Sage(0.01, first=first), State(None, None), []
+        for step in range(400):
+            acc = torch.randn(20_000, generator=draw)
+            proposal = method.propose(acc, 200, state, Place(step, 0, 1))
+            state = proposal.found[1]
+            counts.append(int(proposal.header[0]) / 200)
+        assert not 0.05 < counts[0] < 20
+        assert all(0.05 < count < 20 for count in counts[-50:])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_threshold_may_be_the_kth_largest(size):
+    run = workers(Sage(0.1, first="topk"), 30, size)
+    grads = torch.from_numpy(gradients([0.0, 1.0], size, 30))
+    assert not run.step(grads[0]).any()  # nothing to go by: the next step is the first again
+    assert [worker.state.threshold for worker in run.workers] == [None] * size
+    run.step(grads[1])
+    assert run.metrics["per_rank"] == [3] * size
+    for worker, own in zip(run.workers, grads[1], strict=True):
+        assert worker.state.threshold == float(own.abs().sort().values[-3])
+
+
+def test_the_first_threshold_may_be_given():
+    run = workers(Sage(0.4, first=2.0), 5, 1)
+    assert run.step(torch.tensor([[1.0, -2.0, 3.0, 0.0, 1.9]])).tolist() == [0, -2, 3, 0, 0]
+
+
+def test_zeros_do_not_travel_and_a_lost_threshold_starts_again():
+    method, place = Sage(0.25), Place(1, 0, 1)
+    acc = torch.tensor([1e-30, 0.0, 0.0, 1e-30, 0.0, 0.0, 0.0, 0.0])
+    picks, after, _ = method.propose(acc, 2, State(1e-20, 1.0), place).found
+    assert picks.tolist() == [0, 3]
+    assert after.threshold is None
+    picks, after, _ = method.propose(8 * acc, 2, after, place).found
+    assert (picks.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
+
+
+def test_a_change_of_unit_changes_no_pick():
+    method, place = Sage(0.1), Place(3, 0, 1)
+    acc = torch.from_numpy(np.random.RandomState(1).randn(500))
+    state = State(1.5, 0.7)
+    picks, after, line = method.propose(acc, 50, state, place).found
+    scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), place).found
+    assert 0 < len(picks) < 500
+    assert scaled.tolist() == picks.tolist()
+    assert (high, moved) == (8 * line, method.rescale(after, 8.0))
+    assert method.rescale(State(None, None), 8.0) == State(None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
+        ({"first": "sample"}, "first must be formula, topk or a positive number, got sample"),
+        ({"first": 0.0}, "first must be formula, topk or a positive number, got 0.0"),
+        ({"first": math.nan}, "first must be formula, topk or a positive number, got nan"),
+        ({"error": -0.1}, r"error must be in \[0, 1\], got -0.1"),
+        ({"low": 2.0}, r"low must be in \[0, 1\], got 2.0"),
+        ({"high": 0.5}, "high must be at least 1, got 0.5"),
+        ({"shrink": 0.0}, r"shrink must be in \(0, 1\], got 0.0"),
+        ({"grow": 0.9}, "grow must be at least 1 and finite, got 0.9"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Sage(**arguments)

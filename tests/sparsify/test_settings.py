@@ -1,0 +1,162 @@
+"""Every setting is checked when it is made: the error names the argument and shows the value."""
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import pytest
+
+from gradherd.sparsify.choice import target
+from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.thresholds import Online
+from gradherd.sparsify.virtual import Workers
+
+
+def refuses(make, **setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError) as caught:
+        make(**setting)
+    assert name in str(caught.value)
+    assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("density", [0, 0.0, -0.1, 1.0001, 2, math.nan, math.inf])
+def test_the_density_of_every_method(name, density):
+    refuses(SPARSIFIERS[name], density=density)
+    with pytest.raises(ValueError, match="density"):
+        make_sparsifier(name, density)
+
+
+def senseless(default):
+    """Values that no setting with such a default can mean."""
+    match default:
+        case bool():
+            return []
+        case str():
+            return ["nonsense", ""]
+        case int():
+            return [-1, -7]
+        case float():
+            return [math.nan, -1.0, -math.inf]
+        case _:
+            return [-1.0, math.nan]
+
+
+SETTINGS = [
+    pytest.param(name, field.name, value, id=f"{name} {field.name}={value}")
+    for name, make in SPARSIFIERS.items()
+    for field in dataclasses.fields(make)
+    if field.name != "density"
+    for value in senseless(field.default)
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), SETTINGS)
+def test_every_other_setting_of_every_method(name, field, value):
+    refuses(SPARSIFIERS[name], **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (ExDyna, {"threshold": "median"}),
+        (ExDyna, {"threshold": 0.1}),
+        (ExDyna, {"threshold": None}),
+        (ExDyna, {"balance": "recuts"}),
+        (ExDyna, {"blocks": 0}),
+        (ExDyna, {"memory": 1.0}),
+        (ExDyna, {"memory": -0.1}),
+        (Micro, {"threshold": "median"}),
+        (Online, {"band": 0.9}),
+        (Online, {"band": math.nan}),
+        (Online, {"fast_up": 1.001}),
+        (Online, {"slow_up": 0.99}),
+        (Online, {"slow_up": 1.1}),
+        (Online, {"slow_down": 1.1}),
+        (Online, {"slow_down": 0.9}),
+        (Online, {"fast_down": 0.0}),
+        (Online, {"fast_down": -0.5}),
+        (Online, {"fast_down": 0.999}),
+        (Online, {"fast_up": math.nan}),
+    ],
+    ids=str,
+)
+def test_settings_of_partitions(make, setting):
+    refuses(make, **setting)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"values": "fp16"},
+        {"values": ""},
+        {"dense_below": -1},
+        {"momentum": -0.1},
+        {"momentum": 1.0},
+        {"momentum": math.nan},
+        {"warmup_steps": -1},
+        {"warmup_from": 0.0},
+        {"warmup_from": 1.5},
+        {"warmup_from": math.nan},
+    ],
+    ids=str,
+)
+def test_settings_of_the_exchange(setting):
+    refuses(lambda **one: Sparsify(method="exdyna", **one), **setting)
+
+
+def test_an_unknown_name_tells_the_known_ones():
+    for make in (make_sparsifier, lambda name: Sparsify(method=name)):
+        with pytest.raises(ValueError) as caught:
+            make("exdina")
+        assert "'exdina'" in str(caught.value)
+        assert all(name in str(caught.value) for name in SPARSIFIERS)
+
+
+def test_a_name_is_the_method_with_its_defaults():
+    for name, make in SPARSIFIERS.items():
+        assert Sparsify(method=name).method == make() == make_sparsifier(name)
+
+
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf, -math.inf])
+def test_a_learning_rate_must_make_sense_at_every_step(rate):
+    rates = iter([0.1, rate])
+    settings = Sparsify(method="topk", learning_rate=lambda: next(rates))
+    (worker,) = Workers(settings, 3, 1).workers
+    worker.set_unit(1.0)
+    with pytest.raises(ValueError, match=f"learning_rate.*got {rate}"):
+        worker.set_unit(1.0)
+
+
+@pytest.mark.parametrize(
+    ("density", "dim", "k"),
+    [
+        (1e-3, 1, 1),
+        (1e-3, 999, 1),
+        (1e-3, 2_999, 2),
+        (0.29, 100, 29),  # 28.999999999999996 in floating point
+        (0.07, 100, 7),
+        (1.0, 1, 1),
+        (1.0, 12_345_678, 12_345_678),
+        (0.999999, 1000, 999),
+        (1e-3, 1_000_000_000, 1_000_000),
+    ],
+)
+def test_a_density_means_that_many(density, dim, k):
+    assert target(density, dim) == k
+
+
+def test_warm_up_falls_by_equal_factors_and_then_stays():
+    settings = Sparsify(method=ExDyna(0.001), warmup_steps=5, warmup_from=0.25)
+    found = [settings.density(step) for step in range(8)]
+    assert found[0] == 0.25
+    assert found[5:] == [0.001] * 3
+    factors = [after / before for before, after in pairwise(found[:6])]
+    assert factors == pytest.approx([(0.001 / 0.25) ** 0.2] * 5)
+    # Nothing to warm up from, or no steps to do it in.
+    assert Sparsify(method=ExDyna(0.5), warmup_steps=5).density(0) == 0.5
+    assert Sparsify(method=ExDyna(0.001), warmup_from=0.25).density(0) == 0.001

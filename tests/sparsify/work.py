@@ -1,0 +1,235 @@
+"""What the ranks of the tests do, and what one process does in their stead."""
+
+import io
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gradherd.comm import World
+from gradherd.comm.script import Told, run, run_together
+from gradherd.sparsify.choice import Place
+from gradherd.sparsify.exchange import add_up, gather_indices
+from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.worker import Worker
+
+
+def normal(seed, *shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+# --- Exchanges ---------------------------------------------------------------------------------
+
+SUMS = [
+    (length, dtype, wire)
+    for length in (0, 1, 5, 8192, 8193, 16_385, 20_001)
+    for dtype in (torch.float32, torch.float64)
+    for wire in (torch.float32, torch.bfloat16)
+]
+
+
+def sum_script(case, rank, size):
+    length, dtype, wire = case
+    return add_up(normal(7 * rank + length, length, dtype=dtype), Place(0, rank, size), wire)
+
+
+DIM = 200_000
+BORDERS = {1: [0, DIM], 2: [0, 50_000, DIM], 4: [0, 65_536, 65_536, 140_000, DIM]}
+
+
+def index_script(density, rank, size):
+    """Of R spans, one is a single page, one is empty, others go over pages."""
+    spans = list(pairwise(BORDERS[size]))
+    picks = []
+    for number, (begin, end) in enumerate(spans):
+        chance = torch.rand(end - begin, generator=torch.Generator().manual_seed(number))
+        picks.append(begin + (chance < density).nonzero().view(-1))
+    counts = [len(own) for own in picks]
+    return gather_indices(picks[rank], counts, spans, Place(0, rank, size))
+
+
+def exchanges():
+    """On every rank: of every sum and of every gather of indices, the answer and the bytes."""
+    world = World.detect()
+    sums = [run(sum_script(case, world.rank, world.size), world) for case in SUMS]
+    found = [run(index_script(d, world.rank, world.size), world) for d in (0.0, 1e-5, 0.01)]
+    return [tuple(told) for told in sums], [tuple(told) for told in found]
+
+
+# --- Whole methods -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method and what it has to do."""
+
+    name: str
+    dim: int
+    density: float | None = None
+    dtype: torch.dtype = torch.float64
+    values: str = "fp32"
+    steps: int = 8
+    scale: float = 1.0
+    spoilt: tuple[int, float] | None = None
+    """Before this step there is another one, in which the last rank has this number."""
+    resumed: int | None = None
+    """Before this step all is saved, and loaded by new workers."""
+
+    def __str__(self):
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.name} {self.dim} {self.density} {kind} {self.values}"
+
+    @property
+    def settings(self):
+        make = SPARSIFIERS[self.name]
+        method = make() if self.density is None else make(density=self.density)
+        return Sparsify(method=method, values=self.values)
+
+    @property
+    def layers(self):
+        """Lengths of tensors, uneven, in all at most four."""
+        first, second = self.dim * 3 // 5, self.dim // 50
+        rest = self.dim - first - second
+        lengths = [first, second, rest // 3, rest - rest // 3]
+        return [length for length in lengths if length]
+
+    def grads(self, size):
+        """(T, R, D): layers of different scales, half shared by all ranks and half of their own."""
+        grads = normal(1, self.steps, 1, self.dim) + normal(2, self.steps, size, self.dim)
+        scales = torch.repeat_interleave(
+            torch.tensor([1.0, 30.0, 0.1, 0.003])[: len(self.layers)], torch.tensor(self.layers)
+        )
+        return (grads * scales * self.scale).to(self.dtype)
+
+    def worker(self, rank, size):
+        return Worker(
+            self.settings, self.dim, rank=rank, size=size, layers=self.layers, dtype=self.dtype
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank saw of one step."""
+
+    indices: torch.Tensor
+    mean: torch.Tensor
+    counts: list[int]
+    threshold: float | None
+    low_pass: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a rank saw of all steps."""
+
+    steps: list[Step]
+    kept: torch.Tensor
+    state: dict[str, Any]
+    called_off: list[bool]
+    """Of steps that were spoilt: whether nothing came of it and nothing changed."""
+
+    @property
+    def sent(self):
+        """(D,) what the optimizer has seen in all."""
+        total = torch.zeros_like(self.kept)
+        for step in self.steps:
+            total[step.indices] += step.mean
+        return total
+
+
+def through_disk(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def snapshot(worker):
+    return through_disk(
+        {"kept": worker.feedback.kept, "worker": worker.state_dict(), "step": worker.step}
+    )
+
+
+def same(a, b):
+    """Equality of nested states, tensors to the bit (and NaN equal to NaN)."""
+    if isinstance(a, torch.Tensor):
+        bits = a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+        return bits and a.dtype == b.dtype and a.shape == b.shape
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b
+
+
+def tell(case, size, ranks, exchange):
+    """Return the stories of `ranks`, of `size` in all; `exchange` runs their scripts."""
+    workers = [case.worker(rank, size) for rank in ranks]
+    steps, called_off = [[] for _ in ranks], [[] for _ in ranks]
+
+    def add(grads):
+        for worker, rank in zip(workers, ranks, strict=True):
+            worker.set_unit(1.0)
+            worker.add(0, grads[rank].clone())
+        return exchange([worker.script() for worker in workers])
+
+    for number, grads in enumerate(case.grads(size)):
+        if case.spoilt is not None and number == case.spoilt[0]:
+            bad = 3 * grads
+            bad[size - 1, case.dim // 2] = case.spoilt[1]
+            before = [snapshot(worker) for worker in workers]
+            for own, told, worker, old in zip(called_off, add(bad), workers, before, strict=True):
+                worker.commit(told.value)
+                own.append(told.value is None and same(old, snapshot(worker)))
+        if number == case.resumed:
+            saved = [snapshot(worker) for worker in workers]
+            workers = [case.worker(rank, size) for rank in ranks]
+            for worker, state in zip(workers, saved, strict=True):
+                worker.load_state_dict(state["worker"])
+                worker.feedback.kept.copy_(state["kept"])
+        for own, told, worker in zip(steps, add(grads), workers, strict=True):
+            outcome = told.value
+            mean = worker.mean_of(outcome)
+            worker.commit(outcome)
+            chosen = outcome.chosen
+            own.append(
+                Step(
+                    outcome.indices,
+                    mean,
+                    list(chosen.counts),
+                    chosen.threshold,
+                    chosen.low_pass,
+                    told.bytes,
+                )
+            )
+    return [
+        Story(own, worker.feedback.kept, through_disk(worker.state_dict()), off)
+        for own, worker, off in zip(steps, workers, called_off, strict=True)
+    ]
+
+
+def tell_virtual(case, size):
+    """Stories of all ranks, in one process, with one thread as ranks have: sums depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return tell(case, size, range(size), run_together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def tell_real(cases):
+    """This rank's story of every case."""
+    world = World.detect()
+
+    def exchange(scripts) -> list[Told]:
+        return [run(scripts[0], world)]
+
+    return [tell(case, world.size, [world.rank], exchange)[0] for case in cases]
+
+
+def undisturbed(case):
+    return replace(case, spoilt=None, resumed=None)

@@ -1,0 +1,55 @@
+"""One step of a method, on real ranks or together. Importable by name, so ranks can unpickle it."""
+
+import torch
+
+from gradherd.comm.script import Gather, run, run_together
+from gradherd.comm.world import World
+from gradherd.sparsify.choice import Place
+
+
+def agree(method, acc, k, layers, place):
+    """The script of one worker: show the header, then settle."""
+    state = method.begin(len(acc), place.size, layers)
+    proposal = method.propose(acc, k, state, place)
+    flag = torch.ones(1, dtype=torch.int32)
+    headers = yield Gather(torch.cat([flag, proposal.header]))
+    return (yield from method.settle(acc, k, state, place, proposal, headers[:, 1:]))
+
+
+def told(result, header):
+    """What came of it, and the bytes without those of the header."""
+    chosen = result.value
+    return {
+        "indices": chosen.indices,
+        "counts": chosen.counts,
+        "sums": chosen.sums,
+        "sent": chosen.sent,
+        "bytes": result.bytes - header,
+    }
+
+
+def header_bytes(method, acc, k, layers, size):
+    state = method.begin(len(acc), size, layers)
+    return 4 * (1 + len(method.propose(acc, k, state, Place(0, 0, size)).header)) * (size - 1)
+
+
+def together(method, accs, k, *, layers=None, step=0):
+    """All workers in this process, from (R, D)."""
+    size, layers = len(accs), layers or [accs.shape[1]]
+    scripts = [agree(method, accs[r], k, layers, Place(step, r, size)) for r in range(size)]
+    header = header_bytes(method, accs[0], k, layers, size)
+    return [told(result, header) for result in run_together(scripts)]
+
+
+def on_rank(method, accs, k, layers, step):
+    """This rank's part of it."""
+    world = World.detect()
+    own = accs[world.rank]
+    place = Place(step, world.rank, world.size)
+    header = header_bytes(method, own, k, layers, world.size)
+    return told(run(agree(method, own, k, layers, place), world), header)
+
+
+def several(cases):
+    """This rank's part of several methods: (method, accs, k, layers, step) each."""
+    return [on_rank(*case) for case in cases]
