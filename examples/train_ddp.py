@@ -1,6 +1,7 @@
 """Train a digit classifier on several workers, in an order that the workers learn together.
 
 torchrun --nproc-per-node 2 examples/train_ddp.py [--order d-rr] [--epochs 20]
+torchrun --nproc-per-node 2 examples/train_ddp.py --sparsify exdyna --density 0.05
 """
 
 import argparse
@@ -19,6 +20,8 @@ def main() -> None:
     """Train and print the loss after each epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--order", default="cd-grab", choices=list(gh.POLICIES))
+    parser.add_argument("--sparsify", choices=list(gh.SPARSIFIERS), help="send less than all")
+    parser.add_argument("--density", type=float, default=0.05, help="share that is sent")
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -31,7 +34,8 @@ def main() -> None:
 
     # The two lines that gradherd asks for. Everything else is an ordinary loop.
     sampler = gh.OrderedSampler(data, args.order, batch_size=8, seed=0)
-    herd = gh.attach(model, order=sampler)
+    method = gh.SPARSIFIERS[args.sparsify](density=args.density) if args.sparsify else None
+    herd = gh.attach(model, order=sampler, sparsify=method)
 
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     for epoch in range(args.epochs):
@@ -46,7 +50,7 @@ def main() -> None:
             print(f"epoch {epoch}  loss on all data {loss:.5f}")
 
     if dist.get_rank() == 0:
-        print(f"{args.order}: final loss {loss:.5f}, {herd.metrics()['rows']}")
+        print(f"{args.order}: final loss {loss:.5f}, {herd.metrics()}")
     herd.detach()  # on all ranks, before the group goes away
     dist.destroy_process_group()
 

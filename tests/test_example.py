@@ -3,13 +3,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_ddp.py"
 
 
-def test_the_example_trains_under_torchrun():
+@pytest.mark.parametrize("options", [[], ["--sparsify", "exdyna"]], ids=["order", "both"])
+def test_the_example_trains_under_torchrun(options):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
-        [sys.executable, *launch, str(SCRIPT), "--epochs", "2"],
+        [sys.executable, *launch, str(SCRIPT), "--epochs", "2", *options],
         capture_output=True,
         text=True,
         timeout=55,

@@ -63,11 +63,15 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def plain_steps(
-    steps: int, dtype: torch.dtype, settings: gh.Sparsify = SPARSE, views: bool = False
+    steps: int,
+    dtype: torch.dtype,
+    settings: gh.Sparsify = SPARSE,
+    views: bool = False,
+    static: bool = False,
 ):
     """Steps without an update; buckets so small that DDP rebuilds them."""
     model = net(dtype)
-    ddp = DDP(model, bucket_cap_mb=1e-3, gradient_as_bucket_view=views)
+    ddp = DDP(model, bucket_cap_mb=1e-3, gradient_as_bucket_view=views, static_graph=static)
     herd = gh.attach(ddp, sparsify=settings)
     ledger = Ledger(model)
     for step in range(steps):

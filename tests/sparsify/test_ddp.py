@@ -65,6 +65,12 @@ def test_what_narrow_gradients_cannot_hold_stays(dtype):
     assert all(kept.dtype == torch.float32 for kept in ranks[0]["kept"].values())
 
 
+def test_a_static_graph_is_fine():
+    ranks = run_ranks(work.plain_steps, 2, 5, torch.float64, work.SPARSE, False, True)
+    books_balance(ranks)
+    same_on_all(ranks)
+
+
 def test_accumulated_batches_travel_once():
     ranks = run_ranks(work.accumulating, 2)
     books_balance(ranks)

@@ -12,7 +12,7 @@ from gradherd.comm.script import Deal, Gather, GatherUneven, Script
 from gradherd.sparsify.choice import Place
 
 # Up to this many bytes to each other worker, one round with more bytes beats two with fewer.
-_ONE_ROUND = 1 << 15
+_ONE_ROUND = 1 << 10
 
 
 def gather_indices(

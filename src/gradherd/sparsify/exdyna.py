@@ -48,7 +48,7 @@ class ExDyna:
     """Share of the coordinates that travels."""
     threshold: Rule = "consensus"
     """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
-    capacity: float = 1.15
+    capacity: float = 1.1
     """By consensus no worker sends more than this many times its fair share; the rest waits."""
     balance: Balance = "recut"
     """"recut" from the loads of blocks, "diffusive" between neighbours, or "none"."""
