@@ -163,10 +163,9 @@ def test_density_one_is_the_plain_mean(name, cases, size):
             out = torch.zeros(case.dim, dtype=torch.float64)
             out[step.indices] = step.mean.double()
             error = (out - grads.mean(0)).abs()
-            # Wherever values are wider than the wire, what it rounded away comes a step later.
-            assert bool((error <= 2**-22 * grads.abs().sum(0) + 1e-7).all()), case
-        if case.dtype == torch.float32:
-            assert not story.kept.any(), case
+            precision = torch.finfo(case.dtype).eps
+            assert bool((error <= 2 * precision * grads.abs().sum(0)).all()), case
+        assert not any(bool(story.kept.any()) for story in stories_of(case, size)), case
 
 
 @sizes

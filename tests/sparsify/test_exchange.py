@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
+from gradherd.sparsify import exchange
 from gradherd.sparsify.choice import Place
 from gradherd.sparsify.exchange import add_up, gather_indices, gather_union
 from tests.sparsify import work
@@ -129,8 +130,10 @@ def add_all(rows, wire):
     return totals[0], left, [one.bytes for one in told]
 
 
-# On both sides of the border between one round and two: 32 KiB to each other worker.
-LENGTHS = [0, 1, 2, 7, 8191, 8192, 8193, 16_384, 16_385, 16_387, 33_000]
+ONE_ROUND = exchange._ONE_ROUND  # bytes to each other worker
+# On both sides of the border between one round and two, for values of two and four bytes.
+BORDERS = [ONE_ROUND // item + beside for item in (4, 2) for beside in (-1, 0, 1)]
+LENGTHS = [0, 1, 2, 7, *BORDERS, ONE_ROUND + 3, 20_001]
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 
 
@@ -177,7 +180,7 @@ def test_what_a_narrow_wire_rounds_away_is_left(size, length, dtype, wire):
     step = {torch.bfloat16: 2**-8, torch.float32: 2**-24}[wire] * 1.01
     bound = step * (rows.abs() + rows.abs().sum(0))
     assert bool((kept.abs() <= bound).all())
-    if length * wire.itemsize > 1 << 15 and size > 2:  # Two rounds: the total was rounded too.
+    if length * wire.itemsize > ONE_ROUND and size > 2:  # Two rounds: the total was rounded too.
         assert work.same(total, total.to(wire).to(dtype))
 
 
@@ -195,11 +198,30 @@ def test_values_that_the_wire_can_hold_leave_nothing(wire):
 def test_few_values_travel_in_one_round_and_many_in_two(size, wire, length):
     rows = work.normal(0, size, length)
     *_, sent = add_all(rows, wire)
-    if size == 2 or length * wire.itemsize <= 1 << 15:
+    if size == 2 or length * wire.itemsize <= ONE_ROUND:
         assert sent == [length * wire.itemsize * (size - 1)] * size
     else:
         share = -(-length // size)
         assert sent == [2 * share * wire.itemsize * (size - 1) if size > 1 else 0] * size
+
+
+@pytest.fixture
+def poisoned():
+    """Whatever is not initialised is NaN, or the largest whole number."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_that_travels_is_uninitialised(poisoned, wire):
+    assert torch.empty(3).isnan().all()
+    for length in (5, 20_001):
+        scripts = [add_up(torch.ones(length), Place(0, rank, 4), wire) for rank in range(4)]
+        requests = [next(script) for script in scripts]
+        assert not any(bool(request.tensor.isnan().any()) for request in requests)
+        padding = requests[0].tensor.view(-1)[length:]
+        assert not padding.any()
 
 
 def test_values_are_not_written_to():

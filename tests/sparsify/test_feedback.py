@@ -184,6 +184,16 @@ def test_momentum_is_corrected_as_in_deep_gradient_compression(seed, momentum, s
         np.testing.assert_allclose(feedback.velocity.numpy(), slow.u, rtol=1e-12, atol=1e-12)
 
 
+def test_velocity_goes_on_where_nothing_of_this_worker_was_sent():
+    feedback = make(4, momentum=0.5)
+    feedback.add(0, torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), 1.0)
+    indices, sent = torch.tensor([0, 2, 3]), torch.tensor([True, False, True])
+    left = feedback.acc[indices].masked_fill(sent, 0)
+    feedback.commit(indices, left, sent=sent)
+    assert feedback.kept.tolist() == [0.0, 2.0, 3.0, 0.0]
+    assert feedback.velocity.tolist() == [0.0, 2.0, 3.0, 0.0]
+
+
 def test_all_sent_with_momentum_is_the_plain_gradient():
     feedback, everything = make(5, momentum=0.9), torch.arange(5)
     for step in range(4):

@@ -24,7 +24,7 @@ def normal(seed, *shape, dtype=torch.float32):
 
 SUMS = [
     (length, dtype, wire)
-    for length in (0, 1, 5, 8192, 8193, 16_385, 20_001)
+    for length in (0, 1, 5, 256, 257, 513, 8193, 20_001)
     for dtype in (torch.float32, torch.float64)
     for wire in (torch.float32, torch.bfloat16)
 ]

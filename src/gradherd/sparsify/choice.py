@@ -61,7 +61,7 @@ def target(density: float, dim: int) -> int:
     (1, 29, 7)
     """
     # 0.29 * 100 is 28.999999999999996, and means 29.
-    return max(1, min(dim, int(density * dim + 1e-9 * dim)))
+    return max(1, min(dim, int(density * dim * (1 + 1e-12))))
 
 
 def check_density(density: float) -> None:

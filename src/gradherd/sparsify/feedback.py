@@ -66,18 +66,20 @@ class Feedback:
             low_pass: Weight of the new residual against the old one.
             left_out: What `leave_out` was called for.
         """
+        if self._velocity is not None:
+            self._velocity.index_fill_(0, indices if sent is None else indices[sent], 0)
         if left is None:
             self.acc.index_fill_(0, indices, 0)
         else:
             self.acc.index_copy_(0, indices, left)
         for begin, end in left_out or []:
             self.acc[begin:end] = self.kept[begin:end]
+            if self.velocity is not None and self._velocity is not None:
+                self._velocity[begin:end] = self.velocity[begin:end]
         if low_pass != 1:
             self.acc.lerp_(self.kept, 1 - low_pass)
         self.kept, self.acc = self.acc, self.kept
-        if self._velocity is not None:
-            self._velocity.index_fill_(0, indices if sent is None else indices[sent], 0)
-            self.velocity, self._velocity = self._velocity, self.velocity
+        self.velocity, self._velocity = self._velocity, self.velocity
         self._checks = []
 
     def discard(self) -> None:
