@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -26,6 +27,14 @@ def sparse(name):
     return densities(name)[-2:][0]
 
 
+def heeds_values(name):
+    """Whether it matters how values travel; where it does not, asking for bf16 warns."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        Sparsify(method=name, values="bf16")
+    return not heard
+
+
 LAW = [
     Case(name, dim, density)
     for name in SPARSIFIERS
@@ -33,12 +42,12 @@ LAW = [
     for density in densities(name)
 ]
 # Values in two rounds, and indices of several pages.
-LARGE = [Case(name, 20_001, 1.0, torch.float32, steps=2) for name in SPARSIFIERS]
-LARGE += [Case(name, 150_000, densities(name)[0], torch.float32, steps=2) for name in SPARSIFIERS]
+LARGE = [Case(name, 5001, 1.0, torch.float32, steps=2) for name in SPARSIFIERS]
+LARGE += [Case(name, 70_000, densities(name)[0], torch.float32, steps=2) for name in SPARSIFIERS]
 NARROW = [
     Case(name, dim, density, torch.float32, "bf16", steps=steps)
-    for name in SPARSIFIERS
-    for dim, density, steps in ((3, sparse(name), 8), (5000, sparse(name), 4), (20_001, 1.0, 2))
+    for name in filter(heeds_values, SPARSIFIERS)
+    for dim, density, steps in ((3, sparse(name), 8), (5000, sparse(name), 4), (5001, 1.0, 2))
 ]
 STOPPED = [
     Case(name, dim, sparse(name), torch.float32, steps=6, spoilt=spoilt, resumed=resumed)
@@ -52,9 +61,9 @@ STOPPED = [
 ]
 CASES = [*LAW, *LARGE, *NARROW, *STOPPED]
 # Real ranks take their time, and are equal to those in one process to the bit: for them a choice.
-SHAPES = [(1, 0.05), (3, 0.001), (40, 1.0), (5000, 0.001), (5000, 0.05)]
+SHAPES = [(3, 0.05), (5000, 0.001), (5000, 0.05)]
 ON_RANKS = [
-    *[case for case in LAW if case.name in ALWAYS_ALL or (case.dim, case.density) in SHAPES],
+    *[case for case in LAW if (case.dim, case.density) in SHAPES],
     *[case for case in (*LARGE, *NARROW) if case.dim > 3],
     *[case for case in STOPPED if case.dim > 40],
 ]

@@ -1,6 +1,7 @@
 """ExDyna: the online form against a slow reference, the consensus form against sorting."""
 
 import math
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,10 @@ from gradherd.sparsify.worker import Worker
 from tests.sparsify.reference import OnlineExDyna
 from tests.sparsify.work import normal, same
 
-DIMS = [1, 2, 31, 1000, 32_767, 33_000]
+
+def fair(factor, k, size):
+    """A share of k times a factor, by whole numbers: 1.1 times 50 is 55."""
+    return math.ceil(Fraction(str(factor)) * k / size)
 
 
 class World:
@@ -89,7 +93,7 @@ class World:
     def most(self, k):
         """The fair share times the capacity; more only where partitions are short of that."""
         factor, lengths = self.method.capacity, [b - a for a, b in pairwise(self.bounds)]
-        most = k if math.isinf(factor) else math.ceil(factor * k / self.size)
+        most = k if math.isinf(factor) else fair(factor, k, self.size)
         while sum(min(length, most) for length in lengths) < k:
             most += 1
         return most
@@ -106,7 +110,7 @@ class World:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [2, 31, 1000, 32_767, 33_000])
 @pytest.mark.parametrize("scale", [1.0, 0.002], ids=["large", "small"])
 def test_the_online_form_is_that_of_the_reference(dim, size, scale):
     world = World(ExDyna(0.02, threshold="online", balance="none"), dim, size)
@@ -192,10 +196,11 @@ def test_every_worker_owns_every_partition_once_in_r_steps(balance):
     assert all(len(set(column)) == 4 for column in zip(*owned, strict=True))
 
 
+@pytest.mark.parametrize("rule", ["consensus", "online"])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("dim", [1, 5, 700])
-def test_density_one_sends_everything_at_every_step(dim, size):
-    world = World(ExDyna(1.0), dim, size)
+def test_density_one_sends_everything_at_every_step(dim, size, rule):
+    world = World(ExDyna(1.0, threshold=rule), dim, size)
     for step in range(4):
         outcome = world.step(normal(step, size, dim))
         assert outcome.indices.sort().values.tolist() == list(range(dim))
@@ -258,7 +263,7 @@ def test_no_worker_sends_more_than_its_capacity(capacity):
         world.step(one_layer(step, size, dim))
         world.check_consensus(k)
         world.check_residuals()
-        assert max(world.outcome.chosen.counts) == math.ceil(capacity * k / size)
+        assert max(world.outcome.chosen.counts) == fair(capacity, k, size)
         if capacity == 1:
             assert world.outcome.chosen.counts == [50] * 4
 
@@ -301,3 +306,39 @@ def test_the_paper_starts_from_even_blocks(dim):
     widths = [end - begin for begin, end in pairwise(bounds.bounds)]
     size = max(1, dim // 1024 // 32 * 32 or dim // 1024)
     assert max(widths) - min(widths) <= 2 * size
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.9])
+def test_loads_of_older_steps_weigh_less(memory):
+    world = World(ExDyna(0.05, memory=memory, blocks=100), 1000, 2)
+    wanted = np.zeros(100)
+    for step in range(5):
+        outcome = world.step(normal(step, 2, 1000))
+        wanted = memory * wanted + np.bincount(outcome.indices.numpy() // 10, minlength=100)
+        np.testing.assert_allclose(world.workers[0].state.loads.numpy(), wanted, rtol=1e-12)
+
+
+def requests_of(script):
+    """Run a script of a world of one; return what it told, and how many times it asked."""
+    asked, answer = 0, None
+    while True:
+        try:
+            request = script.send(answer)
+        except StopIteration as end:
+            return end.value, asked
+        asked, answer = asked + 1, request.tensor.unsqueeze(0)
+
+
+def test_only_the_first_step_and_jumps_need_a_search():
+    world = World(ExDyna(0.01), 20_000, 1)
+    (worker,) = world.workers
+    asked = []
+    for step in range(25):
+        worker.set_unit(1.0)
+        worker.add(0, normal(step, 20_000) * (1000 if step == 20 else 1))
+        outcome, count = requests_of(worker.script())
+        worker.commit(outcome)
+        asked.append(count)
+    # The header, and two more where the octaves and then the bins of one are counted.
+    assert (asked[0], asked[20]) == (3, 3)
+    assert asked[8:20] == [1] * 12

@@ -109,6 +109,11 @@ def test_settings_of_the_exchange(setting):
     refuses(lambda **one: Sparsify(method="exdyna", **one), **setting)
 
 
+def test_values_that_make_no_difference_warn():
+    with pytest.warns(UserWarning, match="values='bf16' has no effect on gtopk"):
+        Sparsify(method="gtopk", values="bf16")
+
+
 def test_an_unknown_name_tells_the_known_ones():
     for make in (make_sparsifier, lambda name: Sparsify(method=name)):
         with pytest.raises(ValueError) as caught:

@@ -1,6 +1,7 @@
 """Where the line is drawn: the online rule, and bins counted by all workers."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -306,7 +307,8 @@ def test_capacity_is_the_fair_share_and_makes_room_for_k(lengths, factor, data):
     def room(each):
         return sum(min(length, each) for length in lengths)
 
-    wanted = k if math.isinf(factor) else math.ceil(factor * k / len(lengths))
+    share = Fraction(k, len(lengths))
+    wanted = k if math.isinf(factor) else math.ceil(Fraction(str(factor)) * share)
     assert room(most) >= k
     assert most == wanted or (most > wanted and room(most - 1) < k)
 

@@ -5,7 +5,6 @@ Letters: R workers, K picks of all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -65,9 +64,10 @@ def propose(
         place: Which worker this is.
     """
     part = acc[bounds[place.part] : bounds[place.part + 1]]
+    if k >= len(acc) or (rule == "consensus" and last is None):
+        return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
     if rule == "consensus":
-        if last is None or k >= len(acc):
-            return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
+        assert last is not None
         found = above(part, last)
         return Proposal(counts_in(bins_of(part[found]), bin_of(last)), found)
     online = Online() if rule == "online" else rule
@@ -105,13 +105,12 @@ def settle(
     """
     begin = bounds[place.part]
     part = acc[begin : bounds[place.part + 1]]
+    spans = [_span(bounds, (place.step + rank) % place.size) for rank in range(place.size)]
+    if k >= len(acc):
+        everything = torch.arange(len(acc), device=acc.device)
+        return Pick(everything, [end - first for first, end in spans], 0.0, last)
     if rule == "consensus":
-        if k >= len(acc):
-            everything = torch.arange(len(acc), device=acc.device)
-            own = [(place.step + rank) % place.size for rank in range(place.size)]
-            return Pick(everything, [bounds[p + 1] - bounds[p] for p in own], 0.0, None)
-        lengths = [end - start for start, end in pairwise(bounds)]
-        most = capacity(spare, k, lengths)
+        most = capacity(spare, k, [end - first for first, end in spans])
         cut, found = yield from _agree(part, k, most, last, proposal, headers)
         shares, threshold = cut.shares(k), cut.floor
         found = found[largest(part[found], shares[place.rank])]
@@ -121,7 +120,6 @@ def settle(
         shares = headers[:, 0].tolist()
         online = Online() if rule == "online" else rule
         following = online.following(threshold, sum(shares), k)
-    spans = [_span(bounds, (place.step + rank) % place.size) for rank in range(place.size)]
     indices = yield from gather_indices(begin + found, shares, spans, place)
     return Pick(indices, shares, threshold, following)
 

@@ -37,9 +37,9 @@ def above(values: Tensor, floor: float) -> Tensor:
         return (values.abs() >= floor).nonzero().view(-1)
     numbers = values.numpy()
     limits = np.finfo(numbers.dtype)
-    if floor > limits.max:
+    if floor > float(limits.max):
         return torch.zeros(0, dtype=torch.int64)
-    if 0 < floor < limits.smallest_subnormal:
+    if 0 < floor < float(limits.smallest_subnormal):
         floor = float(limits.smallest_subnormal)  # or zeros would be above it
     size = min(_CHUNK, len(numbers))
     magnitudes, hits = np.empty(size, numbers.dtype), np.empty(size, np.bool_)

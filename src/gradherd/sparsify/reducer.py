@@ -74,7 +74,7 @@ def reduce(
     # Where all parameters are small, there is nothing to choose.
     proposal = method.propose(part, k, state, place) if sparse else Proposal(flag[:0])
     headers: Tensor = yield Gather(torch.cat([flag, proposal.header]))
-    headers = headers.cpu()  # the one time in a step that the host waits for the device
+    headers = headers.cpu()  # here the host waits for the device: shapes depend on it
     if not bool(headers[:, 0].all()):
         return None
     chosen = Chosen(flag[:0].long(), [0] * place.size, state)

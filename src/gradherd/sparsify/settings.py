@@ -1,9 +1,11 @@
 """How a sparsifier is run, apart from what it chooses."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from gradherd.sparsify.gtopk import GTopK
 from gradherd.sparsify.selector import SPARSIFIERS, Selector
 
 
@@ -37,6 +39,11 @@ class Sparsify:
             object.__setattr__(self, "method", make_sparsifier(self.method))
         if self.values not in ("fp32", "bf16"):
             raise ValueError(f"values must be fp32 or bf16, got {self.values!r}")
+        if self.values == "bf16" and isinstance(self.method, GTopK):
+            warnings.warn(
+                "values='bf16' has no effect on gtopk: it adds values up on their way",
+                stacklevel=3,
+            )
         if self.dense_below < 0:
             raise ValueError(f"dense_below must be at least 0, got {self.dense_below}")
         if not 0 <= self.momentum < 1:

@@ -7,8 +7,8 @@ share out the bin in which the target falls. Exactly k coordinates travel, from 
 No worker sends more than its capacity: where one has much more than the others, because its batch
 was hard, the rest of it waits, and the threshold is lower for all.
 
-Bins are the leading bits of a magnitude as a float32: its exponent and nine bits of its mantissa,
-so a bin is between 0.1 and 0.2 % wide at any scale. Only some bins from a floor on are counted,
+Bins are the leading bits of a magnitude as a float32: its exponent and eight bits of its mantissa,
+so a bin is between 0.2 and 0.4 % wide at any scale. Only some bins from a floor on are counted,
 and only what lies above it is a candidate. Residuals crowd below the threshold, so the floor
 follows the counts: it is where the last step had a few times as many as were wanted.
 
@@ -25,10 +25,11 @@ from torch import Tensor
 from gradherd.comm.script import Gather, Script
 
 BINS = 128
-_BITS = 9  # of the mantissa
+_BITS = 8  # of the mantissa
 _OCTAVES = 256
 _SPARE = 3  # candidates to have for each one that is wanted
 _LOWER = 32  # bins to go down by if there were fewer
+_UNDER = 88  # bins of the window that may be under the line; the others are for it to rise
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
     >>> capacity(1.15, 100, [500, 500]), capacity(1.15, 100, [10, 500])
     (58, 90)
     """
-    most = k if math.isinf(factor) else math.ceil(factor * k / len(lengths))
+    most = k if math.isinf(factor) else math.ceil(factor * k / len(lengths) * (1 - 1e-12))
     left, others = k, len(lengths)
     for length in sorted(lengths):
         level = -(-left // others)
@@ -168,7 +169,8 @@ def _crossing(sums: Tensor, k: int, most: int) -> int | None:
 def _cut(sums: Tensor, lowest: int, at: int, k: int, most: int, top: Tensor | None = None) -> Cut:
     """Return the cut at a bin; `top` is what each worker has above all of them."""
     spare = _crossing(sums, _SPARE * k, _SPARE * most)
-    start = max(0, lowest - _LOWER) if spare is None else lowest + spare
+    start = lowest - _LOWER if spare is None else lowest + spare
+    start = max(0, start, lowest + at - _UNDER)
     over = sums[:, at + 1] if at + 1 < sums.shape[1] else top
     assert over is not None, "the last bin of a window is open"
     over, upto = over.clamp(max=most), sums[:, at].clamp(max=most)

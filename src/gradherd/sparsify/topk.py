@@ -41,6 +41,8 @@ class TopK:
     ) -> Script[Chosen]:
         """Unite everybody's picks."""
         counts = [k] * place.size
+        if k >= len(acc):
+            return Chosen(proposal.found, counts, None)
         union = yield from gather_union(proposal.found, counts, len(acc), place)
         return Chosen(union, counts, None)
 
