@@ -25,7 +25,7 @@ def fair(factor, k, size):
 
 
 class World:
-    """R workers whose steps can be looked into: `before` is what each had, `outcome` what came."""
+    """R workers whose steps can be looked into: `acc` is what each had, `outcome` what came."""
 
     def __init__(self, method, dim, size, **settings):
         sparsify = Sparsify(method=method, **settings)

@@ -71,7 +71,6 @@ class Case:
     dtype: torch.dtype = torch.float64
     values: str = "fp32"
     steps: int = 8
-    scale: float = 1.0
     spoilt: tuple[int, float] | None = None
     """Before this step there is another one, in which the last rank has this number."""
     resumed: int | None = None
@@ -101,7 +100,7 @@ class Case:
         scales = torch.repeat_interleave(
             torch.tensor([1.0, 30.0, 0.1, 0.003])[: len(self.layers)], torch.tensor(self.layers)
         )
-        return (grads * scales * self.scale).to(self.dtype)
+        return (grads * scales).to(self.dtype)
 
     def worker(self, rank, size):
         return Worker(

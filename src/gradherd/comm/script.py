@@ -142,27 +142,41 @@ def _answer_all(requests: Sequence[Any]) -> list[Told]:
             rows = torch.stack(tensors)
             return [Told(rows, collectives.gather_bytes(t, size)) for t in tensors]
         case GatherUneven():
+            sizes = [len(tensor) for tensor in tensors]
+            _alike([list(request.sizes) for request in requests] + [sizes], "lengths")
             joined = torch.cat(tensors)
             return [Told(joined, collectives.gather_bytes(t, size)) for t in tensors]
         case Deal():
+            _alike([len(tensor) for tensor in tensors] + [size], "rows")
             return [
                 Told(torch.stack([t[rank] for t in tensors]), collectives.deal_bytes(own, size))
                 for rank, own in enumerate(tensors)
             ]
         case Spread():
+            _alike([request.source for request in requests], "sources")
+            if not 0 <= requests[0].source < size:
+                raise RuntimeError(f"there is no rank {requests[0].source} to spread from")
             value = tensors[requests[0].source]
             return [Told(value, collectives.spread_bytes(value, size)) for _ in tensors]
         case _:
             return _pass_all(requests)
 
 
+def _alike(said: Sequence[Any], what: str) -> None:
+    """Raise where real ranks would fail or wait for ever."""
+    if any(one != said[0] for one in said):
+        raise RuntimeError(f"workers do not agree on {what}: {list(said)}")
+
+
 def _pass_all(requests: Sequence[Pass]) -> list[Told]:
     results = []
     for rank, request in enumerate(requests):
         taken = None
+        if request.to is not None and requests[request.to].source != rank:
+            raise RuntimeError(f"rank {request.to} does not take what rank {rank} gives")
         if request.source is not None:
             giver = requests[request.source]
-            if giver.to != rank or giver.tensor is None:
+            if giver.to != rank or giver.tensor is None or request.like is None:
                 raise RuntimeError(f"rank {rank} waits for rank {request.source} in vain")
             taken = giver.tensor
         given = request.tensor if request.to is not None else None

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify.blocks import even_cuts
 from gradherd.sparsify.choice import Chosen, Place, Proposal
 
 
@@ -36,7 +38,8 @@ class Dense:
         """Everybody knows: everything."""
         yield from ()
         everything = torch.arange(len(acc), device=acc.device)
-        return Chosen(everything, [len(acc)] * place.size, None)
+        cuts = even_cuts(len(acc), place.size)  # nobody picks; each answers for its share
+        return Chosen(everything, [end - begin for begin, end in pairwise(cuts)], None)
 
     def rescale(self, state: None, factor: float) -> None:
         """Nothing has a unit."""

@@ -95,7 +95,7 @@ def add_up(values: Tensor, place: Place, wire: torch.dtype) -> Script[tuple[Tens
     """
     if place.size == 1 or not len(values):
         return values, None
-    sent = values.to(wire) if wire.itemsize < values.dtype.itemsize else values
+    sent = _narrowed(values, wire) if wire.itemsize < values.dtype.itemsize else values
     left = None if sent is values else values - sent
     if place.size == 2 or sent.numel() * sent.element_size() <= _ONE_ROUND:
         rows: Tensor = yield Gather(sent)
@@ -105,13 +105,19 @@ def add_up(values: Tensor, place: Place, wire: torch.dtype) -> Script[tuple[Tens
     padded[: len(sent)] = sent
     slices: Tensor = yield Deal(padded.view(place.size, share))
     mine = _in_order(slices, values.dtype)
-    rounded = mine.to(sent.dtype)
+    rounded = _narrowed(mine, sent.dtype)
     total: Tensor = yield Gather(rounded)
     if left is not None:
         begin = place.rank * share
         part = left[begin : begin + share]
         part += (mine - rounded)[: len(part)]
     return total.view(-1)[: len(values)].to(values.dtype), left
+
+
+def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in a narrower type; what is beyond its range stays finite."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
 
 
 def _in_order(rows: Tensor, dtype: torch.dtype) -> Tensor:

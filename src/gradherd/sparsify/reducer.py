@@ -66,7 +66,7 @@ def reduce(
         wire: Type in which values travel.
 
     Returns:
-        What came of it; None if any worker had something that is not finite.
+        What came of it; None if any worker had something that is not finite, or a sum is not.
     """
     part = acc[:sparse] if finite else torch.zeros_like(acc[:sparse])
     k = target(density, sparse)
@@ -85,11 +85,21 @@ def reduce(
     indices = torch.cat([chosen.indices, always])
     if chosen.sums is None:
         total, left = yield from add_up(acc[indices], place, wire)
-        return Outcome(indices, total / place.size, left, None, chosen)
-    rest, rest_left = yield from add_up(acc[sparse:], place, wire)
+        sent = None
+    else:
+        rest, rest_left = yield from add_up(acc[sparse:], place, wire)
+        total = torch.cat([chosen.sums, rest])
+        sent, left = _partly_sent(acc, chosen, rest, rest_left)
+    if not bool(total.isfinite().all()):
+        return None
+    return Outcome(indices, total / place.size, left, sent, chosen)
+
+
+def _partly_sent(
+    acc: Tensor, chosen: Chosen, rest: Tensor, rest_left: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what of this worker travelled and what it keeps, where a method adds up itself."""
     assert chosen.sent is not None
     sent = torch.cat([chosen.sent, torch.ones_like(rest, dtype=torch.bool)])
     kept = acc[chosen.indices].masked_fill(chosen.sent, 0)
-    left = torch.cat([kept, torch.zeros_like(rest) if rest_left is None else rest_left])
-    total = torch.cat([chosen.sums, rest])
-    return Outcome(indices, total / place.size, left, sent, chosen)
+    return sent, torch.cat([kept, torch.zeros_like(rest) if rest_left is None else rest_left])

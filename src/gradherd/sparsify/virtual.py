@@ -1,4 +1,7 @@
-"""All workers of a world in one process: the same maths as on real ranks, to the bit.
+"""All workers of a world in one process: the same maths as on real ranks.
+
+To the bit, if torch uses as many threads as the ranks would: means and norms of long vectors, which
+sidco, sage and deft look at, depend on that.
 
 Letters: R workers, D coordinates.
 """
