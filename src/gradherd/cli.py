@@ -44,6 +44,9 @@ COMMANDS = {
         "picking against torch.topk, a sparse exchange against all-reduce and PowerSGD",
     ),
     "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
+    "data list": ("data_list:DataList", "which data sets are there, and how to get the others"),
+    "data get": ("data_get:DataGet", "download a data set from its usual public source"),
+    "data check": ("data_check:DataCheck", "are the data sets that are there whole?"),
 }
 """Command -> (module:class under gradherd.commands, one line of help)."""
 

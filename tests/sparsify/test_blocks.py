@@ -60,7 +60,7 @@ def test_loads_count_what_was_picked_in_each_block(dim, wanted, seed):
     blocks = Blocks.of(dim, wanted)
     draw = np.random.RandomState(seed)
     picked = draw.permutation(dim)[: draw.randint(0, min(dim, 500) + 1)]
-    loads = blocks.loads(torch.from_numpy(picked))
+    loads = blocks.loads(torch.from_numpy(picked), torch.ones(len(picked)))
     assert loads.dtype == torch.float64
     edges = np.arange(blocks.count + 1) * blocks.size
     assert loads.tolist() == np.histogram(picked, edges)[0].tolist()

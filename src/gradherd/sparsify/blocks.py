@@ -44,9 +44,10 @@ class Blocks:
         """Return the R + 1 coordinates at which partitions begin and end."""
         return [min(cut * self.size, self.dim) for cut in cuts]
 
-    def loads(self, indices: Tensor) -> Tensor:
-        """Count what was picked in each block: (K,) -> (NB,) float64."""
-        return torch.bincount(indices // self.size, minlength=self.count).double().cpu()
+    def loads(self, indices: Tensor, weights: Tensor) -> Tensor:
+        """Add up the weights of what was picked in each block: (K,) -> (NB,) float64."""
+        numbers = (indices // self.size).cpu()
+        return torch.bincount(numbers, weights.double(), minlength=self.count)
 
 
 def even_cuts(blocks: int, parts: int) -> list[int]:

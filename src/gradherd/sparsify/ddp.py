@@ -73,6 +73,7 @@ class SparseHook:
         for parameter, piece in Buckets.pieces(bucket):
             if parameter in self._places:
                 self._worker.add(self._places[parameter].start, piece)
+        flat.zero_()
         if bucket.is_last():
             taken, self._taken = self._taken, []
             self._exchange(Buckets([one for one, _ in taken], self._places))

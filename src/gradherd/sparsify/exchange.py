@@ -13,6 +13,8 @@ from gradherd.sparsify.choice import Place
 
 # Up to this many bytes to each other worker, one round with more bytes beats two with fewer.
 _ONE_ROUND = 1 << 10
+# So it does while it adds no more than this part of what a dense exchange sends.
+_SMALL = 1.25e-3
 
 
 def gather_indices(
@@ -84,11 +86,19 @@ def gather_union(own: Tensor, counts: Sequence[int], dim: int, place: Place) -> 
     return everything if place.size == 1 else torch.unique(everything)
 
 
-def add_up(values: Tensor, place: Place, wire: torch.dtype) -> Script[tuple[Tensor, Tensor | None]]:
+def add_up(
+    values: Tensor, place: Place, wire: torch.dtype, dim: int = 0
+) -> Script[tuple[Tensor, Tensor | None]]:
     """Sum `values` over workers; the result has the same bits on all of them.
 
     Rows are added in the order of workers, in the type of `values`. Where the wire is narrower,
     whoever rounds keeps what was rounded away, so that nothing is lost.
+
+    Args:
+        values: (K,) numbers of this worker.
+        place: Which worker this is.
+        wire: Type in which they travel, if it is narrower.
+        dim: D, the length of the vector that they are of.
 
     Returns:
         (K,) sums, and (K,) what this worker keeps of its own; None is nothing.
@@ -97,7 +107,9 @@ def add_up(values: Tensor, place: Place, wire: torch.dtype) -> Script[tuple[Tens
         return values, None
     sent = _narrowed(values, wire) if wire.itemsize < values.dtype.itemsize else values
     left = None if sent is values else values - sent
-    if place.size == 2 or sent.numel() * sent.element_size() <= _ONE_ROUND:
+    size = sent.numel() * sent.element_size()
+    # Both are in units of (R - 1) / R: one round sends R times `size`, two send twice.
+    if size <= _ONE_ROUND or (place.size - 2) * size <= _SMALL * 2 * dim * values.element_size():
         rows: Tensor = yield Gather(sent)
         return _in_order(rows, values.dtype), left
     share = -(-len(sent) // place.size)

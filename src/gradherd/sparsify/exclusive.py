@@ -40,6 +40,8 @@ class Pick:
     """That of this step."""
     following: float | None
     """What the next step starts from."""
+    loads: list[int]
+    """How many each worker had above the threshold, also beyond its capacity."""
 
 
 def check_rule(rule: object, spare: float) -> None:
@@ -108,20 +110,22 @@ def settle(
     spans = [_span(bounds, (place.step + rank) % place.size) for rank in range(place.size)]
     if k >= len(acc):
         everything = torch.arange(len(acc), device=acc.device)
-        return Pick(everything, [end - first for first, end in spans], 0.0, last)
+        lengths = [end - first for first, end in spans]
+        return Pick(everything, lengths, 0.0, last, lengths)
     if rule == "consensus":
         most = capacity(spare, k, [end - first for first, end in spans])
         cut, found = yield from _agree(part, k, most, last, proposal, headers)
         shares, threshold = cut.shares(k), cut.floor
         found = found[largest(part[found], shares[place.rank])]
         following: float | None = cut.start
+        loads = cut.loads
     else:
         threshold, found = proposal.found
-        shares = headers[:, 0].tolist()
+        shares = loads = headers[:, 0].tolist()
         online = Online() if rule == "online" else rule
         following = online.following(threshold, sum(shares), k)
     indices = yield from gather_indices(begin + found, shares, spans, place)
-    return Pick(indices, shares, threshold, following)
+    return Pick(indices, shares, threshold, following, loads)
 
 
 def _agree(

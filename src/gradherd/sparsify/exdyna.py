@@ -104,11 +104,17 @@ class ExDyna:
     def _learn(self, dim: int, state: State, pick: Pick, place: Place) -> State:
         cuts, loads = state.cuts, state.loads
         if self.balance == "recut" and place.size > 1:
-            loads = Blocks.of(dim, self.blocks).loads(pick.indices) + self.memory * loads
+            # What a worker had beyond its capacity lies, most likely, where its picks do.
+            share = [
+                load / max(1, count) for load, count in zip(pick.loads, pick.counts, strict=True)
+            ]
+            weights = torch.tensor(share).repeat_interleave(torch.tensor(pick.counts))
+            found = Blocks.of(dim, self.blocks).loads(pick.indices, weights)
+            loads = found + self.memory * loads
             cuts = recut(loads, place.size)
         elif self.balance == "diffusive":
             # Worker r had partition (step + r) mod R.
-            by_part = [pick.counts[(p - place.step) % place.size] for p in range(place.size)]
+            by_part = [pick.loads[(p - place.step) % place.size] for p in range(place.size)]
             cuts = diffuse(cuts, by_part)
         return State(pick.following, cuts, loads)
 

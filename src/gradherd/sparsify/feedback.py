@@ -10,8 +10,6 @@ Letters: D coordinates, K those that travel.
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.kernels import accumulate
-
 
 class Feedback:
     """Residuals of one worker."""
@@ -24,19 +22,17 @@ class Feedback:
         self._momentum = momentum
         self.velocity = torch.zeros_like(self.kept) if momentum else None
         self._velocity = torch.zeros_like(self.kept) if momentum else None
-        self._checks: list[Tensor] = []
 
     def add(self, begin: int, grad: Tensor, unit: float) -> None:
-        """Add `unit` times a flat gradient to what is kept from coordinate `begin` on; clear it."""
+        """Add `unit` times a flat gradient to what is kept from coordinate `begin` on."""
         part = slice(begin, begin + len(grad))
         if self.velocity is None or self._velocity is None:
-            self._checks.append(accumulate(self.kept[part], grad, self.acc[part], unit))
+            torch.add(self.kept[part], grad, alpha=unit, out=self.acc[part])
             return
         # The velocity is what accumulates; masking it where it was sent keeps it from being late.
-        slowed = self.velocity[part] * self._momentum
-        accumulate(slowed, grad, self._velocity[part], unit)
-        check = accumulate(self.kept[part], slowed.copy_(self._velocity[part]), self.acc[part], 1.0)
-        self._checks.append(check)
+        velocity = self._velocity[part]
+        torch.mul(self.velocity[part], self._momentum, out=velocity).add_(grad, alpha=unit)
+        torch.add(self.kept[part], velocity, out=self.acc[part])
 
     def leave_out(self, begin: int, end: int) -> None:
         """Let nothing of [begin, end) travel in this step."""
@@ -44,9 +40,8 @@ class Feedback:
 
     def finite(self) -> bool:
         """Tell whether all that was added is finite."""
-        total = torch.stack(self._checks).sum() if self._checks else self.acc.sum()
-        # A sum may overflow where no term has.
-        return bool(total.isfinite()) or bool(self.acc.isfinite().all())
+        # One pass; a sum may overflow where no term has.
+        return bool(self.acc.sum().isfinite()) or bool(self.acc.isfinite().all())
 
     def commit(
         self,
@@ -80,8 +75,3 @@ class Feedback:
             self.acc.lerp_(self.kept, 1 - low_pass)
         self.kept, self.acc = self.acc, self.kept
         self.velocity, self._velocity = self._velocity, self.velocity
-        self._checks = []
-
-    def discard(self) -> None:
-        """Forget the step."""
-        self._checks = []

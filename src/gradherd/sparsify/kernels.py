@@ -13,20 +13,6 @@ _SAMPLES = 8192
 _CHUNK = 131_072
 
 
-def accumulate(kept: Tensor, grad: Tensor, out: Tensor, unit: float) -> Tensor:
-    """Write kept + unit * grad to `out`, clear `grad`, and return a sum that is finite if all is.
-
-    Args:
-        kept: (D,) residual, left alone: the step may yet be called off.
-        grad: (D,) gradient of any floating type.
-        out: (D,) like `kept`.
-        unit: What a gradient is multiplied by.
-    """
-    torch.add(kept, grad, alpha=unit, out=out)
-    grad.zero_()
-    return out.sum()
-
-
 def above(values: Tensor, floor: float) -> Tensor:
     """Return where |values| >= floor, ascending: (D,) -> (k,) int64.
 

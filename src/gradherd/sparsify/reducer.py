@@ -84,10 +84,10 @@ def reduce(
     always = torch.arange(sparse, len(acc), device=acc.device)
     indices = torch.cat([chosen.indices, always])
     if chosen.sums is None:
-        total, left = yield from add_up(acc[indices], place, wire)
+        total, left = yield from add_up(acc[indices], place, wire, len(acc))
         sent = None
     else:
-        rest, rest_left = yield from add_up(acc[sparse:], place, wire)
+        rest, rest_left = yield from add_up(acc[sparse:], place, wire, len(acc))
         total = torch.cat([chosen.sums, rest])
         sent, left = _partly_sent(acc, chosen, rest, rest_left)
     if not bool(total.isfinite().all()):

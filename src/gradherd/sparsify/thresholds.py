@@ -84,11 +84,13 @@ class Cut:
     """How many each has in the bin, up to its capacity: with those above, k or more in all."""
     start: float
     """Floor of the next step's candidates."""
+    loads: list[int]
+    """How many each has from the bin upwards, whatever its capacity."""
 
     def shares(self, k: int) -> list[int]:
         """Return how many each worker sends: k in all, each about the same part of the bin.
 
-        >>> Cut(1.0, above=[3, 0], inside=[4, 4], start=0.9).shares(7)
+        >>> Cut(1.0, above=[3, 0], inside=[4, 4], start=0.9, loads=[7, 4]).shares(7)
         [5, 2]
         """
         need, total = k - sum(self.above), sum(self.inside)
@@ -174,7 +176,13 @@ def _cut(sums: Tensor, lowest: int, at: int, k: int, most: int, top: Tensor | No
     over = sums[:, at + 1] if at + 1 < sums.shape[1] else top
     assert over is not None, "the last bin of a window is open"
     over, upto = over.clamp(max=most), sums[:, at].clamp(max=most)
-    return Cut(floor_of(lowest + at), over.tolist(), (upto - over).tolist(), floor_of(start))
+    return Cut(
+        floor_of(lowest + at),
+        over.tolist(),
+        (upto - over).tolist(),
+        floor_of(start),
+        sums[:, at].tolist(),
+    )
 
 
 def search(values: Tensor, k: int, most: int) -> Script[tuple[Cut, Tensor]]:

@@ -44,7 +44,7 @@ class Workers:
         """
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
-            worker.add(0, grad.clone())
+            worker.add(0, grad)
         if self.workers[0].weightless:
             return torch.zeros_like(grads[0])
         told = run_together([worker.script() for worker in self.workers])

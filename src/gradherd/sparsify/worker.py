@@ -62,7 +62,7 @@ class Worker:
         return self._unit == 0
 
     def add(self, begin: int, grad: Tensor) -> None:
-        """Take a flat gradient of the coordinates from `begin` on, and clear it."""
+        """Take a flat gradient of the coordinates from `begin` on."""
         self.feedback.add(begin, grad, self._unit)
 
     def script(self) -> Script[Outcome | None]:
@@ -97,7 +97,6 @@ class Worker:
             left_out: What `feedback.leave_out` was called for.
         """
         if outcome is None:
-            self.feedback.discard()
             self.skipped += 1
             return
         left = outcome.left

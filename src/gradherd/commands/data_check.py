@@ -1,0 +1,68 @@
+"""`gradherd data check`: are the data sets that are there also whole?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradherd.commands.data_list import look
+from gradherd.commands.progress import steps
+from gradherd.commands.usage import print_json
+from gradherd.tasks.check import check_set
+from gradherd.tasks.data import data_dirs
+from gradherd.tasks.sets import SETS
+
+_STYLES = {"ok": "green", "damaged": "bold red", "missing": "dim"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """Read every data set that is there and compare sizes and checksums with the published ones.
+
+    Exit code 1 if one is damaged; sets that are not there are no error.
+
+    Example: gradherd data check --json
+    """
+
+    data_dir: Path | None = None
+    """Folder to look in first."""
+    json: bool = False
+    """Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is ok, damaged or
+    missing."""
+
+    def run(self) -> None:
+        """Check all of them."""
+        with steps(len(SETS), "sets") as tick:
+            sets = [self._entry(name, tick) for name in SETS]
+        if self.json:
+            print_json({"sets": sets})
+        else:
+            folders = ", ".join(str(folder) for folder in data_dirs(self.data_dir))
+            table = Table(title=f"Data sets in {folders}", title_justify="left")
+            for column in ("set", "status", "where"):
+                table.add_column(column, overflow="fold", no_wrap=column != "where")
+            for entry in sets:
+                where = entry["problem"] or entry["found"] or ""
+                table.add_row(entry["name"], entry["status"], where, style=_STYLES[entry["status"]])
+            Console().print(table)
+        if any(entry["status"] == "damaged" for entry in sets):
+            raise SystemExit(1)
+
+    def _entry(self, name: str, tick: Any) -> dict[str, Any]:
+        found, problem = look(name, self.data_dir), None
+        try:
+            if found is not None:
+                check_set(found)
+        except ValueError as error:
+            problem = str(error)
+        tick()
+        status = "missing" if found is None else "damaged" if problem else "ok"
+        return {
+            "name": name,
+            "status": status,
+            "found": None if found is None else str(found.folder),
+            "form": None if found is None else found.form.name,
+            "problem": problem,
+        }

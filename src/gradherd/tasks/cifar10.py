@@ -1,0 +1,130 @@
+"""CIFAR-10 in memory, from any of the forms it comes in.
+
+All forms are turned into the rows of the binary one, a label byte and 3,072 pixels, whose
+checksums are known.
+"""
+
+import tarfile
+import zlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradherd.tasks.data import Found, find_set, verify
+from gradherd.tasks.read import DamagedData, npz, plain_pickle, sheet
+from gradherd.tasks.sets import CIFAR_BATCHES, SETS
+from gradherd.tasks.task import Split, check_limit
+
+ROW = 1 + 3 * 32 * 32
+NAMES = tuple(name for name, _ in CIFAR_BATCHES)
+Rows = NDArray[np.uint8]
+
+
+def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Split:
+    """Return (n, 3, 32, 32) pixels as bytes and (n,) kinds, 50,000 + 10,000 of them."""
+    check_limit(limit)
+    found = find_set("cifar10", data_dir)
+    rows = read_batches(found, (NAMES[0], NAMES[-1]))
+    # Small limits are met by the first batch; the others need not be read then.
+    if limit is None or limit > len(rows[NAMES[0]]):
+        rows |= read_batches(found, NAMES[1:-1])
+    train = np.concatenate([rows[name] for name in NAMES[:-1] if name in rows])
+    return Split(_columns(train), _columns(rows[NAMES[-1]])).first(limit)
+
+
+def read_batches(found: Found, names: Iterable[str] = NAMES) -> dict[str, Rows]:
+    """Return (m, 3073) rows of some batches, checked against the published ones."""
+    names = tuple(names)
+    contents = _archived(found, names) if found.form.name == "archive" else {}
+    published = {file.name: file for file in SETS["cifar10"].form("binary").files}
+    batches = {}
+    for name in names:
+        content = contents.get(name) or _content(found, name)
+        where = f"{found.folder}: {name}"
+        verify(published[f"{name}.bin"], content, where)
+        if len(content) % ROW or not content:
+            raise DamagedData(f"{where} is {len(content):,} bytes, no multiple of {ROW}")
+        rows = np.frombuffer(content, np.uint8).reshape(-1, ROW)
+        if rows[:, 0].max() > 9:
+            raise DamagedData(f"{where} has label {rows[:, 0].max()}, expected 0 to 9")
+        batches[name] = rows
+    return batches
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Return pixels as numbers, each channel with mean 0 and deviation 1 over the set."""
+    mean, scale = _statistics(pixels.device)
+    return (pixels.float() - mean) / scale
+
+
+@cache
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean = torch.tensor([0.4914, 0.4822, 0.4465], device=device) * 255
+    scale = torch.tensor([0.2023, 0.1994, 0.2010], device=device) * 255
+    return mean.view(3, 1, 1), scale.view(3, 1, 1)
+
+
+def _columns(rows: Rows) -> tuple[Tensor, Tensor]:
+    pixels = np.ascontiguousarray(rows[:, 1:]).reshape(-1, 3, 32, 32)
+    return torch.from_numpy(pixels), torch.from_numpy(rows[:, 0].astype(np.int64))
+
+
+def _content(found: Found, name: str) -> bytes:
+    if found.form.name == "sheets":
+        return _from_sheet(found, name)
+    if found.form.name == "pickles":
+        return _from_pickle(found, name)
+    return found.read(f"{name}.bin")
+
+
+def _from_sheet(found: Found, name: str) -> bytes:
+    path = found.paths["labels.npz"]
+    (labels,) = npz(found.read("labels.npz"), path, (name,))
+    tiles = sheet(found.paths[f"{name}.webp"], 32).reshape(-1, ROW - 1)
+    if labels.shape != (len(tiles),) or labels.dtype != np.uint8:
+        raise DamagedData(
+            f"{path}: {name} has labels {labels.shape} of {labels.dtype} "
+            f"for {len(tiles):,} tiles, expected one byte for each"
+        )
+    return np.concatenate([labels[:, None], tiles], 1).tobytes()
+
+
+def _from_pickle(found: Found, name: str) -> bytes:
+    path = found.paths[name]
+    batch = plain_pickle(found.read(name), path)
+    pixels = batch.get(b"data")
+    try:
+        labels = np.array(batch[b"labels"], np.uint8)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise DamagedData(f"{path} has no labels from 0 to 9") from None
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+        pixels = np.empty(0, np.uint8)
+    if pixels.shape != (len(labels), ROW - 1):
+        raise DamagedData(f"{path} has no pixels of {len(labels):,} images")
+    return np.concatenate([labels[:, None], pixels], 1).tobytes()
+
+
+def _archived(found: Found, names: tuple[str, ...]) -> dict[str, bytes]:
+    """Read some batches out of the archive in one pass; nothing is written to disk."""
+    (path,) = found.paths.values()
+    wanted = {f"cifar-10-batches-bin/{name}.bin": name for name in names}
+    contents: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.name in wanted else None
+                if file is not None:
+                    contents[wanted[member.name]] = file.read()
+                if len(contents) == len(wanted):
+                    break
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise DamagedData(f"{path} is no good archive: {error}") from None
+    for name in names:
+        if name not in contents:
+            raise DamagedData(f"{path} lacks {name}.bin; fetch it again")
+    return contents

@@ -1,0 +1,56 @@
+"""Averages over many examples, a chunk at a time, that leave the model as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Hold a model in evaluation mode, without gradients; each module gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def average(
+    model: nn.Module, score: Callable[..., Tensor], *tensors: Tensor, chunk: int = 1000
+) -> float:
+    """Return the mean of `score(model, *chunk)`, one number per example, over all examples.
+
+    >>> average(nn.Identity(), lambda model, x: model(x) > 1, torch.arange(5), chunk=2)
+    0.6
+    """
+    total = 0.0
+    with evaluating(model):
+        for parts in zip(*(tensor.split(chunk) for tensor in tensors), strict=True):
+            total += float(score(model, *parts).double().sum())
+    return total / len(tensors[0])
+
+
+def accuracy(
+    model: nn.Module,
+    inputs: Tensor,
+    kinds: Tensor,
+    *,
+    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
+    chunk: int = 1000,
+) -> float:
+    """Return in percent how often the largest score of `model(prepare(inputs))` is right.
+
+    >>> accuracy(nn.Identity(), torch.eye(4), torch.tensor([0, 1, 2, 2]))
+    75.0
+    """
+
+    def right(model: nn.Module, inputs: Tensor, kinds: Tensor) -> Tensor:
+        scores: Tensor = model(prepare(inputs))
+        return scores.argmax(1) == kinds
+
+    return 100 * average(model, right, inputs, kinds, chunk=chunk)
