@@ -11,8 +11,9 @@ import torch
 from gradherd.comm.script import run_together
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.offers import floor_of, rank_of
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.thresholds import Online, bin_of, floor_of
+from gradherd.sparsify.thresholds import Online
 from gradherd.sparsify.virtual import Workers
 from gradherd.sparsify.worker import Worker
 from tests.sparsify.reference import OnlineExDyna
@@ -79,7 +80,8 @@ class World:
             rest[own] = False
             unpicked = sizes[begin:end][rest[begin:end]]
             if len(own) and len(unpicked):
-                assert sizes[own].min() >= unpicked.max()
+                # Among those with the same leading bits, any may travel.
+                assert sizes[own].min() >= unpicked.max() * (1 - 2**-8)
             pool.append(sizes[begin:end])
         if k >= self.dim:
             assert chosen.threshold == 0
@@ -88,7 +90,7 @@ class World:
         assert max(chosen.counts) <= most
         top = [part.sort(descending=True).values[:most] for part in pool]
         kth = float(torch.cat(top).sort(descending=True).values[k - 1])
-        assert chosen.threshold == floor_of(bin_of(kth))
+        assert chosen.threshold == floor_of(int(rank_of(torch.tensor(kth))))
 
     def most(self, k):
         """The fair share times the capacity; more only where partitions are short of that."""
@@ -313,9 +315,14 @@ def test_loads_of_older_steps_weigh_less(memory):
     world = World(ExDyna(0.05, memory=memory, blocks=100), 1000, 2)
     wanted = np.zeros(100)
     for step in range(5):
-        outcome = world.step(normal(step, 2, 1000))
-        wanted = memory * wanted + np.bincount(outcome.indices.numpy() // 10, minlength=100)
-        np.testing.assert_allclose(world.workers[0].state.loads.numpy(), wanted, rtol=1e-12)
+        start = world.workers[0].state.start
+        world.step(normal(step, 2, 1000))
+        wanted = memory * wanted
+        for rank, (begin, end), own in world.picks:
+            # What a worker had, also beyond its capacity, is laid where its picks are.
+            had = int((world.acc[rank, begin:end].abs() >= start[0]).sum()) if start else len(own)
+            wanted += np.bincount(own.numpy() // 10, minlength=100) * (had / len(own))
+        np.testing.assert_allclose(world.workers[0].state.loads.numpy(), wanted, rtol=1e-6)
 
 
 def requests_of(script):
@@ -329,16 +336,13 @@ def requests_of(script):
         asked, answer = asked + 1, request.tensor.unsqueeze(0)
 
 
-def test_only_the_first_step_and_jumps_need_a_search():
+def test_a_worker_asks_once_whatever_the_scale_does():
     world = World(ExDyna(0.01), 20_000, 1)
     (worker,) = world.workers
-    asked = []
     for step in range(25):
         worker.set_unit(1.0)
         worker.add(0, normal(step, 20_000) * (1000 if step == 20 else 1))
         outcome, count = requests_of(worker.script())
         worker.commit(outcome)
-        asked.append(count)
-    # The header, and two more where the octaves and then the bins of one are counted.
-    assert (asked[0], asked[20]) == (3, 3)
-    assert asked[8:20] == [1] * 12
+        assert count == 1
+        assert len(outcome.indices) == 200

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.kernels import above, accumulate, largest
+from gradherd.sparsify.kernels import above, largest
 from tests.sparsify.work import normal
 
 # Around a chunk of what is compared in one go, and around the length from which one samples.
@@ -62,13 +62,3 @@ def test_the_largest_of_a_few(values, data):
     found = largest(torch.tensor(values), k).tolist()
     assert found == sorted(set(found))
     assert sorted((sizes[i] for i in found), reverse=True) == sorted(sizes, reverse=True)[:k]
-
-
-def test_a_part_of_a_vector_is_written_to_and_no_other():
-    kept, out = torch.ones(9), torch.full((9,), 7.0)
-    check = accumulate(kept[2:5], torch.tensor([1.0, 2.0, 3.0]), out[2:5], 2.0)
-    assert out.tolist() == [7, 7, 3, 5, 7, 7, 7, 7, 7]
-    assert kept.tolist() == [1] * 9
-    assert float(check) == 15
-    for bad in (float("nan"), float("inf")):
-        assert not accumulate(kept, torch.full((9,), bad), out, 1.0).isfinite()

@@ -47,7 +47,7 @@ class Blocks:
     def loads(self, indices: Tensor, weights: Tensor) -> Tensor:
         """Add up the weights of what was picked in each block: (K,) -> (NB,) float64."""
         numbers = (indices // self.size).cpu()
-        return torch.bincount(numbers, weights.double(), minlength=self.count)
+        return torch.bincount(numbers, weights.double(), minlength=self.count).double()
 
 
 def even_cuts(blocks: int, parts: int) -> list[int]:

@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify import offers
 from gradherd.sparsify.choice import Place, Proposal
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import above, largest
-from gradherd.sparsify.thresholds import (
-    Cut,
-    Online,
-    bin_of,
-    bins_of,
-    capacity,
-    counts_in,
-    find,
-    search,
-)
+from gradherd.sparsify.thresholds import Online
 
 Rule = Literal["consensus", "online"] | Online
+Start = tuple[float, float] | None
+"""What a step starts from: a floor above which candidates are looked for, and what part of the
+threshold it is. Online: the threshold, and 1."""
+
+# Candidates to find for each one that is wanted; the floor follows.
+_FEW, _MANY = 2, 4
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,10 @@ class Pick:
     """How many each worker picked."""
     threshold: float
     """That of this step."""
-    following: float | None
+    following: Start
     """What the next step starts from."""
     loads: list[int]
-    """How many each worker had above the threshold, also beyond its capacity."""
+    """How much each worker had, also beyond its capacity."""
 
 
 def check_rule(rule: object, spare: float) -> None:
@@ -52,93 +50,103 @@ def check_rule(rule: object, spare: float) -> None:
         raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
 
 
-def propose(
-    acc: Tensor, k: int, bounds: Sequence[int], rule: Rule, last: float | None, place: Place
-) -> Proposal:
-    """Find this worker's candidates, as indices into its partition; show how many there are.
+@dataclass(frozen=True)
+class Exclusive:
+    """One step of one worker, with all that everybody knows beforehand."""
 
-    Args:
-        acc: (D,) residual + gradient.
-        k: How many all workers should pick.
-        bounds: R + 1 borders of the partitions.
-        rule: How the threshold is found.
-        last: What the last step left to start from.
-        place: Which worker this is.
-    """
-    part = acc[bounds[place.part] : bounds[place.part + 1]]
-    if k >= len(acc) or (rule == "consensus" and last is None):
-        return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
-    if rule == "consensus":
-        assert last is not None
-        found = above(part, last)
-        return Proposal(counts_in(bins_of(part[found]), bin_of(last)), found)
-    online = Online() if rule == "online" else rule
-    threshold = online.first(k) if last is None else last
-    found = above(part, threshold)
-    if not len(found) and len(part):
-        found = torch.tensor([place.step % len(part)], device=acc.device)
-    count = torch.tensor([len(found)], dtype=torch.int32, device=acc.device)
-    return Proposal(count, (threshold, found))
+    rule: Rule
+    """How the threshold is found."""
+    spare: float
+    """By consensus, how many times its fair share a worker may send."""
+    start: Start
+    """What the last step left to start from."""
+    bounds: Sequence[int]
+    """R + 1 borders of the partitions."""
+    k: int
+    """How many all workers should pick."""
+    place: Place
+    """Which worker this is."""
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each worker picks in this step."""
+        parts = [(self.place.step + rank) % self.place.size for rank in range(self.place.size)]
+        return [(self.bounds[part], self.bounds[part + 1]) for part in parts]
 
-def settle(
-    acc: Tensor,
-    k: int,
-    bounds: Sequence[int],
-    rule: Rule,
-    spare: float,
-    last: float | None,
-    place: Place,
-    proposal: Proposal,
-    headers: Tensor,
-) -> Script[Pick]:
-    """Agree on a threshold and exchange what lies above it.
+    @property
+    def sizes(self) -> list[int]:
+        """How much each worker offers."""
+        lengths = [end - first for first, end in self.spans]
+        most = offers.capacity(self.spare, self.k, lengths)
+        return [min(most, length) for length in lengths]
 
-    Args:
-        acc: (D,) residual + gradient.
-        k: How many all workers should pick.
-        bounds: R + 1 borders of the partitions.
-        rule: How the threshold is found.
-        spare: By consensus, how many times its fair share a worker may send.
-        last: What the last step left to start from.
-        place: Which worker this is.
-        proposal: What this worker found by itself.
-        headers: (R, H) what all of them showed.
-    """
-    begin = bounds[place.part]
-    part = acc[begin : bounds[place.part + 1]]
-    spans = [_span(bounds, (place.step + rank) % place.size) for rank in range(place.size)]
-    if k >= len(acc):
-        everything = torch.arange(len(acc), device=acc.device)
-        lengths = [end - first for first, end in spans]
-        return Pick(everything, lengths, 0.0, last, lengths)
-    if rule == "consensus":
-        most = capacity(spare, k, [end - first for first, end in spans])
-        cut, found = yield from _agree(part, k, most, last, proposal, headers)
-        shares, threshold = cut.shares(k), cut.floor
-        found = found[largest(part[found], shares[place.rank])]
-        following: float | None = cut.start
-        loads = cut.loads
-    else:
-        threshold, found = proposal.found
-        shares = loads = headers[:, 0].tolist()
-        online = Online() if rule == "online" else rule
-        following = online.following(threshold, sum(shares), k)
-    indices = yield from gather_indices(begin + found, shares, spans, place)
-    return Pick(indices, shares, threshold, following, loads)
+    def _words(self) -> int:
+        return max(offers.words(n, s) for n, s in zip(self.sizes, self.spans, strict=True))
 
+    def propose(self, acc: Tensor) -> Proposal:
+        """Find this worker's candidates, and offer the largest or tell their number."""
+        first, end = self.spans[self.place.rank]
+        part = acc[first:end]
+        if self.k >= len(acc):
+            return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
+        if self.rule != "consensus":
+            return self._above_threshold(part, first)
+        count = self.sizes[self.place.rank]
+        found = above(part, self.start[0]) if self.start else None
+        load = 0 if found is None else len(found)
+        if found is None or load < count:
+            found = largest(part, count)
+        elif load > count:
+            found = found[part[found].abs().topk(count).indices.sort().values]
+        message = offers.pack(first + found, part[found].abs(), (first, end), self._words())
+        told = torch.tensor([load], dtype=torch.int32, device=acc.device)
+        return Proposal(torch.cat([told, message]))
 
-def _agree(
-    part: Tensor, k: int, most: int, last: float | None, proposal: Proposal, headers: Tensor
-) -> Script[tuple[Cut, Tensor]]:
-    """Return where the line is drawn, and this worker's candidates."""
-    if last is not None:
-        cut = find(headers, bin_of(last), k, most)
-        if cut is not None:
-            return cut, proposal.found
-    # The first step, or the threshold has jumped.
-    return (yield from search(part, k, most))
+    def _above_threshold(self, part: Tensor, first: int) -> Proposal:
+        threshold = self._threshold()
+        found = above(part, threshold)
+        if not len(found) and len(part):
+            found = torch.tensor([self.place.step % len(part)], device=part.device)
+        count = torch.tensor([len(found)], dtype=torch.int32, device=part.device)
+        return Proposal(count, first + found)
 
+    def _online(self) -> Online:
+        return self.rule if isinstance(self.rule, Online) else Online()
 
-def _span(bounds: Sequence[int], part: int) -> tuple[int, int]:
-    return bounds[part], bounds[part + 1]
+    def _threshold(self) -> float:
+        return self._online().first(self.k) if self.start is None else self.start[0]
+
+    def settle(self, acc: Tensor, proposal: Proposal, headers: Tensor) -> Script[Pick]:
+        """Agree on what is picked, now that everybody's header is known."""
+        if self.k >= len(acc):
+            everything = torch.arange(len(acc), device=acc.device)
+            lengths = [end - first for first, end in self.spans]
+            return Pick(everything, lengths, 0.0, self.start, lengths)
+        if self.rule == "consensus":
+            return self._keep(acc, headers)
+        counts = headers[:, 0].tolist()
+        indices = yield from gather_indices(proposal.found, counts, self.spans, self.place)
+        threshold = self._threshold()
+        after = self._online().following(threshold, sum(counts), self.k)
+        return Pick(indices, counts, threshold, (after, 1.0), counts)
+
+    def _keep(self, acc: Tensor, headers: Tensor) -> Pick:
+        seen = headers.numpy()
+        given = [
+            offers.unpack(row[1:], count, span)
+            for row, count, span in zip(seen, self.sizes, self.spans, strict=True)
+        ]
+        kept = offers.keep(given, self.k)
+        loads = seen[:, 0].tolist() if self.start else kept.counts
+        indices = torch.from_numpy(kept.indices).to(acc.device)
+        after = self._floor(kept.threshold, sum(loads))
+        return Pick(indices, kept.counts, kept.threshold, after, loads)
+
+    def _floor(self, threshold: float, candidates: int) -> Start:
+        """Return a floor that leaves a few times as many candidates as are wanted."""
+        share = self.start[1] if self.start else 0.9
+        if self.start and candidates < _FEW * self.k:
+            share *= 0.97
+        if candidates > _MANY * self.k:
+            share = min(0.995, share * 1.02)
+        return threshold * share, share

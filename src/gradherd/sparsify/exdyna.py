@@ -19,7 +19,7 @@ from torch import Tensor
 from gradherd.comm.script import Script
 from gradherd.sparsify.blocks import Blocks, diffuse, even_cuts, recut
 from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
-from gradherd.sparsify.exclusive import Pick, Rule, check_rule, propose, settle
+from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule
 
 Balance = Literal["recut", "diffusive", "none"]
 
@@ -28,8 +28,8 @@ Balance = Literal["recut", "diffusive", "none"]
 class State:
     """What all workers know alike."""
 
-    start: float | None
-    """The threshold to come, or the floor of candidates; None before the first step."""
+    start: Start
+    """What the next step starts from; None before the first."""
     cuts: list[int]
     """R + 1 borders of the partitions, in blocks."""
     loads: Tensor
@@ -80,9 +80,8 @@ class ExDyna:
         return Blocks.of(dim, self.blocks).bounds(state.cuts)
 
     def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Look for candidates in this worker's partition."""
-        bounds = self.bounds(len(acc), state)
-        return propose(acc, k, bounds, self.threshold, state.start, place)
+        """Offer the largest of this worker's partition."""
+        return self._step(acc, k, state, place).propose(acc)
 
     def settle(
         self,
@@ -93,13 +92,15 @@ class ExDyna:
         proposal: Proposal,
         headers: Tensor,
     ) -> Script[Chosen]:
-        """Agree on the threshold, exchange picks, and move the borders."""
-        bounds = self.bounds(len(acc), state)
-        pick: Pick = yield from settle(
-            acc, k, bounds, self.threshold, self.capacity, state.start, place, proposal, headers
-        )
+        """Agree on what is picked, and move the borders."""
+        step = self._step(acc, k, state, place)
+        pick: Pick = yield from step.settle(acc, proposal, headers)
         after = self._learn(len(acc), state, pick, place)
         return Chosen(pick.indices, pick.counts, after, pick.threshold)
+
+    def _step(self, acc: Tensor, k: int, state: State, place: Place) -> Exclusive:
+        bounds = self.bounds(len(acc), state)
+        return Exclusive(self.threshold, self.capacity, state.start, bounds, k, place)
 
     def _learn(self, dim: int, state: State, pick: Pick, place: Place) -> State:
         cuts, loads = state.cuts, state.loads
@@ -122,4 +123,5 @@ class ExDyna:
         """Follow a change of the unit that values are in."""
         if state.start is None:
             return state
-        return replace(state, start=state.start * factor)
+        floor, share = state.start
+        return replace(state, start=(floor * factor, share))

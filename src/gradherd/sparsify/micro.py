@@ -14,15 +14,15 @@ from torch import Tensor
 from gradherd.comm.script import Script
 from gradherd.sparsify.blocks import even_cuts
 from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
-from gradherd.sparsify.exclusive import Pick, Rule, check_rule, propose, settle
+from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule
 
 
 @dataclass(frozen=True)
 class State:
     """What all workers know alike."""
 
-    start: float | None
-    """The threshold to come, or the floor of candidates; None before the first step."""
+    start: Start
+    """What the next step starts from; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Micro:
         return State(None)
 
     def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Look for candidates in this worker's partition."""
-        bounds = even_cuts(len(acc), place.size)
-        return propose(acc, k, bounds, self.threshold, state.start, place)
+        """Offer the largest of this worker's partition."""
+        return self._step(acc, k, state, place).propose(acc)
 
     def settle(
         self,
@@ -60,15 +59,18 @@ class Micro:
         proposal: Proposal,
         headers: Tensor,
     ) -> Script[Chosen]:
-        """Agree on the threshold and exchange picks."""
-        bounds = even_cuts(len(acc), place.size)
-        pick: Pick = yield from settle(
-            acc, k, bounds, self.threshold, self.capacity, state.start, place, proposal, headers
-        )
+        """Agree on what is picked."""
+        step = self._step(acc, k, state, place)
+        pick: Pick = yield from step.settle(acc, proposal, headers)
         return Chosen(pick.indices, pick.counts, State(pick.following), pick.threshold)
+
+    def _step(self, acc: Tensor, k: int, state: State, place: Place) -> Exclusive:
+        bounds = even_cuts(len(acc), place.size)
+        return Exclusive(self.threshold, self.capacity, state.start, bounds, k, place)
 
     def rescale(self, state: State, factor: float) -> State:
         """Follow a change of the unit that values are in."""
         if state.start is None:
             return state
-        return replace(state, start=state.start * factor)
+        floor, share = state.start
+        return replace(state, start=(floor * factor, share))
