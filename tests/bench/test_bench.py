@@ -55,6 +55,20 @@ def test_step_compares_both_orders(capsys):
     assert KEYS <= set(drr) and 0 < cd["bytes"] - drr["bytes"] < 100
 
 
+def test_sparsify_compares_picking_and_whole_exchanges(capsys):
+    found = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2)
+    rows = found["rows"]
+    assert all(KEYS <= set(row) for row in rows)
+    cases = ["copy", "eager", "topk", "fused", "dense", "fp16", "powersgd", "exdyna"]
+    assert [row["case"] for row in rows] == cases
+    assert [row["workers"] for row in rows] == [1] * 4 + [3] * 4
+    dense, fp16, _, exdyna = rows[4:]
+    assert dense["ratio"] == rows[0]["ratio"] == 1
+    assert dense["bytes"] == 2 * 4 * 20_500 * 2 // 3
+    assert fp16["bytes"] == dense["bytes"] // 2
+    assert 0 < exdyna["bytes"] < dense["bytes"] / 50
+
+
 @pytest.mark.parametrize("params", [9000, 100_000, 2_000_000])
 def test_mlp_has_about_as_many_parameters_as_asked(params):
     assert 0.95 * params <= sum(p.numel() for p in mlp(params).parameters()) <= params

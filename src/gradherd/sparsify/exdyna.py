@@ -3,8 +3,8 @@
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep
 Learning", CCGrid 2024, arXiv:2402.13781. Partitions do not overlap, so what workers pick does not
 build up; they are runs of blocks whose borders move until all have equal loads; they rotate, so
-that every worker looks at every part of the vector. Ours is the threshold by consensus
-(`thresholds`) and borders that are cut anew from the loads of single blocks.
+that every worker looks at every part of the vector. Ours are the consensus (`offers`) and borders
+that are cut anew from the loads of single blocks.
 
 Letters: D coordinates, R workers, K picks of all of them.
 """
@@ -48,7 +48,7 @@ class ExDyna:
     """Share of the coordinates that travels."""
     threshold: Rule = "consensus"
     """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
-    capacity: float = 1.1
+    capacity: float = 1.05
     """By consensus no worker sends more than this many times its fair share; the rest waits."""
     balance: Balance = "recut"
     """"recut" from the loads of blocks, "diffusive" between neighbours, or "none"."""

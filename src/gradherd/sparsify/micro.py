@@ -5,7 +5,6 @@ Distributed DNN Training", HiPC 2023. ExDyna without blocks and without balance:
 factor is whatever the gradients make it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +32,7 @@ class Micro:
     """Share of the coordinates that travels."""
     threshold: Rule = "consensus"
     """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
-    capacity: float = math.inf
+    capacity: float = 2.0
     """By consensus no worker sends more than this many times its fair share; the rest waits."""
 
     exclusive = True
