@@ -1,10 +1,12 @@
 """`gradherd data check`: are the data sets that are there also whole?"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradherd.commands.data_list import look
@@ -12,9 +14,10 @@ from gradherd.commands.progress import steps
 from gradherd.commands.usage import print_json
 from gradherd.tasks.check import check_set
 from gradherd.tasks.data import data_dirs
+from gradherd.tasks.read import DamagedData
 from gradherd.tasks.sets import SETS
 
-_STYLES = {"ok": "green", "damaged": "bold red", "missing": "dim"}
+_STYLES = {"ok": "green", "damaged": "bold red", "unchecked": "yellow", "missing": "dim"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,8 @@ class DataCheck:
     data_dir: Path | None = None
     """Folder to look in first."""
     json: bool = False
-    """Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is ok, damaged or
-    missing."""
+    """Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is ok, damaged,
+    unchecked (what reads it is not installed) or missing."""
 
     def run(self) -> None:
         """Check all of them."""
@@ -40,25 +43,27 @@ class DataCheck:
             print_json({"sets": sets})
         else:
             folders = ", ".join(str(folder) for folder in data_dirs(self.data_dir))
-            table = Table(title=f"Data sets in {folders}", title_justify="left")
+            table = Table(title=escape(f"Data sets in {folders}"), title_justify="left")
             for column in ("set", "status", "where"):
                 table.add_column(column, overflow="fold", no_wrap=column != "where")
             for entry in sets:
-                where = entry["problem"] or entry["found"] or ""
+                where = escape(entry["problem"] or entry["found"] or "")
                 table.add_row(entry["name"], entry["status"], where, style=_STYLES[entry["status"]])
             Console().print(table)
         if any(entry["status"] == "damaged" for entry in sets):
             raise SystemExit(1)
 
-    def _entry(self, name: str, tick: Any) -> dict[str, Any]:
+    def _entry(self, name: str, tick: Callable[[], None]) -> dict[str, Any]:
         found, problem = look(name, self.data_dir), None
+        status = "missing" if found is None else "ok"
         try:
             if found is not None:
                 check_set(found)
-        except ValueError as error:
-            problem = str(error)
+        except DamagedData as error:
+            status, problem = "damaged", str(error)
+        except ValueError as error:  # What would read it is not installed.
+            status, problem = "unchecked", str(error)
         tick()
-        status = "missing" if found is None else "damaged" if problem else "ok"
         return {
             "name": name,
             "status": status,

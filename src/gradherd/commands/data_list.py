@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradherd.commands.usage import UsageError, print_json
@@ -35,7 +36,7 @@ class DataList:
         if self.json:
             print_json({"folders": folders, "sets": sets})
             return
-        table = Table(title=f"Data sets in {', '.join(folders)}", title_justify="left")
+        table = Table(title=escape(f"Data sets in {', '.join(folders)}"), title_justify="left")
         for column in ("set", "for tasks", "found"):
             table.add_column(column, overflow="fold", no_wrap=column == "set")
         for entry in sets:
@@ -43,7 +44,7 @@ class DataList:
             table.add_row(
                 entry["name"],
                 ", ".join(entry["tasks"]),
-                place,
+                escape(place),
                 style=None if entry["found"] else "dim",
             )
         console = Console()
@@ -53,14 +54,13 @@ class DataList:
 
     def _entry(self, name: str) -> dict[str, Any]:
         found = look(name, self.data_dir)
-        there = isinstance(found, Found)
         return {
             "name": name,
             "title": SETS[name].title,
             "tasks": tasks_of(name),
-            "found": str(found.folder) if isinstance(found, Found) else None,
-            "form": found.form.name if isinstance(found, Found) else None,
-            "advice": None if there else advice(name),
+            "found": str(found.folder) if found else None,
+            "form": found.form.name if found else None,
+            "advice": None if found else advice(name),
         }
 
 

@@ -80,7 +80,7 @@ def recut(loads: Tensor, parts: int) -> list[int]:
     return [*cuts, blocks]
 
 
-def diffuse(cuts: Sequence[int], loads: Sequence[int]) -> list[int]:
+def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
     """Move each border from the heavier side to the lighter one, from left to right.
 
     Unlike the published rule, which waits until one neighbour is over and the other under the
@@ -88,7 +88,7 @@ def diffuse(cuts: Sequence[int], loads: Sequence[int]) -> list[int]:
 
     Args:
         cuts: R + 1 borders, in blocks.
-        loads: R counts of what was picked in each partition.
+        loads: R loads of the partitions.
     """
     moved, left = list(cuts), [float(load) for load in loads]
     mean = sum(left) / len(left)

@@ -38,8 +38,27 @@ class Pick:
     """That of this step."""
     following: Start
     """What the next step starts from."""
-    loads: list[int]
+    loads: list[float]
     """How much each worker had, also beyond its capacity."""
+
+
+def loads_of(
+    counts: Sequence[int], offered: Sequence[int], candidates: Sequence[int]
+) -> list[float]:
+    """Return how much each worker had above the threshold, also if it could not offer all.
+
+    Those that could tell what part of candidates that is.
+
+    >>> loads_of([10, 20, 20], [20, 20, 20], [30, 60, 90])
+    [10.0, 20.0, 30.0]
+    """
+    free = [r for r, count in enumerate(counts) if count < offered[r] and candidates[r]]
+    told = sum(candidates[r] for r in free)
+    share = sum(counts[r] for r in free) / told if told else 0.0
+    return [
+        max(float(count), share * candidates[r] if count == offered[r] else 0.0)
+        for r, count in enumerate(counts)
+    ]
 
 
 def check_rule(rule: object, spare: float) -> None:
@@ -121,14 +140,14 @@ class Exclusive:
         if self.k >= len(acc):
             everything = torch.arange(len(acc), device=acc.device)
             lengths = [end - first for first, end in self.spans]
-            return Pick(everything, lengths, 0.0, self.start, lengths)
+            return Pick(everything, lengths, 0.0, self.start, [float(n) for n in lengths])
         if self.rule == "consensus":
             return self._keep(acc, headers)
         counts = headers[:, 0].tolist()
         indices = yield from gather_indices(proposal.found, counts, self.spans, self.place)
         threshold = self._threshold()
         after = self._online().following(threshold, sum(counts), self.k)
-        return Pick(indices, counts, threshold, (after, 1.0), counts)
+        return Pick(indices, counts, threshold, (after, 1.0), [float(n) for n in counts])
 
     def _keep(self, acc: Tensor, headers: Tensor) -> Pick:
         seen = headers.numpy()
@@ -137,9 +156,10 @@ class Exclusive:
             for row, count, span in zip(seen, self.sizes, self.spans, strict=True)
         ]
         kept = offers.keep(given, self.k)
-        loads = seen[:, 0].tolist() if self.start else kept.counts
+        candidates = seen[:, 0].tolist()
+        loads = loads_of(kept.counts, self.sizes, candidates)
         indices = torch.from_numpy(kept.indices).to(acc.device)
-        after = self._floor(kept.threshold, sum(loads))
+        after = self._floor(kept.threshold, sum(candidates))
         return Pick(indices, kept.counts, kept.threshold, after, loads)
 
     def _floor(self, threshold: float, candidates: int) -> Start:

@@ -29,9 +29,9 @@ def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Spli
     """Return (n, 3, 32, 32) pixels as bytes and (n,) kinds, 50,000 + 10,000 of them."""
     check_limit(limit)
     found = find_set("cifar10", data_dir)
-    rows = read_batches(found, (NAMES[0], NAMES[-1]))
     # Small limits are met by the first batch; the others need not be read then.
-    if limit is None or limit > len(rows[NAMES[0]]):
+    rows = read_batches(found, NAMES if limit is None else (NAMES[0], NAMES[-1]))
+    if limit is not None and limit > len(rows[NAMES[0]]):
         rows |= read_batches(found, NAMES[1:-1])
     train = np.concatenate([rows[name] for name in NAMES[:-1] if name in rows])
     return Split(_columns(train), _columns(rows[NAMES[-1]])).first(limit)
@@ -44,7 +44,7 @@ def read_batches(found: Found, names: Iterable[str] = NAMES) -> dict[str, Rows]:
     published = {file.name: file for file in SETS["cifar10"].form("binary").files}
     batches = {}
     for name in names:
-        content = contents.get(name) or _content(found, name)
+        content = contents[name] if name in contents else _content(found, name)
         where = f"{found.folder}: {name}"
         verify(published[f"{name}.bin"], content, where)
         if len(content) % ROW or not content:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
+from urllib.error import HTTPError
 
 from gradherd.tasks.check import check_set
 from gradherd.tasks.data import Found, lies_in
@@ -83,7 +84,7 @@ def _download(dataset: DataSet, folder: Path, progress: Progress) -> None:
         try:
             _receive(download, folder / download.name, progress)
         except (OSError, HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
+            reason = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
             raise FetchError(
                 f"cannot fetch {download.url}: {reason}; try again, or {dataset.by_hand} "
                 f"into {folder.parent}"

@@ -17,7 +17,7 @@ from gradherd.tasks.attention import Body
 from gradherd.tasks.data import Found, find_set
 from gradherd.tasks.evaluate import accuracy
 from gradherd.tasks.read import DamagedData, table
-from gradherd.tasks.task import Defaults, Split
+from gradherd.tasks.task import Defaults, Split, check_limit
 from gradherd.tasks.words import numbers, vocabulary
 
 WORDS = 12_000
@@ -43,7 +43,7 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class SST2Transformer:
-    """A transformer encoder with 2 layers, 4 heads, width 96: 1,382,402 parameters.
+    """A transformer encoder with 2 layers, 4 heads, width 96: 1,382,210 parameters.
 
     The vocabulary is the 12,000 commonest words of the training part, whole words as they are
     in the file; nothing is pretrained.
@@ -68,6 +68,7 @@ class SST2Transformer:
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 64) word numbers, padded with 0, and (n,) answers, 1 = kind."""
+        check_limit(limit)
         found = find_set("sst2", data_dir)
         train, test = (read_phrases(found, name) for name in ("train.tsv", "dev.tsv"))
         known = vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
@@ -75,8 +76,8 @@ class SST2Transformer:
         for phrases, answers in (train, test):
             words = np.full((len(phrases[:limit]), LENGTH), PADDING)
             for row, phrase in zip(words, phrases[:limit], strict=True):
-                found_words = numbers(phrase[:LENGTH], known, UNKNOWN)
-                row[: len(found_words)] = found_words
+                kept = numbers(phrase[:LENGTH], known, UNKNOWN)
+                row[: len(kept)] = kept
             parts.append((torch.from_numpy(words), torch.tensor(answers[:limit])))
         return Split(*parts).first(limit)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradherd.tasks.data import find_set
 from gradherd.tasks.evaluate import average
 from gradherd.tasks.read import DamagedData, lines
-from gradherd.tasks.task import Defaults, Split
+from gradherd.tasks.task import Defaults, Split, check_limit
 from gradherd.tasks.words import numbers, vocabulary
 
 WORDS = 33_278
@@ -75,6 +75,7 @@ class WikiText2LSTM:
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 36) word numbers; the vocabulary is that of the training part."""
+        check_limit(limit)
         found = find_set("wikitext-2", data_dir)
         train, test = (_words(found.text(f"{part}.txt")) for part in ("train", "test"))
         known = vocabulary(train, WORDS, (UNKNOWN, END))
