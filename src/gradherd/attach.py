@@ -96,14 +96,11 @@ def _sparsify_settings(
     if not _hook_is_free(model):
         raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
     sparsifiable(model)
-    check_device(model, World.detect())
+    group = model.process_group
+    check_device(model, World(dist.get_rank(group), dist.get_world_size(group), group))
     if isinstance(sparsify, Sparsify):
         return sparsify
-    if isinstance(sparsify, str):
-        return Sparsify(method=make_sparsifier(sparsify))
-    if not hasattr(sparsify, "settle"):
-        raise ValueError(f"sparsify must be a method, its name or Sparsify(...), got {sparsify!r}")
-    return Sparsify(method=sparsify)
+    return Sparsify(method=make_sparsifier(sparsify) if isinstance(sparsify, str) else sparsify)
 
 
 def _plan(

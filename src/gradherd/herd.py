@@ -81,17 +81,19 @@ class Herd:
         if self._sparse is not None:
             if "sparsify" not in state:
                 raise ValueError("state has no 'sparsify': it was saved without a sparsifier")
-            self._sparse.load_state_dict(state["sparsify"])
+            self._sparse.check_state(state["sparsify"])
         if self._link is not None:
             if "ordering" not in state:
                 raise ValueError("state has no 'ordering': it was saved without an order")
             self._link.load_state_dict(state)
+        if self._sparse is not None:
+            self._sparse.load_state_dict(state["sparsify"])
 
     def detach(self) -> None:
         """Leave model and sampler as they were; what was learned stays in the sampler.
 
-        DDP keeps its hook for ever; it only averages from now on. Residuals are dropped: save
-        `state_dict()` first if they matter.
+        DDP keeps its hook for ever; it only averages from now on. What was kept is not sent any
+        more: save `state_dict()` first if it matters.
         """
         if self._link is not None:
             self._link.detach()

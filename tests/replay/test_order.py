@@ -49,8 +49,8 @@ def test_any_real_numbers_are_read(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("array", "complaint"),
     [
-        (np.zeros((3, 4)), r"shape \(3, 4\), expected three axes"),
-        (np.zeros((1, 2, 3, 4)), "expected three axes"),
+        (np.zeros((3, 4)), r"shape \(3, 4\), expected 3 axes"),
+        (np.zeros((1, 2, 3, 4)), "expected 3 axes"),
         (np.zeros((2, 0, 3)), "is empty"),
         (np.zeros((0, 2, 3)), "is empty"),
         (np.full((1, 2, 2), "a"), "holds <U1, expected numbers"),

@@ -82,7 +82,10 @@ def test_any_real_numbers_are_fine(capsys, tmp_path, dtype):
         (["--density", 2], "--density must be in (0, 1], got 2.0"),
         (["--method", "best"], "unknown 'best'; known are dense, exdyna"),
         (["--method", "topk", "--threshold", "online"], "has no effect"),
-        (["--layers", "10,20"], "--layers add up to 30, but vectors have 2000 numbers"),
+        (
+            ["--method", "deft", "--layers", "10,20"],
+            "--layers add up to 30, but vectors have 2000 numbers",
+        ),
         (["--threshold", "loud"], "loud"),
     ],
 )

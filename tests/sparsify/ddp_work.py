@@ -392,3 +392,92 @@ def small_only():
         herd = gh.attach(model, sparsify="exdyna")
     model(torch.ones(1, 3) + dist.get_rank()).sum().backward()
     return [str(one.message) for one in caught], model.module.weight.grad, herd.metrics()
+
+
+def side_backwards(rates: list[float], plan: list[str], look: bool):
+    """Branches, under rates that may be zero, with a look at gradients between steps."""
+    torch.manual_seed(0)
+    model = Branches().double()
+    ddp = DDP(model, find_unused_parameters=True)
+    now = {"rate": 1.0}
+    settings = gh.Sparsify(
+        method=gh.ExDyna(density=0.1), dense_below=0, learning_rate=lambda: now["rate"]
+    )
+    herd = gh.attach(ddp, sparsify=settings)
+    ledger = Ledger(model)
+    for step, (rate, use) in enumerate(zip(rates, plan, strict=True)):
+        now["rate"] = rate
+        x = batch(step)
+        if look:
+            torch.autograd.grad(model(x, "left").sum(), list(model.left.parameters()))
+        weight = rate if rate else 0.0
+        if weight:
+            with torch.random.fork_rng():
+                grads = copy.deepcopy(model)
+                loss = grads(x, use).square().mean()
+                found = torch.autograd.grad(loss, list(grads.parameters()), allow_unused=True)
+            for (name, _), grad in zip(model.named_parameters(), found, strict=True):
+                if grad is not None:
+                    ledger.own[name] += weight * grad
+        ddp.zero_grad(set_to_none=True)
+        ddp(x, use).square().mean().backward()
+        ledger.receive(weight)
+    return ledger.close(herd)
+
+
+def unfrozen():
+    """A parameter that was frozen when the sparsifier came, and is not any more."""
+    torch.manual_seed(0)
+    model = Branches().double()
+    ddp = DDP(model, find_unused_parameters=True)
+    model.left.weight.requires_grad_(False)
+    gh.attach(ddp, sparsify=gh.Sparsify(method=gh.ExDyna(density=0.1), dense_below=0))
+    model.left.weight.requires_grad_(True)
+    x = batch(0)
+    (own,) = torch.autograd.grad(model(x, "left+right").square().mean(), [model.left.weight])
+    ddp(x, "left+right").square().mean().backward()
+    return own, model.left.weight.grad
+
+
+class WithEmpty(nn.Module):
+    """A parameter of no numbers between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 40)
+        self.none = nn.Parameter(torch.zeros(0))
+        self.last = nn.Linear(40, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x)) + self.none.sum()
+        return out
+
+
+def with_empty():
+    torch.manual_seed(0)
+    model = WithEmpty().double()
+    ddp = DDP(model, bucket_cap_mb=1e-3)
+    herd = gh.attach(ddp, sparsify=gh.Sparsify(method=gh.ExDyna(density=0.1), dense_below=0))
+    ledger = Ledger(model)
+    for step in range(3):
+        x = batch(step)
+        ledger.compute(loss_of(model, x))
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        ledger.receive()
+    return ledger.close(herd)
+
+
+def foreign_states():
+    """What one is told about states that are not of this rank, world or method."""
+    herd = gh.attach(DDP(net()), sparsify=SPARSE)
+    state = herd.state_dict()
+    before = herd.state_dict()["sparsify"]["residual"]
+    found = {}
+    for key, value in {"rank": 7, "workers": 9, "kind": "TopK", "dim": 3}.items():
+        other = {"sparsify": state["sparsify"] | {key: value}}
+        other["sparsify"]["residual"] = {n: r + 1 for n, r in before.items()}
+        found[key] = refused(lambda other=other: herd.load_state_dict(other))
+    after = herd.state_dict()["sparsify"]["residual"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return found

@@ -218,3 +218,32 @@ def test_a_model_of_small_parameters_only_warns():
         assert len(messages) == 1 and "nothing is sparsified" in messages[0]
         assert torch.equal(grad, torch.full((2, 3), 1.5))
         assert metrics["density"] == 1 and metrics["selected"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rates", "look"),
+    [([1.0, 1.0, 0.0, 1.0, 1.0], False), ([1.0] * 5, True)],
+    ids=["rate of zero", "a look between steps"],
+)
+def test_only_what_the_exchanged_backward_used_travels(rates, look):
+    plan = ["left+right", "left+right", "left+right", "right", "right"]
+    books_balance(run_ranks(work.side_backwards, 2, rates, plan, look))
+
+
+def test_what_was_frozen_at_first_travels_whole():
+    ranks = run_ranks(work.unfrozen, 2)
+    mean = sum(own for own, _ in ranks) / 2
+    for _, given in ranks:
+        torch.testing.assert_close(given, mean, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_without_numbers_are_fine():
+    books_balance(run_ranks(work.with_empty, 2))
+
+
+def test_foreign_states_are_refused_and_change_nothing():
+    for found in run_ranks(work.foreign_states, 2):
+        assert "rank 7, expected" in found["rank"]
+        assert "workers 9, expected 2" in found["workers"]
+        assert "kind 'TopK', expected 'ExDyna'" in found["kind"]
+        assert "dim 3, expected" in found["dim"]

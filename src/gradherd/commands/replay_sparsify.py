@@ -49,8 +49,8 @@ class ReplaySparsify:
     out: Path | None = None
     """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
     json: bool = False
-    """Print {"method", "steps": [{"selected", "per_rank", "threshold", "density", "padding",
-    "residual_norm", "bytes"}]}."""
+    """Print {"method", "density", "steps": [{"selected", "per_rank", "threshold", "density",
+    "padding", "residual_norm", "bytes"}]}."""
 
     def run(self) -> None:
         """Replay the file."""
@@ -62,7 +62,7 @@ class ReplaySparsify:
                 figures = replay_sparsify(
                     gradients, settings, layers=layers, out=self.out, progress=tick
                 )
-        except (ValueError, NotADirectoryError, FileExistsError, PermissionError) as error:
+        except ValueError as error:
             raise UsageError(str(error)) from None
         if self.json:
             print_json(
@@ -80,6 +80,10 @@ class ReplaySparsify:
                 f"--threshold {self.threshold} has no effect: only {' and '.join(_THRESHOLDED)} "
                 f"take one, not {self.method}"
             )
+        if self.values == "bf16" and self.method == "gtopk":
+            raise UsageError("--values bf16 has no effect: gtopk adds values up on their way")
+        if self.layers is not None and self.method != "deft":
+            raise UsageError(f"--layers has no effect: only deft looks at them, not {self.method}")
         if self.threshold is not None:
             method = SPARSIFIERS[self.method](density=self.density, threshold=self.threshold)
         else:

@@ -46,6 +46,8 @@ def numbers(option: str, text: str) -> list[int]:
             value = 0
         if not math.isfinite(value) or value < 1 or value != int(value):
             raise UsageError(f"{option}: {word!r} is not a positive whole number")
+        if value > 2**53:
+            raise UsageError(f"{option}: {word!r} is too large")
         chosen.append(int(value))
     if not chosen:
         raise UsageError(f"{option} must name at least one number, got {text!r}")

@@ -28,7 +28,7 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
     assert isinstance(array, np.ndarray)
     if array.ndim != len(axes):
         raise ValueError(
-            f"{path}: array has shape {array.shape}, expected three axes ({', '.join(axes)})"
+            f"{path}: array has shape {array.shape}, expected {len(axes)} axes ({', '.join(axes)})"
         )
     if not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
         raise ValueError(f"{path}: array holds {array.dtype}, expected numbers")

@@ -4,6 +4,7 @@ Letters: T steps, R workers, D coordinates.
 """
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,10 @@ def replay_sparsify(
     with _writer(out, (steps, dim), dtype) as write:
         for step in range(steps):
             grads = _step(gradients, step, dtype)
-            write(step, herd.step(grads))
+            mean = herd.step(grads)
+            if not bool(mean.isfinite().all()):
+                raise ValueError(f"step {step}: sums over workers overflow; scale the values down")
+            write(step, mean)
             figures.append(herd.metrics)
             progress()
         if out is not None:
@@ -71,7 +75,11 @@ def _writer(
     if out is None:
         yield lambda step, mean: None
         return
-    out.mkdir(parents=True, exist_ok=True)
+    made = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be a folder for results: {error.strerror}") from None
     draft = out / "mean.npy.part"
     kind = np.float64 if dtype == torch.float64 else np.float32
     try:
@@ -83,8 +91,11 @@ def _writer(
         yield write
         rows.flush()
         draft.replace(out / "mean.npy")
-    finally:
+    except BaseException:
         draft.unlink(missing_ok=True)
+        if made:
+            shutil.rmtree(out)
+        raise
 
 
 def _save(path: Path, array: NDArray[np.number]) -> None:

@@ -66,5 +66,7 @@ def target(density: float, dim: int) -> int:
 
 def check_density(density: float) -> None:
     """Raise unless `density` is a share of the coordinates."""
+    if isinstance(density, bool) or not isinstance(density, int | float):
+        raise ValueError(f"density must be a number in (0, 1], got {density!r}")
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density}")

@@ -53,11 +53,11 @@ class SparseHook:
             p: places[name] for name, p in self._parameters.items()
         }
         self._taken: list[tuple[dist.GradBucket, Future[Tensor]]] = []
-        self._used = _Used(self._parameters) if _tracks_use(ddp) else None
         self._metrics: dict[str, Any] = {}
         self.total_bytes = 0
         self._active = True
         ddp.register_comm_hook(self, sparse_hook)
+        self._used = _Used(ddp, self._parameters) if _tracks_use(ddp) else None
 
     def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Add a bucket to the residual; with the last one, exchange."""
@@ -70,10 +70,16 @@ class SparseHook:
         if bucket.index() == 0:
             self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
         self._taken.append((bucket, done))
+        others = []
         for parameter, piece in Buckets.pieces(bucket):
             if parameter in self._places:
                 self._worker.add(self._places[parameter].start, piece)
+            else:  # frozen when we were attached: no residual, so it travels whole
+                others.append((piece, all_reduce(piece / self._world.size, self._world)))
         flat.zero_()
+        for piece, (mean, sent) in others:
+            piece.copy_(mean)
+            self.total_bytes += sent
         if bucket.is_last():
             taken, self._taken = self._taken, []
             self._exchange(Buckets([one for one, _ in taken], self._places))
@@ -83,6 +89,8 @@ class SparseHook:
 
     def _exchange(self, buckets: Buckets) -> None:
         if self._worker.weightless:
+            if self._used is not None:
+                self._used.take()
             return  # The learning rate is zero: gradients weigh nothing, residuals wait.
         (outcome, idle), sent = run(self._script(buckets), self._world)
         self.total_bytes += sent
@@ -90,8 +98,8 @@ class SparseHook:
             self._worker.commit(None)
             buckets.fill(torch.nan)  # on all ranks, so that all of them notice
             return
-        lost = buckets.put(outcome.indices, self._worker.mean_of(outcome))
-        self._worker.commit(outcome, lost=lost, left_out=idle)
+        written = buckets.put(outcome.indices, self._worker.mean_of(outcome))
+        self._worker.commit(outcome, written=written, left_out=idle)
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
 
     def _script(self, buckets: Buckets) -> Script[tuple[Outcome | None, list[tuple[int, int]]]]:
@@ -137,23 +145,34 @@ class SparseHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on the same rank of a world of the same size."""
+        self.check_state(state)
         feedback = self._worker.feedback
         self._restore(feedback.kept, state["residual"])
         if feedback.velocity is not None:
-            if "velocity" not in state:
-                raise ValueError("state has no 'velocity': it was saved without momentum")
             self._restore(feedback.velocity, state["velocity"])
         self._worker.load_state_dict(dict(state))
 
-    def _restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless `state` is of this rank, world, model and method."""
+        self._check(state.get("residual", {}))
+        if self._worker.feedback.velocity is not None:
+            if "velocity" not in state:
+                raise ValueError("state has no 'velocity': it was saved without momentum")
+            self._check(state["velocity"])
+        self._worker.check_state(state)
+
+    def _check(self, saved: Mapping[str, Tensor]) -> None:
         if saved.keys() != self._parameters.keys():
             odd = sorted(saved.keys() ^ self._parameters.keys())
             raise ValueError(f"residuals are of another model: {odd[0]!r} is on one side only")
-        places = self.layout.slices()
         for name, parameter in self._parameters.items():
             if saved[name].shape != parameter.shape:
                 shapes = f"{tuple(saved[name].shape)}, expected {tuple(parameter.shape)}"
                 raise ValueError(f"residual of {name!r} has shape {shapes}")
+
+    def _restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
+        places = self.layout.slices()
+        for name, parameter in self._parameters.items():
             _shaped(flat[places[name]], parameter).copy_(saved[name])
 
     def close(self) -> None:
@@ -172,7 +191,7 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients DDP exchanges, or say why that cannot be."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     found = {
-        name: parameter
+        name.replace("_orig_mod.", ""): parameter  # the same name with torch.compile and without
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
@@ -199,15 +218,27 @@ def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 class _Used:
-    """Notices which parameters had a gradient since the last exchange."""
+    """Notices which parameters had a gradient in the backwards of one exchange."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._ddp = ddp
+        self._accumulating = False
         self._device = next(iter(parameters.values())).device
         self._flags = [False] * len(parameters)
         self._handles = [
             parameter.register_hook(self._mark(at))
             for at, parameter in enumerate(parameters.values())
         ]
+        self._handles.append(ddp.register_forward_pre_hook(self._forward))
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        """Forget what was seen before, unless it waits to be exchanged (no_sync)."""
+        if not torch.is_grad_enabled():
+            return
+        if not self._accumulating:
+            self._flags = [False] * len(self._flags)
+        if not self._ddp.require_backward_grad_sync:
+            self._accumulating = True
 
     def _mark(self, at: int) -> Any:
         def mark(grad: Tensor) -> None:
@@ -219,6 +250,7 @@ class _Used:
         """Return (parameters,) flags, and start anew."""
         flags = torch.tensor(self._flags, dtype=torch.uint8, device=self._device)
         self._flags = [False] * len(self._flags)
+        self._accumulating = False
         return flags
 
     def remove(self) -> None:

@@ -117,7 +117,7 @@ def add_up(
     padded[: len(sent)] = sent
     slices: Tensor = yield Deal(padded.view(place.size, share))
     mine = _in_order(slices, values.dtype)
-    rounded = _narrowed(mine, sent.dtype)
+    rounded = mine if left is None else _narrowed(mine, sent.dtype)
     total: Tensor = yield Gather(rounded)
     if left is not None:
         begin = place.rank * share

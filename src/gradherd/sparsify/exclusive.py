@@ -166,7 +166,7 @@ class Exclusive:
         """Return a floor that leaves a few times as many candidates as are wanted."""
         share = self.start[1] if self.start else 0.9
         if self.start and candidates < _FEW * self.k:
-            share *= 0.97
+            share = max(0.3, share * 0.97)
         if candidates > _MANY * self.k:
             share = min(0.995, share * 1.02)
         return threshold * share, share

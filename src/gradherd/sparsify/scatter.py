@@ -21,7 +21,7 @@ class Buckets:
             at = 0
             for parameter, piece in self.pieces(bucket):
                 self.parameters.add(parameter)
-                if parameter in places:
+                if parameter in places and len(piece):
                     table.append((places[parameter].start, number, at))
                 at += len(piece)
         rows = torch.tensor(sorted(table), dtype=torch.int64).view(-1, 3).T
@@ -42,7 +42,7 @@ class Buckets:
             flat.fill_(value)
 
     def put(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Write values into cleared buckets; return (K,) what their types could not hold.
+        """Write values into cleared buckets; return (K,) what their types could hold of them.
 
         Args:
             indices: (K,) places in the flat vector.
@@ -51,11 +51,11 @@ class Buckets:
         row = torch.searchsorted(self._begins, indices, right=True) - 1
         at = indices - self._begins[row] + self._at[row]
         number = self._numbers[row]
-        lost = torch.zeros_like(values)
+        held = torch.zeros_like(values)
         for own, flat in enumerate(self._flats):
             mine = slice(None) if len(self._flats) == 1 else number == own
             here, limit = values[mine], torch.finfo(flat.dtype).max
             written = here.clamp(-limit, limit).to(flat.dtype)
             flat[at[mine]] = written
-            lost[mine] = here - written
-        return lost
+            held[mine] = written.to(held.dtype)
+        return held

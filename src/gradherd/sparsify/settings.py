@@ -37,6 +37,10 @@ class Sparsify:
     def __post_init__(self) -> None:
         if isinstance(self.method, str):
             object.__setattr__(self, "method", make_sparsifier(self.method))
+        if isinstance(self.method, type) or not hasattr(self.method, "settle"):
+            raise ValueError(
+                f"method must be one such as ExDyna(density=1e-3), or its name, got {self.method!r}"
+            )
         if self.values not in ("fp32", "bf16"):
             raise ValueError(f"values must be fp32 or bf16, got {self.values!r}")
         if self.values == "bf16" and isinstance(self.method, GTopK):

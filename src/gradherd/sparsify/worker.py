@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Worker:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        if dim >= 2**31:
+            raise ValueError(f"{dim:,} coordinates are too many: indices reach {2**31 - 1:,}")
         self.settings = settings
         self.sparse = dim if sparse is None else sparse
         self._rank, self._size = rank, size
@@ -79,31 +82,34 @@ class Worker:
         )
 
     def mean_of(self, outcome: Outcome) -> Tensor:
-        """Return the (K,) mean in the units of gradients."""
-        return outcome.mean if self._unit == 1 else outcome.mean / self._unit
+        """Return the (K,) mean in the units of gradients, as far as they are finite."""
+        if self._unit == 1:
+            return outcome.mean
+        limit = torch.finfo(outcome.mean.dtype).max
+        return (outcome.mean / self._unit).clamp_(-limit, limit)
 
     def commit(
         self,
         outcome: Outcome | None,
         *,
-        lost: Tensor | None = None,
+        written: Tensor | None = None,
         left_out: list[tuple[int, int]] | None = None,
     ) -> None:
         """Keep what did not travel; None calls the step off, and all is as it was before.
 
         Args:
             outcome: What the script returned.
-            lost: (K,) what of the mean could not be written to the gradients.
+            written: (K,) what could be written to the gradients of the mean; None is all of it.
             left_out: What `feedback.leave_out` was called for.
         """
         if outcome is None:
             self.skipped += 1
             return
         left = outcome.left
-        if lost is not None and bool(lost.any()):
+        if written is not None:
             # Everybody lost the same part of the mean, so everybody keeps it.
-            mine = lost * self._unit
-            left = mine if left is None else left + mine
+            lost = outcome.mean - (written if self._unit == 1 else written * self._unit)
+            left = lost if left is None else left + lost
         self.feedback.commit(
             outcome.indices,
             left,
@@ -117,10 +123,21 @@ class Worker:
     def state_dict(self) -> dict[str, Any]:
         """Return all but the residuals: numbers, lists and tensors."""
         state = None if self.state is None else _fields(self.state)
-        return {"step": self.step, "rate": self._rate, "method": state}
+        return self._identity() | {"step": self.step, "rate": self._rate, "method": state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _identity(self) -> dict[str, Any]:
+        method = type(self.settings.method).__name__
+        return {"kind": method, "rank": self._rank, "workers": self._size, "dim": self.sparse}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless `state` was taken from such a worker."""
+        for key, own in self._identity().items():
+            if state.get(key) != own:
+                raise ValueError(f"sparsify state has {key} {state.get(key)!r}, expected {own!r}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
+        self.check_state(state)
         self.step, self._rate = state["step"], state["rate"]
         if self.state is not None:
             self.state = type(self.state)(**state["method"])
