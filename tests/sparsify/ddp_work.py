@@ -62,6 +62,15 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+def take_steps(ddp: DDP, ledger: Ledger, batches: Iterable[Tensor]) -> None:
+    """Book each batch's own gradient, walk back through DDP, and book what arrives."""
+    for x in batches:
+        ledger.compute(loss_of(ddp.module, x))
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        ledger.receive()
+
+
 def plain_steps(
     steps: int,
     dtype: torch.dtype,
@@ -74,12 +83,7 @@ def plain_steps(
     ddp = DDP(model, bucket_cap_mb=1e-3, gradient_as_bucket_view=views, static_graph=static)
     herd = gh.attach(ddp, sparsify=settings)
     ledger = Ledger(model)
-    for step in range(steps):
-        x = batch(step, dtype)
-        ledger.compute(loss_of(model, x))
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        ledger.receive()
+    take_steps(ddp, ledger, [batch(step, dtype) for step in range(steps)])
     return ledger.close(herd) | {"metrics": herd.metrics()}
 
 
@@ -119,12 +123,7 @@ def joining():
     herd = gh.attach(ddp, sparsify=SPARSE)
     ledger = Ledger(model)
     with ddp.join(divide_by_initial_world_size=True):
-        for step in range(3 + dist.get_rank()):
-            x = batch(step)
-            ledger.compute(loss_of(model, x))
-            ddp.zero_grad()
-            loss_of(ddp, x).backward()
-            ledger.receive()
+        take_steps(ddp, ledger, [batch(step) for step in range(3 + dist.get_rank())])
     return ledger.close(herd)
 
 
@@ -229,13 +228,9 @@ def images(channels_last: bool):
     ddp = DDP(model, gradient_as_bucket_view=True)
     herd = gh.attach(ddp, sparsify=SPARSE)
     ledger = Ledger(model)
-    for step in range(4):
-        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(2, 3, 8, 8, generator=seed).double()
-        ledger.compute(loss_of(model, x))
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        ledger.receive()
+    seeds = [torch.Generator().manual_seed(10 * step + dist.get_rank()) for step in range(4)]
+    images = [torch.randn(2, 3, 8, 8, generator=seed).double() for seed in seeds]
+    take_steps(ddp, ledger, images)
     return ledger.close(herd)
 
 
@@ -285,12 +280,7 @@ def subgroup():
     ddp = DDP(model, process_group=groups[dist.get_rank() // 2])
     herd = gh.attach(ddp, sparsify=SPARSE)
     ledger = Ledger(model)
-    for step in range(3):
-        x = batch(step)
-        ledger.compute(loss_of(model, x))
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        ledger.receive()
+    take_steps(ddp, ledger, [batch(step) for step in range(3)])
     return ledger.close(herd)
 
 
@@ -459,12 +449,7 @@ def with_empty():
     ddp = DDP(model, bucket_cap_mb=1e-3)
     herd = gh.attach(ddp, sparsify=gh.Sparsify(method=gh.ExDyna(density=0.1), dense_below=0))
     ledger = Ledger(model)
-    for step in range(3):
-        x = batch(step)
-        ledger.compute(loss_of(model, x))
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        ledger.receive()
+    take_steps(ddp, ledger, [batch(step) for step in range(3)])
     return ledger.close(herd)
 
 
