@@ -95,7 +95,12 @@ def _download(dataset: DataSet, folder: Path, progress: Progress) -> None:
 
 def _receive(download: Download, path: Path, progress: Progress) -> None:
     request = urllib.request.Request(download.url, headers={"User-Agent": "gradherd"})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer, path.open("wb") as file:
+    try:
+        opened = urllib.request.urlopen(request, timeout=_TIMEOUT)
+    except HTTPError as error:
+        error.close()  # it holds the connection
+        raise
+    with opened as answer, path.open("wb") as file:
         size = int(answer.headers["Content-Length"]) if "Content-Length" in answer.headers else None
         came = _copy(answer, file, lambda done: progress(download.name, done, size))
     if size is not None and came != size:
