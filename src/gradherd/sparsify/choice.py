@@ -19,9 +19,9 @@ class Place:
     size: int
 
     @property
-    def part(self) -> int:
-        """The partition of this worker: every worker has each of them once in R steps."""
-        return (self.step + self.rank) % self.size
+    def parts(self) -> list[int]:
+        """The partition of each worker: every worker has each of them once in R steps."""
+        return [(self.step + rank) % self.size for rank in range(self.size)]
 
 
 @dataclass(frozen=True)

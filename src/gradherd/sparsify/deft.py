@@ -88,7 +88,7 @@ class Deft:
         whole, bins = pack(shares[leader], sizes, place.size)
 
         # Ascending within each worker, as its picks must be.
-        pieces = [sorted(bins[(place.step + rank) % place.size]) for rank in range(place.size)]
+        pieces = [sorted(bins[part]) for part in place.parts]
         counts = [sum(own[p] for p in mine) for own, mine in zip(shares, pieces, strict=True)]
         picks = [torch.zeros(0, dtype=torch.int64, device=acc.device)]
         for piece in pieces[place.rank]:

@@ -61,6 +61,11 @@ def loads_of(
     ]
 
 
+def rescaled(start: Start, factor: float) -> Start:
+    """Follow a change of the unit that values are in."""
+    return None if start is None else (start[0] * factor, start[1])
+
+
 def check_rule(rule: object, spare: float) -> None:
     """Raise unless these say how to find a threshold."""
     if not spare >= 1:
@@ -89,8 +94,7 @@ class Exclusive:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Where each worker picks in this step."""
-        parts = [(self.place.step + rank) % self.place.size for rank in range(self.place.size)]
-        return [(self.bounds[part], self.bounds[part + 1]) for part in parts]
+        return [(self.bounds[part], self.bounds[part + 1]) for part in self.place.parts]
 
     @property
     def sizes(self) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradherd.comm.script import Script
 from gradherd.sparsify.blocks import Blocks, diffuse, even_cuts, recut
 from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
-from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule
+from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule, rescaled
 
 Balance = Literal["recut", "diffusive", "none"]
 
@@ -114,14 +114,10 @@ class ExDyna:
             loads = found + self.memory * loads
             cuts = recut(loads, place.size)
         elif self.balance == "diffusive":
-            # Worker r had partition (step + r) mod R.
-            by_part = [pick.loads[(p - place.step) % place.size] for p in range(place.size)]
-            cuts = diffuse(cuts, by_part)
+            by_part = dict(zip(place.parts, pick.loads, strict=True))
+            cuts = diffuse(cuts, [by_part[part] for part in range(place.size)])
         return State(pick.following, cuts, loads)
 
     def rescale(self, state: State, factor: float) -> State:
         """Follow a change of the unit that values are in."""
-        if state.start is None:
-            return state
-        floor, share = state.start
-        return replace(state, start=(floor * factor, share))
+        return replace(state, start=rescaled(state.start, factor))

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradherd.comm.script import Script
 from gradherd.sparsify.blocks import even_cuts
 from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
-from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule
+from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule, rescaled
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,4 @@ class Micro:
 
     def rescale(self, state: State, factor: float) -> State:
         """Follow a change of the unit that values are in."""
-        if state.start is None:
-            return state
-        floor, share = state.start
-        return replace(state, start=(floor * factor, share))
+        return replace(state, start=rescaled(state.start, factor))
