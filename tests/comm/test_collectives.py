@@ -4,7 +4,6 @@ import torch
 from gradherd.comm import (
     World,
     all_gather,
-    all_gather_uneven,
     all_reduce,
     all_to_all,
     broadcast,
@@ -70,23 +69,6 @@ def test_broadcast_from_the_last_rank_overwrites(ranks):
         assert sent == (0 if size == 1 else 3 * DOUBLE)
 
 
-def test_uneven_gather_keeps_every_length(ranks):
-    size = len(ranks)
-    lengths = [r * 2 % 5 for r in range(size)]  # 0, 2, 4, 1
-    for rank in ranks:
-        value, sent = rank["uneven"]
-        assert [part.tolist() for part in value] == [[[r, r]] * n for r, n in enumerate(lengths)]
-        assert all(part.dtype == torch.int32 for part in value)
-        assert sent == (LONG + max(lengths) * 2 * INT) * (size - 1)
-
-
-def test_uneven_gather_when_nobody_has_rows(ranks):
-    for rank in ranks:
-        value, sent = rank["uneven_empty"]
-        assert [tuple(part.shape) for part in value] == [(0, 2)] * len(ranks)
-        assert sent == LONG * (len(ranks) - 1)
-
-
 def test_all_to_all_wants_one_row_per_rank(ranks):
     size = len(ranks)
     for rank in ranks:
@@ -108,7 +90,6 @@ def test_one_rank_needs_no_process_group():
         assert torch.equal(value, tensor)
         assert sent == 0
     assert torch.equal(all_gather(tensor, world).value, tensor.unsqueeze(0))
-    assert [part.tolist() for part in all_gather_uneven(tensor, world).value] == [tensor.tolist()]
     with pytest.raises(ValueError, match=r"one row per rank \(1\), got 2"):
         all_to_all(torch.zeros(2, 3), world)
     with pytest.raises(ValueError, match=r"source must be in \[0, 1\), got -1"):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from gradherd.comm import (
     World,
     all_gather,
-    all_gather_uneven,
     all_reduce,
     all_to_all,
     broadcast,
@@ -46,7 +45,6 @@ def all_collectives():
     summed = torch.arange(6.0).view(2, 3) + 10 * rank
     by_rank = torch.arange(size * 2).view(size, 2) + 100 * rank
     sent_on = torch.full((3,), float(rank), dtype=torch.float64)
-    own_rows = torch.full((rank * 2 % 5, 2), rank, dtype=torch.int32)  # Rank 0 has none.
     return {
         "all_reduce": tuple(all_reduce(summed, world)),
         "in_place": summed,
@@ -57,8 +55,6 @@ def all_collectives():
         "all_to_all_strided": tuple(all_to_all(by_rank.T.contiguous().T, world)),
         "broadcast": tuple(broadcast(sent_on, world, source=size - 1)),
         "broadcast_in_place": sent_on,
-        "uneven": tuple(all_gather_uneven(own_rows, world)),
-        "uneven_empty": tuple(all_gather_uneven(own_rows[:0], world)),
         "wrong_rows": error_of(all_to_all, torch.zeros(size + 1, 2), world),
         "wrong_source": error_of(broadcast, torch.zeros(1), world, source=size),
     }

@@ -3,8 +3,8 @@
 from gradherd.comm.collectives import Flight as Flight
 from gradherd.comm.collectives import Sent as Sent
 from gradherd.comm.collectives import all_gather as all_gather
+from gradherd.comm.collectives import all_gather_sized as all_gather_sized
 from gradherd.comm.collectives import all_gather_start as all_gather_start
-from gradherd.comm.collectives import all_gather_uneven as all_gather_uneven
 from gradherd.comm.collectives import all_reduce as all_reduce
 from gradherd.comm.collectives import all_reduce_start as all_reduce_start
 from gradherd.comm.collectives import all_to_all as all_to_all

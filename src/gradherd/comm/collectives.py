@@ -31,13 +31,6 @@ class Sent(NamedTuple):
     bytes: int
 
 
-class SentList(NamedTuple):
-    """What an uneven gather gave back, and the bytes this rank sent for it."""
-
-    value: list[Tensor]
-    bytes: int
-
-
 class Flight(NamedTuple):
     """A collective under way: `value` is valid after `wait()`, the bytes are known at once."""
 
@@ -211,21 +204,3 @@ def pass_on(
         for work in dist.batch_isend_irecv(moves):
             work.wait()
     return taken, sent
-
-
-def all_gather_uneven(tensor: Tensor, world: World) -> SentList:
-    """Return every rank's `tensor`; first dimensions may differ, the others may not.
-
-    Lengths travel first, then each rank pads to the longest with zeros (gloo has no uneven
-    all-gather): two collectives, and one wait for the lengths.
-    """
-    if world.size == 1:
-        return SentList([tensor.clone()], 0)
-    length = torch.tensor(len(tensor), device=tensor.device)
-    lengths, length_bytes = all_gather(length, world)
-    sizes = [int(size) for size in lengths.tolist()]
-    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    rows, row_bytes = all_gather(padded, world)
-    parts = [row[:size] for row, size in zip(rows, sizes, strict=True)]
-    return SentList(parts, length_bytes + row_bytes)
