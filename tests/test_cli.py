@@ -95,7 +95,7 @@ def test_bench_signs_json(capsys):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["fly"], "no command 'fly'; there are: herding"),
+        (["fly"], "no command 'fly'; there are: demo"),
         (["replay"], "replay needs to know which: replay order"),
         (["replay", "order", "{tiny}", "--order", "cd-grab,d-rr"], "unknown 'cd-grab,d-rr'"),
         (["replay", "order", "{tiny}", "--order", "d-rr", "--signs", "walk"], "has no effect"),

@@ -16,14 +16,37 @@ ALLOWED = {
     "replay": {"replay", "ordering", "sparsify"},
     "bench": {"bench", "attach", "herd", "ordering", "sparsify", "comm", "rows"},
     "tasks": {"tasks"},
-    "commands": {"commands", "bench", "ordering", "sparsify", "replay", "comm", "tasks"},
+    "train": {
+        "train",
+        "tasks",
+        "attach",
+        "herd",
+        "readers",
+        "rows",
+        "ordering",
+        "sparsify",
+        "comm",
+    },
+    "report": {"report", "train"},
+    "commands": {
+        "commands",
+        "bench",
+        "ordering",
+        "sparsify",
+        "replay",
+        "comm",
+        "tasks",
+        "report",
+        "train",
+    },
     "cli": {"commands", "__init__"},
     "__main__": {"cli"},
-    "feeds": {"rows", "ordering", "comm"},
-    "ride": {"feeds", "rows", "ordering", "comm"},
+    "readers": {"rows"},
+    "feeds": {"readers", "ordering", "comm"},
+    "ride": {"readers", "rows", "ordering", "comm"},
     "link": {"feeds", "ride", "rows", "ordering", "comm"},
     "herd": {"link", "ordering", "sparsify"},
-    "attach": {"herd", "link", "feeds", "ride", "rows", "ordering", "sparsify", "comm"},
+    "attach": {"herd", "link", "feeds", "readers", "ride", "rows", "ordering", "sparsify", "comm"},
     "__init__": {"attach", "herd", "comm", "ordering", "rows", "sparsify"},
 }
 COLLECTIVES = {
@@ -77,3 +100,16 @@ def test_collectives_are_called_in_comm_only():
             and node.func.value.id == "dist"
         }
         assert not calls & COLLECTIVES, path
+
+
+def test_reports_read_records_and_no_tensor():
+    for path in (ROOT / "report").rglob("*.py"):
+        modules = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                modules.add(node.module or "")
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+        assert "torch" not in {module.split(".")[0] for module in modules}, path
+        trained = {module for module in modules if module.startswith("gradherd.train")}
+        assert trained <= {"gradherd.train.record"}, path

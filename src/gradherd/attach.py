@@ -14,28 +14,22 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.world import World
-from gradherd.feeds import Examples, Feed, NoRows, WholeBatches
+from gradherd.feeds import Feed, Gathered, NoRows
 from gradherd.herd import Herd
 from gradherd.link import Link, inner
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.readers import EachExample, Reader, WholeGradient
 from gradherd.ride import Ride
+from gradherd.rows.choose import auto_rows, named_rows
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.owners import bare as bare_module
 from gradherd.rows.owners import describe
-from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows
+from gradherd.rows.settings import BatchRows, RowSettings, SketchRows
 from gradherd.sparsify.ddp import SparseHook, sparsifiable
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify, make_sparsifier
 
 log = logging.getLogger("gradherd")
-
-_NAMED: dict[str, RowSettings] = {
-    "batch": BatchRows(),
-    "exact": ExactRows(),
-    "sketch": SketchRows(),
-}
-# Below this many parameters exact rows cost no more than a sketch of them.
-_SMALL = 20_000
 
 
 def attach(
@@ -129,15 +123,7 @@ def _choose(
     model: nn.Module, order: OrderedSampler, rows: str | RowSettings, hook_is_free: bool
 ) -> tuple[RowSettings, str]:
     """Return how to read rows, and why."""
-    settings = _NAMED.get(rows) if isinstance(rows, str) else rows
-    if not isinstance(settings, BatchRows | ExactRows | SketchRows) and rows != "auto":
-        raise ValueError(f"rows must be one of auto, {', '.join(_NAMED)}, got {rows!r}")
-    batches = order.unit == order.batch_size
-    if isinstance(settings, BatchRows) and not batches:
-        raise ValueError(
-            f"rows='batch' has one row for a batch of {order.batch_size}, but units have "
-            f"{order.unit}: use OrderedSampler(..., unit={order.batch_size}), or exact or sketch"
-        )
+    settings = named_rows(rows, order.unit, order.batch_size)
     ddp = isinstance(model, DDP) and order.world.size > 1
     if isinstance(settings, BatchRows) and ddp and not hook_is_free:
         raise ValueError(
@@ -146,30 +132,30 @@ def _choose(
         )
     if settings is not None:
         return settings, "as asked"
-    size = FlatSpec.of(inner(model)).size
-    if not order.ordering.policy.needs_rows:
-        return BatchRows(), "this order needs no gradients"
-    if batches and (order.world.size == 1 or hook_is_free):
-        return BatchRows(), f"units are whole batches, {size:,} parameters"
-    if batches:
-        return SketchRows(), "units are whole batches, and there is no DDP hook to ride on"
-    if size <= _SMALL:
-        return ExactRows(), f"{size:,} parameters are few; {describe(inner(model))}"
-    return SketchRows(), f"{size:,} parameters are many; {describe(inner(model))}"
+    settings, why = auto_rows(
+        needs_rows=order.ordering.policy.needs_rows,
+        batches=order.unit == order.batch_size,
+        free=order.world.size == 1 or hook_is_free,
+        size=FlatSpec.of(inner(model)).size,
+    )
+    single = order.ordering.policy.needs_rows and order.unit < order.batch_size
+    return settings, f"{why}; {describe(inner(model))}" if single else why
 
 
 def _feed(model: nn.Module, order: OrderedSampler, settings: RowSettings) -> Feed:
     bare, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
         return NoRows(bare, order)
-    if isinstance(settings, BatchRows):
-        if isinstance(model, DDP) and world.size > 1:
-            return Ride(model, order, world)
-        return WholeBatches(bare, order, world, None)
-    if order.unit == order.batch_size:
-        sketch = settings if isinstance(settings, SketchRows) else None
-        return WholeBatches(bare, order, world, sketch)
-    return Examples(bare, order, world, settings)
+    if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
+        return Ride(model, order, world)
+    return Gathered(make_reader(bare, settings, order.unit, order.batch_size), order, world)
+
+
+def make_reader(model: nn.Module, settings: RowSettings, unit: int, batch_size: int) -> Reader:
+    """Return what reads rows off a bare model as the settings say."""
+    if unit == batch_size or isinstance(settings, BatchRows):
+        return WholeGradient(model, settings if isinstance(settings, SketchRows) else None)
+    return EachExample(model, settings, unit)
 
 
 def _hook_is_free(model: nn.Module) -> bool:

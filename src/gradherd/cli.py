@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradherd.commands.usage import UsageError
+from gradherd.commands.usage import Failed, UsageError
 
 
 class Command(Protocol):
@@ -24,6 +24,9 @@ class Command(Protocol):
 
 
 COMMANDS = {
+    "demo": ("demo:Demo", "both halves at work in two minutes, and a page about it"),
+    "train": ("train:Train", "train a task once, and write down how it went"),
+    "compare": ("compare:Compare", "orders or sparsifiers on one task: who won, and is it sure?"),
     "herding": ("herding:Herding", "random vectors: how short does each order keep prefix sums?"),
     "replay order": (
         "replay_order:ReplayOrder",
@@ -44,11 +47,14 @@ COMMANDS = {
         "picking against torch.topk, a sparse exchange against all-reduce and PowerSGD",
     ),
     "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
+    "report": ("report:Report", "records of runs -> what they show, and one HTML page"),
     "data list": ("data_list:DataList", "which data sets are there, and how to get the others"),
     "data get": ("data_get:DataGet", "download a data set from its usual public source"),
     "data check": ("data_check:DataCheck", "are the data sets that are there whole?"),
 }
 """Command -> (module:class under gradherd.commands, one line of help)."""
+_ON_RANKS = ("train", "compare")
+"""Commands that every process that torchrun started takes part in."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -59,6 +65,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except UsageError as error:
         _fail(2, str(error))
+    except Failed as error:
+        _fail(1, f"failed: {error}")
     except KeyboardInterrupt:
         _fail(130, "interrupted")
     except BrokenPipeError:
@@ -95,8 +103,8 @@ def _run(words: list[str]) -> None:
         if group and len(words) == 1:
             raise UsageError(f"{asked} needs to know which: {known}")
         raise UsageError(f"no command {asked!r}; there are: {known}")
-    if os.environ.get("RANK", "0") != "0":
-        return  # Started by torchrun: these commands are for one process, and print once.
+    if os.environ.get("RANK", "0") != "0" and name not in _ON_RANKS:
+        return  # Started by torchrun: the other commands are for one process, and print once.
     module, kind = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(f"gradherd.commands.{module}"), kind)
     _parse(command, f"gradherd {name}", words[len(name.split()) :]).run()
@@ -120,10 +128,11 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
 def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
     import tyro
 
+    style = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(command, prog=prog, args=args, config=(tyro.conf.FlagCreatePairsOff,))
+            return tyro.cli(command, prog=prog, args=args, config=style)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

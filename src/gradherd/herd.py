@@ -52,9 +52,12 @@ class Herd:
     def metrics(self) -> dict[str, Any]:
         """Return the figures of both halves.
 
-        Ordering: epoch, how much of it was fed back, what was sent for ordering alone.
+        Ordering: epoch, how much of it was fed back, what was sent for ordering alone, and the
+        seconds that training has waited for it; total_bytes and exchange_seconds of the gradients
+        themselves where both share a trip.
         Sparsifying: those of the last step (selected, per_rank, threshold, density, padding,
-        residual_norm of this rank, bytes), and steps, skipped_steps and total_bytes so far.
+        residual_norm of this rank, bytes), and steps, skipped_steps, total_bytes and
+        exchange_seconds so far.
         """
         found: dict[str, Any] = {}
         if self._link is not None:
@@ -62,6 +65,10 @@ class Herd:
         if self._sparse is not None:
             found |= self._sparse.metrics()
         return found
+
+    def last_step(self) -> dict[str, Any]:
+        """Return the sparsifier's figures of the last step, without what costs time; else {}."""
+        return {} if self._sparse is None else self._sparse.last_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides what comes next. All ranks must call it.

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import all_gather
 from gradherd.feeds import Feed
 from gradherd.ordering.memory import COLUMNS
@@ -44,6 +45,7 @@ class Link:
         self._device = next(model.parameters()).device  # where the ranks' group works
         self._checked_epoch = -1
         self._paused = False
+        self._clock = Clock()  # what reading and sorting cost the training loop
         self._indices: list[int] | None = None
         self._by_index = False
         self._handles = [
@@ -64,8 +66,11 @@ class Link:
 
     def _settle(self) -> None:
         """Feed back the batch whose backward is done."""
-        if not self._feed.waiting:
-            return
+        if self._feed.waiting:
+            with self._clock:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
         if self._paused:
             self._feed.forget()
             return
@@ -98,17 +103,19 @@ class Link:
 
     def wait(self) -> None:
         """Return when the sampler has learned what was handed over to it."""
-        self._feed.wait()
+        with self._clock:
+            self._feed.wait()
 
     def catch_up(self) -> None:
         """Feed back what waits, and wait until it is learned (or on its way to other ranks)."""
         self._settle()
-        self._feed.wait()
+        self.wait()
 
     def finish(self) -> None:
         """Feed back what waits and let the sampler learn it, on all ranks together."""
-        self._settle()
-        self._feed.finish()
+        with self._clock:
+            self._settle()
+            self._feed.finish()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -122,15 +129,20 @@ class Link:
             self._paused = before
 
     def metrics(self) -> dict[str, Any]:
-        """Return the epoch, how much of it was fed back, and what was sent for ordering alone."""
+        """Return the epoch, how much of it was fed back, and what ordering alone has cost."""
         cursor = self.sampler.state_dict()
-        return {
+        found = {
             "epoch": cursor["epoch"],
             "examples_fed_back": cursor["position"],
             "examples": len(self.sampler),
             "rows": repr(self.rows),
             "bytes_for_ordering": self._feed.bytes,
+            "ordering_seconds": self._clock.seconds,
         }
+        if isinstance(self._feed, Ride):
+            found["exchange_seconds"] = self._feed.clock.seconds
+            found["total_bytes"] = self._feed.exchange_bytes
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides future orders, free of ranks. All ranks must call it."""

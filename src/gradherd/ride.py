@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import Flight, all_reduce_start, sum_few
 from gradherd.comm.world import World
-from gradherd.feeds import ParameterHooks
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ordering.shards import (
     Bucket,
@@ -30,6 +30,7 @@ from gradherd.ordering.shards import (
 )
 from gradherd.ordering.sorter import Sorter
 from gradherd.ordering.walks import Claim
+from gradherd.readers import ParameterHooks
 from gradherd.rows.flat import FlatSpec
 
 # Up to this many numbers, one exchange of a copy is cheaper than one of each bucket.
@@ -65,7 +66,8 @@ class Ride:
         self._apart: dict[str, Tensor] = {}  # gradient of a backward that did not
         self._riding = self.active = True
         self._decided = False
-        self.bytes = 0
+        self.bytes = self.exchange_bytes = 0
+        self.clock = Clock()  # what the exchange of gradients cost the backward
         sampler.ordering.borrow_rows(True)
         self._hooks = ParameterHooks(ddp.module, self._arrived)
         ddp.register_comm_hook(self, exchange_hook)
@@ -96,9 +98,14 @@ class Ride:
 
     def exchange(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average a bucket over ranks; with the last one, keep everybody's slices."""
+        with self.clock:
+            return self._exchange(bucket)
+
+    def _exchange(self, bucket: dist.GradBucket) -> Future[Tensor]:
         flat = bucket.buffer()
         if not self._riding:
             flight = all_reduce_start(flat.div_(self._world.size), self._world)
+            self.exchange_bytes += flight.bytes
             return _mean_of(flight)
         done: Future[Tensor] = Future()
         self._taken.append((bucket, done))
@@ -148,6 +155,7 @@ class Ride:
     def _finish(self, sent: Sequence[Bucket]) -> None:
         arrived = arrive(sent, self._world)
         flights = give_back(sent, arrived, self._world)
+        self.exchange_bytes += arrived.bytes + sum(flight.bytes for flight in flights)
         self._rows = rows_of(arrived, self._world, self._pool)
         for flight in flights:
             flight.wait()

@@ -27,6 +27,18 @@ import torch.multiprocessing as mp
 _WARM = ["torch._dynamo"]
 
 
+class RankError(RuntimeError):
+    """A rank failed; the message tells which one was the first, and how."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """The same in one line."""
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[str, str]]:
+        return RankError, (str(self), self.reason)
+
+
 def _rank_main(
     rank: int,
     fn: Callable[..., Any],
@@ -45,15 +57,16 @@ def _rank_main(
         torch.save(fn(*args), folder / f"{rank}.pt")
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException as error:
+        reason = " ".join("".join(traceback.format_exception_only(error)).split())
         # Under another name first: a peer's failure may end this process in mid-write.
         draft = folder / f"{rank}.draft"
-        draft.write_text(f"{time.monotonic_ns()}\n{traceback.format_exc()}")
+        draft.write_text(f"{time.monotonic_ns()}\n{reason}\n{traceback.format_exc()}")
         draft.rename(folder / f"{rank}.error")
         raise
 
 
-def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RuntimeError:
+def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
     """Say which rank failed first; its peers fail too, but only because it went away."""
     for rank, process in enumerate(processes):
         told = any((folder / f"{rank}.{kind}").exists() for kind in ("pt", "error"))
@@ -61,12 +74,14 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RuntimeError:
         if not told and process.exitcode not in (None, -signal.SIGTERM):
             code = process.exitcode
             ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return RuntimeError(f"rank {rank} died: {ended}")
-    reports = [(path.stem, *path.read_text().split("\n", 1)) for path in folder.glob("*.error")]
+            died = f"rank {rank} died: {ended}"
+            return RankError(died, died)
+    reports = [(path.stem, *path.read_text().split("\n", 2)) for path in folder.glob("*.error")]
     if not reports:
-        return RuntimeError("a rank ended without a result and without a reason")
-    rank_name, _, report = min(reports, key=lambda found: int(found[1]))
-    return RuntimeError(f"rank {rank_name} failed:\n{report}")
+        odd = "a rank ended without a result and without a reason"
+        return RankError(odd, odd)
+    name, _, reason, report = min(reports, key=lambda found: int(found[1]))
+    return RankError(f"rank {name} failed:\n{report}", reason)
 
 
 def _warm_server() -> None:
@@ -97,7 +112,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
         timeout: Seconds until all ranks are killed and TimeoutError names those still busy.
 
     Raises:
-        RuntimeError: A rank failed; the message holds the traceback of the first one that did.
+        RankError: A rank failed; the message holds the traceback of the first one that did.
         TimeoutError: The deadline passed.
     """
     if size < 1:

@@ -11,6 +11,10 @@ class UsageError(ValueError):
     """The call was wrong: one line that names the option, the value and what is allowed."""
 
 
+class Failed(RuntimeError):
+    """The call was right and something went wrong: one line that says what."""
+
+
 def at_least(option: str, value: int, least: int) -> None:
     """Raise UsageError if a number is too small."""
     if value < least:

@@ -7,6 +7,8 @@ the same signs as step by step.
 Letters: b units of a batch, R workers, k numbers of a row.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,12 +19,14 @@ from gradherd.ordering.walks import Claim
 
 # Rows that wait for company take memory, on arrival R times as much: no more than this.
 _MOST_NUMBERS = 4_000_000
+EVERY = 32
+"""Batches that travel together."""
 
 
 class Gather:
     """Rows of this worker on their way to all others."""
 
-    def __init__(self, sampler: OrderedSampler, world: World, *, every: int = 32) -> None:
+    def __init__(self, sampler: OrderedSampler, world: World, *, every: int = EVERY) -> None:
         """Start with nothing.
 
         Args:
@@ -52,11 +56,8 @@ class Gather:
         left = self._sampler.ordering.length - claim.step - claim.units
         if left * self._sampler.unit < self._sampler.batch_size:
             self.flush()
-        elif len(self._waiting) >= self._every or self._waiting_numbers() >= _MOST_NUMBERS:
+        elif enough([rows for _, rows in self._waiting], self._every):
             self._send()
-
-    def _waiting_numbers(self) -> int:
-        return sum(rows.numel() for _, rows in self._waiting)
 
     def flush(self) -> None:
         """Show everything to the sampler. All ranks must call it at the same point."""
@@ -103,14 +104,30 @@ class Gather:
         claims, flight = self._flying
         self._flying = None
         rows = flight.wait().transpose(0, 1)  # (steps, R, k)
-        # A batch whose mean gradient is not finite is skipped by the optimizer on all ranks.
-        finite = rows.sum(dim=(1, 2)).isfinite().cpu()
-        sizes = [claim.units for claim in claims]
-        seen = torch.cat([part.all().expand(len(part)) for part in torch.split(finite, sizes)])
         if claims[0].epoch == self._sampler.ordering.epoch:
-            mask = seen.unsqueeze(1).expand(-1, self._world.size)
-            self._sampler.observe(rows, mask, first=claims[0].step)
+            seen = seen_batches(rows, [claim.units for claim in claims])
+            self._sampler.observe(rows, seen, first=claims[0].step)
 
 
 def _after(claim: Claim) -> tuple[int, int]:
     return claim.epoch, claim.step + claim.units
+
+
+def enough(waiting: Sequence[Tensor], every: int = EVERY) -> bool:
+    """Return whether one worker's (b, k) rows of some batches are enough to travel."""
+    return len(waiting) >= every or sum(rows.numel() for rows in waiting) >= _MOST_NUMBERS
+
+
+def seen_batches(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return (steps, R) which rows count: a batch that is not finite is left out by all.
+
+    Its mean gradient is not finite either, so the optimizer skips it on all ranks.
+
+    Args:
+        rows: (steps, R, k) of some batches, one after the other.
+        sizes: Units of each batch.
+    """
+    broken = ~rows.sum(dim=(1, 2)).isfinite().cpu()
+    batches = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    count = torch.zeros(len(sizes), dtype=torch.int64).index_add_(0, batches, broken.long())
+    return (count[batches] == 0).unsqueeze(1).expand(-1, rows.shape[1])

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import Gather, Script, run
 from gradherd.comm.world import World
@@ -55,12 +56,17 @@ class SparseHook:
         self._taken: list[tuple[dist.GradBucket, Future[Tensor]]] = []
         self._metrics: dict[str, Any] = {}
         self.total_bytes = 0
+        self._clock = Clock()  # what choosing and exchanging cost the backward
         self._active = True
         ddp.register_comm_hook(self, sparse_hook)
         self._used = _Used(ddp, self._parameters) if _tracks_use(ddp) else None
 
     def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Add a bucket to the residual; with the last one, exchange."""
+        with self._clock:
+            return self._take(bucket)
+
+    def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
         flat = bucket.buffer()
         done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
         if not self._active:
@@ -126,7 +132,12 @@ class SparseHook:
             "skipped_steps": self._worker.skipped,
             "always_sent": self.layout.size - self.layout.sparse,
             "total_bytes": self.total_bytes,
+            "exchange_seconds": self._clock.seconds,
         }
+
+    def last_step(self) -> dict[str, Any]:
+        """Return what `metrics` says of the last step alone, which costs nothing."""
+        return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter, and what the method remembers."""

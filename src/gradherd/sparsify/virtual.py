@@ -26,15 +26,26 @@ class Workers:
         dim: int,
         size: int,
         *,
+        sparse: int | None = None,
         layers: list[int] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.workers = [
-            Worker(settings, dim, rank=rank, size=size, layers=layers, dtype=dtype, device=device)
+            Worker(
+                settings,
+                dim,
+                rank=rank,
+                size=size,
+                sparse=sparse,
+                layers=layers,
+                dtype=dtype,
+                device=device,
+            )
             for rank in range(size)
         ]
         self._dim = dim
+        self._sparse = dim if sparse is None else sparse
         self.metrics: dict[str, Any] = {}
 
     def step(self, grads: Tensor) -> Tensor:
@@ -54,7 +65,7 @@ class Workers:
         if outcome is None:
             return grads.new_full((self._dim,), torch.nan)
         mean = self.workers[0].mean_of(outcome)
-        self.metrics = outcome.metrics(self._dim) | {
+        self.metrics = outcome.metrics(self._sparse) | {
             "residual_norm": statistics.fmean(
                 float(torch.linalg.vector_norm(worker.feedback.kept)) for worker in self.workers
             ),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Tensors = tuple[Tensor, ...]
@@ -24,6 +25,13 @@ class Split:
             sizes = [len(column) for column in columns]
             if len(set(sizes)) != 1 or sizes[0] == 0:
                 raise ValueError(f"{name} needs columns of one length, at least 1, got {sizes}")
+
+    def to(self, device: torch.device) -> "Split":
+        """Return all examples on a device."""
+        return Split(
+            tuple(column.to(device) for column in self.train),
+            tuple(column.to(device) for column in self.test),
+        )
 
     def first(self, limit: int | None) -> "Split":
         """Return the first examples of each part; None keeps them all."""

@@ -1,0 +1,36 @@
+"""How long training waited for something."""
+
+import time
+from types import TracebackType
+
+
+class Clock:
+    """Adds up the time spent inside `with clock:`; one inside another counts once.
+
+    >>> clock = Clock()
+    >>> with clock:
+    ...     pass
+    >>> clock.seconds >= 0
+    True
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._since = 0.0
+
+    def __enter__(self) -> "Clock":
+        if self._depth == 0:
+            self._since = time.perf_counter()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._since

@@ -1,0 +1,116 @@
+"""`gradherd train`: one run of a task."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradherd.comm.world import World
+from gradherd.commands.training import (
+    Density,
+    Options,
+    check_data,
+    checked_density,
+    execute,
+    known_task,
+    new_folder,
+)
+from gradherd.commands.usage import UsageError, at_least, name, print_json
+from gradherd.ordering.policy import POLICIES
+from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.train.config import RunConfig
+from gradherd.train.record import RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a task once, on real local workers, and write down how it went.
+
+    TASK is a name (`gradherd data list` shows what each needs; digits and digits-mlp need nothing)
+    or a task of your own, path/to/file.py:ClassName. The folder then holds record.json (settings,
+    surroundings, a row for each epoch) and metrics.jsonl; `gradherd report` makes a page of it.
+    Under torchrun, start it as `torchrun --nproc-per-node 4 -m gradherd train ...`.
+
+    Example: gradherd train digits --order cd-grab --epochs 10
+    """
+
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+    """Name of a task, or path/to/file.py:ClassName."""
+    order: str = "d-rr"
+    """One of: d-rr, shuffle-once, fixed, flip-flop, grab, pair-grab, id-grab, id-pair-grab,
+    cd-grab, always-plus."""
+    sparsify: str = "dense"
+    """One of: dense, exdyna, micro, deft, topk, gtopk, cltk, randomk, threshold, sage, sidco."""
+    density: Density = None
+    """Share of the gradient that a sparsifier should send, in (0, 1]."""
+    seed: int = 0
+    """Seed of the model and the order."""
+    json: bool = False
+    """Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", "final_loss",
+    "final_metric", "seconds", "bytes", "out"}."""
+    training: Options = field(default_factory=Options)
+    """How each run is trained; what is not given comes from the task."""
+
+    def run(self) -> None:
+        """Train."""
+        name("--order", self.order, POLICIES)
+        name("--sparsify", self.sparsify, SPARSIFIERS)
+        density = checked_density(self.density, [self.sparsify])
+        at_least("--seed", self.seed, 0)
+        task, chosen = known_task(self.task), self.training.chosen()
+        try:
+            config = RunConfig.of(
+                self.task,
+                task.defaults,
+                order=self.order,
+                sparsify=self.sparsify,
+                density=density,
+                seed=self.seed,
+                **chosen,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        check_data(task, self.training.data_dir)
+        out = new_folder(self.training.out, f"train-{task.name}")
+        records = execute([config], out, self.training, flat=True)
+        if World.detect().rank == 0:
+            self._show(records[0], str(out))
+
+    def _show(self, record: RunRecord, out: str) -> None:
+        last = record.epochs[-1]
+        result: dict[str, Any] = {
+            "task": record.task,
+            "order": record.order,
+            "sparsify": record.sparsify,
+            "density": record.density,
+            "seed": record.seed,
+            "status": record.status,
+            "epochs": len(record.epochs),
+            "final_loss": last.train_loss,
+            "final_metric": last.metric,
+            "seconds": sum(row.seconds for row in record.epochs),
+            "bytes": sum(row.bytes for row in record.epochs),
+            "out": out,
+        }
+        if self.json:
+            print_json(result)
+            return
+        table = Table(title=escape(f"{record.task}: {record.description}"), show_header=False)
+        for label, value in (
+            ("status", record.status),
+            ("epochs", str(len(record.epochs))),
+            ("train loss", f"{_figure(record.start_loss)} -> {_figure(last.train_loss)}"),
+            (record.metric_name, f"{_figure(record.start_metric)} -> {_figure(last.metric)}"),
+            ("seconds of training", f"{result['seconds']:.1f}"),
+            ("bytes sent by a worker", f"{result['bytes']:,}"),
+            ("written to", out),
+        ):
+            table.add_row(escape(label), escape(value))
+        Console().print(table)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.5g}"

@@ -1,0 +1,1 @@
+"""Records of runs -> a comparison, sentences and one HTML page. Reads records only."""

@@ -1,0 +1,138 @@
+"""Which runs make a comparison, and running them all."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradherd.comm.world import World
+from gradherd.ordering.deal import Deal
+from gradherd.tasks.registry import find_task
+from gradherd.tasks.task import Defaults, Split, Task
+from gradherd.train.batched import BatchedFleet, why_not
+from gradherd.train.config import RunConfig
+from gradherd.train.fleet import Fleet
+from gradherd.train.journal import Journal
+from gradherd.train.loop import Progress, new_record, run_epochs
+from gradherd.train.ranks import RankFleet
+from gradherd.train.record import RunRecord
+from gradherd.train.virtual import VirtualFleet
+
+log = logging.getLogger("gradherd")
+
+
+def plan(
+    task: str,
+    defaults: Defaults,
+    *,
+    orders: Sequence[str],
+    sparsifiers: Sequence[str],
+    density: float | None,
+    seeds: Sequence[int],
+    **chosen: Any,
+) -> list[RunConfig]:
+    """Return a run for each seed and each arm; the arms of a seed stand together.
+
+    A comparison that is broken off then has whole pairs.
+
+    >>> from gradherd.tasks.digits import Digits
+    >>> runs = plan("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
+    ...             sparsifiers=["dense"], density=None, seeds=[0, 1])
+    >>> [(run.seed, run.order) for run in runs]
+    [(0, 'd-rr'), (0, 'cd-grab'), (1, 'd-rr'), (1, 'cd-grab')]
+    """
+    return [
+        RunConfig.of(
+            task,
+            defaults,
+            order=order,
+            sparsify=sparsify,
+            density=None if sparsify == "dense" else density,
+            seed=seed,
+            **chosen,
+        )
+        for seed in seeds
+        for order in orders
+        for sparsify in sparsifiers
+    ]
+
+
+def steps_of(config: RunConfig, examples: int) -> int:
+    """Return how many steps a run takes."""
+    deal = Deal(examples, config.unit, config.workers, drop_last=False)
+    return -(-deal.length * config.unit // config.batch_size) * config.epochs
+
+
+def run_all(
+    configs: Sequence[RunConfig],
+    world: World,
+    *,
+    out: Path | None = None,
+    data_dir: Path | None = None,
+    progress: Progress | None = None,
+    tensorboard: bool = False,
+    flat: bool = False,
+) -> list[RunRecord]:
+    """Run all of them, one after the other (small virtual ones side by side), on every rank.
+
+    Args:
+        configs: Runs of one task with the same data; at least one.
+        world: The ranks that take part; one rank alone for virtual runs.
+        out: Where rank 0 writes, a folder for each run; None writes nothing.
+        data_dir: Folder to look for data in first.
+        progress: Is told how it goes on.
+        tensorboard: Write TensorBoard events, too.
+        flat: Write the only run right into `out`.
+    """
+    task = find_task(configs[0].task)
+    split = task.load(data_dir, configs[0].limit)
+    told = progress or Progress()
+    total = sum(steps_of(config, len(split.train[0])) for config in configs)
+    records = []
+    told.begin(len(configs), total)
+    for group in _groups(configs, task):
+        fleet = _fleet(group, task, split, world)
+        size = sum(p.numel() for p in fleet.model.parameters())
+        journals = [
+            Journal(
+                new_record(config, task, split, size),
+                _folder(out, config, flat, world),
+                tensorboard=tensorboard,
+            )
+            for config in group
+        ]
+        told.group(group)
+        try:
+            records += run_epochs(fleet, group, journals, told)
+        finally:
+            fleet.close()
+    return records
+
+
+def _groups(configs: Sequence[RunConfig], task: Task) -> list[list[RunConfig]]:
+    """Return which runs go side by side."""
+    together: list[RunConfig] = []
+    alone: list[list[RunConfig]] = []
+    model = task.model() if configs[0].virtual else None
+    for config in configs:
+        why = "it is on real ranks" if model is None else why_not(config, model)
+        if why is None:
+            together.append(config)
+        else:
+            log.info("%s trains alone: %s", config.folder(), why)
+            alone.append([config])
+    return [*([together] if together else []), *alone]
+
+
+def _fleet(group: list[RunConfig], task: Task, split: Split, world: World) -> Fleet:
+    if not group[0].virtual:
+        return RankFleet(group[0], task, split, world)
+    if why_not(group[0], task.model()) is None:
+        return BatchedFleet(group, task, split)
+    return VirtualFleet(group[0], task, split)
+
+
+def _folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:
+    if out is None or world.rank:
+        return None
+    return out if flat else out / config.folder()

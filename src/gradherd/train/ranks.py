@@ -1,0 +1,147 @@
+"""A run on real ranks: this process is one of them."""
+
+import time
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+from gradherd.attach import attach
+from gradherd.comm.collectives import all_gather
+from gradherd.comm.world import World
+from gradherd.herd import Herd
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.sparsify.settings import make_sparsifier
+from gradherd.tasks.task import Split, Task
+from gradherd.train.config import RunConfig
+from gradherd.train.evaluate import chunk_size, full_loss, metric, share_buffers
+from gradherd.train.fleet import Quality, Table, Tally, Tick, as_is
+from gradherd.train.mean import MeanHook
+from gradherd.train.steps import (
+    clip_and_step,
+    flat_grad,
+    make_optimizer,
+    seed_of_worker,
+    set_rate,
+)
+from gradherd.train.watch import cheap, prefix_bound
+
+
+class RankFleet:
+    """One rank of a DDP training with gradherd attached: the loop that a user would write."""
+
+    def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
+        self._config, self._task, self._split, self._world = config, task, split, world
+        self._device = torch.device(config.device)
+        torch.manual_seed(config.seed)
+        self.model = task.model().to(self._device)
+        torch.manual_seed(seed_of_worker(config.seed, world.rank))
+        self._parameters: list[nn.Parameter] = [
+            p for p in self.model.parameters() if p.requires_grad
+        ]
+        self._ddp = DDP(self.model)
+        table = Table(split.train)
+        self.sampler = OrderedSampler(
+            table,
+            config.order,
+            batch_size=config.batch_size,
+            unit=config.unit,
+            seed=config.seed,
+            world=world,
+        )
+        self._herd, self._mean = self._attached()
+        self._loader = DataLoader(
+            table, batch_size=config.batch_size, sampler=self.sampler, collate_fn=as_is
+        )
+        self._optimizer = make_optimizer(self._parameters, config)
+        size = sum(p.numel() for p in self._parameters)
+        dense = config.sparsify == "dense"
+        # Gradients are the same on all ranks, so one of them watches.
+        self._watches = dense and world.rank == 0 and cheap(len(self._loader), size)
+
+    def _attached(self) -> tuple[Herd, MeanHook | None]:
+        config = self._config
+        method = (
+            None if config.density is None else make_sparsifier(config.sparsify, config.density)
+        )
+        herd = attach(self._ddp, order=self.sampler, sparsify=method, rows=config.rows)
+        # Ordering whole batches and sparsifying both have a hook of their own.
+        taken = bool(self._ddp._comm_hooks)
+        return herd, None if taken else MeanHook(self._ddp, self._world)
+
+    def epoch(self, number: int, tick: Tick) -> list[Tally]:
+        """Train one epoch."""
+        before, tally, means = self._costs(), Tally(), []
+        begin = time.perf_counter()
+        set_rate(self._optimizer, self._config.lr_at(number))
+        self.sampler.set_epoch(number - 1)
+        self._ddp.train()
+        batches = iter(self._loader)
+        while True:
+            fetch = time.perf_counter()
+            batch = next(batches, None)
+            tally.data_seconds += time.perf_counter() - fetch
+            if batch is None:
+                break
+            self._optimizer.zero_grad()
+            self._task.loss(self._ddp, *(column.to(self._device) for column in batch)).backward()
+            if self._watches:
+                means.append(flat_grad(self._parameters))
+            clip_and_step(self._optimizer, self._parameters, self._config.clip)
+            tally.steps += 1
+            if self._config.density is not None:
+                tally.sparse.append(self._herd.last_step())
+            tick()
+        self._herd.finish()
+        tally.seconds = time.perf_counter() - begin
+        self._add_costs(tally, before)
+        if means:
+            examples = self._config.batch_size * self._world.size
+            tally.herding_bound = prefix_bound(torch.stack(means), examples)
+        return [tally]
+
+    def _costs(self) -> dict[str, float]:
+        """Return what was spent since the start."""
+        told = self._herd.metrics()
+        mean = self._mean
+        return {
+            "ordering_seconds": told["ordering_seconds"],
+            "ordering_bytes": told["bytes_for_ordering"],
+            "exchange_seconds": mean.seconds if mean else told["exchange_seconds"],
+            "exchange_bytes": mean.bytes if mean else told["total_bytes"],
+            "skipped_steps": told.get("skipped_steps", 0),
+            "residual_norm": told.get("residual_norm", 0.0),
+        }
+
+    def _add_costs(self, tally: Tally, before: dict[str, float]) -> None:
+        after = self._costs()
+        spent = {name: after[name] - before[name] for name in after}
+        tally.ordering_seconds = spent["ordering_seconds"]
+        tally.exchange_seconds = spent["exchange_seconds"]
+        tally.skipped_steps = int(spent["skipped_steps"])
+        sent = torch.tensor(
+            [spent["ordering_bytes"], spent["exchange_bytes"]],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        ordering, exchange = all_gather(sent, self._world).value.mean(0).tolist()
+        tally.ordering_bytes = round(ordering)
+        tally.bytes = round(ordering + exchange)
+        if self._config.density is not None:
+            tally.residual_norm = after["residual_norm"]
+
+    def quality(self) -> list[Quality]:
+        """Measure the model, all ranks together."""
+        share_buffers(self.model, self._world)
+        chunk = chunk_size(self.model, self._config.batch_size)
+        with self._herd.pause():
+            loss = full_loss(self._task, self.model, self._split.train, self._world, chunk)
+            value = (
+                metric(self._task, self.model, self._split.test) if not self._world.rank else None
+            )
+        return [Quality(loss, value)]
+
+    def close(self) -> None:
+        """Leave the model."""
+        self._herd.detach()

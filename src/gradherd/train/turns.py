@@ -1,0 +1,152 @@
+"""Workers that take turns on one model: what each has for itself, and what all share.
+
+Letters: R workers, D parameters, U units of a batch, k numbers of a row.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.comm.collectives import gather_bytes, nbytes
+from gradherd.ordering.gather import enough, seen_batches
+from gradherd.ordering.ordering import Ordering
+from gradherd.sparsify.layout import Layout
+from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.virtual import Workers
+from gradherd.train.config import RunConfig
+from gradherd.train.fleet import Tally
+from gradherd.train.mean import mean_bytes, mean_of
+from gradherd.train.steps import seed_of_worker
+
+# Up to this many ranks, few numbers are gathered, not all-reduced (`collectives.sum_few`).
+_FEW_RANKS = 8
+
+
+class Turns:
+    """Gives each worker its own generator, and all of them rank 0's buffers, as DDP does."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        self._buffers = list(model.buffers())
+        self._states = []
+        for worker in range(config.workers):
+            torch.manual_seed(seed_of_worker(config.seed, worker))
+            self._states.append(torch.get_rng_state())
+        self._shared: list[Tensor] = []
+        self._ahead: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def of(self, worker: int) -> Iterator[None]:
+        """Let `worker` run a forward and a backward."""
+        if worker == 0:
+            self._shared = [buffer.clone() for buffer in self._buffers]
+        else:
+            self._put(self._shared)
+        torch.set_rng_state(self._states[worker])
+        yield
+        self._states[worker] = torch.get_rng_state()
+        if worker == 0:
+            self._ahead = [buffer.clone() for buffer in self._buffers]
+        if worker == len(self._states) - 1:
+            self._put(self._ahead)
+
+    def _put(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+class Exchange:
+    """Averages the workers' gradients, all or sparsified."""
+
+    def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
+        self._workers = config.workers
+        counts = [(name, p.numel()) for name, p in named.items()]
+        settings = None
+        if config.density is not None:
+            settings = Sparsify(method=make_sparsifier(config.sparsify, config.density))
+        self.layout = Layout.of(counts, 0 if settings is None else settings.dense_below)
+        self.parameters = [named[name] for name in self.layout.names]
+        self.mean = torch.empty(0)
+        """(D,) the last average."""
+        self._sparse: Workers | None = None
+        if settings is not None:
+            self._sparse = Workers(
+                settings,
+                self.layout.size,
+                config.workers,
+                sparse=self.layout.sparse,
+                layers=self.layout.layers,
+                device=self.parameters[0].device,
+            )
+
+    def flat(self) -> Tensor:
+        """Return (D,) the gradient at hand."""
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        return torch.cat([part.flatten() for part in parts])
+
+    def average(self, grads: Tensor, tally: Tally) -> None:
+        """Give the model the average of (R, D) gradients."""
+        begin = time.perf_counter()
+        if self._sparse is None:
+            self.mean = mean_of(grads)
+            tally.bytes += mean_bytes(grads.shape[1], self._workers, grads.element_size())
+        else:
+            self.mean = self._sparse.step(grads)
+            told = self._sparse.metrics
+            tally.sparse.append(told)
+            tally.bytes += told.get("bytes", 0)
+            kept = self._sparse.workers[0]
+            tally.residual_norm = float(torch.linalg.vector_norm(kept.feedback.kept))
+        pieces = self.mean.split(list(self.layout.counts))
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter).clone()
+        tally.exchange_seconds += time.perf_counter() - begin
+
+
+class Portions:
+    """Shows rows to the order in the portions in which ranks would gather them."""
+
+    def __init__(self, ordering: Ordering, workers: int) -> None:
+        self._ordering = ordering
+        self._workers = workers
+        self._waiting: list[Tensor] = []
+        self.bytes = 0
+        """What a worker would have sent for ordering alone."""
+
+    def add(self, rows: Tensor) -> None:
+        """Take the (U, R, k) rows of one batch of every worker."""
+        self._waiting.append(rows)
+        if enough([rows[:, 0] for rows in self._waiting]):
+            self._show_waiting()
+
+    def _show_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.show(torch.cat(waiting), [len(rows) for rows in waiting])
+
+    def show(self, rows: Tensor, sizes: Sequence[int]) -> None:
+        """Let the order learn from the (steps, R, k) rows of batches of so many units."""
+        self.bytes += gather_bytes(rows[:, 0], self._workers)
+        self._ordering.observe(rows, seen_batches(rows, sizes))
+
+    def ride(self, grads: Tensor) -> None:
+        """Take the (R, D) gradients of whole batches."""
+        self._ordering.observe(grads.unsqueeze(0), reduce=self._whole)
+
+    def _whole(self, products: Tensor) -> Tensor:
+        """Count what ranks would send to complete their products; here they are whole."""
+        few = self._workers <= _FEW_RANKS
+        sent = nbytes(products) * (self._workers - 1)
+        self.bytes += sent if few else 2 * sent // self._workers
+        return products
+
+    def end_epoch(self) -> None:
+        """Adopt the next orders."""
+        self._show_waiting()
+        ordering = self._ordering
+        if not ordering.policy.needs_rows:
+            steps = ordering.length - ordering.steps
+            ordering.observe(None, torch.ones((steps, self._workers), dtype=torch.bool))
+        ordering.end_epoch()

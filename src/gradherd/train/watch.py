@@ -1,0 +1,69 @@
+"""What is watched while a run trains: its prefix sums and the densities of its steps."""
+
+from torch import Tensor
+
+# Up to this many numbers the prefix sums of an epoch are kept.
+_CHEAP = 4_000_000
+
+
+def cheap(steps: int, parameters: int) -> bool:
+    """Return whether the prefix sums of an epoch are cheap enough to be watched."""
+    return steps * parameters <= _CHEAP
+
+
+def prefix_bound(means: Tensor, examples: int) -> float:
+    """Return the largest entry of any prefix sum of (gradient - mean), summed over examples.
+
+    Args:
+        means: (T, D) averaged gradient of each step of an epoch, as it was applied.
+        examples: Examples of a step, of all workers.
+
+    >>> prefix_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), examples=4)
+    8.0
+    """
+    wide = means.double()
+    return float((wide - wide.mean(0)).cumsum(0).abs().max()) * examples
+
+
+class Bins:
+    """A series of any length in a few hundred bins, each with its mean, least and largest.
+
+    >>> bins = Bins(most=2)
+    >>> for value in (1.0, 3.0, 5.0, 7.0, 9.0):
+    ...     bins.add(value)
+    >>> [(b["step"], b["mean"], b["max"]) for b in bins.listed()]
+    [(0, 4.0, 7.0), (4, 9.0, 9.0)]
+    """
+
+    def __init__(self, most: int = 400) -> None:
+        self._most = most
+        self._width = 1
+        self._bins: list[tuple[int, float, float, float]] = []  # count, sum, least, largest
+
+    def add(self, value: float) -> None:
+        """Add the next value."""
+        if self._bins and self._bins[-1][0] < self._width:
+            count, total, least, largest = self._bins[-1]
+            self._bins[-1] = count + 1, total + value, min(least, value), max(largest, value)
+            return
+        if len(self._bins) == self._most:
+            self._halve()
+            self.add(value)
+            return
+        self._bins.append((1, value, value, value))
+
+    def _halve(self) -> None:
+        """Join neighbours: half as many bins, twice as wide."""
+        pairs = [self._bins[at : at + 2] for at in range(0, len(self._bins), 2)]
+        self._bins = [
+            (sum(b[0] for b in p), sum(b[1] for b in p), min(b[2] for b in p), max(b[3] for b in p))
+            for p in pairs
+        ]
+        self._width *= 2
+
+    def listed(self) -> list[dict[str, float]]:
+        """Return the bins as the record holds them."""
+        return [
+            {"step": at * self._width, "mean": total / count, "min": least, "max": largest}
+            for at, (count, total, least, largest) in enumerate(self._bins)
+        ]
