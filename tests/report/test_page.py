@@ -100,6 +100,25 @@ def test_log_switch(look, usual):
         assert page.evaluate(kind.replace("c0", "c1")) == "log"
 
 
+def test_pointer_tells_figures(look, usual):
+    with look(usual) as page:
+        told = []
+        for chart in ("c0-loss", "c0-time", "c1-load"):
+            place = page.locator(f"#{chart} .nsewdrag")
+            place.scroll_into_view_if_needed()
+            place.hover()
+            shown = page.locator(f"#{chart} .hoverlayer text").first
+            shown.wait_for(timeout=10_000)
+            told.append(page.locator(f"#{chart} .hoverlayer").text_content())
+        assert all(arm in told[0] for arm in ("d-rr", "always-plus", "cd-grab"))
+        assert "± " in told[0] and "after epoch 10" in told[0]
+        assert "s an epoch" in told[1] and "numbers a step from worker" in told[2]
+        buttons = page.locator("#c0-loss .modebar-btn").all()
+        assert [button.get_attribute("data-title").split()[0] for button in buttons] == [
+            "Download", "Zoom", "Pan", "Reset",
+        ]  # fmt: skip
+
+
 def test_arms_can_be_hidden(look, usual):
     with look(usual) as page:
         page.locator("[data-group=c0] [data-arm='2']").click()

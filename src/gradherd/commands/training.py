@@ -1,5 +1,6 @@
 """What the commands that train share: options, the folder, ranks, and how a run ends."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -177,7 +178,8 @@ def execute(
         mark_unfinished(out, "interrupted")
         raise
     except BaseException:
-        mark_unfinished(out, "failed")
+        with contextlib.suppress(OSError):  # The disk may be what failed: that is told below.
+            mark_unfinished(out, "failed")
         raise
     finally:
         remove_empty(out)

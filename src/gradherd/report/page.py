@@ -146,9 +146,10 @@ def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:
 def _facts(comparison: Comparison) -> str:
     record, base = comparison.records[0], comparison.baseline
     workers = record.config.get("workers")
+    size = f"{record.parameters:,} parameters"
     parts = [
         comparison.description,
-        f"{record.parameters:,} parameters",
+        "" if size in comparison.description else size,
         f"{record.train_examples:,} examples",
         counted(workers, "worker") if isinstance(workers, int) else "",
         counted(base.planned, "epoch"),

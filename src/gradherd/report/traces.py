@@ -11,6 +11,7 @@ from gradherd.report.model import Arm, Spread
 from gradherd.report.text import plain
 
 Piece = dict[str, Any]
+Chart = dict[str, Any]
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")

@@ -86,10 +86,10 @@ def _append(path: Path, line: str) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-    except OSError:
+    except OSError as error:
         if path.exists():
             os.truncate(path, before)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _events(folder: Path) -> Any:

@@ -11,7 +11,7 @@ from gradherd.tasks.task import Split, Task
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Fleet, Quality, Tally
 from gradherd.train.journal import Journal
-from gradherd.train.record import EpochRow, RunRecord
+from gradherd.train.record import EpochRow, RunRecord, finite
 from gradherd.train.surroundings import hardware, versions
 from gradherd.train.watch import Bins
 
@@ -106,10 +106,14 @@ def _row(
         density=statistics.fmean(step["density"] for step in sparse) if sparse else 1.0,
         padding=statistics.fmean(step["padding"] for step in sparse) if sparse else None,
         load=_load(sparse),
-        residual_norm=tally.residual_norm,
+        residual_norm=_finite(tally.residual_norm),
         skipped_steps=tally.skipped_steps,
-        herding_bound=tally.herding_bound,
+        herding_bound=_finite(tally.herding_bound),
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None else finite(value)
 
 
 def _load(sparse: list[dict[str, Any]]) -> list[float] | None:

@@ -52,7 +52,11 @@ class RankFleet:
         )
         self._herd, self._mean = self._attached()
         self._loader = DataLoader(
-            table, batch_size=config.batch_size, sampler=self.sampler, collate_fn=as_is
+            table,
+            batch_size=config.batch_size,
+            sampler=self.sampler,
+            collate_fn=as_is,
+            generator=torch.Generator(),  # or it would draw among the model's own numbers
         )
         self._optimizer = make_optimizer(self._parameters, config)
         size = sum(p.numel() for p in self._parameters)

@@ -80,6 +80,7 @@
       showlegend: false,
       dragmode: touch.matches ? false : "zoom",
       hovermode: axis === "epochs" && !small ? "x unified" : "closest",
+      hoverdistance: -1, // The nearest point speaks, however far the pointer is.
       hoverlabel: {
         bgcolor: colour("panel"), bordercolor: rule, font: { color: text, size: 12 }, namelength: -1,
       },
@@ -112,7 +113,8 @@
 
   const drawn = {
     responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+    // Named one by one: later versions of plotly may add buttons that lead elsewhere.
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
   };
 
   function draw(chart) {
