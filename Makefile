@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## A small herding study of every order, as a table
-	@$(BIN)/gradherd herding
+demo: $(STAMP) ## Orders and sparsifiers compared on real workers, and a page about it
+	@$(BIN)/gradherd demo
 
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest

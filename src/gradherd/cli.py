@@ -51,6 +51,7 @@ COMMANDS = {
     "data list": ("data_list:DataList", "which data sets are there, and how to get the others"),
     "data get": ("data_get:DataGet", "download a data set from its usual public source"),
     "data check": ("data_check:DataCheck", "are the data sets that are there whole?"),
+    "doctor": ("doctor:Doctor", "is all there that gradherd needs, and does it work?"),
 }
 """Command -> (module:class under gradherd.commands, one line of help)."""
 _ON_RANKS = ("train", "compare")

@@ -30,7 +30,7 @@ class Demo:
 
     workers: int = 4
     """Number of worker processes."""
-    seeds: int = 2
+    seeds: int = 3
     """Number of seeds of every arm."""
     out: AnyPath = None
     """Folder to write to; by default a new one in gradherd-runs."""
@@ -89,7 +89,7 @@ class _Part:
         )
 
 
-_EPOCHS = 12
+_EPOCHS = 10
 _PARTS = (
     _Part(
         title="Does a better order need fewer epochs?",
