@@ -212,6 +212,7 @@ def test_json_keeps_its_contract():
     )  # fmt: skip
     for arm in found["arms"]:
         assert set(KEYS) | {"bytes", "seconds"} <= set(arm)
+        assert {"loss_difference", "late_loss_difference", "metric_difference"} <= set(arm)
         assert set(arm["final_loss"]) == set(arm["final_metric"]) == {"mean", "std"}
         assert len(arm["loss_by_epoch"]) == 20
         assert isinstance(arm["epochs_to_baseline"], int)

@@ -29,7 +29,9 @@ def test_fewer_epochs_and_lower_loss():
     assert tone == "gain"
     assert text.startswith("cd-grab reaches d-rr's final loss after 2 of 4 epochs (0.50 of them)")
     assert re.search(
-        r", with 0\.5\d of its seconds and 0\.56 of its bytes; final loss 0\.75 lower \(95 % i",
+        r", with 0\.5\d of its seconds and 0\.56 of its bytes; final loss 0\.75 lower; over the "
+        # Twice the final loss and itself: 1.5 times 0.75.
+        r"last 2 epochs the loss is 1\.1 lower on average \(95 % interval ",
         text,
     )
     assert "3 seeds, paired p < 0.001: better" in text

@@ -6,17 +6,20 @@ deadline (a hang is a failure), and the error reported is that of the rank that 
 (the others only know that a peer went away).
 """
 
+import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -102,7 +105,45 @@ def _warm_server() -> None:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def _join(
+    ranks: Any, fn: Callable[..., Any], folder: Path, deadline: float, timeout: float
+) -> None:
+    """Wait for all ranks, but not beyond the deadline."""
+    size = len(ranks.processes)
+    while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            busy = [r for r in range(size) if not (folder / f"{r}.pt").exists()]
+            raise TimeoutError(
+                f"{getattr(fn, '__name__', fn)} on {size} ranks: not done after "
+                f"{timeout:g} s, ranks {busy} still busy"
+            )
+
+
+@contextlib.contextmanager
+def _forwarding(signals: Sequence[int], processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Hand signals that this process gets on to the ranks."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    forward: Sequence[int] = (),
+    started: Callable[[list[int]], None] | None = None,
+) -> list[Any]:
     """Return `fn(*args)` of every rank, in rank order.
 
     Args:
@@ -110,6 +151,8 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
         size: Number of ranks, at least 1.
         *args: Passed to `fn` on every rank; must be picklable.
         timeout: Seconds until all ranks are killed and TimeoutError names those still busy.
+        forward: Signals that are handed on to the ranks instead of ending this process.
+        started: Is told the process ids of the ranks.
 
     Raises:
         RankError: A rank failed; the message holds the traceback of the first one that did.
@@ -118,6 +161,8 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     _warm_server()
+    # It tells of every peer that it ends; the error below says why.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="gradherd-ranks-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout
         ranks = mp.start_processes(
@@ -128,14 +173,11 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 60
             start_method="forkserver",
         )
         assert ranks is not None
+        if started is not None:
+            started([process.pid for process in ranks.processes])
         try:
-            while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    busy = [r for r in range(size) if not (folder / f"{r}.pt").exists()]
-                    raise TimeoutError(
-                        f"{getattr(fn, '__name__', fn)} on {size} ranks: not done after "
-                        f"{timeout:g} s, ranks {busy} still busy"
-                    )
+            with _forwarding(forward, ranks.processes):
+                _join(ranks, fn, folder, deadline, timeout)
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
             for process in ranks.processes:
                 process.join(timeout=5)

@@ -1,6 +1,8 @@
 """`gradherd train`: one run of a task."""
 
+import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -22,7 +24,8 @@ from gradherd.commands.usage import UsageError, at_least, name, print_json
 from gradherd.ordering.policy import POLICIES
 from gradherd.sparsify.selector import SPARSIFIERS
 from gradherd.train.config import RunConfig
-from gradherd.train.record import RunRecord
+from gradherd.train.record import FILE, RunRecord, read_record
+from gradherd.train.resume import Saving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,12 @@ class Train:
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     seed: int = 0
     """Seed of the model and the order."""
+    checkpoint_every: Annotated[
+        int | None, tyro.conf.arg(metavar="STEPS", help_behavior_hint="(default: once a minute)")
+    ] = None
+    """Save the run every so many steps; the last two checkpoints are kept."""
+    resume: bool = False
+    """Go on with the newest good checkpoint in --out, if there is one; else start."""
     json: bool = False
     """Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", "final_loss",
     "final_metric", "seconds", "bytes", "out"}."""
@@ -74,13 +83,27 @@ class Train:
         except ValueError as error:
             raise UsageError(str(error)) from None
         check_data(task, self.training.data_dir)
-        out = new_folder(self.training.out, f"train-{task.name}")
-        records = execute([config], out, self.training, flat=True)
+        saving = self._saving()
+        out = new_folder(self.training.out, f"train-{task.name}", resume=self.resume)
+        record = finished_before(out, config.epochs) if self.resume else None
+        if record is None:
+            (record,) = execute([config], out, self.training, saving=saving)
         if World.detect().rank == 0:
-            self._show(records[0], str(out))
+            self._show(record, str(out))
+        if record.status == "stopped":
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _saving(self) -> Saving:
+        if self.checkpoint_every is not None:
+            at_least("--checkpoint-every", self.checkpoint_every, 1)
+        if self.training.virtual and (self.resume or self.checkpoint_every is not None):
+            raise UsageError("--virtual runs are not saved: leave --resume, --checkpoint-every out")
+        if self.resume and self.training.out is None:
+            raise UsageError("--resume needs --out, the folder of the run to go on with")
+        return Saving(every=self.checkpoint_every, resume=self.resume)
 
     def _show(self, record: RunRecord, out: str) -> None:
-        last = record.epochs[-1]
+        last = record.epochs[-1] if record.epochs else None
         result: dict[str, Any] = {
             "task": record.task,
             "order": record.order,
@@ -89,8 +112,8 @@ class Train:
             "seed": record.seed,
             "status": record.status,
             "epochs": len(record.epochs),
-            "final_loss": last.train_loss,
-            "final_metric": last.metric,
+            "final_loss": last.train_loss if last else None,
+            "final_metric": last.metric if last else None,
             "seconds": sum(row.seconds for row in record.epochs),
             "bytes": sum(row.bytes for row in record.epochs),
             "out": out,
@@ -98,18 +121,31 @@ class Train:
         if self.json:
             print_json(result)
             return
+        metric = record.metric_name
         table = Table(title=escape(f"{record.task}: {record.description}"), show_header=False)
         for label, value in (
             ("status", record.status),
             ("epochs", str(len(record.epochs))),
-            ("train loss", f"{_figure(record.start_loss)} -> {_figure(last.train_loss)}"),
-            (record.metric_name, f"{_figure(record.start_metric)} -> {_figure(last.metric)}"),
+            ("train loss", f"{_figure(record.start_loss)} -> {_figure(result['final_loss'])}"),
+            (metric, f"{_figure(record.start_metric)} -> {_figure(result['final_metric'])}"),
             ("seconds of training", f"{result['seconds']:.1f}"),
             ("bytes sent by a worker", f"{result['bytes']:,}"),
             ("written to", out),
         ):
             table.add_row(escape(label), escape(value))
         Console().print(table)
+
+
+def finished_before(out: Path, epochs: int) -> RunRecord | None:
+    """Return the record in a folder if its run went through so many epochs, or diverged."""
+    if not (out / FILE).exists():
+        return None
+    try:
+        record = read_record(out / FILE)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    done = record.status == "done" and len(record.epochs) >= epochs
+    return record if done or record.status == "diverged" else None
 
 
 def _figure(value: float | None) -> str:

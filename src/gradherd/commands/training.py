@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,6 +26,7 @@ from gradherd.tasks.task import Task
 from gradherd.train.config import ROWS, RunConfig
 from gradherd.train.plan import run_all
 from gradherd.train.record import FILE, RunRecord, read_record, write_record
+from gradherd.train.resume import FOLDER, Saving
 
 # Against hangs only: a training takes as long as it takes.
 _DEADLINE = 30 * 24 * 3600.0
@@ -141,8 +143,11 @@ def checked_density(density: float | None, sparsifiers: Sequence[str]) -> float 
     return 0.001 if density is None else density
 
 
-def new_folder(out: Path | None, what: str) -> Path:
-    """Return a folder that is ours alone: the one that was named, or a new one."""
+def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Path:
+    """Return a folder that is ours alone: the one that was named, or a new one.
+
+    To resume, it may be one that a run was written to.
+    """
     if out is None:
         what = re.sub(r"[^A-Za-z0-9._-]+", "-", what)  # a task of one's own may be called anything
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -152,7 +157,8 @@ def new_folder(out: Path | None, what: str) -> Path:
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file, not a folder")
     try:
-        if out.exists() and any(out.iterdir()):
+        ours = resume and ((out / FILE).exists() or (out / FOLDER).exists())
+        if out.exists() and any(out.iterdir()) and not ours:
             raise UsageError(f"--out {str(out)!r} is not empty: name a new folder, or remove it")
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -161,13 +167,13 @@ def new_folder(out: Path | None, what: str) -> Path:
 
 
 def execute(
-    configs: Sequence[RunConfig], out: Path, options: Options, *, flat: bool = False
+    configs: Sequence[RunConfig], out: Path, options: Options, *, saving: Saving | None = None
 ) -> list[RunRecord]:
     """Run all of them here, on local ranks, or on the ranks that torchrun started.
 
     Whatever happens, what was done so far is in `out`, and no empty folder is.
     """
-    job = (list(configs), out, options.data_dir, options.tensorboard, flat)
+    job = (list(configs), out, options.data_dir, options.tensorboard, saving)
     try:
         if options.virtual:
             return _virtual(job)
@@ -199,7 +205,9 @@ def _virtual(job: tuple[Any, ...]) -> list[RunRecord]:
 
 def _local(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
     try:
-        found: list[RunRecord] = run_ranks(train_here, workers, *job, timeout=_DEADLINE)[0]
+        found: list[RunRecord] = run_ranks(
+            train_here, workers, *job, timeout=_DEADLINE, forward=(signal.SIGTERM,)
+        )[0]
     except RankError as error:
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
@@ -224,7 +232,7 @@ def train_here(
     out: Path,
     data_dir: Path | None,
     tensorboard: bool,
-    flat: bool,
+    saving: Saving | None,
 ) -> list[RunRecord]:
     """Run on this rank, together with the others."""
     world = World.single() if configs[0].virtual else World.detect()
@@ -236,7 +244,7 @@ def train_here(
             data_dir=data_dir,
             progress=bar,
             tensorboard=tensorboard,
-            flat=flat,
+            saving=saving,
         )
 
 

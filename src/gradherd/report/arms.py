@@ -71,6 +71,25 @@ def values_at(
     return [None if row is None else value(row) for row in rows]
 
 
+def late_epochs(end: int) -> range:
+    """Return the last half of so many epochs, counted from 1; none of fewer than 4.
+
+    >>> late_epochs(20), late_epochs(7), len(late_epochs(3))
+    (range(11, 21), range(4, 8), 0)
+    """
+    return range(end // 2 + 1, end + 1) if end >= 4 else range(0)
+
+
+def late_losses(runs: Sequence[RunRecord], end: int) -> list[float | None]:
+    """Return each run's mean train loss over the last half of so many epochs.
+
+    None for a run that has not come through them with finite losses; nothing where no epoch is
+    late.
+    """
+    by_epoch = [values_at(runs, epoch, lambda row: row.train_loss) for epoch in late_epochs(end)]
+    return [spread(losses).mean for losses in zip(*by_epoch, strict=True)]
+
+
 def _arm(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> Arm:
     planned = max((planned_epochs(run) or longest for run in runs), default=longest)
     epochs = min(planned, max(len(run.epochs) for run in runs))

@@ -107,6 +107,7 @@ def _arm_json(pair: Pair) -> dict[str, Any]:
         "mean_density": arm.mean_density,
         "padding": arm.padding,
         "loss_difference": _difference_json(pair.loss),
+        "late_loss_difference": _difference_json(pair.late_loss),
         "metric_difference": _difference_json(pair.metric),
     }
 

@@ -115,6 +115,9 @@ class Pair:
     bytes_to: float | None
     loss: Difference | None
     """Of final losses; None with fewer than two common seeds, or if one is not finite."""
+    late_loss: Difference | None
+    """Of each run's mean loss over the last half of the epochs that both arms have; None with fewer
+    than 4 epochs or two common seeds, or if one of these losses is not finite."""
     metric: Difference | None
     bytes_ratio: float | None
     """Bytes of the arm / of the reference, both up to their last common epoch."""

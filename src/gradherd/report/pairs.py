@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from gradherd.report.arms import values_at
+from gradherd.report.arms import late_losses, values_at
 from gradherd.report.model import Arm, Difference, Pair, Question
 from gradherd.report.stats import difference, number
-from gradherd.train.record import EpochRow
+from gradherd.train.record import RunRecord
 
+Reader = Callable[[Sequence[RunRecord], int], Sequence[float | None]]
+"""Returns a figure of each run after so many epochs."""
 QUESTIONS = {
     "order": "Does a better order need fewer epochs?",
     "sparsify": "Does sending less cost accuracy?",
@@ -63,8 +65,9 @@ def pair_of(arm: Arm, reference: Arm) -> Pair:
         ),
         seconds_to=arm.seconds_by_epoch[reached - 1] if reached else None,
         bytes_to=arm.bytes_by_epoch[reached - 1] if reached else None,
-        loss=_difference(arm, reference, ends, lambda row: row.train_loss),
-        metric=_difference(arm, reference, ends, lambda row: row.metric),
+        loss=_difference(arm, reference, ends, _loss),
+        late_loss=_difference(arm, reference, (min(ends),) * 2, late_losses),
+        metric=_difference(arm, reference, ends, _metric),
         bytes_ratio=_ratio(arm.bytes_by_epoch, reference.bytes_by_epoch, ends),
         seconds_ratio=_ratio(arm.seconds_by_epoch, reference.seconds_by_epoch, ends),
     )
@@ -84,18 +87,25 @@ def first_at_or_below(values: Sequence[float | None], goal: float | None) -> int
     )
 
 
-def _difference(
-    arm: Arm, reference: Arm, ends: tuple[int, int], value: Callable[[EpochRow], float | None]
-) -> Difference | None:
+def _loss(runs: Sequence[RunRecord], end: int) -> list[float | None]:
+    return values_at(runs, end, lambda row: row.train_loss)
+
+
+def _metric(runs: Sequence[RunRecord], end: int) -> list[float | None]:
+    return values_at(runs, end, lambda row: row.metric)
+
+
+def _difference(arm: Arm, reference: Arm, ends: tuple[int, int], read: Reader) -> Difference | None:
     if arm is reference or not min(ends):
         return None
     there = {run.seed: run for run in reference.used}
     runs = [run for run in arm.used if run.seed in there]
+    whole = arm.finished and reference.finished and ends == (arm.epochs, reference.epochs)
     return difference(
-        values_at(runs, ends[0], value),
-        values_at([there[run.seed] for run in runs], ends[1], value),
+        read(runs, ends[0]),
+        read([there[run.seed] for run in runs], ends[1]),
         [run.seed for run in runs],
-        epoch=None if arm.finished and reference.finished else ends[0],
+        epoch=None if whole else ends[0],
     )
 
 

@@ -1,7 +1,7 @@
 """A comparison as a table: one row for each arm, for the page and for the terminal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradherd.report.model import Comparison, Difference, Pair
 from gradherd.report.text import counted, fixed, in_bytes, in_seconds, p_value, with_std
@@ -28,12 +28,13 @@ class Table:
 
 def table_of(comparison: Comparison) -> Table:
     """Return the table of a comparison."""
+    late = any(pair.late_loss is not None for pair in comparison.pairs)
     makers: dict[str, Callable[[Comparison], list[Cell]]] = {
         "arm": lambda c: [Cell(text=arm.label) for arm in c.arms],
         "seeds": _seeds,
         "final loss": _loss,
         comparison.metric_name: _metric,
-        "loss − baseline": lambda c: [_difference(p, p.loss, c) for p in c.pairs],  # noqa: RUF001
+        f"loss − baseline{', last half' if late else ''}": _loss_difference,  # noqa: RUF001
         "metric − baseline": lambda c: [_difference(p, p.metric, c) for p in c.pairs],  # noqa: RUF001
         "epochs to baseline's final loss": _epochs_to,
         "seconds to it": lambda c: _amounts([p.seconds_to for p in c.pairs], in_seconds),
@@ -91,6 +92,18 @@ def _metric(comparison: Comparison) -> list[Cell]:
         )
         for index, arm in enumerate(comparison.arms)
     ]
+
+
+def _loss_difference(comparison: Comparison) -> list[Cell]:
+    some_late = any(pair.late_loss is not None for pair in comparison.pairs)
+    cells = []
+    for pair in comparison.pairs:
+        cell = _difference(pair, pair.late_loss or pair.loss, comparison)
+        if some_late and pair.late_loss is None and pair.loss is not None:
+            epoch = "the last epoch" if pair.loss.epoch is None else f"epoch {pair.loss.epoch}"
+            cell = replace(cell, more=(f"after {epoch}", *cell.more))
+        cells.append(cell)
+    return cells
 
 
 def _difference(pair: Pair, found: Difference | None, comparison: Comparison) -> Cell:

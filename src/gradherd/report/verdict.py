@@ -18,6 +18,7 @@ from gradherd.report.wording import (
     places_for,
     price,
     reached,
+    when_late,
     when_read,
 )
 
@@ -78,11 +79,14 @@ def order_verdict(pair: Pair) -> Verdict:
     if stop is not None:
         return _without_means("order", pair, stop, diverged=pair.arm.final_loss.mean is None)
     when, sooner = reached(pair)
-    mean = _mean(pair, by_loss=True)
+    mean, late = _mean(pair, by_loss=True), pair.late_loss
     places = places_for(mean, pair.loss)
-    basis, shows = evidence(pair, pair.loss, places, lower_is_better=True)
-    what = f"loss{then}" if (then := when_read(pair)) else "final loss"
-    text = f"{when}; {what} {apart(mean, places)} ({basis})."
+    text = f"{when}; {_which_loss(pair)} {apart(mean, places)}"
+    if late is not None:  # One epoch may be luck: many of them are what the claim rests on.
+        places = places_for(late.mean, late)
+        text += f"; {when_late(pair)} the loss is {apart(late.mean, places)} on average"
+    basis, shows = evidence(pair, late or pair.loss, places, lower_is_better=True)
+    text += f" ({basis})."
     mixed = shows == "gain" and not sooner
     return Verdict(kind="order", arm=pair.arm.label, tone="mixed" if mixed else shows, text=text)
 
@@ -125,30 +129,49 @@ def _control_verdict(pair: Pair, control: Pair) -> Verdict | None:
     arm, other = pair.arm, control.arm
     if None in (arm.final_loss.mean, other.final_loss.mean, pair.reference.final_loss.mean):
         return None
-    gain, gain_without = -_mean(pair, by_loss=True), -_mean(control, by_loss=True)
+    between = pair_of(arm, other)
+    late = None not in (pair.late_loss, control.late_loss, between.late_loss)
+    gain, gain_without = -_mean_loss(pair, late), -_mean_loss(control, late)
     if gain <= 0:
         return None
-    between = pair_of(arm, other)
-    places = places_for(gain, between.loss)
-    basis, shows = evidence(between, between.loss, places, lower_is_better=True)
+    found = between.late_loss if late else between.loss
+    places = places_for(gain, found)
+    basis, shows = evidence(between, found, places, lower_is_better=True)
     base = pair.reference.label
-    if gain_without >= gain:
+    # Gains over different epochs are not held against each other: they shrink as training goes on.
+    alike = arm.epochs == other.epochs
+    if alike and gain_without >= gain:
         seeds = counted(len(pair.common_seeds), "seed")
+        over = f" {when_late(pair)}" if late else ""
         text = (
             f"{other.label}, which looks at no gradient, gains as much on {base} as {arm.label} "
-            f"({fixed(gain_without, places)} against {fixed(gain, places)}, {seeds}): balancing is "
-            "not the reason for the gain."
+            f"({fixed(gain_without, places)} against {fixed(gain, places)}{over}, {seeds}): "
+            "balancing is not the reason for the gain."
         )
         return Verdict(kind="control", arm=arm.label, tone="mixed", text=text)
+    less = apart(_mean_loss(between, late), places)
+    what = f"loss {when_late(between)}" if late else _which_loss(between)
     lead = (
-        f"Against {other.label}, which looks at no gradient, {arm.label}'s final loss is "
-        f"{apart(_mean(between, by_loss=True), places)} ({basis})"
+        f"Against {other.label}, which looks at no gradient, {arm.label}'s {what} is {less}"
+        f"{' on average' if late else ''} ({basis})"
     )
     if shows == "gain":
-        text = f"{lead}: balancing is what helps."
+        own = pair.late_loss if late else pair.loss
+        but = "" if own is not None and own.shown else f", but a gain on {base} is not shown"
+        text = f"{lead}: balancing is what helps{but}."
         return Verdict(kind="control", arm=arm.label, tone="gain", text=text)
     text = f"{lead}: that balancing is the reason is not shown."
     return Verdict(kind="control", arm=arm.label, tone="open", text=text)
+
+
+def _which_loss(pair: Pair) -> str:
+    return f"loss{then}" if (then := when_read(pair)) else "final loss"
+
+
+def _mean_loss(pair: Pair, late: bool) -> float:
+    if late and pair.late_loss is not None:
+        return pair.late_loss.mean
+    return _mean(pair, by_loss=True)
 
 
 def _mean(pair: Pair, *, by_loss: bool) -> float:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from gradherd.report.arms import values_at
+from gradherd.report.arms import late_epochs, values_at
 from gradherd.report.model import Difference, Pair
 from gradherd.report.stats import number
 from gradherd.report.text import counted, decimals, figure, fixed, listed, p_value
@@ -97,6 +97,14 @@ def when_read(pair: Pair) -> str:
     if pair.arm.finished and pair.reference.finished:
         return ""
     return f" after {counted(min(pair.arm.epochs, pair.reference.epochs), 'epoch')}"
+
+
+def when_late(pair: Pair) -> str:
+    """Say over which epochs mean losses were taken: the last half of those that both arms have."""
+    epochs = late_epochs(min(pair.arm.epochs, pair.reference.epochs))
+    if pair.late_loss is not None and pair.late_loss.epoch is None:
+        return f"over the last {counted(len(epochs), 'epoch')}"
+    return f"over epochs {epochs[0]} to {epochs[-1]}"
 
 
 def price(pair: Pair) -> str:

@@ -23,7 +23,7 @@ from gradherd.train.mean import mean_bytes
 from gradherd.train.stacked import Rule, StackedStep, unfit
 from gradherd.train.turns import Portions
 from gradherd.train.virtual import make_ordering, row_settings
-from gradherd.train.watch import cheap, prefix_bound
+from gradherd.train.watch import Bins, cheap, prefix_bound
 
 # Rows of several steps are shown to the orders together, up to so many steps and numbers.
 _STEPS, _NUMBERS = 512, 8_000_000
@@ -52,6 +52,7 @@ class BatchedFleet:
         self._configs, self._task = list(configs), task
         first, device = self._configs[0], torch.device(configs[0].device)
         self._split = split.to(device)
+        self.series = [Bins() for _ in configs]
         starts = []
         for config in self._configs:
             torch.manual_seed(config.seed)

@@ -1,5 +1,6 @@
 """The seam between a run and how it is run: on real ranks, in one process, or many at once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -7,6 +8,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gradherd.tasks.task import Tensors
+from gradherd.train.watch import Bins
 
 
 @dataclass
@@ -23,8 +25,22 @@ class Tally:
     skipped_steps: int = 0
     residual_norm: float | None = None
     herding_bound: float | None = None
-    sparse: list[dict[str, Any]] = field(default_factory=list)
-    """Figures of each sparse step: density, padding, per_rank."""
+    sparse_steps: int = 0
+    """Steps that were sparse; the sums below are over these."""
+    density: float = 0.0
+    padding: float = 0.0
+    load: list[float] = field(default_factory=list)
+    """Picked by each worker."""
+
+    def add_sparse(self, told: Mapping[str, Any]) -> None:
+        """Count a sparse step: its density, padding and per_rank."""
+        if not told:
+            return
+        self.sparse_steps += 1
+        self.density += told["density"]
+        self.padding += told["padding"]
+        before = self.load or [0.0] * len(told["per_rank"])
+        self.load = [sum(pair) for pair in zip(before, told["per_rank"], strict=True)]
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,8 @@ class Fleet(Protocol):
 
     model: nn.Module
     """A model of the kind that is trained."""
+    series: list[Bins]
+    """Densities of all steps so far, for each run."""
 
     def epoch(self, number: int, tick: Tick) -> list[Tally]:
         """Train one epoch, counted from 1; return what it cost, for each run."""

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gradherd.train.record import EpochRow, RunRecord, write_record
+from gradherd.train.record import EpochRow, RunRecord, write_record, write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -28,6 +28,9 @@ class Journal:
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_record(record, folder)
+        if record.epochs or (folder / METRICS).exists():  # A run that goes on, or starts over.
+            lines = [_line(row) for row in record.epochs]
+            write_whole(folder / METRICS, "".join(f"{line}\n" for line in lines))
         if tensorboard:
             self._events = _events(folder)
 
@@ -42,7 +45,7 @@ class Journal:
             self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
         )
         if self._folder is not None:
-            _append(self._folder / METRICS, json.dumps(dataclasses.asdict(row), allow_nan=False))
+            _append(self._folder / METRICS, _line(row))
         self._save()
         if self._events is not None:
             for name, value in dataclasses.asdict(row).items():
@@ -78,6 +81,10 @@ _KINDS = {
         if name.endswith("seconds")
     },
 }
+
+
+def _line(row: EpochRow) -> str:
+    return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
 
 def _append(path: Path, line: str) -> None:

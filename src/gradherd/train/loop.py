@@ -1,7 +1,6 @@
 """From settings to records: the epochs of one or more runs, measured and written down."""
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -11,9 +10,9 @@ from gradherd.tasks.task import Split, Task
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Fleet, Quality, Tally
 from gradherd.train.journal import Journal
+from gradherd.train.keeper import Stopped
 from gradherd.train.record import EpochRow, RunRecord, finite
 from gradherd.train.surroundings import hardware, versions
-from gradherd.train.watch import Bins
 
 
 class Progress:
@@ -59,25 +58,49 @@ def run_epochs(
     configs: Sequence[RunConfig],
     journals: Sequence[Journal],
     progress: Progress,
+    *,
+    first: int = 1,
+    resumed: bool = False,
 ) -> list[RunRecord]:
-    """Train all epochs of runs that a fleet trains side by side; return their records."""
-    for journal, quality in zip(journals, fleet.quality(), strict=True):
-        journal.start(quality.loss, quality.metric)
-    series = [Bins() for _ in journals]
-    for number in range(1, configs[0].epochs + 1):
+    """Train all epochs of runs that a fleet trains side by side; return their records.
+
+    Args:
+        fleet: Who trains.
+        configs: The settings of each run.
+        journals: Where each run is written down.
+        progress: Is told how it goes on.
+        first: The epoch to go on with.
+        resumed: Whether it goes on; the start was measured before then.
+    """
+    try:
+        _epochs(fleet, configs, journals, progress, first, resumed)
+    except Stopped:
+        return [journal.end("stopped") for journal in journals]
+    return [journal.end(_status(journal.record)) for journal in journals]
+
+
+def _epochs(
+    fleet: Fleet,
+    configs: Sequence[RunConfig],
+    journals: Sequence[Journal],
+    progress: Progress,
+    first: int,
+    resumed: bool,
+) -> None:
+    if not resumed:
+        for journal, quality in zip(journals, fleet.quality(), strict=True):
+            journal.start(quality.loss, quality.metric)
+    for number in range(first, configs[0].epochs + 1):
         tallies = fleet.epoch(number, progress.step)
         begin = time.perf_counter()
         found = fleet.quality()
         seconds = (time.perf_counter() - begin) / len(found)
         for at, (tally, quality) in enumerate(zip(tallies, found, strict=True)):
-            for step in tally.sparse:
-                series[at].add(step["density"])
             row = _row(number, configs[at], tally, quality, seconds)
-            journals[at].add(row, series[at].listed())
+            journals[at].add(row, fleet.series[at].listed())
         progress.epoch(number, [quality.loss for quality in found])
         if all(quality.loss is None for quality in found):
             break  # Nothing is left to be learned.
-    return [journal.end(_status(journal.record)) for journal in journals]
 
 
 def _status(record: RunRecord) -> str:
@@ -88,7 +111,7 @@ def _row(
     number: int, config: RunConfig, tally: Tally, quality: Quality, evaluation: float
 ) -> EpochRow:
     apart = tally.data_seconds + tally.ordering_seconds + tally.exchange_seconds
-    sparse = [step for step in tally.sparse if step]
+    sparse = tally.sparse_steps
     return EpochRow(
         epoch=number,
         train_loss=quality.loss,
@@ -103,9 +126,9 @@ def _row(
         evaluation_seconds=evaluation,
         bytes=tally.bytes,
         ordering_bytes=tally.ordering_bytes,
-        density=statistics.fmean(step["density"] for step in sparse) if sparse else 1.0,
-        padding=statistics.fmean(step["padding"] for step in sparse) if sparse else None,
-        load=_load(sparse),
+        density=tally.density / sparse if sparse else 1.0,
+        padding=tally.padding / sparse if sparse else None,
+        load=[picked / sparse for picked in tally.load] if sparse else None,
         residual_norm=_finite(tally.residual_norm),
         skipped_steps=tally.skipped_steps,
         herding_bound=_finite(tally.herding_bound),
@@ -114,10 +137,3 @@ def _row(
 
 def _finite(value: float | None) -> float | None:
     return None if value is None else finite(value)
-
-
-def _load(sparse: list[dict[str, Any]]) -> list[float] | None:
-    if not sparse:
-        return None
-    columns = zip(*(step["per_rank"] for step in sparse), strict=True)
-    return [statistics.fmean(column) for column in columns]

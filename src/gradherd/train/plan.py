@@ -16,6 +16,7 @@ from gradherd.train.journal import Journal
 from gradherd.train.loop import Progress, new_record, run_epochs
 from gradherd.train.ranks import RankFleet
 from gradherd.train.record import RunRecord
+from gradherd.train.resume import Saving, run_saved
 from gradherd.train.virtual import VirtualFleet
 
 log = logging.getLogger("gradherd")
@@ -71,7 +72,7 @@ def run_all(
     data_dir: Path | None = None,
     progress: Progress | None = None,
     tensorboard: bool = False,
-    flat: bool = False,
+    saving: Saving | None = None,
 ) -> list[RunRecord]:
     """Run all of them, one after the other (small virtual ones side by side), on every rank.
 
@@ -82,7 +83,7 @@ def run_all(
         data_dir: Folder to look for data in first.
         progress: Is told how it goes on.
         tensorboard: Write TensorBoard events, too.
-        flat: Write the only run right into `out`.
+        saving: When the only run, on real ranks, saves itself; it is written right into `out`.
     """
     task = find_task(configs[0].task)
     split = task.load(data_dir, configs[0].limit)
@@ -90,13 +91,17 @@ def run_all(
     total = sum(steps_of(config, len(split.train[0])) for config in configs)
     records = []
     told.begin(len(configs), total)
+    if saving is not None and out is not None and not configs[0].virtual:
+        told.group(configs)
+        (config,) = configs
+        return [run_saved(config, task, split, world, out, saving, told, tensorboard=tensorboard)]
     for group in _groups(configs, task):
         fleet = _fleet(group, task, split, world)
         size = sum(p.numel() for p in fleet.model.parameters())
         journals = [
             Journal(
                 new_record(config, task, split, size),
-                _folder(out, config, flat, world),
+                _folder(out, config, saving is not None, world),
                 tensorboard=tensorboard,
             )
             for config in group

@@ -1,6 +1,9 @@
 """A run on real ranks: this process is one of them."""
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +20,7 @@ from gradherd.tasks.task import Split, Task
 from gradherd.train.config import RunConfig
 from gradherd.train.evaluate import chunk_size, full_loss, metric, share_buffers
 from gradherd.train.fleet import Quality, Table, Tally, Tick, as_is
+from gradherd.train.keeper import Keeper
 from gradherd.train.mean import MeanHook
 from gradherd.train.steps import (
     clip_and_step,
@@ -25,7 +29,7 @@ from gradherd.train.steps import (
     seed_of_worker,
     set_rate,
 )
-from gradherd.train.watch import cheap, prefix_bound
+from gradherd.train.watch import Bins, cheap, prefix_bound
 
 
 class RankFleet:
@@ -62,6 +66,13 @@ class RankFleet:
         size = sum(p.numel() for p in self._parameters)
         dense = config.sparsify == "dense"
         # Gradients are the same on all ranks, so one of them watches.
+        self.series = [Bins()]
+        self.keeper: Keeper | None = None
+        """Saves the run in time, if it is to be saved."""
+        self.record: Callable[[], Any] | None = None
+        """Tells rank 0's record so far, to be saved with the rest."""
+        self.tally = Tally()
+        """What the epoch at hand has cost before this process went on with it."""
         self._watches = dense and world.rank == 0 and cheap(len(self._loader), size)
 
     def _attached(self) -> tuple[Herd, MeanHook | None]:
@@ -75,8 +86,15 @@ class RankFleet:
         return herd, None if taken else MeanHook(self._ddp, self._world)
 
     def epoch(self, number: int, tick: Tick) -> list[Tally]:
-        """Train one epoch."""
-        before, tally, means = self._costs(), Tally(), []
+        """Train one epoch, or what is left of it."""
+        tally, self.tally = self.tally, Tally()
+        if tally.steps < len(self._loader):  # else it was saved after its last step
+            self._train(number, tally, tick)
+        return [tally]
+
+    def _train(self, number: int, tally: Tally, tick: Tick) -> None:
+        before, already, means = self._costs(), tally.seconds, []
+        whole = tally.steps == 0
         begin = time.perf_counter()
         set_rate(self._optimizer, self._config.lr_at(number))
         self.sampler.set_epoch(number - 1)
@@ -95,15 +113,56 @@ class RankFleet:
             clip_and_step(self._optimizer, self._parameters, self._config.clip)
             tally.steps += 1
             if self._config.density is not None:
-                tally.sparse.append(self._herd.last_step())
+                told = self._herd.last_step()
+                tally.add_sparse(told)
+                self.series[0].add(told.get("density", 0.0))
             tick()
+            if self.keeper is not None:
+
+                def state() -> tuple[Callable[[], Any], Any]:
+                    now = replace(tally, seconds=already + time.perf_counter() - begin)
+                    self._add_costs(now, before)
+                    return self.state(number, now)
+
+                self.keeper.after_step(state)
         self._herd.finish()
-        tally.seconds = time.perf_counter() - begin
+        tally.seconds = already + time.perf_counter() - begin
         self._add_costs(tally, before)
-        if means:
+        if means and whole:
             examples = self._config.batch_size * self._world.size
             tally.herding_bound = prefix_bound(torch.stack(means), examples)
-        return [tally]
+
+    def state(self, number: int, tally: Tally) -> tuple[Callable[[], Any], Any]:
+        """Return what decides the rest of the run: what rank 0 saves for all, and what is own."""
+        told = self._herd.state_dict()
+        own = {"generator": torch.get_rng_state(), "sparsify": told.pop("sparsify", None)}
+
+        def shared() -> dict[str, Any]:
+            return {
+                "epoch": number,
+                "tally": asdict(tally),
+                "model": dict(self.model.state_dict()),
+                "optimizer": self._optimizer.state_dict(),
+                "herd": told,
+                "series": self.series[0].state(),
+                "record": None if self.record is None else self.record(),
+            }
+
+        return shared, own
+
+    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> int:
+        """Go on where `shared` and `own` were saved; return the epoch to go on with."""
+        self.model.load_state_dict(shared["model"])
+        self._optimizer.load_state_dict(shared["optimizer"])
+        herd = dict(shared["herd"])
+        if own["sparsify"] is not None:
+            herd["sparsify"] = own["sparsify"]
+        self._herd.load_state_dict(herd)
+        torch.set_rng_state(own["generator"])
+        self.tally = Tally(**shared["tally"])
+        self.series = [Bins.of(shared["series"])]
+        epoch: int = shared["epoch"]
+        return epoch
 
     def _costs(self) -> dict[str, float]:
         """Return what was spent since the start."""
@@ -121,17 +180,17 @@ class RankFleet:
     def _add_costs(self, tally: Tally, before: dict[str, float]) -> None:
         after = self._costs()
         spent = {name: after[name] - before[name] for name in after}
-        tally.ordering_seconds = spent["ordering_seconds"]
-        tally.exchange_seconds = spent["exchange_seconds"]
-        tally.skipped_steps = int(spent["skipped_steps"])
+        tally.ordering_seconds += spent["ordering_seconds"]
+        tally.exchange_seconds += spent["exchange_seconds"]
+        tally.skipped_steps += int(spent["skipped_steps"])
         sent = torch.tensor(
             [spent["ordering_bytes"], spent["exchange_bytes"]],
             dtype=torch.float64,
             device=self._device,
         )
         ordering, exchange = all_gather(sent, self._world).value.mean(0).tolist()
-        tally.ordering_bytes = round(ordering)
-        tally.bytes = round(ordering + exchange)
+        tally.ordering_bytes += round(ordering)
+        tally.bytes += round(ordering + exchange)
         if self._config.density is not None:
             tally.residual_norm = after["residual_norm"]
 

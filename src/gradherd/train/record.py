@@ -91,7 +91,8 @@ class RunRecord:
     started: str
     """When, UTC, ISO 8601."""
     status: str = "running"
-    """running, done, interrupted, diverged (the loss was not finite any more), or failed."""
+    """running, done, stopped (saved, and can be resumed), interrupted, diverged (the loss was not
+    finite any more), or failed."""
     start_loss: float | None = None
     """Loss over the full training set before the first step."""
     start_metric: float | None = None

@@ -20,6 +20,7 @@ from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Tally
 from gradherd.train.mean import mean_bytes, mean_of
 from gradherd.train.steps import seed_of_worker
+from gradherd.train.watch import Bins
 
 # Up to this many ranks, few numbers are gathered, not all-reduced (`collectives.sum_few`).
 _FEW_RANKS = 8
@@ -70,6 +71,8 @@ class Exchange:
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
         """(D,) the last average."""
+        self.series = Bins()
+        """Densities of the steps."""
         self._sparse: Workers | None = None
         if settings is not None:
             self._sparse = Workers(
@@ -95,7 +98,8 @@ class Exchange:
         else:
             self.mean = self._sparse.step(grads)
             told = self._sparse.metrics
-            tally.sparse.append(told)
+            tally.add_sparse(told)
+            self.series.add(told.get("density", 0.0))
             tally.bytes += told.get("bytes", 0)
             kept = self._sparse.workers[0]
             tally.residual_norm = float(torch.linalg.vector_norm(kept.feedback.kept))

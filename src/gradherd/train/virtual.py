@@ -62,6 +62,7 @@ class VirtualFleet:
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.deal, self.ordering = make_ordering(config, len(split.train[0]))
         self._exchange = Exchange(config, named)
+        self.series = [self._exchange.series]
         size = self._exchange.layout.size
         needs_rows = self.ordering.policy.needs_rows
         self._portions = Portions(self.ordering, config.workers)

@@ -1,5 +1,8 @@
 """What is watched while a run trains: its prefix sums and the densities of its steps."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 # Up to this many numbers the prefix sums of an epoch are kept.
@@ -60,6 +63,18 @@ class Bins:
             for p in pairs
         ]
         self._width *= 2
+
+    def state(self) -> dict[str, Any]:
+        """Return all that it holds."""
+        return {"most": self._most, "width": self._width, "bins": [list(b) for b in self._bins]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Bins":
+        """Return the bins that `state` described."""
+        bins = cls(state["most"])
+        bins._width = state["width"]
+        bins._bins = [(b[0], b[1], b[2], b[3]) for b in state["bins"]]
+        return bins
 
     def listed(self) -> list[dict[str, float]]:
         """Return the bins as the record holds them."""

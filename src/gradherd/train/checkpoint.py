@@ -1,0 +1,240 @@
+"""Checkpoints that are whole or not there, checked when read, written by all ranks together.
+
+A checkpoint is a folder: what all ranks share (written by rank 0), a file for each rank, and a
+manifest with the size and digest of each file. It is written under another name, synced to disk and
+renamed, so a run that is killed at any moment leaves the one before; the last two are kept.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradherd.comm.collectives import all_gather
+from gradherd.comm.world import World
+from gradherd.train.pack import pack, unpack
+
+log = logging.getLogger("gradherd")
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_SHARED = "shared.safetensors"
+_MOST = 64  # checkpoints that are looked at
+
+
+class NoCheckpoint(ValueError):
+    """There are checkpoints, but none that can be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read."""
+
+    step: int
+    """Steps that were done."""
+    shared: Any
+    """What all ranks share."""
+    own: Any
+    """What this rank had for itself."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        identity: Mapping[str, Any],
+        *,
+        device: str = "cpu",
+        keep: int = 2,
+    ) -> None:
+        """Look after a folder.
+
+        Args:
+            folder: Where they lie; all ranks must see the same.
+            world: Who writes and reads.
+            identity: What a run must have in common with one that it continues, as JSON values.
+            device: Where the ranks' group works.
+            keep: How many are kept.
+        """
+        self._folder, self._world, self._keep = folder, world, keep
+        self._identity = json.loads(json.dumps(dict(identity)))
+        self._device = torch.device(device)
+
+    def save(self, step: int, shared: Callable[[], Any], own: Any) -> None:
+        """Write a checkpoint, on all ranks together. `shared` is asked for on rank 0 alone.
+
+        Raises:
+            OSError: This rank could not write; its peers raise RuntimeError. What was there before
+                is still there.
+        """
+        draft = self._folder / f".step-{step:09d}.draft"
+        problem: OSError | None = None
+        if self._world.rank == 0:
+            try:
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir(parents=True)
+            except OSError as error:
+                problem = error
+        self._agree(problem, draft)
+        parts = {_rank_file(self._world.rank): pack(own)}
+        if self._world.rank == 0:
+            parts[_SHARED] = pack(shared())
+        try:
+            for name, data in parts.items():
+                _write(draft / name, data)
+        except OSError as error:
+            problem = error
+        table = self._agree(problem, draft, *(_entry(data) for data in parts.values()))
+        if self._world.rank == 0:
+            try:
+                self._finish(step, draft, table)
+            except OSError:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+
+    def _agree(self, problem: OSError | None, draft: Path, *entries: list[int]) -> list[list[int]]:
+        """Tell all ranks this one's files and problems; raise on all if there is one anywhere."""
+        mine = [int(problem is not None), *(number for entry in entries for number in entry)]
+        mine += [0] * (7 - len(mine))
+        told = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        table: list[list[int]] = all_gather(told, self._world).value.tolist()
+        failed = [rank for rank, row in enumerate(table) if row[0]]
+        if failed and self._world.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        if problem is not None:
+            raise OSError(
+                problem.errno, f"no checkpoint was written: {problem.strerror}", str(draft)
+            )
+        if failed:
+            raise RuntimeError(f"no checkpoint was written: rank {failed[0]} could not")
+        return table
+
+    def _finish(self, step: int, draft: Path, table: list[list[int]]) -> None:
+        files = {_rank_file(rank): row[1:4] for rank, row in enumerate(table)}
+        files[_SHARED] = table[0][4:7]
+        manifest = {
+            "format": _FORMAT,
+            "step": step,
+            "workers": self._world.size,
+            "identity": self._identity,
+            "files": files,
+        }
+        _write(draft / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        final = self._folder / f"step-{step:09d}"
+        shutil.rmtree(final, ignore_errors=True)  # of a run that went on from an older one
+        draft.rename(final)
+        _sync_folder(self._folder)
+        for old in self._found()[self._keep :]:
+            shutil.rmtree(self._folder / f"step-{old:09d}", ignore_errors=True)
+
+    def _found(self) -> list[int]:
+        """Return the steps of the checkpoints that are there, newest first."""
+        names = [path.name for path in self._folder.glob("step-*")] if self._folder.is_dir() else []
+        return sorted((int(name[5:]) for name in names if name[5:].isdecimal()), reverse=True)
+
+    def load(self) -> Loaded | None:
+        """Read the newest checkpoint that is whole and of this run, on all ranks together.
+
+        Returns:
+            None if there is none at all.
+
+        Raises:
+            NoCheckpoint: There are some, but none can be used.
+        """
+        if self._world.rank == 0:
+            for draft in self._folder.glob(".step-*.draft"):
+                shutil.rmtree(draft, ignore_errors=True)
+        mine = [*self._found()[:_MOST], *[-1] * _MOST][:_MOST]
+        told = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        steps = [step for step in all_gather(told, self._world).value[0].tolist() if step >= 0]
+        reasons = []
+        for step in steps:
+            loaded, why = None, ""
+            try:
+                loaded = self._read(step)
+            except (ValueError, OSError) as error:
+                why = str(error)
+            flag = torch.tensor([int(loaded is None)], device=self._device)
+            bad = all_gather(flag, self._world).value.flatten().nonzero().flatten().tolist()
+            if loaded is not None and not bad:
+                return loaded
+            why = why or f"rank {bad[0]} cannot use its part"
+            reasons.append(f"step {step}: {why}")
+            log.warning("checkpoint of step %d in %s cannot be used: %s", step, self._folder, why)
+        if reasons:
+            raise NoCheckpoint(f"no checkpoint in {self._folder} can be used: {'; '.join(reasons)}")
+        return None
+
+    def _read(self, step: int) -> Loaded:
+        folder = self._folder / f"step-{step:09d}"
+        manifest = _manifest(folder / _MANIFEST)
+        if manifest["workers"] != self._world.size:
+            raise ValueError(
+                f"it was saved by {manifest['workers']} workers, this run has {self._world.size}"
+            )
+        for key, ours in self._identity.items():
+            theirs = manifest["identity"].get(key)
+            if theirs != ours:
+                raise ValueError(f"it was saved with {key} {theirs!r}, this run has {ours!r}")
+        shared = unpack(_checked(folder / _SHARED, manifest["files"]))
+        own = unpack(_checked(folder / _rank_file(self._world.rank), manifest["files"]))
+        return Loaded(step, shared, own)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def _entry(data: bytes) -> list[int]:
+    """Return the length and digest of a file, as numbers that a collective can carry."""
+    digest = hashlib.blake2b(data, digest_size=16).digest()
+    halves = (digest[:8], digest[8:])
+    return [len(data), *(int.from_bytes(half, "big", signed=True) for half in halves)]
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT:
+            raise ValueError(f"its format is {found['format']!r}, expected {_FORMAT}")
+        shapes = (found["workers"], int), (found["identity"], dict), (found["files"], dict)
+        if not all(isinstance(value, kind) for value, kind in shapes):
+            raise ValueError("its manifest is damaged")
+    except (KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError(f"{path.name} is damaged") from None
+    manifest: dict[str, Any] = found
+    return manifest
+
+
+def _checked(path: Path, files: Mapping[str, Any]) -> bytes:
+    """Return a file's bytes if they are those that were written."""
+    data = path.read_bytes()
+    if _entry(data) != files.get(path.name):
+        raise ValueError(f"{path.name} is damaged or cut short")
+    return data
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last, where the system can sync a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

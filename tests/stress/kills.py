@@ -1,0 +1,152 @@
+"""Kill a training again and again, let it go on, and compare it with one that was left alone.
+
+    python -m tests.stress.kills --kills 200
+
+Four ranks train with cd-grab and exdyna and save themselves every few steps. At a random moment
+one rank, or all of them, get SIGKILL, also in the middle of a checkpoint; then the run goes on with
+what is there. Whenever it comes to its end, every number that decides anything must be that of the
+run that was never stopped, to the bit.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradherd.comm.ranks import RankError, run_ranks
+from gradherd.comm.world import World
+from gradherd.tasks.registry import find_task
+from gradherd.train.config import RunConfig
+from gradherd.train.pack import unpack
+from gradherd.train.plan import run_all
+from gradherd.train.resume import FOLDER, Saving
+
+WORKERS = 4
+
+
+def config(epochs: int) -> RunConfig:
+    """Both halves: example units, an odd number of them, and a short last batch."""
+    return RunConfig.of(
+        "digits-mlp",
+        find_task("digits-mlp").defaults,
+        order="cd-grab",
+        sparsify="exdyna",
+        density=0.01,
+        workers=WORKERS,
+        epochs=epochs,
+        limit=203,
+    )
+
+
+def train(out: Path, epochs: int, every: int, resume: bool) -> str:
+    """Train on this rank; return how it ended."""
+    saving = Saving(every=every, resume=resume)
+    return run_all([config(epochs)], World.detect(), out=out, saving=saving)[0].status
+
+
+def numbers(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Return every number of a state that decides what comes next: no clocks."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if "seconds" not in str(key) and key != "record":
+                yield from numbers(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for at, value in enumerate(state):
+            yield from numbers(value, f"{path}/{at}")
+    else:
+        yield path, state
+
+
+def last_state(out: Path) -> dict[str, Any]:
+    """Return all numbers of the newest checkpoint, by name."""
+    newest = max((out / FOLDER).glob("step-*"))
+    found: dict[str, Any] = {"step": newest.name}
+    for path in sorted(newest.glob("*.safetensors")):
+        found |= numbers(unpack(path.read_bytes()), path.stem)
+    return found
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of what is not equal to the bit."""
+    names = set(one) ^ set(other)
+    for name in set(one) & set(other):
+        mine, theirs = one[name], other[name]
+        same = torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+        if not same:
+            names.add(name)
+    return sorted(names)
+
+
+def attempt(out: Path, epochs: int, every: int, delay: float, chance: random.Random) -> bool:
+    """Go on until the end (True), or until killed after `delay` seconds (False)."""
+    alone = chance.random() < 0.5
+    victim = chance.randrange(WORKERS)
+    timers: list[threading.Timer] = []
+
+    def started(pids: list[int]) -> None:
+        def kill() -> None:
+            for pid in [pids[victim]] if alone else pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # It had ended by itself.
+
+        timers.append(threading.Timer(delay, kill))
+        timers[0].start()
+
+    try:
+        run_ranks(train, WORKERS, out, epochs, every, True, timeout=120, started=started)
+    except RankError:
+        return False
+    finally:
+        timers[0].cancel()
+    return True
+
+
+def stress(kills: int, epochs: int, every: int, seed: int, tell: Any = print) -> dict[str, int]:
+    """Kill so often; raise AssertionError at the first run that ends otherwise."""
+    chance, done, runs = random.Random(seed), 0, 0
+    with tempfile.TemporaryDirectory(prefix="gradherd-stress-") as name:
+        reference = Path(name) / "reference"
+        begin = time.monotonic()
+        run_ranks(train, WORKERS, reference, epochs, every, False, timeout=600)
+        longest = time.monotonic() - begin
+        expected = last_state(reference)
+        while done < kills:
+            out = Path(name) / f"run-{runs}"
+            while not attempt(out, epochs, every, chance.uniform(0.3, 1.0) * longest, chance):
+                done += 1
+                if done % 10 == 0:
+                    tell(f"{done} kills, {runs} runs came to their end", flush=True)
+            wrong = differences(last_state(out), expected)
+            assert not wrong, f"run {runs}, seed {seed}: {len(wrong)} differ, first {wrong[:5]}"
+            shutil.rmtree(out)
+            runs += 1
+    return {"kills": done, "runs": runs, "numbers": len(expected)}
+
+
+def main() -> None:
+    """Read the options and stress."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--every", type=int, default=3, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    begin = time.monotonic()
+    found = stress(args.kills, args.epochs, args.every, args.seed)
+    print(f"{found}: all equal to the bit, {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

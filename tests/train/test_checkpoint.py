@@ -1,0 +1,274 @@
+"""Checkpoints: whole or not there, checked when read; and runs that go on to the bit."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradherd.comm.ranks import RankError, run_ranks
+from gradherd.comm.world import World
+from gradherd.train.checkpoint import Checkpoints, NoCheckpoint
+from gradherd.train.pack import pack, unpack
+from gradherd.train.plan import run_all
+from gradherd.train.record import FILE, read_record
+from gradherd.train.resume import FOLDER, Saving
+from tests.stress.kills import differences, last_state, stress
+from tests.train.work import config_of
+
+SINGLE = World.single()
+STATE = {"a": torch.arange(5), "b": [1, None, 2.5, "x"], 3: (True, {"c": torch.zeros(0)})}
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(map(same, one, other))
+    return one == other and type(one) is type(other)
+
+
+def test_states_come_back():
+    assert same(unpack(pack(STATE)), STATE)
+    shared = torch.randn(4)
+    views = {
+        "one": shared,
+        "two": shared[1:],
+        "turned": torch.randn(2, 3).T,
+        "number": torch.tensor(3),
+    }
+    assert same(unpack(pack(views)), views)
+
+
+@pytest.mark.parametrize("odd", [{1, 2}, {"a": object()}, {(1, 2): 3}])
+def test_what_cannot_be_saved_is_refused(odd):
+    with pytest.raises(TypeError, match="a state"):
+        pack(odd)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_bytes_that_are_no_state_are_refused(data):
+    good = pack(STATE)
+    kind = data.draw(st.sampled_from(["cut", "flip", "any"]))
+    if kind == "cut":
+        bad = good[: data.draw(st.integers(0, len(good) - 1))]
+    elif kind == "flip":
+        at = data.draw(st.integers(0, len(good) - 1))
+        bad = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
+    else:
+        bad = data.draw(st.binary(max_size=200))
+    try:
+        unpack(bad)  # A changed number cannot be noticed here: digests are for that.
+    except ValueError:
+        pass
+
+
+def checkpoints(folder, **more):
+    return Checkpoints(folder, SINGLE, {"order": "d-rr", "lr": 0.1} | more)
+
+
+def saved(folder, *steps):
+    for step in steps:
+        checkpoints(folder).save(
+            step, lambda step=step: {"step": step}, {"own": torch.arange(step)}
+        )
+
+
+def test_the_newest_is_read_and_two_are_kept(tmp_path):
+    assert checkpoints(tmp_path / "none").load() is None
+    saved(tmp_path, 1, 5, 10)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000005", "step-000000010"]
+    loaded = checkpoints(tmp_path).load()
+    assert (loaded.step, loaded.shared) == (10, {"step": 10}) and len(loaded.own["own"]) == 10
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shared.safetensors", "rank-0.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "empty"])
+def test_a_damaged_one_is_passed_over(tmp_path, caplog, name, damage):
+    saved(tmp_path, 5, 10)
+    path = tmp_path / "step-000000010" / name
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        path.write_bytes({"cut": data[:-3], "flip": flipped, "empty": b""}[damage])
+    if (name, damage) == ("manifest.json", "flip"):
+        # One bit may leave it a manifest, but not this run's.
+        path.write_bytes(data.replace(b'"order"', b'"ordes"'))
+    assert checkpoints(tmp_path).load().step == 5
+    assert "step 10" in caplog.text and "cannot be used" in caplog.text
+    shutil.rmtree(tmp_path / "step-000000005")
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint in .* can be used: step 10"):
+        checkpoints(tmp_path).load()
+
+
+def test_every_byte_of_a_checkpoint_counts(tmp_path):
+    saved(tmp_path, 10)
+    folder = tmp_path / "step-000000010"
+    for name in ("shared.safetensors", "rank-0.safetensors"):
+        data = (folder / name).read_bytes()
+        for at in range(len(data)):
+            (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+            with pytest.raises(NoCheckpoint, match="damaged"):
+                checkpoints(tmp_path).load()
+        (folder / name).write_bytes(data)
+    assert checkpoints(tmp_path).load().step == 10
+
+
+def test_one_of_another_run_is_refused_with_the_reason(tmp_path):
+    saved(tmp_path, 10)
+    with pytest.raises(NoCheckpoint, match=r"saved with lr 0\.1, this run has 0\.2"):
+        checkpoints(tmp_path, lr=0.2).load()
+    path = tmp_path / "step-000000010" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"workers": 3}))
+    with pytest.raises(NoCheckpoint, match="saved by 3 workers, this run has 1"):
+        checkpoints(tmp_path).load()
+    path.write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(NoCheckpoint, match="format is 2, expected 1"):
+        checkpoints(tmp_path).load()
+
+
+def test_drafts_are_cleared_away(tmp_path):
+    saved(tmp_path, 10)
+    shutil.copytree(tmp_path / "step-000000010", tmp_path / ".step-000000020.draft")
+    assert checkpoints(tmp_path).load().step == 10
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000010"]
+
+
+def test_a_full_disk_leaves_the_one_before(tmp_path, monkeypatch):
+    saved(tmp_path, 10)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no checkpoint was written: No space left on device"):
+        saved(tmp_path, 20)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000010"]
+    assert checkpoints(tmp_path).load().step == 10
+
+
+# Whole runs.
+
+
+def train(out, saving, **chosen):
+    config = config_of("digits", limit=90, epochs=3, **chosen)
+    return run_all([config], World.detect(), out=out, saving=saving)[0].status
+
+
+def train_all(out, arms, every, resume):
+    for at, arm in enumerate(arms):
+        train(out / str(at), Saving(every=every, resume=resume), **arm)
+
+
+ARMS = [
+    {"order": "cd-grab", "unit": 4},
+    {"order": "cd-grab"},
+    {"order": "grab", "rows": "sketch"},
+    {"order": "d-rr", "sparsify": "topk", "density": 0.1},
+    {"order": "id-pair-grab", "sparsify": "exdyna", "density": 0.1},
+]
+
+
+def test_a_run_goes_on_from_any_checkpoint(tmp_path):
+    """Ends after each arm's last checkpoint but one: what follows must be the same again."""
+    run_ranks(train_all, 3, tmp_path, ARMS, 5, False)
+    seen = []
+    for at in range(len(ARMS)):
+        folder = tmp_path / str(at)
+        losses = [row.train_loss for row in read_record(folder / FILE).epochs]
+        seen.append((last_state(folder), losses))
+        shutil.rmtree(max((folder / FOLDER).glob("step-*")))
+    run_ranks(train_all, 3, tmp_path, ARMS, 5, True)
+    for at, (there, losses) in enumerate(seen):
+        assert differences(last_state(tmp_path / str(at)), there) == [], ARMS[at]
+        record = read_record(tmp_path / str(at) / FILE)
+        assert [row.train_loss for row in record.epochs] == losses
+        assert [row.epoch for row in record.epochs] == [1, 2, 3] and record.status == "done"
+
+
+def test_sigterm_saves_first(tmp_path):
+    """Told to end, the run saves itself; what goes on ends as if nothing had happened."""
+    out, told = tmp_path / "run", []
+
+    def started(pids):
+        def tell():
+            while not (out / "metrics.jsonl").exists():  # an epoch was written down
+                time.sleep(0.02)
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+
+        told.append(threading.Thread(target=tell, daemon=True))
+        told[0].start()
+
+    long = {"order": "cd-grab", "sparsify": "topk", "density": 0.2}
+    config = config_of("digits", limit=400, epochs=60, **long)
+    ended = run_ranks(all_of, 2, out, config, started=started)
+    assert ended == ["stopped", "stopped"]
+    record = read_record(out / FILE)
+    assert record.status == "stopped" and len(record.epochs) < 60
+    assert run_ranks(all_of, 2, out, config) == ["done", "done"]
+    assert run_ranks(all_of, 2, tmp_path / "straight", config) == ["done", "done"]
+    assert differences(last_state(out), last_state(tmp_path / "straight")) == []
+
+
+def all_of(out, config):
+    saving = Saving(resume=True)
+    return run_all([config], World.detect(), out=out, saving=saving)[0].status
+
+
+def test_more_epochs_after_the_end(tmp_path):
+    config = config_of("digits", limit=60, epochs=2, order="cd-grab")
+    run_ranks(all_of, 2, tmp_path / "a", config)
+    longer = config_of("digits", limit=60, epochs=4, order="cd-grab")
+    run_ranks(all_of, 2, tmp_path / "a", longer)
+    run_ranks(all_of, 2, tmp_path / "b", longer)
+    assert differences(last_state(tmp_path / "a"), last_state(tmp_path / "b")) == []
+    rows = read_record(tmp_path / "a" / FILE).epochs
+    assert [row.epoch for row in rows] == [1, 2, 3, 4]
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_another_world_size_is_refused(tmp_path):
+    config = config_of("digits", limit=60, epochs=1, order="cd-grab", workers=2)
+    run_ranks(all_of, 2, tmp_path, config)
+    other = config_of("digits", limit=60, epochs=2, order="cd-grab", workers=3)
+    with pytest.raises(RankError, match="saved by 2 workers, this run has 3"):
+        run_ranks(all_of, 3, tmp_path, other)
+
+
+def test_killed_and_gone_on():
+    found = stress(kills=3, epochs=4, every=3, seed=1, tell=lambda *args, **kwargs: None)
+    assert found["kills"] >= 3 and found["numbers"] > 100
+
+
+def test_checkpoints_are_small(tmp_path: Path):
+    """Model, momentum, a residual for each rank, 16 bytes a unit, the running sum, and settings."""
+    config = config_of(
+        "digits-mlp",
+        limit=203,
+        epochs=2,
+        order="cd-grab",
+        sparsify="exdyna",
+        density=0.01,
+        workers=2,
+    )
+    run_ranks(all_of, 2, tmp_path, config)
+    size = sum(path.stat().st_size for path in max((tmp_path / FOLDER).glob("step-*")).iterdir())
+    parameters, sketch = 301_066, 512
+    assert size < 4 * parameters * (2 + 2) + 16 * 203 + 4 * sketch + 60_000
