@@ -216,18 +216,18 @@ def test_sigterm_saves_first(tmp_path):
         told[0].start()
 
     long = {"order": "cd-grab", "sparsify": "topk", "density": 0.2}
-    config = config_of("digits", limit=100, epochs=50, **long)
+    config = config_of("digits", limit=100, epochs=14, **long)
     ended = run_ranks(all_of, 2, out, config, started=started)
     assert ended == ["stopped", "stopped"]
     record = read_record(out / FILE)
-    assert record.status == "stopped" and len(record.epochs) < 50
+    assert record.status == "stopped" and len(record.epochs) < 14
     assert run_ranks(all_of, 2, out, config) == ["done", "done"]
     assert run_ranks(all_of, 2, tmp_path / "straight", config) == ["done", "done"]
     assert differences(last_state(out), last_state(tmp_path / "straight")) == []
 
 
 def all_of(out, config):
-    saving = Saving(resume=True)
+    saving = Saving(resume=True, pulse=0.01)
     return run_all([config], World.detect(), out=out, saving=saving)[0].status
 
 

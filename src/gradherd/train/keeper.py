@@ -17,9 +17,6 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.train.checkpoint import Checkpoints
 
-_PULSE = 1.0
-"""Seconds between exchanges, about."""
-
 
 class Stopped(Exception):
     """The run was told to end, and has saved itself."""
@@ -35,6 +32,7 @@ class Keeper:
         *,
         every: int | None,
         seconds: float = 60.0,
+        pulse: float = 1.0,
         device: str = "cpu",
     ) -> None:
         """Keep a run.
@@ -44,10 +42,11 @@ class Keeper:
             world: The ranks that take part.
             every: Steps between checkpoints; None goes by the clock.
             seconds: Seconds between checkpoints where the clock decides.
+            pulse: Seconds between exchanges, about.
             device: Where the ranks' group works.
         """
         self._checkpoints, self._world = checkpoints, world
-        self._every, self._seconds = every, seconds
+        self._every, self._seconds, self._seconds_ahead = every, seconds, pulse
         self._device = torch.device(device)
         self._told = False
         self.step = self._pulse = 0
@@ -95,7 +94,7 @@ class Keeper:
         """Ask all ranks whether one was told to end, and rank 0 for its clock."""
         now = time.monotonic()
         each = (now - self._felt_at) / max(1, self.step - self._felt_step)
-        ahead = max(1, min(1000, round(_PULSE / max(each, 1e-6))))
+        ahead = max(1, min(1000, round(self._seconds_ahead / max(each, 1e-6))))
         late = now - self._saved_at >= self._seconds
         mine = torch.tensor([int(self._told), int(late), ahead], device=self._device)
         table = all_gather(mine, self._world).value.tolist()

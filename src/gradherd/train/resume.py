@@ -34,6 +34,8 @@ class Saving:
     """Steps between checkpoints; None saves once a minute."""
     resume: bool = False
     """Go on with the newest good checkpoint, if there is one."""
+    pulse: float = 1.0
+    """How many seconds it may take until a rank's SIGTERM is heard by all, about."""
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -64,7 +66,9 @@ def run_saved(
         record = dataclasses.replace(before, status="running", config=record.config)
         log.info("going on after step %d", loaded.step)
     journal = Journal(record, None if world.rank else out, tensorboard=tensorboard)
-    keeper = Keeper(checkpoints, world, every=saving.every, device=config.device)
+    keeper = Keeper(
+        checkpoints, world, every=saving.every, pulse=saving.pulse, device=config.device
+    )
     fleet.keeper, fleet.record = keeper, lambda: journal.record.to_json()
     first = 1
     if loaded is not None:
