@@ -19,6 +19,7 @@ ALLOWED = {
     "train": {
         "train",
         "tasks",
+        "pack",
         "attach",
         "herd",
         "readers",
@@ -45,7 +46,7 @@ ALLOWED = {
     "feeds": {"readers", "ordering", "comm"},
     "ride": {"readers", "rows", "ordering", "comm"},
     "link": {"feeds", "ride", "rows", "ordering", "comm"},
-    "herd": {"link", "ordering", "sparsify"},
+    "herd": {"link", "ordering", "sparsify", "pack"},
     "attach": {"herd", "link", "feeds", "readers", "ride", "rows", "ordering", "sparsify", "comm"},
     "__init__": {"attach", "herd", "comm", "ordering", "rows", "sparsify"},
 }

@@ -152,5 +152,7 @@ def _one_line(text: str) -> str:
 
 
 def _fail(code: int, message: str) -> None:
-    print(f"gradherd: {message}", file=sys.stderr)
+    # What is wrong with a call is wrong for all processes that torchrun started: one speaks.
+    if code == 1 or os.environ.get("RANK", "0") == "0":
+        print(f"gradherd: {message}", file=sys.stderr)
     sys.exit(code)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradherd.link import Link
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.pack import pack, unpack
 from gradherd.sparsify.ddp import SparseHook
 
 
@@ -17,6 +18,14 @@ class Herd:
     def __init__(self, link: Link | None, sparse: SparseHook | None) -> None:
         self._link = link
         self._sparse = sparse
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which rank this is, and of how many."""
+        if self._link is not None:
+            return self._link.sampler.world.rank, self._link.sampler.world.size
+        assert self._sparse is not None
+        return self._sparse.place
 
     @property
     def sampler(self) -> OrderedSampler:
@@ -96,6 +105,10 @@ class Herd:
         if self._sparse is not None:
             self._sparse.load_state_dict(state["sparsify"])
 
+    def stateful(self) -> "HerdState":
+        """Return this herd in the form that torch.distributed.checkpoint saves and loads."""
+        return HerdState(self)
+
     def detach(self) -> None:
         """Leave model and sampler as they were; what was learned stays in the sampler.
 
@@ -106,3 +119,28 @@ class Herd:
             self._link.detach()
         if self._sparse is not None:
             self._sparse.close()
+
+
+class HerdState:
+    """A herd as `Stateful` of torch.distributed.checkpoint.
+
+    That one takes what ranks call by the same name for the same thing, and loads no name that a
+    fresh herd does not have yet. So each rank's state is one piece, under a name of its own:
+
+        dcp.save({"model": ddp, "herd": herd.stateful()}, checkpoint_id=folder)
+    """
+
+    def __init__(self, herd: Herd) -> None:
+        self._herd = herd
+        self._name = "rank-{}-of-{}".format(*herd.place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state. All ranks must call it."""
+        return {self._name: pack(self._herd.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was taken, with as many ranks. All ranks must call it."""
+        if self._name not in state:
+            known = ", ".join(sorted(map(str, state))) or "none"
+            raise ValueError(f"state is not of {self._name}; it has {known}")
+        self._herd.load_state_dict(unpack(state[self._name]))

@@ -25,9 +25,9 @@ import torch
 
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
+from gradherd.pack import unpack
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig
-from gradherd.train.pack import unpack
 from gradherd.train.plan import run_all
 from gradherd.train.resume import FOLDER, Saving
 

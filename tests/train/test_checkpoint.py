@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
+from gradherd.pack import pack, unpack
 from gradherd.train.checkpoint import Checkpoints, NoCheckpoint
-from gradherd.train.pack import pack, unpack
 from gradherd.train.plan import run_all
 from gradherd.train.record import FILE, read_record
 from gradherd.train.resume import FOLDER, Saving

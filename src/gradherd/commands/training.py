@@ -250,6 +250,8 @@ def train_here(
 
 def mark_unfinished(out: Path, status: str) -> None:
     """Say in the records that were still written to how their runs ended."""
+    if World.detect().rank > 0:
+        return
     for path in out.rglob(FILE):
         record = read_record(path)
         if record.status == "running":
@@ -258,7 +260,7 @@ def mark_unfinished(out: Path, status: str) -> None:
 
 def remove_empty(folder: Path) -> None:
     """Remove a folder and those in it as far as they hold no file."""
-    if not folder.is_dir():
+    if not folder.is_dir() or World.detect().rank > 0:
         return
     for child in folder.iterdir():
         if child.is_dir():

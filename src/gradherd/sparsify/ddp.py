@@ -135,6 +135,11 @@ class SparseHook:
             "exchange_seconds": self._clock.seconds,
         }
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which rank this is, and of how many."""
+        return self._world.rank, self._world.size
+
     def last_step(self) -> dict[str, Any]:
         """Return what `metrics` says of the last step alone, which costs nothing."""
         return self._metrics

@@ -19,7 +19,7 @@ import torch
 
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
-from gradherd.train.pack import pack, unpack
+from gradherd.pack import pack, unpack
 
 log = logging.getLogger("gradherd")
 

@@ -1,0 +1,76 @@
+"""What ranks do in test_stateful."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradherd as gh
+
+STEPS, SAVED = 23, 11
+
+
+def made():
+    """Return everything of a training with both halves."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(52, 20, generator=generator)
+    data = TensorDataset(x, x[:, 0] > 0)
+    net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 2))
+    ddp = DDP(net)
+    sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
+    herd = gh.attach(ddp, order=sampler, sparsify=gh.ExDyna(density=0.1))
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, ddp, herd, loader, optimizer
+
+
+def go_on(ddp, loader, optimizer, done, until, save=lambda done: None):
+    """Train from one step to another; epochs have seven. Tell `save` after each step."""
+    while done < until:
+        loader.sampler.set_epoch(done // 7)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(x), y.long()).backward()
+            optimizer.step()
+            done += 1
+            save(done)
+            if done == until:
+                break
+
+
+def what_counts(net, herd):
+    state = herd.state_dict()
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach()
+    return weights, state["ordering"]["orders"], state["sparsify"]["residual"]
+
+
+def save_and_load(folder):
+    """Return what counts at the end of a run, and of one that was loaded in its middle."""
+    net, ddp, herd, loader, optimizer = made()
+
+    def save(done):
+        if done == SAVED:
+            parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.save({**parts, "herd": herd.stateful()}, checkpoint_id=folder)
+
+    go_on(ddp, loader, optimizer, 0, STEPS, save)
+    straight = what_counts(net, herd)
+
+    net, ddp, herd, loader, optimizer = made()
+    # Momentum buffers must be there to be loaded into.
+    for parameter in net.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load({**parts, "herd": herd.stateful()}, checkpoint_id=folder)
+    net.load_state_dict(parts["model"])
+    optimizer.load_state_dict(parts["optimizer"])
+    go_on(ddp, loader, optimizer, SAVED, STEPS)
+    return straight, what_counts(net, herd)
+
+
+def load_elsewhere(folder):
+    """Load what another number of ranks has saved."""
+    herd = made()[2]
+    dcp.load({"herd": herd.stateful()}, checkpoint_id=folder)
