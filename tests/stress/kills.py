@@ -124,7 +124,7 @@ def stress(kills: int, epochs: int, every: int, seed: int, tell: Any = print) ->
         expected = last_state(reference)
         while done < kills:
             out = Path(name) / f"run-{runs}"
-            while not attempt(out, epochs, every, chance.uniform(0.3, 1.0) * longest, chance):
+            while not attempt(out, epochs, every, chance.uniform(0.25, 0.75) * longest, chance):
                 done += 1
                 if done % 10 == 0:
                     tell(f"{done} kills, {runs} runs came to their end", flush=True)
