@@ -1,10 +1,14 @@
 import multiprocessing
 import os
 import re
+import signal
+import threading
+import time
 
 import pytest
 
 from gradherd.comm import run_ranks
+from gradherd.comm.ranks import RankError
 from tests.comm import work
 
 
@@ -82,6 +86,26 @@ def test_a_rank_that_is_killed_is_named():
     for _ in range(5):
         with pytest.raises(RuntimeError, match=r"^rank 1 died: SIGKILL$"):
             run_ranks(work.kill_on, 4, 1)
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path):
+    with pytest.raises(RankError, match=r"^rank 1 does not answer: rank \d has waited") as caught:
+        run_ranks(work.hang_on, 3, 1, str(tmp_path), patience=2.0)
+    assert "\n" not in caught.value.reason
+    assert multiprocessing.active_children() == []
+
+
+def test_signals_are_handed_on(tmp_path):
+    def started(pids):
+        def tell():
+            while len(list(tmp_path.iterdir())) < 2:
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        threading.Thread(target=tell, daemon=True).start()
+
+    told = run_ranks(work.signalled, 2, str(tmp_path), forward=[signal.SIGUSR1], started=started)
+    assert told == [True, True]
 
 
 def test_a_failure_leaves_no_process():

@@ -7,7 +7,6 @@ deadline (a hang is a failure), and the error reported is that of the rank that 
 """
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -16,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Ranks whose peer has failed notice that at once; so long they get to say so.
+_GRACE = 3.0
 # DDP's constructor imports torch._dynamo (900 modules, 2 s), so the server does it beforehand.
 _WARM = ["torch._dynamo"]
 
@@ -71,20 +72,29 @@ def _rank_main(
 
 def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
     """Say which rank failed first; its peers fail too, but only because it went away."""
+    end = time.monotonic() + _GRACE
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
     for rank, process in enumerate(processes):
         told = any((folder / f"{rank}.{kind}").exists() for kind in ("pt", "error"))
-        # SIGTERM is how the launcher ends the peers of a failed rank.
-        if not told and process.exitcode not in (None, -signal.SIGTERM):
-            code = process.exitcode
+        code = process.exitcode
+        if not told and code is not None:
             ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            died = f"rank {rank} died: {ended}"
-            return RankError(died, died)
+            return _plain_error(f"rank {rank} died: {ended}")
     reports = [(path.stem, *path.read_text().split("\n", 2)) for path in folder.glob("*.error")]
     if not reports:
-        odd = "a rank ended without a result and without a reason"
-        return RankError(odd, odd)
+        return _plain_error("a rank ended without a result and without a reason")
     name, _, reason, report = min(reports, key=lambda found: int(found[1]))
+    quiet = [r for r in range(len(processes)) if not list(folder.glob(f"{r}.*"))]
+    busy = [rank for rank in quiet if processes[rank].is_alive()]
+    if busy and "timed out" in reason.lower():
+        hang = f"rank {busy[0]} does not answer: rank {name} has waited for it"
+        return RankError(f"{hang}:\n{report}", f"{hang} ({reason})")
     return RankError(f"rank {name} failed:\n{report}", reason)
+
+
+def _plain_error(text: str) -> RankError:
+    return RankError(text, text)
 
 
 def _warm_server() -> None:
@@ -106,16 +116,23 @@ def _warm_server() -> None:
 
 
 def _join(
-    ranks: Any, fn: Callable[..., Any], folder: Path, deadline: float, timeout: float
+    processes: Sequence[BaseProcess], what: str, folder: Path, deadline: float, timeout: float
 ) -> None:
-    """Wait for all ranks, but not beyond the deadline."""
-    size = len(ranks.processes)
-    while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
-        if time.monotonic() >= deadline:
-            busy = [r for r in range(size) if not (folder / f"{r}.pt").exists()]
+    """Wait for all ranks, but not beyond the deadline; raise as soon as one fails."""
+    waiting: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+    while waiting:
+        left = max(0.0, min(1.0, deadline - time.monotonic()))
+        for sentinel in connection.wait(list(waiting), timeout=left):
+            ended = waiting.pop(sentinel)
+            ended.join()
+            if ended.exitcode != 0:
+                raise _failure(folder, processes)
+        if waiting and time.monotonic() >= deadline:
+            # Those that are done wait for the others, too.
+            busy = [r for r in range(len(processes)) if not (folder / f"{r}.pt").exists()]
             raise TimeoutError(
-                f"{getattr(fn, '__name__', fn)} on {size} ranks: not done after "
-                f"{timeout:g} s, ranks {busy} still busy"
+                f"{what} on {len(processes)} ranks: not done after {timeout:g} s, ranks {busy} "
+                "still busy"
             )
 
 
@@ -141,6 +158,7 @@ def run_ranks(
     size: int,
     *args: Any,
     timeout: float = 60.0,
+    patience: float | None = None,
     forward: Sequence[int] = (),
     started: Callable[[list[int]], None] | None = None,
 ) -> list[Any]:
@@ -151,6 +169,7 @@ def run_ranks(
         size: Number of ranks, at least 1.
         *args: Passed to `fn` on every rank; must be picklable.
         timeout: Seconds until all ranks are killed and TimeoutError names those still busy.
+        patience: Seconds that a rank waits for its peers in a collective; `timeout` if None.
         forward: Signals that are handed on to the ranks instead of ending this process.
         started: Is told the process ids of the ranks.
 
@@ -161,13 +180,11 @@ def run_ranks(
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     _warm_server()
-    # It tells of every peer that it ends; the error below says why.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="gradherd-ranks-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout
         ranks = mp.start_processes(
             _rank_main,
-            (fn, size, folder, timeout, args),
+            (fn, size, folder, timeout if patience is None else patience, args),
             size,
             join=False,
             start_method="forkserver",
@@ -177,11 +194,7 @@ def run_ranks(
             started([process.pid for process in ranks.processes])
         try:
             with _forwarding(forward, ranks.processes):
-                _join(ranks, fn, folder, deadline, timeout)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException):
-            for process in ranks.processes:
-                process.join(timeout=5)
-            raise _failure(folder, ranks.processes) from None
+                _join(ranks.processes, getattr(fn, "__name__", str(fn)), folder, deadline, timeout)
         finally:
             for process in ranks.processes:
                 process.kill()

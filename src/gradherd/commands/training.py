@@ -30,6 +30,8 @@ from gradherd.train.resume import FOLDER, Saving
 
 # Against hangs only: a training takes as long as it takes.
 _DEADLINE = 30 * 24 * 3600.0
+# So long a rank waits for the others; rank 0 measures the test set meanwhile.
+_PATIENCE = 1800.0
 
 
 _OF_TASK = "(default: the task's)"
@@ -206,7 +208,12 @@ def _virtual(job: tuple[Any, ...]) -> list[RunRecord]:
 def _local(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
     try:
         found: list[RunRecord] = run_ranks(
-            train_here, workers, *job, timeout=_DEADLINE, forward=(signal.SIGTERM,)
+            train_here,
+            workers,
+            *job,
+            timeout=_DEADLINE,
+            patience=_PATIENCE,
+            forward=(signal.SIGTERM,),
         )[0]
     except RankError as error:
         if os.environ.get("GRADHERD_TRACEBACK"):
