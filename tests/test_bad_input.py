@@ -264,12 +264,37 @@ def test_a_task_that_raises_value_error_has_failed(capsys, place):
     assert "the moon is full" in err
 
 
-@pytest.mark.xfail(strict=True, reason="torch adds a line: Terminating process ... via SIGTERM")
 def test_a_task_that_fails_on_one_of_the_workers(place):
     (place / "mine.py").write_text(ONE_SIDED_TASK)
     options = ["--workers", "2", "--epochs", "1", "--out", "out"]
     err = refused_by_process("train", "mine.py:Bad", *options, code=1)
     assert "RuntimeError: the moon is full" in err
+
+
+@pytest.mark.xfail(strict=True, reason="a finished run is shown whatever order was asked for")
+def test_going_on_with_another_order_than_the_one_that_is_there(place):
+    options = ["train", "digits", "--workers", "2", "--epochs", "1", "--limit", "16", "--out", "a"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gradherd", *options], capture_output=True, text=True, timeout=55
+    )
+    assert done.returncode == 0, done.stderr
+    err = refused_by_process(*options, "--resume", "--order", "cd-grab", code=2)
+    assert "cd-grab" in err and "d-rr" in err
+
+
+@pytest.mark.xfail(strict=True, reason="every rank says it, then the class is named: five lines")
+def test_going_on_with_another_number_of_workers(place):
+    options = ["train", "digits", "--epochs", "1", "--limit", "16", "--out", "a"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gradherd", *options, "--workers", "2"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert done.returncode == 0, done.stderr
+    more = ["--workers", "1", "--epochs", "2", "--resume"]
+    err = refused_by_process(*options, *more, code=1)
+    assert "2 workers" in err and "NoCheckpoint" not in err
 
 
 def cut_in_half(place: Path, name: str) -> Path:
@@ -299,7 +324,7 @@ def test_data_that_was_cut_in_half(capsys, place, name):
     assert path.name in err and "again" in err
 
 
-@pytest.mark.xfail(strict=True, reason="torch's line on stderr; and " + DAMAGED)
+@pytest.mark.xfail(strict=True, reason="names the class gradherd.tasks.read.DamagedData")
 def test_data_that_was_cut_in_half_on_real_workers(place):
     path = cut_in_half(place, "Weekly-test")
     options = ["--data-dir", "data", "--workers", "2", "--epochs", "1", "--out", "out"]
@@ -417,7 +442,6 @@ def test_a_report_of_a_damaged_record(capsys, place, damage):
     assert "runs/a/record.json" in err
 
 
-@pytest.mark.xfail(strict=True, reason="tells what JSON does not like, and no way out")
 def test_the_way_out_of_a_damaged_record(capsys, place):
     (place / "record.json").write_text('{"format": 1, "epo')
     err = refused(capsys, "report", ".")

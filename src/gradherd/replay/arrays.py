@@ -1,5 +1,6 @@
 """Arrays that were recorded, opened with care: a file may be anything."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,32 +13,49 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
     Raises:
         ValueError: The file is not such an array; the message says what is wrong with it.
     """
+    name = printable(str(path))
     try:
+        if path.exists() and not path.is_file():  # A pipe would never end.
+            raise ValueError("it is not a file")
         with path.open("rb") as file:
             magic = file.read(6)
         if magic[:2] == b"PK":
             raise ValueError("an archive of several arrays")
         if magic != b"\x93NUMPY":
             raise ValueError("it does not begin like one")
-        # Never pickle: an object array could run code.
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        # Headers of Python 2, and shapes beyond all numbers, are told about in warnings.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Never pickle: an object array could run code.
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: not a .npy file of numbers ({_first_line(error)})") from None
+        raise ValueError(f"{name}: no such file") from None
+    # A header is a Python literal: what is no shape or no dtype is noticed in many places.
+    except _BAD_HEADER as error:
+        raise ValueError(f"{name}: not a .npy file of numbers ({_short(error)})") from None
     assert isinstance(array, np.ndarray)
     if array.ndim != len(axes):
         raise ValueError(
-            f"{path}: array has shape {array.shape}, expected {len(axes)} axes ({', '.join(axes)})"
+            f"{name}: array has shape {array.shape}, expected {len(axes)} axes ({', '.join(axes)})"
         )
-    if not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
-        raise ValueError(f"{path}: array holds {array.dtype}, expected numbers")
-    if np.issubdtype(array.dtype, np.complexfloating):
-        raise ValueError(f"{path}: array holds {array.dtype}, expected real numbers")
+    if array.dtype.kind not in "fiub":  # no times either, which numpy counts as numbers
+        real = "real " if array.dtype.kind == "c" else ""
+        raise ValueError(f"{name}: array holds {array.dtype.str}, expected {real}numbers")
     if 0 in array.shape:
-        raise ValueError(f"{path}: array of shape {array.shape} is empty; every axis needs one")
+        raise ValueError(f"{name}: array of shape {array.shape} is empty; every axis needs one")
     return array
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+_BAD_HEADER = (
+    *(ValueError, OSError, EOFError, TypeError, KeyError, SyntaxError, OverflowError),
+    *(RecursionError, MemoryError),
+)
+
+
+def _short(error: Exception) -> str:
+    return printable((str(error).splitlines() or [""])[0][:200]) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return text as a terminal can show it, on one line: names of files may be anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

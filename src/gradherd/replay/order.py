@@ -15,7 +15,7 @@ from gradherd.ordering.herding import parallel_herding_bound
 from gradherd.ordering.memory import Start
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
-from gradherd.replay.arrays import open_array
+from gradherd.replay.arrays import open_array, printable
 
 # Vectors handed to a policy at once: enough to hide call overhead, few enough for the cache.
 _CHUNK = 32_768
@@ -79,14 +79,22 @@ def load_vectors(path: Path) -> Tensor:
         ValueError: The file is not such an array; the message says what is wrong with it.
     """
     array = open_array(path, ("workers", "units", "dim"))
-    vectors = torch.from_numpy(np.array(array, dtype=np.float64))  # a copy: the map is read-only
+    name = printable(str(path))
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # longer numbers become infinite
+            copied = np.array(array, dtype=np.float64)  # the map is read-only
+    except MemoryError:
+        raise ValueError(
+            f"{name}: {array.size:,} numbers are more than memory holds; replay a part of them"
+        ) from None
+    vectors = torch.from_numpy(copied)
     if float(vectors.abs().nan_to_num(0, 0).max()) > _LARGEST:
-        raise ValueError(f"{path}: values must be below {_LARGEST:g}: their products overflow")
+        raise ValueError(f"{name}: values must be below {_LARGEST:g}: their products overflow")
     bad = (~vectors.isfinite()).nonzero()
     if len(bad):
         worker, unit, column = bad[0].tolist()
         raise ValueError(
-            f"{path}: {len(bad)} values are NaN or infinite, the first at worker {worker}, "
+            f"{name}: {len(bad)} values are NaN or infinite, the first at worker {worker}, "
             f"unit {unit}, column {column}"
         )
     return vectors

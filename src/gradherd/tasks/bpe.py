@@ -33,7 +33,10 @@ class BytePairs:
         Raises:
             ValueError: They are not what they should be.
         """
-        tokens = json.loads(encoder)
+        try:
+            tokens = json.loads(encoder)
+        except RecursionError:
+            raise ValueError("the vocabulary is nested too deeply") from None
         if not isinstance(tokens, dict) or not all(type(n) is int for n in tokens.values()):
             raise ValueError("the vocabulary must be an object of token numbers")
         lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]

@@ -4,6 +4,8 @@ All forms are turned into the rows of the binary one, a label byte and 3,072 pix
 checksums are known.
 """
 
+import gzip
+import itertools
 import tarfile
 import zlib
 from collections.abc import Iterable
@@ -16,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.tasks.data import Found, find_set, verify
-from gradherd.tasks.read import DamagedData, npz, plain_pickle, sheet
+from gradherd.tasks.npz import npz
+from gradherd.tasks.pickles import plain_pickle
+from gradherd.tasks.read import MOST, DamagedData, reason, sheet
 from gradherd.tasks.sets import CIFAR_BATCHES, SETS
 from gradherd.tasks.task import Split, check_limit
 
@@ -85,11 +89,12 @@ def _content(found: Found, name: str) -> bytes:
 def _from_sheet(found: Found, name: str) -> bytes:
     path = found.paths["labels.npz"]
     (labels,) = npz(found.read("labels.npz"), path, (name,))
-    tiles = sheet(found.paths[f"{name}.webp"], 32).reshape(-1, ROW - 1)
+    image = f"{name}.webp"
+    tiles = sheet(found.read(image), found.paths[image], 32).reshape(-1, ROW - 1)
     if labels.shape != (len(tiles),) or labels.dtype != np.uint8:
         raise DamagedData(
             f"{path}: {name} has labels {labels.shape} of {labels.dtype} "
-            f"for {len(tiles):,} tiles, expected one byte for each"
+            f"for {len(tiles):,} tiles, expected one byte for each; fetch it again"
         )
     return np.concatenate([labels[:, None], tiles], 1).tobytes()
 
@@ -98,14 +103,14 @@ def _from_pickle(found: Found, name: str) -> bytes:
     path = found.paths[name]
     batch = plain_pickle(found.read(name), path)
     pixels = batch.get(b"data")
-    try:
-        labels = np.array(batch[b"labels"], np.uint8)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise DamagedData(f"{path} has no labels from 0 to 9") from None
+    kinds = batch.get(b"labels")
+    if not isinstance(kinds, list) or not all(type(k) is int and 0 <= k < 10 for k in kinds):
+        raise DamagedData(f"{path} has no labels from 0 to 9; fetch it again")
+    labels = np.array(kinds, np.uint8)
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         pixels = np.empty(0, np.uint8)
     if pixels.shape != (len(labels), ROW - 1):
-        raise DamagedData(f"{path} has no pixels of {len(labels):,} images")
+        raise DamagedData(f"{path} has no pixels of {len(labels):,} images; fetch it again")
     return np.concatenate([labels[:, None], pixels], 1).tobytes()
 
 
@@ -115,16 +120,38 @@ def _archived(found: Found, names: tuple[str, ...]) -> dict[str, bytes]:
     wanted = {f"cifar-10-batches-bin/{name}.bin": name for name in names}
     contents: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                file = archive.extractfile(member) if member.name in wanted else None
+        # As a stream: nothing can send us back to where we were.
+        with _Short(path) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
+            for member in itertools.islice(archive, _MEMBERS):
+                # No links, and no files with holes, which are larger than what is in them.
+                whole = member.isreg() and not member.issparse() and member.size <= MOST
+                file = archive.extractfile(member) if whole and member.name in wanted else None
                 if file is not None:
                     contents[wanted[member.name]] = file.read()
                 if len(contents) == len(wanted):
                     break
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        raise DamagedData(f"{path} is no good archive: {error}") from None
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+        raise DamagedData(f"{path} is no good archive: {reason(error)}; fetch it again") from None
     for name in names:
         if name not in contents:
             raise DamagedData(f"{path} lacks {name}.bin; fetch it again")
     return contents
+
+
+_MEMBERS = 1000
+"""Files that are looked at in the archive; it has eight."""
+
+
+class _Short(gzip.GzipFile):
+    """An unpacked file that ends in an error if it has more than an archive of CIFAR-10 has."""
+
+    _left = MOST
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return up to so many bytes."""
+        asked = self._left + 1 if size is None or size < 0 else size
+        content = super().read(min(asked, self._left + 1))
+        self._left -= len(content)
+        if self._left < 0:
+            raise ValueError(f"it has more than {MOST:,} bytes unpacked")
+        return content

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradherd.tasks.read import DamagedData, decode, unpack
+from gradherd.tasks.read import MOST, DamagedData, decode, printable, unpack
 from gradherd.tasks.sets import SETS, DataSet, File, Form
 
 _PACKED = ("", ".xz", ".gz")
@@ -14,6 +14,10 @@ _PACKED = ("", ".xz", ".gz")
 
 class MissingData(ValueError):
     """A data set is not there: one sentence says what, where was looked, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        """Take a message with names of folders in it: it is for a terminal."""
+        super().__init__(printable(message, most=10_000))
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Found:
             DamagedData: It cannot be unpacked, or is not the file that was published.
         """
         file = next(file for file in self.form.files if file.name == name)
-        content = unpack(self.paths[name])
+        # Line ends of another system are no reason to have twice the size.
+        content = unpack(self.paths[name], MOST if file.size is None else 2 * file.size)
         if file.text:
             content = content.replace(b"\r\n", b"\n")
         verify(file, content, self.paths[name])
@@ -55,7 +60,15 @@ def data_dirs(data_dir: Path | None = None) -> list[Path]:
     given = [str(data_dir)] if data_dir is not None else []
     named = os.environ.get("GRADHERD_DATA", "")
     folders = [*given, *([named] if named else []), str(cache_dir())]
-    return list(dict.fromkeys(Path(folder).expanduser() for folder in folders))
+    return list(dict.fromkeys(expanded(Path(folder)) for folder in folders))
+
+
+def expanded(path: Path) -> Path:
+    """Return a path with ~ for the home folder; of a user that there is not, as it is."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 def find_set(name: str, data_dir: Path | None = None) -> Found:
@@ -69,7 +82,7 @@ def find_set(name: str, data_dir: Path | None = None) -> Found:
         MissingData: It is in none of the folders.
         ValueError: `data_dir` is no folder.
     """
-    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
+    if data_dir is not None and not _is_dir(expanded(Path(data_dir))):
         raise ValueError(f"data_dir must be a folder, got {str(data_dir)!r}: there is none")
     dataset, folders = SETS[name], data_dirs(data_dir)
     most, nearly = 0, ""
@@ -83,7 +96,7 @@ def find_set(name: str, data_dir: Path | None = None) -> Found:
                     lack = next(file.name for file in form.files if file.name not in paths)
                     most, nearly = len(paths), f" ({folder} lacks {lack})"
     fetch = f"run `gradherd data get {name}`, or " if dataset.downloads else ""
-    looked = ", ".join(f"{root}{'' if root.is_dir() else ' (no such folder)'}" for root in folders)
+    looked = ", ".join(f"{root}{'' if _is_dir(root) else ' (no such folder)'}" for root in folders)
     raise MissingData(
         f"data set {name!r} ({dataset.title}) was not found in {looked}{nearly}: "
         f"{fetch}{dataset.by_hand} into one of them"
@@ -121,14 +134,22 @@ def _present(folder: Path, files: tuple[File, ...]) -> dict[str, Path]:
         for path in (
             folder / f"{name}{end}" for name in (file.name, *file.aliases) for end in _PACKED
         ):
-            if _is_file(path):
+            if is_file(path):
                 paths[file.name] = path
                 break
     return paths
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
+    """Return whether there is a file, no pipe and no folder."""
     try:
         return path.is_file()
-    except OSError:  # A folder that may not be looked into.
+    except OSError:  # A folder that may not be looked into, a name that is too long.
+        return False
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # A name that is too long.
         return False

@@ -5,11 +5,9 @@ their places: a download that was cut leaves nothing behind.
 """
 
 import os
-import shutil
 import tempfile
 import urllib.request
 import zipfile
-import zlib
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
@@ -18,7 +16,9 @@ from urllib.error import HTTPError
 
 from gradherd.tasks.check import check_set
 from gradherd.tasks.data import Found, lies_in
-from gradherd.tasks.read import DamagedData
+from gradherd.tasks.npz import BAD_ZIP
+from gradherd.tasks.npz import member as unzip
+from gradherd.tasks.read import DamagedData, reason
 from gradherd.tasks.sets import DataSet, Download
 
 Progress = Callable[[str, int, int | None], None]
@@ -120,7 +120,6 @@ def _unzip(download: Download, folder: Path) -> None:
     try:
         with zipfile.ZipFile(folder / download.name) as archive:
             for member, name in download.members:
-                with archive.open(member) as source, (folder / name).open("wb") as target:
-                    shutil.copyfileobj(source, target)
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DamagedData(f"{download.url} is no good archive: {error}") from None
+                (folder / name).write_bytes(unzip(archive, member))
+    except (ValueError, EOFError, *BAD_ZIP) as error:
+        raise DamagedData(f"{download.url} is no good archive: {reason(error)}") from None

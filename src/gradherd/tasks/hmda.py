@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from gradherd.tasks.data import Found, find_set
 from gradherd.tasks.evaluate import average
-from gradherd.tasks.read import DamagedData, npz
+from gradherd.tasks.npz import npz
+from gradherd.tasks.read import DamagedData
 from gradherd.tasks.task import Defaults, Split
 
 COLUMNS = 18
 _FILE = "hmda-2017-NJ.npz"
+_LARGEST = 1e15
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def read_hmda(found: Found) -> tuple[NDArray[Any], NDArray[Any]]:
     numbers = all(array.dtype.kind in "fiub" for array in (rows, answers))
     if not numbers or len(rows) < 2:
         raise DamagedData(f"{path} holds {len(rows)} rows of {rows.dtype}, expected numbers")
-    if not np.isfinite(rows).all() or not np.isin(answers, (0, 1)).all():
-        raise DamagedData(f"{path} holds values that are not finite, or answers other than 0, 1")
+    if not (np.abs(rows) < _LARGEST).all() or not np.isin(answers, (0, 1)).all():
+        raise DamagedData(
+            f"{path} holds values that are not finite and below {_LARGEST:g}, or answers other "
+            "than 0, 1; make it again"
+        )
     return rows, answers

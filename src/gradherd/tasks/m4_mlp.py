@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from gradherd.tasks.data import Found, find_set
 from gradherd.tasks.evaluate import average
-from gradherd.tasks.read import DamagedData, table
+from gradherd.tasks.read import DamagedData, printable, reason, table
 from gradherd.tasks.task import Defaults, Split
 
 SEEN, AHEAD, STRIDE, HORIZON = 20, 6, 3, 13
+_LARGEST = 1e30
 
 
 class Forecaster(nn.Module):
@@ -116,7 +117,8 @@ def read_m4(found: Found) -> tuple[list[NDArray[np.float64]], NDArray[np.float64
     for name, values in seen.items():
         if len(values) <= SEEN + AHEAD or len(ahead[name]) != HORIZON:
             raise DamagedData(
-                f"{found.folder}: series {name} has {len(values)} + {len(ahead[name])} values, "
+                f"{found.folder}: series {printable(name, 40)} has {len(values)} + "
+                f"{len(ahead[name])} values, "
                 f"expected more than {SEEN + AHEAD} and {HORIZON}"
             )
     return list(seen.values()), np.stack(list(ahead.values()))
@@ -128,9 +130,16 @@ def _series(found: Found, name: str) -> dict[str, NDArray[np.float64]]:
         try:
             values = np.array([float(cell) for cell in row[1:] if cell not in ("", "NA")])
         except ValueError as error:
-            raise DamagedData(f"{path}: series {row[0]}: {error}") from None
-        if not row or not np.isfinite(values).all():
-            raise DamagedData(f"{path}: series {row[:1]} is not all finite numbers")
+            raise DamagedData(
+                f"{path}: series {printable(row[0], 40)}: {reason(error)}; fetch it again"
+            ) from None
+        # Beyond that, float32 has no number: nothing that is weighed, paid or counted is so large.
+        if not row or not (np.abs(values) < _LARGEST).all():
+            told = printable("".join(row[:1]), 40)
+            raise DamagedData(
+                f"{path}: series {told!r} is not all finite numbers below {_LARGEST:g}; "
+                "fetch it again"
+            )
         series[row[0]] = values
     return series
 

@@ -37,7 +37,8 @@ class _Made:
     """An array or a dtype that a pickle builds: what it was made from, and its state."""
 
     def __init__(self, kind: str, given: tuple[Any, ...]) -> None:
-        self.kind, self.given, self.state = kind, given, ()
+        self.kind, self.given = kind, given
+        self.state: tuple[Any, ...] = ()
 
 
 def plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
@@ -54,7 +55,7 @@ def plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
 def _value(content: bytes) -> Any:
     """Carry out a pickle's instructions, as far as they make plain values."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for code, argument, _ in pickletools.genops(io.BytesIO(content)):
         name = code.name
         if name in ("PROTO", "FRAME"):
@@ -63,9 +64,9 @@ def _value(content: bytes) -> Any:
             (value,) = stack
             return value
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if name == "MEMOIZE" else int(argument)] = stack[-1]
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
         elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument)])
+            stack.append(memo[argument])
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             stack.append(_global(argument, stack))
         elif name == "MARK":

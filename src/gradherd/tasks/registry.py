@@ -9,6 +9,7 @@ from types import ModuleType
 
 from gradherd.tasks.cifar10_lenet import Cifar10LeNet
 from gradherd.tasks.cifar10_resnet18 import Cifar10ResNet18
+from gradherd.tasks.data import expanded, is_file
 from gradherd.tasks.digits import Digits
 from gradherd.tasks.digits_mlp import DigitsMLP
 from gradherd.tasks.fashion_lenet import FashionLeNet
@@ -56,8 +57,8 @@ def find_task(name: str) -> Task:
 
 def _from_file(name: str) -> Task:
     where, _, kind = name.rpartition(":")
-    path = Path(where).expanduser()
-    if not path.is_file():
+    path = expanded(Path(where))
+    if not is_file(path):
         raise ValueError(f"task {name!r}: there is no file {where!r}")
     make = getattr(_imported(path, name), kind, None) if kind.isidentifier() else None
     if not callable(make):

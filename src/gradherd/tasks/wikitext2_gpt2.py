@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from gradherd.tasks.attention import Body
 from gradherd.tasks.bpe import BytePairs
 from gradherd.tasks.data import Found, cache_dir, find_set
-from gradherd.tasks.read import DamagedData, lines, npz
+from gradherd.tasks.npz import npz
+from gradherd.tasks.read import DamagedData, lines, unpack
 from gradherd.tasks.task import Defaults, Split, check_limit
 from gradherd.tasks.wikitext2_lstm import perplexity
 
@@ -126,8 +127,8 @@ def _encoded(text: str, pairs: Found, most: int | None) -> NDArray[np.uint16]:
 def recall(path: Path) -> NDArray[np.uint16] | None:
     """Return tokens that were kept, or None if there are none or the file is not whole."""
     try:
-        (tokens,) = npz(path.read_bytes(), path, ("tokens",))
-    except (OSError, DamagedData):
+        (tokens,) = npz(unpack(path), path, ("tokens",))
+    except DamagedData:
         return None
     good = tokens.ndim == 1 and tokens.dtype == np.uint16
     return tokens if good and int(tokens.max(initial=0)) < TOKENS else None

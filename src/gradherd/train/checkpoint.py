@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.pack import pack, unpack
+from gradherd.train.checked import shown
 
 log = logging.getLogger("gradherd")
 
@@ -27,6 +29,7 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
 _MOST = 64  # checkpoints that are looked at
+_LARGEST_MANIFEST = 1 << 24  # bytes: room for 100,000 ranks
 
 
 class NoCheckpoint(ValueError):
@@ -140,7 +143,9 @@ class Checkpoints:
     def _found(self) -> list[int]:
         """Return the steps of the checkpoints that are there, newest first."""
         names = [path.name for path in self._folder.glob("step-*")] if self._folder.is_dir() else []
-        return sorted((int(name[5:]) for name in names if name[5:].isdecimal()), reverse=True)
+        # As we write them: other digits, or more of them, are not ours.
+        steps = [int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{9,18}", name)]
+        return sorted((step for step in steps if f"step-{step:09d}" in names), reverse=True)
 
     def load(self) -> Loaded | None:
         """Read the newest checkpoint that is whole and of this run, on all ranks together.
@@ -162,8 +167,8 @@ class Checkpoints:
             loaded, why = None, ""
             try:
                 loaded = self._read(step)
-            except (ValueError, OSError) as error:
-                why = str(error)
+            except (ValueError, OSError, MemoryError) as error:
+                why = " ".join(str(error).split()) or type(error).__name__
             flag = torch.tensor([int(loaded is None)], device=self._device)
             bad = all_gather(flag, self._world).value.flatten().nonzero().flatten().tolist()
             if loaded is not None and not bad:
@@ -180,12 +185,15 @@ class Checkpoints:
         manifest = _manifest(folder / _MANIFEST)
         if manifest["workers"] != self._world.size:
             raise ValueError(
-                f"it was saved by {manifest['workers']} workers, this run has {self._world.size}"
+                f"it was saved by {shown(manifest['workers'])} workers, "
+                f"this run has {self._world.size}"
             )
         for key, ours in self._identity.items():
             theirs = manifest["identity"].get(key)
             if theirs != ours:
-                raise ValueError(f"it was saved with {key} {theirs!r}, this run has {ours!r}")
+                raise ValueError(
+                    f"it was saved with {key} {shown(theirs)}, this run has {shown(ours)}"
+                )
         shared = unpack(_checked(folder / _SHARED, manifest["files"]))
         own = unpack(_checked(folder / _rank_file(self._world.rank), manifest["files"]))
         return Loaded(step, shared, own)
@@ -204,9 +212,9 @@ def _entry(data: bytes) -> list[int]:
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(_read(path, _LARGEST_MANIFEST).decode("utf-8"))
         if found["format"] != _FORMAT:
-            raise ValueError(f"its format is {found['format']!r}, expected {_FORMAT}")
+            raise ValueError(f"its format is {shown(found['format'])}, expected {_FORMAT}")
         shapes = (found["workers"], int), (found["identity"], dict), (found["files"], dict)
         if not all(isinstance(value, kind) for value, kind in shapes):
             raise ValueError("its manifest is damaged")
@@ -218,10 +226,23 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _checked(path: Path, files: Mapping[str, Any]) -> bytes:
     """Return a file's bytes if they are those that were written."""
-    data = path.read_bytes()
-    if _entry(data) != files.get(path.name):
+    entry = files.get(path.name)
+    size = entry[0] if isinstance(entry, list) and entry else None
+    # What is longer than it was is not read: only as much memory is taken as was written.
+    data = _read(path, size) if isinstance(size, int) and size >= 0 else b""
+    if _entry(data) != entry:
         raise ValueError(f"{path.name} is damaged or cut short")
     return data
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Return a file's bytes, if it is one and has no more than it may."""
+    if path.exists() and not path.is_file():  # A pipe would never end.
+        raise ValueError(f"{path.name} is not a file")
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise ValueError(f"{path.name} is damaged: it is longer than {most:,} bytes")
+        return file.read()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -25,8 +25,10 @@ from gradherd.train.mean import MeanHook
 from gradherd.train.steps import (
     clip_and_step,
     flat_grad,
+    generator_states,
     make_optimizer,
     seed_of_worker,
+    set_generator_states,
     set_rate,
 )
 from gradherd.train.watch import Bins, cheap, prefix_bound
@@ -36,8 +38,9 @@ class RankFleet:
     """One rank of a DDP training with gradherd attached: the loop that a user would write."""
 
     def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
-        self._config, self._task, self._split, self._world = config, task, split, world
+        self._config, self._task, self._world = config, task, world
         self._device = torch.device(config.device)
+        self._split = split.to(self._device)
         torch.manual_seed(config.seed)
         self.model = task.model().to(self._device)
         torch.manual_seed(seed_of_worker(config.seed, world.rank))
@@ -45,7 +48,7 @@ class RankFleet:
             p for p in self.model.parameters() if p.requires_grad
         ]
         self._ddp = DDP(self.model)
-        table = Table(split.train)
+        table = Table(self._split.train)
         self.sampler = OrderedSampler(
             table,
             config.order,
@@ -107,7 +110,7 @@ class RankFleet:
             if batch is None:
                 break
             self._optimizer.zero_grad()
-            self._task.loss(self._ddp, *(column.to(self._device) for column in batch)).backward()
+            self._task.loss(self._ddp, *batch).backward()
             if self._watches:
                 means.append(flat_grad(self._parameters))
             clip_and_step(self._optimizer, self._parameters, self._config.clip)
@@ -135,7 +138,7 @@ class RankFleet:
     def state(self, number: int, tally: Tally) -> tuple[Callable[[], Any], Any]:
         """Return what decides the rest of the run: what rank 0 saves for all, and what is own."""
         told = self._herd.state_dict()
-        own = {"generator": torch.get_rng_state(), "sparsify": told.pop("sparsify", None)}
+        own = {"generators": generator_states(self._device), "sparsify": told.pop("sparsify", None)}
 
         def shared() -> dict[str, Any]:
             return {
@@ -158,7 +161,7 @@ class RankFleet:
         if own["sparsify"] is not None:
             herd["sparsify"] = own["sparsify"]
         self._herd.load_state_dict(herd)
-        torch.set_rng_state(own["generator"])
+        set_generator_states(own["generators"], self._device)
         self.tally = Tally(**shared["tally"])
         self.series = [Bins.of(shared["series"])]
         epoch: int = shared["epoch"]

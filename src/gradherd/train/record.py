@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradherd.train.checked import problem_of, shown
+
 FORMAT = 1
 FILE = "record.json"
+_LARGEST = 1 << 26
+"""Bytes of a record: room for 100,000 epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +113,15 @@ class RunRecord:
         """Return the record that `to_json` described, or raise ValueError."""
         if not isinstance(found, Mapping) or found.get("format") != FORMAT:
             got = found.get("format") if isinstance(found, Mapping) else type(found).__name__
-            raise ValueError(f"not a record of a run: format is {got!r}, expected {FORMAT}")
+            raise ValueError(f"not a record of a run: format is {shown(got)}, expected {FORMAT}")
         try:
             rows = [_made(EpochRow, row) for row in found["epochs"]]
             record: RunRecord = _made(cls, {**found, "epochs": rows})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged record: {error}") from None
+        problem = problem_of(record)
+        if problem is not None:
+            raise ValueError(f"damaged record: {problem}")
         return record
 
 
@@ -136,10 +143,29 @@ def write_record(record: RunRecord, folder: Path) -> None:
 
 def read_record(path: Path) -> RunRecord:
     """Read a record.json, or raise ValueError that names it."""
+    # A folder found on the way may be called anything, and this is for a terminal.
+    name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
     try:
-        return RunRecord.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        found = json.loads(_text(path))
+    except (ValueError, RecursionError, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{name}: {why}: a damaged record; remove its folder, or train again"
+        ) from None
+    try:
+        return RunRecord.from_json(found)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; remove its folder, or train again") from None
+
+
+def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():  # A pipe would never end.
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise ValueError(f"it is longer than {_LARGEST:,} bytes")
+    return content.decode("utf-8")
 
 
 def write_whole(path: Path, text: str) -> None:

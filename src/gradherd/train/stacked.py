@@ -67,7 +67,10 @@ class StackedStep:
         shape = tuple(indices.shape)
         if shape not in self._traced:
             self._traced[shape] = _trace(self._step, given)
-        return self._traced[shape](*given)
+        moved, pushed, rows, mean = self._traced[shape](*given)
+        parameters.copy_(moved)
+        velocity.copy_(pushed)
+        return rows, mean
 
 
 def _step(task: Task, model: nn.Module, rule: Rule) -> Callable[..., tuple[Tensor, ...]]:
@@ -87,9 +90,9 @@ def _step(task: Task, model: nn.Module, rule: Rule) -> Callable[..., tuple[Tenso
         rows = vmap(of_examples)(parameters, *examples)
         mean = rows.mean(1)
         push = mean.add(parameters, alpha=rule.weight_decay) if rule.weight_decay else mean
-        velocity.mul_(rule.momentum).add_(push)
-        parameters.sub_(rate * velocity)
-        return rows, mean
+        pushed = velocity * rule.momentum + push
+        # Nothing is moved in place here: some versions of torch lose that when they trace.
+        return parameters - rate * pushed, pushed, rows, mean
 
     return step
 
@@ -109,13 +112,17 @@ class _Stand:
 def _trace(
     step: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the graph of a step for tensors of these shapes; leaves what is given as it is."""
-    copies = [tensor.clone() for tensor in given]
-    graph = make_fx(step)(*copies)
-    with warnings.catch_warnings():
+    """Return the graph of a step for tensors of these shapes, if it does the same as the step."""
+    # Some versions of torch take no gradients in inference mode, and say nothing.
+    with torch.inference_mode(False), warnings.catch_warnings():
         # Deprecated in favour of torch.compile, which needs a compiler and many seconds for this.
         warnings.simplefilter("ignore")
+        copies = tuple(tensor.clone() for tensor in given)
+        graph = make_fx(step)(*copies)
         traced: Callable[..., tuple[Tensor, ...]] = torch.jit.trace(
-            graph, tuple(copies), check_trace=False
+            graph, copies, check_trace=False
         )
-    return traced
+        pairs = list(zip(traced(*copies), step(*copies), strict=True))
+    if all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs):
+        return traced
+    raise RuntimeError("a traced step differs from the step itself: train without --virtual")

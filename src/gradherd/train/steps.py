@@ -42,3 +42,16 @@ def flat_grad(parameters: list[nn.Parameter]) -> Tensor:
 def seed_of_worker(seed: int, worker: int) -> int:
     """Return the seed of what a worker draws for itself, such as dropout."""
     return (seed + 1) * 1_000_003 + worker
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a model on this device draws from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_generator_states(states: list[Tensor], device: torch.device) -> None:
+    """Let generators go on from these states."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

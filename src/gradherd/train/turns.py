@@ -19,7 +19,7 @@ from gradherd.sparsify.virtual import Workers
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Tally
 from gradherd.train.mean import mean_bytes, mean_of
-from gradherd.train.steps import seed_of_worker
+from gradherd.train.steps import generator_states, seed_of_worker, set_generator_states
 from gradherd.train.watch import Bins
 
 # Up to this many ranks, few numbers are gathered, not all-reduced (`collectives.sum_few`).
@@ -31,10 +31,11 @@ class Turns:
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         self._buffers = list(model.buffers())
+        self._device = torch.device(config.device)
         self._states = []
         for worker in range(config.workers):
             torch.manual_seed(seed_of_worker(config.seed, worker))
-            self._states.append(torch.get_rng_state())
+            self._states.append(generator_states(self._device))
         self._shared: list[Tensor] = []
         self._ahead: list[Tensor] = []
 
@@ -45,9 +46,9 @@ class Turns:
             self._shared = [buffer.clone() for buffer in self._buffers]
         else:
             self._put(self._shared)
-        torch.set_rng_state(self._states[worker])
+        set_generator_states(self._states[worker], self._device)
         yield
-        self._states[worker] = torch.get_rng_state()
+        self._states[worker] = generator_states(self._device)
         if worker == 0:
             self._ahead = [buffer.clone() for buffer in self._buffers]
         if worker == len(self._states) - 1:

@@ -1,0 +1,318 @@
+"""Every kind of file that the program reads: a good one, ways to spoil it, and what reads it."""
+
+import hashlib
+import io
+import json
+import random
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradherd.comm.world import World
+from gradherd.pack import pack, unpack
+from gradherd.replay.arrays import open_array
+from gradherd.replay.order import load_vectors
+from gradherd.replay.sparsify import replay_sparsify
+from gradherd.report.find import find_records
+from gradherd.report.page import render
+from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.tasks import fetch
+from gradherd.tasks.check import check_set
+from gradherd.tasks.data import find_set
+from gradherd.tasks.registry import find_task
+from gradherd.tasks.sets import SETS
+from gradherd.tasks.wikitext2_gpt2 import keep, recall
+from gradherd.train.checkpoint import Checkpoints, NoCheckpoint
+from gradherd.train.record import write_record
+from tests.report.made import record
+from tests.stress import mutations
+from tests.stress.mutations import BYTES, EVIL, JSON, TEXT, Mutation
+from tests.tasks import made
+
+SINGLE = World.single()
+STATE = {"step": 10, "list": [1, None, 2.5, "x"], "own": torch.arange(50), 3: (True, {})}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of file."""
+
+    name: str
+    make: Callable[[Path], Path]
+    """Writes good files below a folder and returns the one to spoil."""
+    spoil: list[Mutation]
+    read: Callable[[Path, Path], None]
+    """Takes the folder and the file; raises what a reader raises, AssertionError if it is wrong."""
+    command: tuple[str, ...] = ()
+    """The command that reads it; DIR and FILE are put in."""
+    weight: int = 2
+    named: bool = True
+    """Whether what is raised must name the file or its folder."""
+
+
+# Data sets.
+
+
+@contextmanager
+def any_edition() -> Iterator[None]:
+    """Forget published sizes and checksums: what is spoilt gets past them."""
+    before = dict(SETS)
+    for name, dataset in before.items():
+        forms = tuple(
+            replace(form, files=tuple(replace(f, size=None, sha256=None) for f in form.files))
+            for form in dataset.forms
+        )
+        SETS[name] = replace(dataset, forms=forms)
+    try:
+        yield
+    finally:
+        SETS.update(before)
+
+
+def _set(names: tuple[str, ...], form: str, file: str, root: Path) -> Path:
+    for name in names:
+        made.MAKERS[name](root, form)
+    return root / file
+
+
+def _load(task: str, limit: int | None, root: Path, path: Path) -> None:
+    split = find_task(task).load(root, limit)
+    for column in (*split.train, *split.test):
+        assert len(column) and bool(column.isfinite().all()), f"{task} has values that are none"
+
+
+def _check(name: str, root: Path, path: Path) -> None:
+    check_set(find_set(name, root))
+
+
+def _of_set(task: str, form: str, file: str, spoil: list[Mutation], **more: Any) -> Target:
+    limit = 3 if "gpt2" in task else None
+    quick = ("--virtual", "--workers", "2", "--epochs", "1", "--limit", "8")
+    train = ("train", task, "--data-dir", "DIR", *quick, "--out", "OUT/run")
+    command = (
+        train if task in ("hmda", "m4-mlp") else ("data", "check", "--data-dir", "DIR", "--json")
+    )
+    return Target(
+        name=f"{task.split('-')[0]} {file.rpartition('/')[2]}",
+        make=partial(_set, find_task(task).data, form, file),
+        spoil=spoil,
+        read=partial(_load, task, limit),
+        command=command,
+        **more,
+    )
+
+
+def _packed(end: str, spoil: list[Mutation]) -> list[Mutation]:
+    inside: Mutation = partial(mutations.inside_packed, end=end, spoil=spoil)
+    return [*BYTES, inside, inside, inside, inside, inside]
+
+
+def _zipped(spoil: list[Mutation]) -> list[Mutation]:
+    inside: Mutation = partial(mutations.inside_zip, spoil=spoil)
+    return [*BYTES, inside, inside, inside, inside, inside, inside]
+
+
+NPY: list[Mutation] = [*BYTES, *[mutations.npy] * 7]
+DATA = [
+    _of_set("hmda", "compact", "hmda-2017/hmda-2017-NJ.npz", _zipped(NPY), weight=4),
+    _of_set("wikitext2-lstm", "compact", "wikitext-2/train.txt.xz", _packed(".xz", TEXT)),
+    _of_set("wikitext2-lstm", "public", "wikitext-2/wiki.test.tokens", TEXT),
+    _of_set("wikitext2-gpt2", "public", "gpt2-bpe/encoder.json", JSON),
+    _of_set("wikitext2-gpt2", "public", "gpt2-bpe/vocab.bpe", TEXT),
+    _of_set("m4-mlp", "compact", "m4/Weekly-train.csv.xz", _packed(".xz", TEXT)),
+    _of_set("m4-mlp", "public", "m4/Weekly-test.csv", TEXT),
+    _of_set("sst2-transformer", "compact", "sst2/dev.tsv.xz", _packed(".xz", TEXT)),
+    _of_set("sst2-transformer", "public", "SST-2/train.tsv", TEXT),
+    _of_set(
+        "fashion-lenet", "compact", "fashion-mnist/t10k-images-idx3-ubyte.gz", _packed(".gz", BYTES)
+    ),
+    _of_set("fashion-lenet", "public", "FashionMNIST/raw/train-labels-idx1-ubyte", BYTES),
+    _of_set("cifar10-lenet", "public", "cifar-10-batches-bin/data_batch_2.bin", BYTES),
+    _of_set("cifar10-lenet", "compact", "cifar10/test_batch.webp", BYTES),
+    _of_set("cifar10-lenet", "compact", "cifar10/labels.npz", _zipped(NPY)),
+    _of_set("cifar10-lenet", "archive", "cifar-10-binary.tar.gz", _packed(".gz", BYTES), weight=3),
+    _of_set("cifar10-lenet", "pickles", "cifar-10-batches-py/data_batch_1", BYTES, weight=4),
+    _of_set(
+        "cifar10-lenet", "pickles of Python 2", "cifar-10-batches-py/test_batch", BYTES, weight=3
+    ),
+]
+
+
+def _tokens(root: Path) -> Path:
+    path = root / "tokens" / "some.npz"
+    keep(path, np.arange(500, dtype=np.uint16))
+    return path
+
+
+def _recall(root: Path, path: Path) -> None:
+    found = recall(path)
+    assert found is None or found.dtype == np.uint16
+
+
+def _download(root: Path) -> Path:
+    made.sst2(root, "public")
+    path = root / "SST-2.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("train.tsv", "dev.tsv"):
+            archive.write(root / "SST-2" / name, f"SST-2/{name}")
+    return path
+
+
+def _unzip(root: Path, path: Path) -> None:
+    (download,) = SETS["sst2"].downloads
+    fetch._unzip(download, root)
+
+
+# Recorded gradients.
+
+
+def _gradients(root: Path) -> Path:
+    np.save(root / "g.npy", np.random.default_rng(0).standard_normal((2, 4, 6)).astype(np.float32))
+    return root / "g.npy"
+
+
+def _vectors(root: Path, path: Path) -> None:
+    assert bool(load_vectors(path).isfinite().all())
+
+
+def _replay(root: Path, path: Path) -> None:
+    gradients = open_array(path, ("steps", "workers", "dim"))
+    replay_sparsify(gradients[:2], Sparsify(method=make_sparsifier("topk", 0.5)))
+
+
+# Records.
+
+
+def _record(root: Path) -> Path:
+    for seed, order in enumerate(("d-rr", "cd-grab")):
+        (root / order).mkdir()
+        write_record(record(order, "topk", 0.1, epochs=3, seed=seed), root / order)
+    return root / "cd-grab" / "record.json"
+
+
+def _report(root: Path, path: Path) -> None:
+    found = find_records([root])
+    page = render([one for _, one in found], files=[str(path) for path, _ in found])
+    assert page.count("<script") == 3 and page.count("</script") == 3, "a record adds a script"
+    assert not any(evil in page for evil in ("<img src=x", "<svg onload", "\x1b", "\x00"))
+
+
+# Checkpoints.
+
+
+def _checkpoint(file: str, root: Path) -> Path:
+    for step in (10, 20):
+        Checkpoints(root, SINGLE, {"lr": 0.1}).save(step, lambda: STATE, {"own": torch.arange(9)})
+    return root / "step-000000020" / file
+
+
+def _load_checkpoint(root: Path, path: Path) -> None:
+    loaded = Checkpoints(root, SINGLE, {"lr": 0.1}).load()
+    assert loaded is not None and loaded.step in (10, 20)
+    assert loaded.shared["step"] == 10 and len(loaded.own["own"]) == 9
+
+
+def _load_forged(root: Path, path: Path) -> None:
+    """Read a spoilt state whose manifest was made to agree with it."""
+    manifest = path.parent / "manifest.json"
+    if path.is_file() and path.stat().st_size < 1 << 30:
+        told = json.loads(manifest.read_text())
+        data = path.read_bytes()
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        halves = [int.from_bytes(half, "big", signed=True) for half in (digest[:8], digest[8:])]
+        told["files"][path.name] = [len(data), *halves]
+        manifest.write_text(json.dumps(told))
+    assert Checkpoints(root, SINGLE, {"lr": 0.1}).load() is not None
+
+
+def _odd_steps(root: Path) -> Path:
+    path = _checkpoint("manifest.json", root)
+    for name in (
+        "step-9" * 30,
+        "step-" + "9" * 200,
+        "step-0000000７7",
+        "step-5",
+        "step--000000001",
+    ):
+        (root / name).mkdir()
+    (root / "step-999999999999999999").write_bytes(b"")
+    (root / ".step-000000030.draft").symlink_to(root / "step-000000010")
+    return path
+
+
+def _unpack(root: Path, path: Path) -> None:
+    if path.is_file() and path.stat().st_size < 1 << 30:
+        unpack(path.read_bytes())
+
+
+def _state(root: Path) -> Path:
+    (root / "state").write_bytes(pack(STATE))
+    return root / "state"
+
+
+def _tree(data: bytes, chance: random.Random) -> bytes:
+    """Spoil the JSON before a state's tensors, and say its length."""
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    if chance.random() < 0.6:
+        tree = chance.choice(JSON)(head["__metadata__"]["tree"].encode(), chance)
+        head["__metadata__"]["tree"] = tree.decode("utf-8", "replace")
+        raw = json.dumps(head).encode()
+    else:
+        raw = mutations.other_value(json.dumps(head).encode(), chance)
+    return len(raw).to_bytes(8, "little") + raw + data[8 + size :]
+
+
+# Names of tasks.
+
+
+def _name(root: Path) -> Path:
+    (root / "mine.py").write_text("class A: pass\n")
+    return root / "mine.py"
+
+
+def _find_task(root: Path, path: Path) -> None:
+    names = [str(path), f"{path}:A", f"{path}:", f":{path}", f"~nobody-here/{path.name}:A", "~:A"]
+    names += [f"{'x' * 5000}.py:A", "\0:A", f"{path}:A:B", *EVIL, *(f"{evil}:A" for evil in EVIL)]
+    for name in names:
+        try:
+            find_task(name)
+        except ValueError as error:
+            assert "\n" not in str(error)
+        else:
+            raise AssertionError(f"{name!r} is no task")
+
+
+def _report_command() -> tuple[str, ...]:
+    return ("report", "DIR", "--out", "OUT/page.html", "--json")
+
+
+TARGETS = [
+    *DATA,
+    Target("tokens npz", _tokens, _zipped(NPY), _recall),
+    Target("download zip", _download, _zipped(TEXT), _unzip, named=False),
+    Target("vectors npy", _gradients, NPY, _vectors,
+           ("replay", "order", "FILE", "--rounds", "1", "--json"), weight=5),
+    Target("gradients npy", _gradients, NPY, _replay,
+           ("replay", "sparsify", "FILE", "--out", "OUT/s", "--json"), weight=5),
+    Target("record json", _record, JSON, _report, _report_command(), weight=8),
+    Target("checkpoint manifest", partial(_checkpoint, "manifest.json"), JSON, _load_checkpoint, weight=4),
+    Target("checkpoint shared", partial(_checkpoint, "shared.safetensors"), [*BYTES, _tree], _load_checkpoint),
+    Target("checkpoint own", partial(_checkpoint, "rank-0.safetensors"), [*BYTES, _tree], _load_checkpoint),
+    Target("checkpoint forged", partial(_checkpoint, "shared.safetensors"),
+           [*BYTES, *[_tree] * 5], _load_forged, weight=3),
+    Target("checkpoint names", _odd_steps, JSON, _load_checkpoint, weight=1),
+    Target("packed state", _state, [*BYTES, *[_tree] * 5], _unpack, weight=4, named=False),
+    Target("task file", _name, TEXT, _find_task, weight=1, named=False),
+]  # fmt: skip
+REFUSED = (ValueError, NoCheckpoint)
+"""What a reader may raise."""
+
+__all__ = ["REFUSED", "TARGETS", "Target", "any_edition", "io"]

@@ -1,0 +1,96 @@
+"""The pages: their programs run as shown, their links lead somewhere, their commands exist."""
+
+import contextlib
+import functools
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradherd.cli import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def programs(page: str) -> list[str]:
+    """Blocks of Python that are no part of a list."""
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
+
+
+def output_of(folder: Path, program: str) -> str:
+    (folder / "program.py").write_text(program)
+    launch = LAUNCH if "init_process_group" in program else []
+    ran = subprocess.run(
+        [sys.executable, *launch, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+SAYS = [
+    r"^0 {'epoch': 1, 'examples_fed_back': 0, 'examples': 512, .*\n1 .*\n2 {'epoch': 3, .*$",
+    r"^{'epoch': 3, 'examples_fed_back': 0, 'examples': 256, 'rows': 'BatchRows\(\)', ",
+    r"^{'selected': 444, 'density': 0.01, 'bytes': 2760, 'steps': 20}$",
+    r"^$",
+]
+
+
+@pytest.mark.parametrize("number", range(len(SAYS)))
+def test_programs_of_the_quickstart_run_and_say_what_is_told(tmp_path, number):
+    found = programs("quickstart.md")
+    assert len(found) == len(SAYS)
+    assert re.match(SAYS[number], output_of(tmp_path, found[number]), re.S)
+
+
+def test_arrays_of_replay_are_made_as_shown(tmp_path):
+    for program in programs("replay.md"):
+        output_of(tmp_path, program)
+    assert {path.name for path in tmp_path.glob("*.npy")} == {"units.npy", "steps.npy"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_and_every_command_is_in_the_index():
+    index = (DOCS / "README.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+    assert all(name.split()[0] in index for name in COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_pages_exist_with_their_options(page):
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if not words or words[0] != "gradherd":
+                continue
+            asked = (" ".join(words[1:3]), words[1])
+            name = next((one for one in asked if one in COMMANDS), None)
+            assert name is not None, line
+            help_text = help_of(name)
+            for option in (word.split("=")[0] for word in words if word.startswith("--")):
+                assert re.search(rf"{option}\b", help_text), line
+
+
+@functools.cache
+def help_of(name: str) -> str:
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    return told.getvalue()
