@@ -165,7 +165,6 @@ def test_a_device_that_is_not_there(capsys):
         pytest.param(
             option,
             value,
-            marks=pytest.mark.xfail(strict=True, reason="is noticed only when JSON is written"),
         )
         for option, value in [("--lr", "inf"), ("--weight-decay", "nan"), ("--weight-decay", "inf")]
     ],
@@ -175,7 +174,6 @@ def test_settings_that_are_not_finite(capsys, option, value):
     assert option.strip("-").replace("-", "_") in err.replace("-", "_") and value in err
 
 
-@pytest.mark.xfail(strict=True, reason="is noticed only by numpy: Overflow when unpacking")
 def test_a_seed_that_no_generator_takes(capsys):
     err = refused(capsys, "train", "digits", "--seed", 10**30, *QUICK, "--out", "out")
     assert "--seed" in err and "10" in err
@@ -194,7 +192,6 @@ def test_a_seed_that_no_generator_takes(capsys):
             "import sys; sys.exit(3)",
             "X",
             ["mine.py", "SystemExit"],
-            marks=pytest.mark.xfail(strict=True, reason="the file's exit is taken for our own"),
         ),
     ],
 )
@@ -236,8 +233,8 @@ def test_a_task_that_fails_leaves_no_empty_folder(capsys, place, method):
 @pytest.mark.parametrize(
     "out",
     [
-        pytest.param([], marks=pytest.mark.xfail(strict=True, reason="gradherd-runs/ stays")),
-        pytest.param(["--out", "a/b/c"], marks=pytest.mark.xfail(strict=True, reason="a/b/ stays")),
+        pytest.param([]),
+        pytest.param(["--out", "a/b/c"]),
     ],
     ids=["default", "deep"],
 )
@@ -257,7 +254,6 @@ def test_a_task_that_fails_in_training_says_so_in_its_record(capsys, place):
     assert sorted(path.name for path in (place / "out").iterdir()) == ["record.json"]
 
 
-@pytest.mark.xfail(strict=True, reason="a ValueError of the task is taken for wrong usage: code 2")
 def test_a_task_that_raises_value_error_has_failed(capsys, place):
     (place / "mine.py").write_text(BAD_TASK.format(method="load", error="ValueError"))
     err = refused(capsys, "train", "mine.py:Bad", *QUICK, "--out", "out", code=1)
@@ -271,7 +267,6 @@ def test_a_task_that_fails_on_one_of_the_workers(place):
     assert "RuntimeError: the moon is full" in err
 
 
-@pytest.mark.xfail(strict=True, reason="a finished run is shown whatever order was asked for")
 def test_going_on_with_another_order_than_the_one_that_is_there(place):
     options = ["train", "digits", "--workers", "2", "--epochs", "1", "--limit", "16", "--out", "a"]
     done = subprocess.run(
@@ -282,7 +277,6 @@ def test_going_on_with_another_order_than_the_one_that_is_there(place):
     assert "cd-grab" in err and "d-rr" in err
 
 
-@pytest.mark.xfail(strict=True, reason="every rank says it, then the class is named: five lines")
 def test_going_on_with_another_number_of_workers(place):
     options = ["train", "digits", "--epochs", "1", "--limit", "16", "--out", "a"]
     done = subprocess.run(
@@ -316,7 +310,6 @@ def cut_in_half(place: Path, name: str) -> Path:
 DAMAGED = "damage is code 2 with --virtual, 1 on workers; a cut packed file lacks the way out"
 
 
-@pytest.mark.xfail(strict=True, reason=DAMAGED)
 @pytest.mark.parametrize("name", ["Weekly-train", "Weekly-test"])
 def test_data_that_was_cut_in_half(capsys, place, name):
     path = cut_in_half(place, name)
@@ -324,7 +317,6 @@ def test_data_that_was_cut_in_half(capsys, place, name):
     assert path.name in err and "again" in err
 
 
-@pytest.mark.xfail(strict=True, reason="names the class gradherd.tasks.read.DamagedData")
 def test_data_that_was_cut_in_half_on_real_workers(place):
     path = cut_in_half(place, "Weekly-test")
     options = ["--data-dir", "data", "--workers", "2", "--epochs", "1", "--out", "out"]
@@ -389,7 +381,6 @@ def test_a_result_that_cannot_be_written(place):
     assert "No space left on device" in ran.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="is noticed only after the record is begun, which stays")
 def test_tensorboard_that_is_not_installed(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
@@ -397,7 +388,6 @@ def test_tensorboard_that_is_not_installed(capsys, monkeypatch):
     assert "tensorboard is not installed" in err and "pip install" in err
 
 
-@pytest.mark.xfail(strict=True, reason="gradherd[tensorboard] is advised, but is no extra")
 def test_every_extra_that_is_advised_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -1,7 +1,6 @@
 """Every kind of file that the program reads: a good one, ways to spoil it, and what reads it."""
 
 import hashlib
-import io
 import json
 import random
 import zipfile
@@ -55,6 +54,8 @@ class Target:
     weight: int = 2
     named: bool = True
     """Whether what is raised must name the file or its folder."""
+    found: bool = True
+    """Whether it is found at its place, where something else may lie."""
 
 
 # Data sets.
@@ -237,7 +238,7 @@ def _odd_steps(root: Path) -> Path:
     for name in (
         "step-9" * 30,
         "step-" + "9" * 200,
-        "step-0000000７7",
+        "step-0000000\uff177",
         "step-5",
         "step--000000001",
     ):
@@ -270,6 +271,9 @@ def _tree(data: bytes, chance: random.Random) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + data[8 + size :]
 
 
+STATES: list[Mutation] = [*BYTES, *[_tree] * 5]
+
+
 # Names of tasks.
 
 
@@ -297,22 +301,23 @@ def _report_command() -> tuple[str, ...]:
 TARGETS = [
     *DATA,
     Target("tokens npz", _tokens, _zipped(NPY), _recall),
-    Target("download zip", _download, _zipped(TEXT), _unzip, named=False),
+    Target("download zip", _download, _zipped(TEXT), _unzip, named=False, found=False),
     Target("vectors npy", _gradients, NPY, _vectors,
            ("replay", "order", "FILE", "--rounds", "1", "--json"), weight=5),
     Target("gradients npy", _gradients, NPY, _replay,
            ("replay", "sparsify", "FILE", "--out", "OUT/s", "--json"), weight=5),
     Target("record json", _record, JSON, _report, _report_command(), weight=8),
-    Target("checkpoint manifest", partial(_checkpoint, "manifest.json"), JSON, _load_checkpoint, weight=4),
-    Target("checkpoint shared", partial(_checkpoint, "shared.safetensors"), [*BYTES, _tree], _load_checkpoint),
-    Target("checkpoint own", partial(_checkpoint, "rank-0.safetensors"), [*BYTES, _tree], _load_checkpoint),
+    Target("checkpoint manifest", partial(_checkpoint, "manifest.json"), JSON, _load_checkpoint,
+           weight=4),
+    Target("checkpoint shared", partial(_checkpoint, "shared.safetensors"), STATES,
+           _load_checkpoint),
+    Target("checkpoint own", partial(_checkpoint, "rank-0.safetensors"), STATES,
+           _load_checkpoint),
     Target("checkpoint forged", partial(_checkpoint, "shared.safetensors"),
-           [*BYTES, *[_tree] * 5], _load_forged, weight=3),
+           STATES, _load_forged, weight=3),
     Target("checkpoint names", _odd_steps, JSON, _load_checkpoint, weight=1),
-    Target("packed state", _state, [*BYTES, *[_tree] * 5], _unpack, weight=4, named=False),
+    Target("packed state", _state, STATES, _unpack, weight=4, named=False),
     Target("task file", _name, TEXT, _find_task, weight=1, named=False),
 ]  # fmt: skip
 REFUSED = (ValueError, NoCheckpoint)
 """What a reader may raise."""
-
-__all__ = ["REFUSED", "TARGETS", "Target", "any_edition", "io"]

@@ -30,7 +30,17 @@ def test_train(capsys, tmp_path, virtual):
     assert result["final_loss"] == record.epochs[-1].train_loss < record.start_loss
     assert record.status == "done" and record.config["virtual"] == bool(virtual)
     assert record.config["workers"] == 2 and record.train_examples == 48
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.jsonl", FILE]
+    found = sorted(path.name for path in out.iterdir())
+    assert found == [*([] if virtual else ["checkpoints"]), "metrics.jsonl", FILE]
+
+
+def test_a_finished_run_is_shown_again_and_goes_on_for_more_epochs(capsys, tmp_path):
+    args = ["train", "digits", *SMALL, "--out", tmp_path / "a", "--json"]
+    first = json.loads(run(capsys, *args)[1])
+    again = json.loads(run(capsys, *args, "--resume")[1])
+    assert again == first
+    longer = json.loads(run(capsys, *args, "--resume", "--epochs", 3)[1])
+    assert longer["epochs"] == 3 and longer["final_loss"] < first["final_loss"]
 
 
 def test_train_for_people(capsys, tmp_path, monkeypatch):

@@ -48,9 +48,9 @@ from tests.train.work import HERE, config_of
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"unit": 3}, "unit must divide batch_size 4, got 3"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": -1}, r"seed must be in \[0, 2147483648\), got -1"),
         ({"limit": 0}, "limit must be at least 1 or None, got 0"),
-        ({"lr": 0.0}, "lr must be positive, got 0.0"),
+        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
     ],
 )
 def test_settings_are_checked(wrong, says):

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,14 @@ class RankError(RuntimeError):
         return RankError, (str(self), self.reason)
 
 
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
 def _rank_main(
     rank: int,
     fn: Callable[..., Any],
@@ -53,6 +62,7 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group(
@@ -62,7 +72,10 @@ def _rank_main(
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        reason = " ".join("".join(traceback.format_exception_only(error)).split())
+        # Errors of our own are whole sentences; of others the name is part of what they say.
+        ours = type(error).__module__.startswith("gradherd.")
+        text = str(error) if ours else "".join(traceback.format_exception_only(error))
+        reason = " ".join(text.split())
         # Under another name first: a peer's failure may end this process in mid-write.
         draft = folder / f"{rank}.draft"
         draft.write_text(f"{time.monotonic_ns()}\n{reason}\n{traceback.format_exc()}")
@@ -106,9 +119,12 @@ def _warm_server() -> None:
     multiprocessing.set_forkserver_preload(_WARM)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Ctrl-C goes to all processes of a terminal. It is this one that ends the ranks.
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:

@@ -39,6 +39,7 @@ class Compare:
     final loss; the folder holds every run's record and report.html, a page with the curves.
 
     Example: gradherd compare digits --orders d-rr,cd-grab,always-plus --seeds 3
+
     Example: gradherd compare digits-mlp --sparsifiers dense,exdyna --density 0.01
     """
 
@@ -65,16 +66,16 @@ class Compare:
     def run(self) -> None:
         """Train all arms and compare them."""
         configs = self._configs()
-        out = new_folder(self.training.out, f"compare-{known_task(self.task).name}")
-        try:
-            records = execute(configs, out, self.training)
-        except KeyboardInterrupt:
-            report_so_far(out, len(configs))
-            raise
-        if World.detect().rank > 0:
-            return
-        records = in_order(records, configs)
-        page = out / "report.html"
+        with new_folder(self.training.out, f"compare-{known_task(self.task).name}") as out:
+            try:
+                records = execute(configs, out, self.training)
+            except KeyboardInterrupt:
+                report_so_far(out, len(configs))
+                raise
+            if World.detect().rank == 0:
+                self._tell(in_order(records, configs), out / "report.html")
+
+    def _tell(self, records: list[RunRecord], page: Path) -> None:
         comparison = compare(records)
         write_report(records, page)
         if self.json:
@@ -125,5 +126,6 @@ def report_so_far(out: Path, planned: int) -> None:
     done = sum(record.status == "done" for record in records)
     if not records:
         return
-    write_report(records, out / "report.html")
-    print(f"gradherd: {done} of {planned} runs were done; they are in {out}", file=sys.stderr)
+    page = out / "report.html"
+    write_report(records, page)
+    print(f"gradherd: {done} of {planned} runs were done; so far: {page}", file=sys.stderr)

@@ -2,17 +2,19 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from gradherd.commands.compare import in_order
+from gradherd.commands.compare import in_order, report_so_far
 from gradherd.commands.compare_show import as_json, compare, show, write_report
 from gradherd.commands.training import AnyPath, Options, execute, new_folder
 from gradherd.commands.usage import at_least, print_json
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig
 from gradherd.train.plan import plan
+from gradherd.train.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,22 @@ class Demo:
         """Train, tell, write the page."""
         at_least("--workers", self.workers, 1)
         at_least("--seeds", self.seeds, 1)
-        out = new_folder(self.out, "demo")
+        with new_folder(self.out, "demo") as out:
+            self._compare(out)
+
+    def _compare(self, out: Path) -> None:
         console = Console(quiet=self.json)
-        begin, records, comparisons = time.monotonic(), [], []
+        begin, comparisons = time.monotonic(), []
+        records: list[RunRecord] = []
         page = out / "report.html"
         for part in _PARTS:
             console.print(f"[bold]{part.title}[/bold] ({self.workers} worker processes)")
             configs = part.configs(self.workers, self.seeds)
-            found = in_order(execute(configs, out / part.task, Options()), configs)
+            try:
+                found = in_order(execute(configs, out / part.task, Options()), configs)
+            except KeyboardInterrupt:
+                report_so_far(out, len(_PARTS) * len(configs))
+                raise
             comparisons.append(compare(found))
             records += found
             if not self.json:

@@ -1,5 +1,6 @@
 """`gradherd train`: one run of a task."""
 
+import dataclasses
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from gradherd.ordering.policy import POLICIES
 from gradherd.sparsify.selector import SPARSIFIERS
 from gradherd.train.config import RunConfig
 from gradherd.train.record import FILE, RunRecord, read_record
-from gradherd.train.resume import Saving
+from gradherd.train.resume import FREE, Saving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,8 @@ class Train:
         name("--sparsify", self.sparsify, SPARSIFIERS)
         density = checked_density(self.density, [self.sparsify])
         at_least("--seed", self.seed, 0)
+        if self.seed >= 2**31:
+            raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
         task, chosen = known_task(self.task), self.training.chosen()
         try:
             config = RunConfig.of(
@@ -84,10 +87,10 @@ class Train:
             raise UsageError(str(error)) from None
         check_data(task, self.training.data_dir)
         saving = self._saving()
-        out = new_folder(self.training.out, f"train-{task.name}", resume=self.resume)
-        record = finished_before(out, config.epochs) if self.resume else None
-        if record is None:
-            (record,) = execute([config], out, self.training, saving=saving)
+        with new_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
+            record = finished_before(out, config) if self.resume else None
+            if record is None:
+                (record,) = execute([config], out, self.training, saving=saving)
         if World.detect().rank == 0:
             self._show(record, str(out))
         if record.status == "stopped":
@@ -136,16 +139,25 @@ class Train:
         Console().print(table)
 
 
-def finished_before(out: Path, epochs: int) -> RunRecord | None:
-    """Return the record in a folder if its run went through so many epochs, or diverged."""
+def finished_before(out: Path, config: RunConfig) -> RunRecord | None:
+    """Return the record in a folder if its run went through all epochs, or diverged."""
     if not (out / FILE).exists():
         return None
     try:
         record = read_record(out / FILE)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    done = record.status == "done" and len(record.epochs) >= epochs
-    return record if done or record.status == "diverged" else None
+    done = record.status == "done" and len(record.epochs) >= config.epochs
+    if not done and record.status != "diverged":
+        return None
+    for key, ours in dataclasses.asdict(config).items():
+        theirs = record.config.get(key, ours)
+        if key not in FREE and theirs != ours:
+            raise UsageError(
+                f"--out {str(out)!r} holds a run with {key} {theirs!r}, not {ours!r}: "
+                "go on with its settings, or name a new folder"
+            )
+    return record
 
 
 def _figure(value: float | None) -> str:

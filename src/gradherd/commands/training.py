@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import torch
@@ -21,6 +23,7 @@ from gradherd.commands.bench_show import usable_device
 from gradherd.commands.train_progress import Bar
 from gradherd.commands.usage import Failed, UsageError, at_least, name
 from gradherd.tasks.data import find_set
+from gradherd.tasks.read import DamagedData
 from gradherd.tasks.registry import find_task
 from gradherd.tasks.task import Task
 from gradherd.train.config import ROWS, RunConfig
@@ -90,6 +93,10 @@ class Options:
             if value is not None:
                 at_least(option, value, 1)
         usable_device(self.device)
+        if self.tensorboard and not _installed("tensorboard"):
+            raise UsageError(
+                "--tensorboard: tensorboard is not installed: pip install 'gradherd[tensorboard]'"
+            )
         own = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
         more = ("rows", "limit", "virtual", "device")
         chosen = {key: getattr(self, key) for key in (*own, *more)}
@@ -110,6 +117,13 @@ class Options:
         if self.workers not in (None, size):
             raise UsageError(f"--workers {self.workers}, but torchrun started {size} processes")
         return {"workers": size}
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # It is marked as missing.
+        return False
 
 
 def under_torchrun() -> bool:
@@ -145,10 +159,12 @@ def checked_density(density: float | None, sparsifiers: Sequence[str]) -> float 
     return 0.001 if density is None else density
 
 
-def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Path:
-    """Return a folder that is ours alone: the one that was named, or a new one.
+@contextlib.contextmanager
+def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Iterator[Path]:
+    """Give a folder that is ours alone: the one that was named, or a new one.
 
-    To resume, it may be one that a run was written to.
+    To resume, it may be one that a run was written to. If nothing was written in the end, no folder
+    is left that was not there before.
     """
     if out is None:
         what = re.sub(r"[^A-Za-z0-9._-]+", "-", what)  # a task of one's own may be called anything
@@ -158,6 +174,7 @@ def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Path:
             out = out.with_name(f"{out.name}-{os.getpid()}")
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file, not a folder")
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         ours = resume and ((out / FILE).exists() or (out / FOLDER).exists())
         if out.exists() and any(out.iterdir()) and not ours:
@@ -165,7 +182,11 @@ def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
-    return out
+    try:
+        yield out
+    finally:
+        if World.detect().rank == 0:
+            remove_empty(out, made)
 
 
 def execute(
@@ -173,8 +194,10 @@ def execute(
 ) -> list[RunRecord]:
     """Run all of them here, on local ranks, or on the ranks that torchrun started.
 
-    Whatever happens, what was done so far is in `out`, and no empty folder is.
+    Whatever happens, what was done so far is in `out`.
     """
+    if saving is None:  # Nothing is saved, so to end is to be interrupted.
+        signal.signal(signal.SIGTERM, _interrupt)
     job = (list(configs), out, options.data_dir, options.tensorboard, saving)
     try:
         if options.virtual:
@@ -189,8 +212,10 @@ def execute(
         with contextlib.suppress(OSError):  # The disk may be what failed: that is told below.
             mark_unfinished(out, "failed")
         raise
-    finally:
-        remove_empty(out)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _virtual(job: tuple[Any, ...]) -> list[RunRecord]:
@@ -199,8 +224,8 @@ def _virtual(job: tuple[Any, ...]) -> list[RunRecord]:
     torch.set_num_threads(1)
     try:
         return train_here(*job)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    except DamagedData as error:
+        raise Failed(str(error)) from None
     finally:
         torch.set_num_threads(before)
 
@@ -213,7 +238,7 @@ def _local(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
             *job,
             timeout=_DEADLINE,
             patience=_PATIENCE,
-            forward=(signal.SIGTERM,),
+            forward=() if job[-1] is None else (signal.SIGTERM,),
         )[0]
     except RankError as error:
         if os.environ.get("GRADHERD_TRACEBACK"):
@@ -265,12 +290,9 @@ def mark_unfinished(out: Path, status: str) -> None:
             write_record(dataclasses.replace(record, status=status), path.parent)
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove a folder and those in it as far as they hold no file."""
-    if not folder.is_dir() or World.detect().rank > 0:
-        return
-    for child in folder.iterdir():
-        if child.is_dir():
-            remove_empty(child)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+def remove_empty(folder: Path, made: Sequence[Path]) -> None:
+    """Remove folders without a file: all below `folder`, and those that were made for it."""
+    below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    for path in [*below, *made]:  # the deepest first
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()

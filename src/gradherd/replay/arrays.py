@@ -1,5 +1,6 @@
 """Arrays that were recorded, opened with care: a file may be anything."""
 
+import tokenize
 import warnings
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
 
 _BAD_HEADER = (
     *(ValueError, OSError, EOFError, TypeError, KeyError, SyntaxError, OverflowError),
-    *(RecursionError, MemoryError),
+    *(RecursionError, MemoryError, tokenize.TokenError),
 )
 
 

@@ -119,7 +119,8 @@ def _copy(source: BinaryIO, target: BinaryIO, tell: Callable[[int], None]) -> in
 def _unzip(download: Download, folder: Path) -> None:
     try:
         with zipfile.ZipFile(folder / download.name) as archive:
-            for member, name in download.members:
-                (folder / name).write_bytes(unzip(archive, member))
-    except (ValueError, EOFError, *BAD_ZIP) as error:
+            members = {name: unzip(archive, member) for member, name in download.members}
+    except (ValueError, OSError, EOFError, *BAD_ZIP) as error:
         raise DamagedData(f"{download.url} is no good archive: {reason(error)}") from None
+    for name, content in members.items():
+        (folder / name).write_bytes(content)

@@ -3,6 +3,7 @@
 import io
 import math
 import struct
+import tokenize
 import warnings
 import zipfile
 import zlib
@@ -16,6 +17,10 @@ from gradherd.tasks.read import MOST, DamagedData, printable, reason
 
 BAD_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, RuntimeError)
 """What a zip archive that is damaged or made up can raise, besides ValueError and OSError."""
+_BAD_HEADER = (
+    *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),
+    *(RecursionError, MemoryError, tokenize.TokenError),
+)
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """How arrays are packed in an .npz; other ways cannot be stopped in time."""
 
@@ -64,7 +69,7 @@ def npy(content: bytes) -> NDArray[Any]:
             }[np.lib.format.read_magic(file)]
             shape, fortran, dtype = read(file)
         # A header is a Python literal: one that is nested deeply breaks its parser.
-        except (ValueError, KeyError, TypeError, RecursionError, MemoryError, SyntaxError) as error:
+        except _BAD_HEADER as error:
             raise ValueError(f"its header is no array's ({reason(error)})") from None
     if dtype.hasobject:
         raise ValueError("it holds objects, which are pickles (allow_pickle=False)")

@@ -8,6 +8,7 @@ plain values need are carried out one by one, and every other one is refused.
 import io
 import math
 import pickletools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ class _Made:
 def plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
     """Return a pickled dict of plain values and arrays of bytes; nothing of it is executed."""
     try:
-        value = _value(content)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about strings of protocol 0
+            value = _value(content)
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, not a dict")
         return {key: _array(one) if isinstance(one, _Made) else one for key, one in value.items()}

@@ -15,6 +15,7 @@ from gradherd.tasks.digits_mlp import DigitsMLP
 from gradherd.tasks.fashion_lenet import FashionLeNet
 from gradherd.tasks.hmda import HMDA
 from gradherd.tasks.m4_mlp import M4MLP
+from gradherd.tasks.read import printable
 from gradherd.tasks.sst2_transformer import SST2Transformer
 from gradherd.tasks.task import Defaults, Task
 from gradherd.tasks.wikitext2_gpt2 import WikiText2GPT2
@@ -62,7 +63,7 @@ def _from_file(name: str) -> Task:
         raise ValueError(f"task {name!r}: there is no file {where!r}")
     make = getattr(_imported(path, name), kind, None) if kind.isidentifier() else None
     if not callable(make):
-        raise ValueError(f"task {name!r}: {where} has no class {kind!r}")
+        raise ValueError(f"task {name!r}: {printable(where)} has no class {kind!r}")
     try:
         task = make()
     except Exception as error:
@@ -84,17 +85,21 @@ def _imported(path: Path, name: str) -> ModuleType:
     mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"gradherd_task_{path.stem}_{mark}", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"task {name!r}: {path} is no Python file, its name must end in .py")
+        raise ValueError(
+            f"task {name!r}: {printable(str(path))} is no Python file, its name must end in .py"
+        )
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their own module up while they are made.
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        raise ValueError(f"task {name!r}: {path} fails: {_reason(error)}") from error
+        raise ValueError(
+            f"task {name!r}: {printable(str(path))} fails: {_reason(error)}"
+        ) from error
     return module
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,5 +1,6 @@
 """The seam to what is trained: what a task is, its data and the settings it starts from."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -83,14 +84,14 @@ class Defaults:
             raise ValueError(f"unit must divide batch_size {self.batch_size}, got {self.unit}")
         if self.optimizer not in ("sgd", "adamw"):
             raise ValueError(f"optimizer must be sgd or adamw, got {self.optimizer!r}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be positive, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, got {self.lr}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.optimizer == "adamw" and self.momentum:
             raise ValueError(f"momentum {self.momentum} has no effect on adamw: leave it at 0")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, got {self.weight_decay}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive or None, got {self.clip}")
         if (self.lr_drop is None) != (self.lr_drop_every is None):

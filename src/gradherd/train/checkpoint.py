@@ -162,7 +162,7 @@ class Checkpoints:
         mine = [*self._found()[:_MOST], *[-1] * _MOST][:_MOST]
         told = torch.tensor(mine, dtype=torch.int64, device=self._device)
         steps = [step for step in all_gather(told, self._world).value[0].tolist() if step >= 0]
-        reasons = []
+        reasons: list[str] = []
         for step in steps:
             loaded, why = None, ""
             try:
@@ -172,12 +172,15 @@ class Checkpoints:
             flag = torch.tensor([int(loaded is None)], device=self._device)
             bad = all_gather(flag, self._world).value.flatten().nonzero().flatten().tolist()
             if loaded is not None and not bad:
+                for reason in reasons if self._world.rank == 0 else ():
+                    log.warning("passing over a checkpoint in %s: %s", self._folder, reason)
                 return loaded
-            why = why or f"rank {bad[0]} cannot use its part"
-            reasons.append(f"step {step}: {why}")
-            log.warning("checkpoint of step %d in %s cannot be used: %s", step, self._folder, why)
+            reasons.append(f"step {step}: {why or f'rank {bad[0]} cannot use its part'}")
         if reasons:
-            raise NoCheckpoint(f"no checkpoint in {self._folder} can be used: {'; '.join(reasons)}")
+            raise NoCheckpoint(
+                f"no checkpoint in {self._folder} can be used ({'; '.join(reasons)}): "
+                "go on with the settings it was saved with, or start in a new folder"
+            )
         return None
 
     def _read(self, step: int) -> Loaded:

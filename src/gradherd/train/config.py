@@ -68,8 +68,8 @@ class RunConfig:
             )
         if self.density is not None:
             check_density(self.density)
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1 or None, got {self.limit}")
         settings = dataclasses.asdict(self)

@@ -87,13 +87,13 @@ def run_saved(
         fleet.close()
 
 
-_FREE = ("epochs", "virtual", "device", "workers")
+FREE = ("epochs", "virtual", "device", "workers")
 """Settings that may change when a run goes on (the number of workers is checked for itself)."""
 
 
 def identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:
     """Return what a run must have in common with one that it continues."""
-    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _FREE}
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
     settings["task"] = settings["task"].rpartition("/")[2]  # its file may have moved
     shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
     return settings | {
