@@ -110,7 +110,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, caplog, name, damage):
     assert checkpoints(tmp_path).load().step == 5
     assert "step 10" in caplog.text and "passing over a checkpoint" in caplog.text
     shutil.rmtree(tmp_path / "step-000000005")
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint in .* can be used \\(step 10"):
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint in .* can be used \(step 10"):
         checkpoints(tmp_path).load()
 
 
