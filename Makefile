@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint format example bench clean
+.PHONY: help demo test stress lint format example bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -24,6 +24,10 @@ demo: $(STAMP) ## Orders and sparsifiers compared on real workers, and a page ab
 
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest
+
+stress: $(STAMP) ## Kill trainings 200 times and read 10,000 damaged files (half an hour)
+	@$(BIN)/python -m tests.stress.kills --kills 200
+	@$(BIN)/python -m tests.stress.fuzz --inputs 10000
 
 lint: $(STAMP) ## Check style and types
 	@$(BIN)/ruff check .
