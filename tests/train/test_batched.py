@@ -12,14 +12,6 @@ from gradherd.train.virtual import VirtualFleet
 from tests.train.work import HERE, config_of, no_tick
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("batch_size", "unit", "workers", "limit"),
     [(4, 1, 4, 160), (4, 1, 3, 101), (6, 2, 2, 90), (4, 4, 4, 150), (5, 1, 1, 52)],

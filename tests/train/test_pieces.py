@@ -201,10 +201,7 @@ def test_the_full_loss_does_not_depend_on_ranks():
     torch.manual_seed(3)
     model, columns = task.model(), task.load(None, 333).train
     plain = float(task.loss(model, *columns).detach())
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     alone = [full_loss(task, model, columns, World.single(), chunk) for chunk in (10, 50, 1000)]
-    torch.set_num_threads(before)
     assert alone == pytest.approx([plain] * 3, rel=1e-5)
     assert run_ranks(losses, 3) == [alone] * 3
 

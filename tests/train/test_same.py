@@ -13,14 +13,6 @@ from tests.train.work import HERE, config_of, in_one_process, on_ranks
 REAL = os.environ.get("GRADHERD_DATA")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def same(real, virtual, *, bits=True):
     for (order, tally, quality, weights), there in zip(real, virtual, strict=True):
         assert order == there[0]
