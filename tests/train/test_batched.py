@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 from gradherd.tasks.registry import find_task
