@@ -88,7 +88,7 @@ def limits() -> Iterator[None]:
 
     before = [(one, signal.signal(one, stop)) for one in (signal.SIGPROF, signal.SIGALRM)]
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)
+    others = signal.setitimer(signal.ITIMER_REAL, 10 * SECONDS)  # a test has a time limit, too
     most = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     room = pages * resource.getpagesize() + 2 * MEMORY
@@ -104,6 +104,7 @@ def limits() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for one, handler in before:
             signal.signal(one, handler)
+        signal.setitimer(signal.ITIMER_REAL, *others)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
     if grown > MEMORY:
         raise Violation(f"it took {grown >> 20} MiB")

@@ -272,6 +272,8 @@ def _array(chance: random.Random) -> bytes:
 def inside_zip(data: bytes, chance: random.Random, spoil: list[Mutation]) -> bytes:
     """Spoil a file of an archive, or how it is kept there, and pack it again."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if any(info.file_size > 1 << 24 for info in archive.infolist()):
+            return data  # It is a bomb already.
         files = {name: archive.read(name) for name in archive.namelist()}
     victim = chance.choice(list(files))
     how = chance.choice(["spoil", "spoil", "spoil", "name", "bomb", "packing", "double", "lie"])
@@ -289,8 +291,8 @@ def inside_zip(data: bytes, chance: random.Random, spoil: list[Mutation]) -> byt
     with zipfile.ZipFile(file, "w", kind) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-            if how == "double":
-                archive.writestr(zipfile.ZipInfo(name + "2"), content)
+        if how == "double" and f"{victim}2" not in files:
+            archive.writestr(f"{victim}2", files[victim])
     packed = file.getvalue()
     if how != "lie":
         return packed
@@ -317,7 +319,7 @@ def _zip_bomb(name: str, head: bytes) -> bytes:
 
 def inside_packed(data: bytes, chance: random.Random, end: str, spoil: list[Mutation]) -> bytes:
     """Spoil what is in a .gz or .xz file and pack it again, or make it a bomb."""
-    if chance.random() < 0.03:
+    if chance.random() < 0.03 or data == bomb(end):
         return bomb(end)
     pack, unpack = (
         (gzip.compress, gzip.decompress) if end == ".gz" else (lzma.compress, lzma.decompress)

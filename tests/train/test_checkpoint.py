@@ -201,6 +201,7 @@ def test_a_run_goes_on_from_any_checkpoint(tmp_path):
         assert [row.epoch for row in record.epochs] == [1, 2, 3] and record.status == "done"
 
 
+@pytest.mark.timeout(300)  # three runs
 def test_sigterm_saves_first(tmp_path):
     """Told to end, the run saves itself; what goes on ends as if nothing had happened."""
     out, told = tmp_path / "run", []
@@ -252,6 +253,7 @@ def test_another_world_size_is_refused(tmp_path):
         run_ranks(all_of, 3, tmp_path, other)
 
 
+@pytest.mark.timeout(300)  # many starts
 def test_killed_and_gone_on():
     found = stress(kills=3, epochs=4, every=3, seed=1, tell=lambda *args, **kwargs: None)
     assert found["kills"] >= 3 and found["numbers"] > 100

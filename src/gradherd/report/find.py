@@ -63,7 +63,8 @@ def _below(folder: Path) -> list[Path]:
     found, left = [], [folder]
     while left:
         try:
-            entries = list(os.scandir(left.pop()))
+            with os.scandir(left.pop()) as scan:
+                entries = list(scan)
         except OSError:  # It may not be looked into, or its name is too long by now.
             continue
         found += [Path(entry.path) for entry in entries if entry.name == FILE]

@@ -44,18 +44,24 @@ def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Spli
 def read_batches(found: Found, names: Iterable[str] = NAMES) -> dict[str, Rows]:
     """Return (m, 3073) rows of some batches, checked against the published ones."""
     names = tuple(names)
-    contents = _archived(found, names) if found.form.name == "archive" else {}
+    archive = found.form.name == "archive"
+    contents = _archived(found, names) if archive else {}
+    place = found.paths["cifar-10-binary.tar.gz"] if archive else found.folder
     published = {file.name: file for file in SETS["cifar10"].form("binary").files}
     batches = {}
     for name in names:
         content = contents[name] if name in contents else _content(found, name)
-        where = f"{found.folder}: {name}"
+        where = f"{place}: {name}"
         verify(published[f"{name}.bin"], content, where)
         if len(content) % ROW or not content:
-            raise DamagedData(f"{where} is {len(content):,} bytes, no multiple of {ROW}")
+            raise DamagedData(
+                f"{where} is {len(content):,} bytes, no multiple of {ROW}; fetch it again"
+            )
         rows = np.frombuffer(content, np.uint8).reshape(-1, ROW)
         if rows[:, 0].max() > 9:
-            raise DamagedData(f"{where} has label {rows[:, 0].max()}, expected 0 to 9")
+            raise DamagedData(
+                f"{where} has label {rows[:, 0].max()}, expected 0 to 9; fetch it again"
+            )
         batches[name] = rows
     return batches
 

@@ -21,6 +21,7 @@ def prefix_bound(means: Tensor, examples: int) -> float:
         means: (T, D) averaged gradient of each step of an epoch, as it was applied.
         examples: Examples of a step, of all workers.
 
+    >>> import torch
     >>> prefix_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), examples=4)
     8.0
     """

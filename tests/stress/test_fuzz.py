@@ -1,0 +1,446 @@
+"""Files from outside: a few hundred spoilt ones, and each defect that spoiling has shown."""
+
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import struct
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradherd.cli import main
+from gradherd.comm.world import World
+from gradherd.pack import unpack
+from gradherd.replay.arrays import open_array
+from gradherd.replay.order import load_vectors
+from gradherd.report.find import find_records
+from gradherd.tasks.cifar10 import load_cifar10
+from gradherd.tasks.data import MissingData, find_set
+from gradherd.tasks.hmda import HMDA
+from gradherd.tasks.npz import npz
+from gradherd.tasks.pickles import plain_pickle
+from gradherd.tasks.read import MOST, DamagedData, idx, sheet
+from gradherd.tasks.read import unpack as unpacked
+from gradherd.tasks.registry import find_task
+from gradherd.train.checkpoint import Checkpoints, NoCheckpoint
+from gradherd.train.record import FILE, read_record, write_record
+from tests.report.made import record
+from tests.stress.fuzz import fuzz, limits
+from tests.stress.mutations import Marker, bomb
+from tests.stress.targets import TARGETS, any_edition
+from tests.tasks import made
+
+HERE = Path("some") / "file"
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="needs /proc to see how much memory is taken"
+)
+
+
+def test_a_few_hundred_spoilt_files():
+    found = fuzz(list(range(200)), seed=7)
+    outcomes = sum(found.values(), start=next(iter(found.values())).__class__())
+    assert outcomes["read"] > 20 and outcomes["refused"] > 100
+    assert len(found) > 0.8 * len(TARGETS)
+
+
+@pytest.fixture
+def any_set():
+    with any_edition():
+        yield
+
+
+# Arrays.
+
+
+def header(text: str, content: bytes = b"") -> bytes:
+    raw = text.encode("latin1") + b"\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(raw)) + raw + content
+
+
+HEADERS = {
+    "nested": "-" * 9000 + "1",
+    "not closed": "{'descr': '<f8', 'fortran_order': False, 'shape': (1, 1, 1), ",
+    "no hash": "{[]: 1}",
+    "no number": "{'descr': '<f8', 'fortran_order': False, 'shape': (1.0, 1, 1), }",
+    "too many": "{'descr': '<f8', 'fortran_order': False, 'shape': (4294967296, 4294967296, 1), }",
+    "below zero": "{'descr': '<f8', 'fortran_order': False, 'shape': (-1, -1, 1), }",
+    "objects": "{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 1), }",
+    "nothing": "{'descr': '|V0', 'fortran_order': False, 'shape': (1, 1, 1), }",
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers_that_numpy_stumbles_over(tmp_path, case):
+    content = header(HEADERS[case], bytes(8))
+    (tmp_path / "g.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"g\.npy: (not a \.npy file|array holds)"):
+        open_array(tmp_path / "g.npy", ("a", "b", "c"))
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("X.npy", content)
+    with pytest.raises(DamagedData, match=r"some/file is no good \.npz"):
+        npz(file.getvalue(), HERE, ("X",))
+
+
+@pytest.mark.parametrize("kind", ["m8[s]", "M8[s]"])
+def test_times_are_no_numbers(tmp_path, kind):
+    np.save(tmp_path / "g.npy", np.zeros((1, 2, 2), kind))
+    with pytest.raises(ValueError, match="expected numbers"):
+        load_vectors(tmp_path / "g.npy")
+
+
+def test_numbers_that_are_too_long(tmp_path):
+    np.save(tmp_path / "g.npy", np.full((1, 2, 2), np.longdouble("1e4000")))
+    with pytest.raises(ValueError, match="NaN or infinite"):  # and no warning, which is an error
+        load_vectors(tmp_path / "g.npy")
+
+
+@pytest.mark.parametrize("how", ["pipe", "folder"])
+def test_arrays_that_are_no_file(tmp_path, how):
+    (os.mkfifo if how == "pipe" else os.mkdir)(tmp_path / "g.npy")
+    with pytest.raises(ValueError, match=r"g\.npy: .*is not a file"):
+        load_vectors(tmp_path / "g.npy")
+
+
+def test_a_name_cannot_speak_for_the_program(tmp_path):
+    with pytest.raises(ValueError) as error:
+        load_vectors(tmp_path / "a\ngradherd: done\x1b[2J")
+    assert str(error.value).isprintable() and "a?gradherd" in str(error.value)
+
+
+def archived(packing: int = zipfile.ZIP_DEFLATED, size: int = 8, **more: bytes) -> bytearray:
+    content = io.BytesIO()
+    np.save(content, np.zeros(size, np.uint8))
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", packing) as archive:
+        archive.writestr("X.npy", content.getvalue())
+        for name, data in more.items():
+            archive.writestr(name, data)
+    return bytearray(file.getvalue())
+
+
+def test_zip_bombs_are_refused_before_they_unpack():
+    with limits(), pytest.raises(DamagedData, match="bytes, 268,435,456 are allowed"):
+        npz(bytes(archived(size=MOST + 1)), HERE, ("X",))
+
+
+@pytest.mark.parametrize("field", [8, 10, 24], ids=["flags", "packing", "size"])
+def test_directories_of_archives_that_lie(field):
+    content = archived()
+    at = content.index(b"PK\1\2") + field
+    for lie in (b"\1\0", b"\x20\0", b"\xff\xff"):
+        content[at : at + 2] = lie
+        with pytest.raises(DamagedData, match=r"some/file is no good \.npz"):
+            npz(bytes(content), HERE, ("X",))
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_packings_that_cannot_be_stopped_in_time(packing):
+    with pytest.raises(DamagedData, match="packed in an unusual way"):
+        npz(bytes(archived(packing)), HERE, ("X",))
+
+
+# Packed files.
+
+
+@pytest.mark.parametrize("end", [".gz", ".xz"])
+def test_bombs_are_refused_within_memory(tmp_path, end):
+    (tmp_path / f"a{end}").write_bytes(bomb(end))
+    with limits(), pytest.raises(DamagedData, match=r"more than 268,435,456 bytes unpacked"):
+        unpacked(tmp_path / f"a{end}")
+
+
+def test_files_of_several_streams(tmp_path):
+    for end, pack in ((".gz", gzip.compress), (".xz", lzma.compress)):
+        (tmp_path / f"a{end}").write_bytes(pack(b"one, ") + pack(b"two"))
+        assert unpacked(tmp_path / f"a{end}") == b"one, two"
+    (tmp_path / "a.xz").write_bytes(lzma.compress(b"one") + b"more")
+    with pytest.raises(DamagedData, match=r"a\.xz cannot be read: .*; fetch it again"):
+        unpacked(tmp_path / "a.xz")
+
+
+def test_a_file_that_is_a_hole(tmp_path):
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(1 << 42)
+    with limits(), pytest.raises(DamagedData, match="more than"):
+        unpacked(tmp_path / "a")
+
+
+# Other data.
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0\x08", b"\0\0\x08\x01", b"\0\0\x08\x01\xff\xff\xff\xff"]
+)
+def test_idx_files_that_end_in_their_header(content):
+    with pytest.raises(DamagedData, match="some/file"):
+        idx(content, HERE, 1)
+
+
+def test_images_that_are_too_large_or_of_another_kind():
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.new("RGB", (32, 32)).save(file, "webp", lossless=True)
+    small = file.getvalue()
+    assert sheet(small, HERE, 32).shape == (1, 3, 32, 32)
+    at = small.index(b"VP8L") + 9  # 14 bits of width - 1, 14 bits of height - 1
+    for side in (16384, 8192):
+        large = ((side - 1) | (side - 1) << 14 | small[at + 3] >> 4 << 28).to_bytes(4, "little")
+        with limits(), pytest.raises(DamagedData, match="some/file is no good image"):
+            sheet(small[:at] + large + small[at + 4 :], HERE, 32)
+    file = io.BytesIO()
+    image.new("RGB", (32, 32)).save(file, "png")
+    with pytest.raises(DamagedData, match="some/file is no good image"):
+        sheet(file.getvalue(), HERE, 32)
+
+
+def doubled(levels: int) -> tuple:
+    value: tuple = (0,)
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+class Forged:
+    """An array of objects, told to numpy as if they were numbers: their bytes become pointers."""
+
+    def __reduce__(self):
+        dtype = np.dtype("O")
+        return (
+            np.empty(0).__reduce__()[0],
+            (np.ndarray, (0,), b"b"),
+            (1, (1,), dtype, False, b"A" * 8),
+        )
+
+
+PICKLES = {
+    "run": pickle.dumps({b"data": Marker()}),
+    "objects": pickle.dumps({b"data": Forged()}, protocol=2),
+    "far memo": b"\x80\x02}r\xff\xff\xff\x7f.",  # an unpickler makes room for all before
+    "key": pickle.dumps({})[:-1] + pickle.dumps(doubled(60), 2)[2:-1] + b"K\x01s.",
+    "no end": b"\x80\x02}",
+    "old": b"(dp0\nS'\\=a'\np1\nI1\ns.",
+    "words": pickle.dumps({b"data": np.zeros(3)}),
+}
+
+GOOD = {"old": {b"\\=a": 1}, "far memo": {}}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_pickles_that_an_unpickler_should_not_see(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    with limits():
+        if case in GOOD:
+            assert plain_pickle(PICKLES[case], HERE) == GOOD[case]
+        else:
+            with pytest.raises(DamagedData, match="some/file is no plain pickle"):
+                plain_pickle(PICKLES[case], HERE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_that_share_their_lists(tmp_path, any_set):
+    made.cifar(tmp_path, "pickles")
+    labels: list = [1]
+    for _ in range(60):
+        labels = [labels, labels]
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
+    path.write_bytes(pickle.dumps({b"labels": labels, b"data": np.zeros((1, 3072), np.uint8)}, 4))
+    with limits(), pytest.raises(DamagedData, match="data_batch_1 has no labels"):
+        load_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["link", "hole", "bomb", "many"])
+def test_archives_of_hostile_members(tmp_path, any_set, case):
+    path = tmp_path / "cifar-10-binary.tar.gz"
+    entry = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
+    if case == "bomb":
+        path.write_bytes(bomb(".gz"))
+    else:
+        with tarfile.open(path, "w:gz") as archive:
+            if case == "link":
+                entry.type, entry.linkname = tarfile.LNKTYPE, "/etc/passwd"
+            if case == "hole":
+                entry.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0",
+                                     "GNU.sparse.realsize": str(1 << 40)}  # fmt: skip
+                entry.size = 512
+            for _ in range(1500 if case == "many" else 1):
+                data = b"0\n".ljust(512, b"\0")
+                archive.addfile(entry, io.BytesIO(data) if case == "hole" else None)
+    with limits(), pytest.raises(DamagedData, match=r"cifar-10-binary\.tar\.gz"):
+        load_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1e300, np.inf])
+def test_values_whose_squares_are_none(tmp_path, value):
+    (tmp_path / "hmda-2017").mkdir()
+    rows = np.full((9, 18), value)
+    np.savez(tmp_path / "hmda-2017" / "hmda-2017-NJ.npz", X=rows, y=np.zeros(9))
+    with pytest.raises(DamagedData, match="not finite and below"):
+        HMDA().load(tmp_path)
+
+
+def test_series_whose_values_are_none(tmp_path, any_set):
+    made.m4(tmp_path, "public")
+    path = tmp_path / "m4" / "Weekly-train.csv"
+    path.write_text(path.read_text().replace('"W3","', '"W3\x1b[2J","1e300","', 1))
+    with pytest.raises(DamagedData, match=r"series 'W3\?\[2J' is not all finite"):
+        find_task("m4-mlp").load(tmp_path)
+
+
+def test_a_vocabulary_that_is_nested(tmp_path, any_set):
+    for make in (made.wikitext, made.gpt2_bpe):
+        make(tmp_path, "public")
+    (tmp_path / "gpt2-bpe" / "encoder.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedData, match=r"gpt2-bpe is no vocabulary .* nested too deeply"):
+        find_task("wikitext2-gpt2").load(tmp_path)
+
+
+def test_names_that_no_folder_has(tmp_path):
+    for name in ("x" * 5000, "~nobody-here/x"):
+        with pytest.raises(ValueError, match="data_dir must be a folder"):
+            find_set("m4", Path(name))
+        with pytest.raises(ValueError, match="there is no file"):
+            find_task(f"{name}.py:A")
+    with pytest.raises(MissingData) as error:
+        find_set("m4", made.put(tmp_path / "a\nb" / "x", b"") or tmp_path / "a\nb")
+    assert str(error.value).isprintable()
+
+
+# Records.
+
+
+def spoilt(folder: Path, **fields: object) -> Path:
+    folder.mkdir(parents=True)
+    write_record(record(epochs=2), folder)
+    found = json.loads((folder / FILE).read_text())
+    for name, value in fields.items():
+        (found["epochs"][0] if name in found["epochs"][0] else found)[name] = value
+    (folder / FILE).write_text(json.dumps(found))
+    return folder / FILE
+
+
+def deep(levels: int) -> object:
+    return [deep(levels - 1)] if levels else 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bytes": 10**400},
+        {"train_loss": 1e200},
+        {"seed": 10**30},
+        {"higher_is_better": "yes"},
+        {"start_loss": "low"},
+        {"config": {"epochs": 10**400}},
+        {"config": {"a": deep(300)}},
+        {"hardware": {"memory_bytes": float("inf")}},
+        {"seconds": "long"},
+        {"density_by_step": [{"step": 10**400}]},
+        {"task": "x" * 100_000 + "\x1b", "order": 3},
+    ],
+    ids=lambda fields: " ".join(fields),
+)
+def test_records_of_values_that_no_run_writes(tmp_path, fields):
+    path = spoilt(tmp_path / "run", **fields)
+    with pytest.raises(
+        ValueError, match=r"run/record\.json: damaged record: .*train again"
+    ) as error:
+        read_record(path)
+    assert len(str(error.value)) < 500 and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("how", ["folder", "pipe", "hole", "gone"])
+def test_records_that_are_no_file(tmp_path, how):
+    path = tmp_path / "a\nb" / FILE
+    path.parent.mkdir()
+    if how == "hole":
+        with path.open("wb") as file:
+            file.truncate(1 << 42)
+    elif how == "gone":
+        path.symlink_to("nowhere")
+    else:
+        (os.mkfifo if how == "pipe" else os.mkdir)(path)
+    with (
+        limits(),
+        pytest.raises(ValueError, match=r"a.b/record\.json: .* damaged record; remove") as error,
+    ):
+        find_records([tmp_path])
+    assert str(error.value).isprintable()
+
+
+def test_records_below_more_folders_than_python_can_call(tmp_path):
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1900):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    spoilt(tmp_path / "run")
+    try:
+        assert len(find_records([tmp_path])) == 1
+    finally:  # What pytest would clear up with calls itself once for each of them, too.
+        subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)
+
+
+def test_resuming_with_a_record_of_wrong_values(tmp_path, capsys):
+    path = spoilt(tmp_path / "run", seconds="long", status="done")
+    options = ["--epochs", "2", "--workers", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "digits", "--resume", "--out", str(path.parent), *options])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and "record.json: damaged" in said
+
+
+# Checkpoints.
+
+
+def checkpoints(folder: Path) -> Checkpoints:
+    return Checkpoints(folder, World.single(), {"lr": 0.1})
+
+
+def test_folders_with_steps_that_are_no_numbers_of_ours(tmp_path):
+    checkpoints(tmp_path).save(10, lambda: {}, {"own": torch.arange(3)})
+    for name in ("step-" + "9" * 200, "step-5", "step-00000000\uff17", "step-0000000000000001"):
+        (tmp_path / name).mkdir()
+    assert checkpoints(tmp_path).load().step == 10
+
+
+@pytest.mark.parametrize("how", ["identity", "nested", "hole", "pipe", "size"])
+def test_manifests_that_no_run_writes(tmp_path, how):
+    checkpoints(tmp_path).save(10, lambda: {}, {})
+    path = tmp_path / "step-000000010" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    if how in ("hole", "pipe"):
+        path = path.with_name("shared.safetensors")
+        path.unlink()
+        if how == "pipe":
+            os.mkfifo(path)
+        else:
+            with path.open("wb") as file:
+                file.truncate(1 << 42)
+    else:
+        manifest |= {
+            "identity": {"identity": {"lr": "\x1b" * 10**6}},
+            "nested": {"identity": {"lr": deep(300)}},
+            "size": {"files": {"shared.safetensors": [10**400, 0, 0]}},
+        }[how]
+        path.write_text(json.dumps(manifest))
+    with limits(), pytest.raises(NoCheckpoint, match="step 10") as error:
+        checkpoints(tmp_path).load()
+    assert len(str(error.value)) < 500 and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("tree", ["[" * 10**5, '{"tensor": []}', '{"dict": [[{}, 1]]}', "9" * 5000])
+def test_states_of_odd_trees(tree):
+    head = json.dumps({"__metadata__": {"tree": tree}}).encode()
+    with pytest.raises(ValueError, match="not a saved state"):
+        unpack(len(head).to_bytes(8, "little") + head)
