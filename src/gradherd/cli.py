@@ -154,5 +154,7 @@ def _one_line(text: str) -> str:
 def _fail(code: int, message: str) -> None:
     # What is wrong with a call is wrong for all processes that torchrun started: one speaks.
     if code == 1 or os.environ.get("RANK", "0") == "0":
-        print(f"gradherd: {message}", file=sys.stderr)
+        # Names that the user typed may hold anything: a line stays a line.
+        shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in message)
+        print(f"gradherd: {shown}", file=sys.stderr)
     sys.exit(code)
