@@ -32,6 +32,8 @@ from gradherd.train.plan import run_all
 from gradherd.train.resume import FOLDER, Saving
 
 WORKERS = 4
+KILLS_OF_A_RUN = 5
+"""So often one run is killed at most, or a slow machine would never see its end."""
 
 
 def config(epochs: int) -> RunConfig:
@@ -87,8 +89,11 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(names)
 
 
-def attempt(out: Path, epochs: int, every: int, delay: float, chance: random.Random) -> bool:
+def attempt(out: Path, epochs: int, every: int, delay: float | None, chance: random.Random) -> bool:
     """Go on until the end (True), or until killed after `delay` seconds (False)."""
+    if delay is None:
+        run_ranks(train, WORKERS, out, epochs, every, True, timeout=120)
+        return True
     alone = chance.random() < 0.5
     victim = chance.randrange(WORKERS)
     timers: list[threading.Timer] = []
@@ -123,9 +128,11 @@ def stress(kills: int, epochs: int, every: int, seed: int, tell: Any = print) ->
         longest = time.monotonic() - begin
         expected = last_state(reference)
         while done < kills:
-            out = Path(name) / f"run-{runs}"
-            while not attempt(out, epochs, every, chance.uniform(0.25, 0.75) * longest, chance):
+            out, end = Path(name) / f"run-{runs}", min(kills, done + KILLS_OF_A_RUN)
+            delay: float | None = chance.uniform(0.25, 0.75) * longest
+            while not attempt(out, epochs, every, delay, chance):
                 done += 1
+                delay = chance.uniform(0.25, 0.75) * longest if done < end else None
                 if done % 10 == 0:
                     tell(f"{done} kills, {runs} runs came to their end", flush=True)
             wrong = differences(last_state(out), expected)
