@@ -196,7 +196,9 @@ def execute(
 
     Whatever happens, what was done so far is in `out`.
     """
-    if saving is None:  # Nothing is saved, so to end is to be interrupted.
+    # Where nothing is saved, to end is to be interrupted.
+    before = signal.getsignal(signal.SIGTERM)
+    if saving is None:
         signal.signal(signal.SIGTERM, _interrupt)
     job = (list(configs), out, options.data_dir, options.tensorboard, saving)
     try:
@@ -212,6 +214,8 @@ def execute(
         with contextlib.suppress(OSError):  # The disk may be what failed: that is told below.
             mark_unfinished(out, "failed")
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
