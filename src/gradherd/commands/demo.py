@@ -32,7 +32,7 @@ class Demo:
 
     workers: int = 4
     """Number of worker processes."""
-    seeds: int = 3
+    seeds: int = 2
     """Number of seeds of every arm."""
     out: AnyPath = None
     """Folder to write to; by default a new one in gradherd-runs."""
