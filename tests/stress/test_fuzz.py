@@ -303,7 +303,8 @@ def test_a_vocabulary_that_is_nested(tmp_path, any_set):
         find_task("wikitext2-gpt2").load(tmp_path)
 
 
-def test_names_that_no_folder_has(tmp_path):
+def test_names_that_no_folder_has(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRADHERD_DATA", raising=False)
     for name in ("x" * 5000, "~nobody-here/x"):
         with pytest.raises(ValueError, match="data_dir must be a folder"):
             find_set("m4", Path(name))

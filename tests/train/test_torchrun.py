@@ -40,19 +40,23 @@ def test_one_rank_is_killed(tmp_path):
     options = [f"--{name}={value}" for name, value in SETTINGS.items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [
-        *torchrun, "--nproc-per-node=2", "--max-restarts=2", "-m", "gradherd", "train", "digits",
+        *torchrun, "--nproc-per-node=2", "--max-restarts=1", "-m", "gradherd", "train", "digits",
         *options, "--checkpoint-every=5", f"--out={out}", "--resume", "--json",
     ]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as run:  # fmt: skip
-        while not list((out / FOLDER).glob("step-*")):
-            assert run.poll() is None, run.stderr.read()
-            time.sleep(0.02)
-        os.kill(max(children(run.pid)), signal.SIGKILL)
-        told, err = run.communicate(timeout=120)
+        try:
+            while not list((out / FOLDER).glob("step-*")):
+                assert run.poll() is None, run.stderr.read()
+                time.sleep(0.02)
+            os.kill(max(children(run.pid)), signal.SIGKILL)
+            told, err = run.communicate(timeout=120)
+        finally:
+            run.kill()
     assert run.returncode == 0, err
+    assert "failed to connect" not in err
     assert json.loads(told)["status"] == "done"
     record = read_record(out / FILE)
     assert [row.epoch for row in record.epochs] == list(range(1, 21))

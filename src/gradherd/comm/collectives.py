@@ -66,12 +66,22 @@ def spread_bytes(tensor: Tensor, size: int) -> int:
     return nbytes(tensor) if size > 1 else 0
 
 
+def reduce_bytes(tensor: Tensor, size: int) -> int:
+    """Return what a rank sends to sum `tensor` over all."""
+    return 2 * nbytes(tensor) * (size - 1) // size
+
+
+def sum_few_bytes(tensor: Tensor, size: int) -> int:
+    """Return what a rank sends for `sum_few`."""
+    return gather_bytes(tensor, size) if size <= _FEW_RANKS else reduce_bytes(tensor, size)
+
+
 def all_reduce(tensor: Tensor, world: World) -> Sent:
     """Sum `tensor` over all ranks, in place. The result has the same bits on every rank."""
     if world.size == 1:
         return Sent(tensor, 0)
     dist.all_reduce(tensor, group=world.group)
-    return Sent(tensor, 2 * nbytes(tensor) * (world.size - 1) // world.size)
+    return Sent(tensor, reduce_bytes(tensor, world.size))
 
 
 def all_reduce_start(tensor: Tensor, world: World) -> Flight:
@@ -79,7 +89,7 @@ def all_reduce_start(tensor: Tensor, world: World) -> Flight:
     if world.size == 1:
         return Flight(tensor, 0)
     work = dist.all_reduce(tensor, group=world.group, async_op=True)
-    return Flight(tensor, 2 * nbytes(tensor) * (world.size - 1) // world.size, (work,))
+    return Flight(tensor, reduce_bytes(tensor, world.size), (work,))
 
 
 def all_gather(tensor: Tensor, world: World) -> Sent:

@@ -10,16 +10,16 @@ import tyro
 
 from gradherd.comm.world import World
 from gradherd.commands.compare_show import as_json, compare, find_records, show, write_report
-from gradherd.commands.training import (
+from gradherd.commands.train_folder import new_folder
+from gradherd.commands.train_options import (
     Density,
     OfTaskInt,
     Options,
     check_data,
     checked_density,
-    execute,
     known_task,
-    new_folder,
 )
+from gradherd.commands.training import execute
 from gradherd.commands.usage import UsageError, at_least, names, print_json
 from gradherd.ordering.policy import POLICIES
 from gradherd.sparsify.selector import SPARSIFIERS

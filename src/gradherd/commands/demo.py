@@ -9,7 +9,9 @@ from rich.markup import escape
 
 from gradherd.commands.compare import in_order, report_so_far
 from gradherd.commands.compare_show import as_json, compare, show, write_report
-from gradherd.commands.training import AnyPath, Options, execute, new_folder
+from gradherd.commands.train_folder import new_folder
+from gradherd.commands.train_options import AnyPath, Options
+from gradherd.commands.training import execute
 from gradherd.commands.usage import at_least, print_json
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig

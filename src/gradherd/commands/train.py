@@ -12,15 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradherd.comm.world import World
-from gradherd.commands.training import (
+from gradherd.commands.train_folder import new_folder
+from gradherd.commands.train_options import (
     Density,
     Options,
     check_data,
     checked_density,
-    execute,
     known_task,
-    new_folder,
 )
+from gradherd.commands.training import execute
 from gradherd.commands.usage import UsageError, at_least, name, print_json
 from gradherd.ordering.policy import POLICIES
 from gradherd.sparsify.selector import SPARSIFIERS

@@ -88,18 +88,18 @@ def give_back(buckets: Sequence[Bucket], arrived: Arrived, world: World) -> list
     Each number is averaged by one rank only, so all ranks get the same bits.
     """
     flights, taken = [], 0
-    tail = _mean(arrived.tails, torch.empty_like(arrived.tails[0]))
+    tail = mean_of_rows(arrived.tails, torch.empty_like(arrived.tails[0]))
     for bucket, block in zip(buckets, arrived.blocks, strict=True):
         body, end = bucket.flat[: block.numel()], bucket.flat[block.numel() :]
         end.copy_(tail[taken : taken + len(end)])
         taken += len(end)
         slots = body.view(block.shape)
-        _mean(block, out=slots[world.rank])  # in its place: this rank's slot of the result
+        mean_of_rows(block, out=slots[world.rank])  # in its place: this rank's slot of the result
         flights.append(all_gather_start(slots[world.rank], world, out=slots))
     return flights
 
 
-def _mean(block: Tensor, out: Tensor) -> Tensor:
+def mean_of_rows(block: Tensor, out: Tensor) -> Tensor:
     """Write the mean over ranks, summed in float32 at least; row by row beats mean(0)."""
     share = 1 / len(block)
     wide = torch.promote_types(block.dtype, torch.float32)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.collectives import all_reduce_start
 from gradherd.comm.world import World
-from gradherd.ordering.shards import arrive, give_back, send
+from gradherd.ordering.shards import arrive, give_back, mean_of_rows, send
 
 SMALL = 2_000_000
 """Up to this many numbers a model travels in one piece."""
@@ -109,8 +109,4 @@ def mean_hook(state: MeanHook, bucket: dist.GradBucket) -> Future[Tensor]:
 
 def mean_of(grads: Tensor) -> Tensor:
     """Return the mean of (R, D) gradients in the bits that ranks would get."""
-    share = 1 / len(grads)
-    total = torch.mul(grads[0], share)
-    for row in grads[1:]:
-        total.add_(row, alpha=share)
-    return total
+    return mean_of_rows(grads, out=torch.empty_like(grads[0]))

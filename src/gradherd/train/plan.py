@@ -8,7 +8,7 @@ from typing import Any
 from gradherd.comm.world import World
 from gradherd.ordering.deal import Deal
 from gradherd.tasks.registry import find_task
-from gradherd.tasks.task import Defaults, Split, Task
+from gradherd.tasks.task import Defaults, Task
 from gradherd.train.batched import BatchedFleet, why_not
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Fleet
@@ -95,8 +95,14 @@ def run_all(
         told.group(configs)
         (config,) = configs
         return [run_saved(config, task, split, world, out, saving, told, tensorboard=tensorboard)]
-    for group in _groups(configs, task):
-        fleet = _fleet(group, task, split, world)
+    for group, side_by_side in _groups(configs, task):
+        fleet: Fleet
+        if side_by_side:
+            fleet = BatchedFleet(group, task, split)
+        elif group[0].virtual:
+            fleet = VirtualFleet(group[0], task, split)
+        else:
+            fleet = RankFleet(group[0], task, split, world)
         size = sum(p.numel() for p in fleet.model.parameters())
         journals = [
             Journal(
@@ -114,10 +120,10 @@ def run_all(
     return records
 
 
-def _groups(configs: Sequence[RunConfig], task: Task) -> list[list[RunConfig]]:
-    """Return which runs go side by side."""
+def _groups(configs: Sequence[RunConfig], task: Task) -> list[tuple[list[RunConfig], bool]]:
+    """Return the runs in groups, and whether a group's go side by side."""
     together: list[RunConfig] = []
-    alone: list[list[RunConfig]] = []
+    alone: list[tuple[list[RunConfig], bool]] = []
     model = task.model() if configs[0].virtual else None
     for config in configs:
         why = "it is on real ranks" if model is None else why_not(config, model)
@@ -125,16 +131,8 @@ def _groups(configs: Sequence[RunConfig], task: Task) -> list[list[RunConfig]]:
             together.append(config)
         else:
             log.info("%s trains alone: %s", config.folder(), why)
-            alone.append([config])
-    return [*([together] if together else []), *alone]
-
-
-def _fleet(group: list[RunConfig], task: Task, split: Split, world: World) -> Fleet:
-    if not group[0].virtual:
-        return RankFleet(group[0], task, split, world)
-    if why_not(group[0], task.model()) is None:
-        return BatchedFleet(group, task, split)
-    return VirtualFleet(group[0], task, split)
+            alone.append(([config], False))
+    return [*([(together, True)] if together else []), *alone]
 
 
 def _folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:

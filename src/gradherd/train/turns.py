@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradherd.comm.collectives import gather_bytes, nbytes
+from gradherd.comm.collectives import gather_bytes, sum_few_bytes
 from gradherd.ordering.gather import enough, seen_batches
 from gradherd.ordering.ordering import Ordering
 from gradherd.sparsify.layout import Layout
@@ -19,11 +19,13 @@ from gradherd.sparsify.virtual import Workers
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Tally
 from gradherd.train.mean import mean_bytes, mean_of
-from gradherd.train.steps import generator_states, seed_of_worker, set_generator_states
+from gradherd.train.steps import (
+    flat_grad,
+    generator_states,
+    seed_of_worker,
+    set_generator_states,
+)
 from gradherd.train.watch import Bins
-
-# Up to this many ranks, few numbers are gathered, not all-reduced (`collectives.sum_few`).
-_FEW_RANKS = 8
 
 
 class Turns:
@@ -87,8 +89,7 @@ class Exchange:
 
     def flat(self) -> Tensor:
         """Return (D,) the gradient at hand."""
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        return torch.cat([part.flatten() for part in parts])
+        return flat_grad(self.parameters)
 
     def average(self, grads: Tensor, tally: Tally) -> None:
         """Give the model the average of (R, D) gradients."""
@@ -142,9 +143,7 @@ class Portions:
 
     def _whole(self, products: Tensor) -> Tensor:
         """Count what ranks would send to complete their products; here they are whole."""
-        few = self._workers <= _FEW_RANKS
-        sent = nbytes(products) * (self._workers - 1)
-        self.bytes += sent if few else 2 * sent // self._workers
+        self.bytes += sum_few_bytes(products, self._workers)
         return products
 
     def end_epoch(self) -> None:
