@@ -25,8 +25,9 @@ demo: $(STAMP) ## Orders and sparsifiers compared on real workers, and a page ab
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest
 
-stress: $(STAMP) ## Kill trainings 200 times and read 10,000 damaged files (half an hour)
+stress: $(STAMP) ## Kill trainings 200 times, change their ranks, read 10,000 damaged files (an hour)
 	@$(BIN)/python -m tests.stress.kills --kills 200
+	@$(BIN)/python -m tests.stress.resizes --chains 20
 	@$(BIN)/python -m tests.stress.fuzz --inputs 10000
 
 lint: $(STAMP) ## Check style and types

@@ -70,7 +70,10 @@ def save_and_load(folder):
     return straight, what_counts(net, herd)
 
 
-def load_elsewhere(folder):
-    """Load what another number of ranks has saved."""
-    herd = made()[2]
-    dcp.load({"herd": herd.stateful()}, checkpoint_id=folder)
+def load_elsewhere(folder, saved_by=None):
+    """Load what another number of ranks has saved, and train on; return the residuals loaded."""
+    _, ddp, herd, loader, optimizer = made()
+    dcp.load({"herd": herd.stateful(saved_by)}, checkpoint_id=folder)
+    loaded = herd.state_dict()
+    go_on(ddp, loader, optimizer, 0, 2)
+    return loaded["sparsify"]["residual"], loaded["ordering"]["orders"]

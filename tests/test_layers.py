@@ -20,6 +20,7 @@ ALLOWED = {
         "train",
         "tasks",
         "pack",
+        "stateful",
         "attach",
         "herd",
         "readers",
@@ -46,9 +47,10 @@ ALLOWED = {
     "feeds": {"readers", "ordering", "comm"},
     "ride": {"readers", "rows", "ordering", "comm"},
     "link": {"feeds", "ride", "rows", "ordering", "comm"},
-    "herd": {"link", "ordering", "sparsify", "pack"},
+    "stateful": {"sparsify", "pack"},
+    "herd": {"link", "ordering", "sparsify", "stateful"},
     "attach": {"herd", "link", "feeds", "readers", "ride", "rows", "ordering", "sparsify", "comm"},
-    "__init__": {"attach", "herd", "comm", "ordering", "rows", "sparsify"},
+    "__init__": {"attach", "herd", "comm", "ordering", "rows", "sparsify", "stateful"},
 }
 COLLECTIVES = {
     "all_reduce",

@@ -19,3 +19,6 @@ def test_a_run_goes_on_after_dcp(tmp_path):
     assert not torch.equal(*kept), "ranks keep different residuals, or this test shows nothing"
     with pytest.raises(RankError, match="rank-0-of-3"):
         run_ranks(load_elsewhere, 3, tmp_path)
+    merged = [residual for residual, _ in run_ranks(load_elsewhere, 3, tmp_path, 2)]
+    assert len(merged) == 3
+    assert all(torch.equal(merged[0][name], one[name]) for one in merged for name in one)

@@ -28,5 +28,6 @@ from gradherd.sparsify.sidco import SIDCo as SIDCo
 from gradherd.sparsify.threshold import Threshold as Threshold
 from gradherd.sparsify.thresholds import Online as Online
 from gradherd.sparsify.topk import TopK as TopK
+from gradherd.stateful import merge_states as merge_states
 
 __version__ = "0.1.0.dev0"

@@ -1,6 +1,7 @@
 """What `attach` gives back: both halves of a model's training in one handle."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,10 @@ from torch import Tensor
 
 from gradherd.link import Link
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.pack import pack, unpack
 from gradherd.sparsify.ddp import SparseHook
+from gradherd.stateful import HerdState
+
+log = logging.getLogger("gradherd")
 
 
 class Herd:
@@ -93,7 +96,11 @@ class Herd:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken. Call it before iterating, on all ranks."""
+        """Continue where `state_dict` was taken. Call it before iterating, on all ranks.
+
+        On another number of ranks: load what `merge_states` makes of the states of all of them.
+        One warning, on rank 0, then says what has changed.
+        """
         if self._sparse is not None:
             if "sparsify" not in state:
                 raise ValueError("state has no 'sparsify': it was saved without a sparsifier")
@@ -104,10 +111,35 @@ class Herd:
             self._link.load_state_dict(state)
         if self._sparse is not None:
             self._sparse.load_state_dict(state["sparsify"])
+        if self.place[0] == 0:
+            self._tell_change(state)
 
-    def stateful(self) -> "HerdState":
-        """Return this herd in the form that torch.distributed.checkpoint saves and loads."""
-        return HerdState(self)
+    def _tell_change(self, state: Mapping[str, Any]) -> None:
+        """Say once what is not as it would have been with as many ranks as before."""
+        said, before = [], 0
+        came_from = self._link and self._link.sampler.ordering.came_from
+        if self._link is not None and came_from:
+            sampler, (_, _, before) = self._link.sampler, came_from
+            rest = sampler.ordering.rest
+            if rest is not None:
+                said.append(f"{len(rest)} units of epoch {sampler.epoch} are left: they are dealt")
+                said[-1] += " out anew, and nothing is learned from them"
+            said.append("each rank's order is made of the old ones")
+        if self._sparse is not None and state["sparsify"]["workers"] != self.place[1]:
+            before = state["sparsify"]["workers"]
+            said.append("each rank goes on with the mean of all residuals")
+        if before:
+            log.warning(
+                "a state of %d ranks goes on with %d: %s", before, self.place[1], "; ".join(said)
+            )
+
+    def stateful(self, saved_by: int | None = None) -> HerdState:
+        """Return this herd in the form that torch.distributed.checkpoint saves and loads.
+
+        Args:
+            saved_by: How many ranks have saved what is to be loaded, where they are not as many.
+        """
+        return HerdState(self, saved_by)
 
     def detach(self) -> None:
         """Leave model and sampler as they were; what was learned stays in the sampler.
@@ -119,28 +151,3 @@ class Herd:
             self._link.detach()
         if self._sparse is not None:
             self._sparse.close()
-
-
-class HerdState:
-    """A herd as `Stateful` of torch.distributed.checkpoint.
-
-    That one takes what ranks call by the same name for the same thing, and loads no name that a
-    fresh herd does not have yet. So each rank's state is one piece, under a name of its own:
-
-        dcp.save({"model": ddp, "herd": herd.stateful()}, checkpoint_id=folder)
-    """
-
-    def __init__(self, herd: Herd) -> None:
-        self._herd = herd
-        self._name = "rank-{}-of-{}".format(*herd.place)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state. All ranks must call it."""
-        return {self._name: pack(self._herd.state_dict())}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken, with as many ranks. All ranks must call it."""
-        if self._name not in state:
-            known = ", ".join(sorted(map(str, state))) or "none"
-            raise ValueError(f"state is not of {self._name}; it has {known}")
-        self._herd.load_state_dict(unpack(state[self._name]))

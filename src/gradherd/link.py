@@ -83,6 +83,10 @@ class Link:
         if claim.epoch != self._checked_epoch:
             self._checked_epoch = claim.epoch
             check_same_orders(self.sampler, self._device)
+        if self.sampler.resting:
+            self._feed.forget()
+            self.sampler.pass_over()
+            return
         self._feed.feed(claim, self._scaler.get_scale() if self._scaler else 1.0)
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:

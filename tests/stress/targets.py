@@ -217,7 +217,7 @@ def _checkpoint(file: str, root: Path) -> Path:
 def _load_checkpoint(root: Path, path: Path) -> None:
     loaded = Checkpoints(root, SINGLE, {"lr": 0.1}).load()
     assert loaded is not None and loaded.step in (10, 20)
-    assert loaded.shared["step"] == 10 and len(loaded.own["own"]) == 9
+    assert loaded.shared["step"] == 10 and len(loaded.part(0)["own"]) == 9
 
 
 def _load_forged(root: Path, path: Path) -> None:

@@ -55,8 +55,7 @@ class Deal:
     def indices(self, worker: int, order: Tensor) -> Tensor:
         """Return the examples that `worker` visits in an epoch, in order.
 
-        A worker short of a unit repeats the first of its order (one without any borrows one);
-        a short unit repeats its own examples, so its gradient keeps their mean.
+        A worker short of a unit repeats the first of its order (one without any borrows one).
 
         Args:
             worker: Number of the worker.
@@ -72,7 +71,13 @@ class Deal:
         [3, 4, 5, 3, 4, 5]
         """
         units = order * self.workers + worker if len(order) else torch.tensor([worker % self.units])
-        units = units.repeat(-(-self.length // len(units)))[: self.length]
+        return self.examples_of(units.repeat(-(-self.length // len(units)))[: self.length])
+
+    def examples_of(self, units: Tensor) -> Tensor:
+        """Return the examples of (n,) units of the data set, one after the other.
+
+        A short unit repeats its own examples, so its gradient keeps their mean.
+        """
         filled = (self.examples - units * self.unit).clamp(max=self.unit)
         within = torch.arange(self.unit) % filled.unsqueeze(1)
         return (units.unsqueeze(1) * self.unit + within).flatten()

@@ -15,6 +15,7 @@ from gradherd.ordering.chance import Chance
 from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import COLUMNS, Memory, Start
 from gradherd.ordering.policy import Policy
+from gradherd.ordering.resize import sequence, striped
 from gradherd.ordering.signed import Reduce
 
 _FORMAT = 1
@@ -60,6 +61,10 @@ class Ordering:
             self._orders = [torch.arange(size) for size in sizes]
         self._memory = self._fresh_memory(epoch=0, before=None)
         self._version: str | None = None
+        self.rest: Tensor | None = None
+        """(n,) units of the data set that other workers have left of this epoch, if they have."""
+        self.came_from: tuple[str, int, int] | None = None
+        """Version, steps and number of workers of a table that was loaded and made over."""
 
     @property
     def orders(self) -> tuple[Tensor, ...]:
@@ -81,7 +86,8 @@ class Ordering:
         """Short hash of epoch and orders: equal on two ranks iff their tables are."""
         if self._version is None:  # Asked for at every batch, changed once an epoch.
             digest = hashlib.blake2b(f"{self.epoch} {self.sizes}".encode(), digest_size=8)
-            for order in self._orders:
+            rest = [] if self.rest is None else [self.rest]
+            for order in (*self._orders, *rest):
                 digest.update(order.numpy().tobytes())
             self._version = digest.hexdigest()
         return self._version
@@ -104,6 +110,11 @@ class Ordering:
             reduce: Completes inner products where D is one shard of the columns.
         """
         seen = self._checked(rows, seen)
+        if self.rest is not None:
+            raise RuntimeError(
+                "observe() of units that other workers have left: they are visited without "
+                "learning; call pass_rest()"
+            )
         if self.steps + len(seen) > self.length:
             raise RuntimeError(
                 f"observe() of {len(seen)} time steps after {self.steps}: the epoch has only "
@@ -157,6 +168,10 @@ class Ordering:
             self._memory.pending = self._memory.pending_seen = None
             self._memory.steps = step
 
+    def pass_rest(self, step: int) -> None:
+        """Note that `step` rounds of the rest are done: nothing is learned from them."""
+        self._memory.steps = step
+
     def restart_epoch(self) -> None:
         """Forget what was observed in this epoch; its orders stay."""
         mean, fresh = self._memory.mean, self._fresh_memory(self.epoch, before=None)
@@ -172,7 +187,7 @@ class Ordering:
             # let it come first instead.
             self._orders = [order.roll(max(0, len(order) - self.length)) for order in self._orders]
         self._memory = self._fresh_memory(following, before=self._memory)
-        self._version = None
+        self._version = self.rest = self.came_from = None
 
     def _fresh_memory(self, epoch: int, before: Memory | None) -> Memory:
         memory = Memory.empty(self.sizes, epoch)
@@ -198,16 +213,22 @@ class Ordering:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides the future, as tensors, numbers and strings."""
-        return {
+        state: dict[str, Any] = {
             "format": _FORMAT,
             "policy": repr(self.policy),
             "seed": self.chance.seed,
+            "length": self.length,
             "orders": torch.cat(self._orders),
             "memory": self._memory.state_dict(),
         }
+        return state if self.rest is None else state | {"rest": self.rest.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; refuse a state of another run's shape."""
+        """Continue where `state_dict` was taken; refuse a state of another run's shape.
+
+        The number of workers may be another one. Then what they had learned of this epoch goes
+        into the new orders, and `rest` is what they had not visited.
+        """
         if state.get("format") != _FORMAT:
             raise ValueError(f"state has format {state.get('format')!r}, expected {_FORMAT}")
         missing = {"policy", "seed", "orders", "memory"} - state.keys()
@@ -217,7 +238,7 @@ class Ordering:
         for name, theirs, ours in (
             ("policy", state["policy"], repr(self.policy)),
             ("seed", state["seed"], self.chance.seed),
-            ("units of each worker", memory.sizes, self.sizes),
+            ("units", sum(memory.sizes), sum(self.sizes)),
         ):
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
@@ -225,9 +246,32 @@ class Ordering:
             raise ValueError(
                 f"state is damaged: it orders {len(state['orders'])} units, not {sum(self.sizes)}"
             )
-        orders = [order.long().clone() for order in state["orders"].split(self.sizes)]
+        orders = [order.long().clone() for order in state["orders"].split(memory.sizes)]
         for worker, order in enumerate(orders):
             if not torch.equal(order.sort().values, torch.arange(len(order))):
                 raise ValueError(f"state is damaged: worker {worker}'s order is no permutation")
         memory.copies = self._copies
-        self._orders, self._memory, self._version = orders, memory, None
+        rest = None if "rest" not in state else state["rest"].long().clone()
+        if memory.sizes == self.sizes:
+            self._orders, self._memory, self.rest = orders, memory, rest
+            self._version = self.came_from = None
+        else:
+            self._make_over(orders, memory, rest, state.get("length", max(memory.sizes)))
+
+    def _make_over(
+        self, orders: list[Tensor], memory: Memory, rest: Tensor | None, length: int
+    ) -> None:
+        """Take over the table of another number of workers."""
+        theirs = Ordering(self.policy, memory.sizes, seed=self.chance.seed, length=length)
+        theirs._orders, theirs._memory, theirs.rest = orders, memory, rest
+        steps, workers, version = theirs.steps, len(theirs.sizes), theirs.version
+        left = sequence(orders, steps, length) if rest is None else rest[steps * workers :]
+        if self.policy.needs_rows:
+            theirs.end_epoch(theirs.epoch)
+        mine = len(self.sizes)
+        self._orders = striped(sequence(theirs.orders), mine)
+        self._memory = self._fresh_memory(memory.epoch, before=None)
+        if theirs._memory.mean is not None:  # Units change hands: one mean serves all workers.
+            self._memory.mean = theirs._memory.mean.mean(0, keepdim=True).repeat(mine, 1)
+        self.rest = left if steps or rest is not None else None
+        self._version, self.came_from = None, (version, steps, workers)

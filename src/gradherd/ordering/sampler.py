@@ -17,6 +17,7 @@ from gradherd.ordering.deal import Deal
 from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, make_policy
+from gradherd.ordering.resize import turns
 from gradherd.ordering.signed import Reduce
 from gradherd.ordering.walks import Claim, Places, Walk, Walks, calling_loader
 
@@ -91,8 +92,6 @@ class OrderedSampler(DistributedSampler[Any]):
         self.world = world
         self.batch_size = batch_size
         self.unit = unit
-        self.num_samples = self.deal.length * unit
-        self.total_size = self.num_samples * world.size
         self.ordering = Ordering(
             make_policy(policy) if isinstance(policy, str) else policy,
             self.deal.sizes,
@@ -106,6 +105,8 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _begin_epoch(self) -> None:
         self.epoch = self.ordering.epoch
+        self.num_samples = len(self)
+        self.total_size = self.num_samples * self.world.size
         self._walks = Walks(self.epoch, len(self), self.start)
         self._places: Places | None = None  # made when a batch is told by its examples
 
@@ -127,7 +128,20 @@ class OrderedSampler(DistributedSampler[Any]):
         return found
 
     def __len__(self) -> int:
-        return self.num_samples
+        return (self.deal.length if self._turns is None else len(self._turns)) * self.unit
+
+    @property
+    def _turns(self) -> Tensor | None:
+        """This rank's units of what another number of ranks has left of the epoch, if they have."""
+        rest = self.ordering.rest
+        if rest is None:
+            return None
+        return turns(rest, self.world.rank, self.world.size, self.deal.drop_last)
+
+    @property
+    def resting(self) -> bool:
+        """Whether this epoch is what another number of ranks has left: nothing is learned then."""
+        return self.ordering.rest is not None
 
     @property
     def start(self) -> int:
@@ -138,8 +152,11 @@ class OrderedSampler(DistributedSampler[Any]):
     def indices(self) -> list[int]:
         """Return the examples this rank visits in the current epoch, in order."""
         self._wait()
-        own = self.ordering.orders[self.world.rank]
-        indices: list[int] = self.deal.indices(self.world.rank, own).tolist()
+        if (units := self._turns) is not None:
+            found = self.deal.examples_of(units)
+        else:
+            found = self.deal.indices(self.world.rank, self.ordering.orders[self.world.rank])
+        indices: list[int] = found.tolist()
         return indices
 
     def set_epoch(self, epoch: int) -> None:
@@ -205,6 +222,12 @@ class OrderedSampler(DistributedSampler[Any]):
         if self.ordering.steps == self.ordering.length:
             self.end_epoch()
 
+    def pass_over(self) -> None:
+        """Count the claimed batch of what other ranks have left; after the last the epoch ends."""
+        self.ordering.pass_rest(self._walks.position // self.unit)
+        if self.ordering.steps * self.unit == len(self):
+            self.end_epoch()
+
     def state_dict(self) -> dict[str, Any]:
         """Return a cursor of constant size: which epoch, how far, which order.
 
@@ -224,9 +247,13 @@ class OrderedSampler(DistributedSampler[Any]):
         return {"epoch": ordering.epoch, "position": position, "version": ordering.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; iterators start there until the epoch ends."""
+        """Go on where `state_dict` was taken; iterators start there until the epoch ends.
+
+        With another number of workers they start with what is left of the epoch.
+        """
         self.check_cursor(state)
-        self._resumed = (state["epoch"], state["position"])
+        made_over = state["version"] != self.ordering.version
+        self._resumed = (state["epoch"], 0 if made_over else state["position"])
         self._begin_epoch()
 
     def check_cursor(self, state: Mapping[str, Any]) -> None:
@@ -234,6 +261,14 @@ class OrderedSampler(DistributedSampler[Any]):
         if not self.ordering.policy.needs_rows:
             self.set_epoch(state["epoch"])
         ordering = self.ordering
+        if ordering.came_from is not None and state["version"] == ordering.came_from[0]:
+            steps = ordering.came_from[1]
+            if state["position"] != steps * self.unit:
+                raise ValueError(
+                    f"this position, {state['position']}, is not where its ordering was saved, "
+                    f"{steps * self.unit}: on another number of workers, save both together"
+                )
+            return
         if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):
             raise RuntimeError(
                 f"this position belongs to order {state['version']} of epoch {state['epoch']}, the "

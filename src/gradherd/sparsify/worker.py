@@ -130,17 +130,22 @@ class Worker:
         return {"kind": method, "rank": self._rank, "workers": self._size, "dim": self.sparse}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise unless `state` was taken from such a worker."""
+        """Raise unless `state` was taken from such a worker, or merged from all such workers."""
+        free = ("rank", "workers") if _is_merged(state) else ()
         for key, own in self._identity().items():
-            if state.get(key) != own:
+            if key not in free and state.get(key) != own:
                 raise ValueError(f"sparsify state has {key} {state.get(key)!r}, expected {own!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken; the method begins anew with a merged state."""
         self.check_state(state)
         self.step, self._rate = state["step"], state["rate"]
-        if self.state is not None:
+        if self.state is not None and not _is_merged(state):
             self.state = type(self.state)(**state["method"])
+
+
+def _is_merged(state: Mapping[str, Any]) -> bool:
+    return "rank" in state and state["rank"] is None
 
 
 def _fields(state: Any) -> dict[str, Any]:

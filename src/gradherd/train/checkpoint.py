@@ -42,10 +42,12 @@ class Loaded:
 
     step: int
     """Steps that were done."""
+    workers: int
+    """How many ranks have saved it."""
     shared: Any
     """What all ranks share."""
-    own: Any
-    """What this rank had for itself."""
+    part: Callable[[int], Any]
+    """Reads what a rank had for itself."""
 
 
 class Checkpoints:
@@ -186,20 +188,25 @@ class Checkpoints:
     def _read(self, step: int) -> Loaded:
         folder = self._folder / f"step-{step:09d}"
         manifest = _manifest(folder / _MANIFEST)
-        if manifest["workers"] != self._world.size:
-            raise ValueError(
-                f"it was saved by {shown(manifest['workers'])} workers, "
-                f"this run has {self._world.size}"
-            )
         for key, ours in self._identity.items():
             theirs = manifest["identity"].get(key)
             if theirs != ours:
                 raise ValueError(
                     f"it was saved with {key} {shown(theirs)}, this run has {shown(ours)}"
                 )
-        shared = unpack(_checked(folder / _SHARED, manifest["files"]))
-        own = unpack(_checked(folder / _rank_file(self._world.rank), manifest["files"]))
-        return Loaded(step, shared, own)
+        workers, files = manifest["workers"], manifest["files"]
+
+        def part(rank: int) -> Any:
+            return unpack(_checked(folder / _rank_file(rank), files))
+
+        shared = unpack(_checked(folder / _SHARED, files))
+        # Read and checked now: after a look at all of it another checkpoint cannot be taken.
+        if workers == self._world.size:
+            own = part(self._world.rank)
+            return Loaded(step, workers, shared, lambda rank: own)
+        for rank in range(workers):
+            part(rank)
+        return Loaded(step, workers, shared, part)
 
 
 def _rank_file(rank: int) -> str:
@@ -221,6 +228,8 @@ def _manifest(path: Path) -> dict[str, Any]:
         shapes = (found["workers"], int), (found["identity"], dict), (found["files"], dict)
         if not all(isinstance(value, kind) for value, kind in shapes):
             raise ValueError("its manifest is damaged")
+        if len(found["files"]) != found["workers"] + 1:
+            raise ValueError(f"its manifest is damaged: {shown(found['workers'])} workers")
     except (KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{path.name} is damaged") from None
     manifest: dict[str, Any] = found

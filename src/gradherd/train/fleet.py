@@ -31,6 +31,8 @@ class Tally:
     padding: float = 0.0
     load: list[float] = field(default_factory=list)
     """Picked by each worker."""
+    load_steps: int = 0
+    """Steps that `load` is the sum of: fewer where the number of workers has changed."""
 
     def add_sparse(self, told: Mapping[str, Any]) -> None:
         """Count a sparse step: its density, padding and per_rank."""
@@ -39,6 +41,7 @@ class Tally:
         self.sparse_steps += 1
         self.density += told["density"]
         self.padding += told["padding"]
+        self.load_steps += 1
         before = self.load or [0.0] * len(told["per_rank"])
         self.load = [sum(pair) for pair in zip(before, told["per_rank"], strict=True)]
 

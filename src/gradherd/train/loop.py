@@ -128,7 +128,7 @@ def _row(
         ordering_bytes=tally.ordering_bytes,
         density=tally.density / sparse if sparse else 1.0,
         padding=tally.padding / sparse if sparse else None,
-        load=[picked / sparse for picked in tally.load] if sparse else None,
+        load=[picked / tally.load_steps for picked in tally.load] if tally.load else None,
         residual_norm=_finite(tally.residual_norm),
         skipped_steps=tally.skipped_steps,
         herding_bound=_finite(tally.herding_bound),

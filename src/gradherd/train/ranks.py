@@ -16,7 +16,9 @@ from gradherd.comm.world import World
 from gradherd.herd import Herd
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.sparsify.settings import make_sparsifier
+from gradherd.stateful import merge_states
 from gradherd.tasks.task import Split, Task
+from gradherd.train.checkpoint import Loaded
 from gradherd.train.config import RunConfig
 from gradherd.train.evaluate import chunk_size, full_loss, metric, share_buffers
 from gradherd.train.fleet import Quality, Table, Tally, Tick, as_is
@@ -91,7 +93,7 @@ class RankFleet:
     def epoch(self, number: int, tick: Tick) -> list[Tally]:
         """Train one epoch, or what is left of it."""
         tally, self.tally = self.tally, Tally()
-        if tally.steps < len(self._loader):  # else it was saved after its last step
+        if self.sampler.ordering.epoch < number:  # else it was saved after its last step
             self._train(number, tally, tick)
         return [tally]
 
@@ -153,17 +155,24 @@ class RankFleet:
 
         return shared, own
 
-    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> int:
-        """Go on where `shared` and `own` were saved; return the epoch to go on with."""
+    def load(self, loaded: Loaded) -> int:
+        """Go on where a checkpoint was saved; return the epoch to go on with."""
+        shared, size = loaded.shared, self._world.size
         self.model.load_state_dict(shared["model"])
         self._optimizer.load_state_dict(shared["optimizer"])
-        herd = dict(shared["herd"])
-        if own["sparsify"] is not None:
-            herd["sparsify"] = own["sparsify"]
-        self._herd.load_state_dict(herd)
-        set_generator_states(own["generators"], self._device)
         self.tally = Tally(**shared["tally"])
         self.series = [Bins.of(shared["series"])]
+        if loaded.workers == size:
+            own = loaded.part(self._world.rank)
+            self._herd.load_state_dict(_herd_state(shared, own))
+            set_generator_states(own["generators"], self._device)
+        else:
+            ranks = range(loaded.workers)
+            self._herd.load_state_dict(
+                merge_states(_herd_state(shared, loaded.part(rank)) for rank in ranks)
+            )
+            torch.manual_seed(seed_of_worker(self._config.seed + loaded.step, self._world.rank))
+            self.tally.load, self.tally.load_steps = [], 0
         epoch: int = shared["epoch"]
         return epoch
 
@@ -211,3 +220,9 @@ class RankFleet:
     def close(self) -> None:
         """Leave the model."""
         self._herd.detach()
+
+
+def _herd_state(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a rank's herd."""
+    sparse = own["sparsify"]
+    return dict(shared["herd"]) | ({} if sparse is None else {"sparsify": sparse})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.world import World
 from gradherd.tasks.task import Split, Task
-from gradherd.train.checkpoint import Checkpoints
+from gradherd.train.checkpoint import Checkpoints, Loaded
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Tally
 from gradherd.train.journal import Journal
@@ -63,7 +63,8 @@ def run_saved(
     record = new_record(config, task, split, size)
     if loaded is not None and world.rank == 0:
         before = RunRecord.from_json(loaded.shared["record"])
-        record = dataclasses.replace(before, status="running", config=record.config)
+        settings = record.config | {"world_sizes": _world_sizes(before, loaded, config.workers)}
+        record = dataclasses.replace(before, status="running", config=settings)
         log.info("going on after step %d", loaded.step)
     journal = Journal(record, None if world.rank else out, tensorboard=tensorboard)
     keeper = Keeper(
@@ -72,7 +73,7 @@ def run_saved(
     fleet.keeper, fleet.record = keeper, lambda: journal.record.to_json()
     first = 1
     if loaded is not None:
-        first = fleet.load(loaded.shared, loaded.own)
+        first = fleet.load(loaded)
         keeper.begin(loaded.step)
         progress.step(loaded.step)
     try:
@@ -87,8 +88,14 @@ def run_saved(
         fleet.close()
 
 
+def _world_sizes(before: RunRecord, loaded: Loaded, workers: int) -> list[list[int]]:
+    """Return [step, workers] for each time that a run went on with another number of ranks."""
+    known: list[list[int]] = before.config.get("world_sizes") or [[0, loaded.workers]]
+    return known if loaded.workers == workers else [*known, [loaded.step, workers]]
+
+
 FREE = ("epochs", "virtual", "device", "workers")
-"""Settings that may change when a run goes on (the number of workers is checked for itself)."""
+"""Settings that may change when a run goes on (another number of workers is told)."""
 
 
 def identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:

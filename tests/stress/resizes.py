@@ -1,0 +1,155 @@
+"""Stop a training in mid-epoch and let other numbers of ranks go on; count what they visit.
+
+    python -m tests.stress.resizes --chains 20
+
+Ranks train with cd-grab and a sparsifier, stop at a random step, and another number of ranks goes
+on, a few times over. Every unit of an epoch must be visited once (the last round of an epoch may
+repeat a few, as it always does), orders must stay permutations, and every new rank must start from
+the mean of all residuals there were, rounded once.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradherd.comm.ranks import run_ranks
+from gradherd.comm.world import World
+from gradherd.pack import unpack
+from gradherd.tasks.registry import find_task
+from gradherd.train.config import RunConfig
+from gradherd.train.fleet import Table
+from gradherd.train.loop import Progress
+from gradherd.train.plan import run_all
+from gradherd.train.ranks import RankFleet
+from gradherd.train.resume import FOLDER, Saving
+
+EXAMPLES, BATCH, EPOCHS = 203, 8, 3
+
+
+class Enough(Exception):
+    """So many steps were wanted."""
+
+
+class Stop(Progress):
+    """Breaks off after so many steps of this process, when they have been saved."""
+
+    def __init__(self, steps: int | None) -> None:
+        self.left = -1 if steps is None else steps + 1
+
+    def step(self, steps: int = 1) -> None:
+        """Count; a resumed run tells its first steps at once."""
+        if steps == 1:
+            self.left -= 1
+            if self.left == 0:
+                raise Enough
+
+
+def config(workers: int, sparsify: str) -> RunConfig:
+    """Both halves; an odd number of examples."""
+    return RunConfig.of(
+        "digits",
+        find_task("digits").defaults,
+        order="cd-grab",
+        sparsify=sparsify,
+        density=0.05,
+        workers=workers,
+        epochs=EPOCHS,
+        limit=EXAMPLES,
+        batch_size=BATCH,
+    )
+
+
+def train(out: Path, sparsify: str, steps: int | None) -> tuple[list[list[int]], Any]:
+    """Train on this rank; return the batches it visited and the residuals it began with."""
+    world, began = World.detect(), dict[str, Any]()
+    batches: list[list[int]] = []
+    fetch, load = Table.__getitems__, RankFleet.load
+
+    def noted(self: Table, indices: list[int]) -> Any:
+        batches.append(list(indices))
+        return fetch(self, indices)
+
+    def watched(self: RankFleet, loaded: Any) -> int:
+        number = load(self, loaded)
+        began.update(self._herd.state_dict()["sparsify"]["residual"])
+        return number
+
+    Table.__getitems__, RankFleet.load = noted, watched  # type: ignore[method-assign]
+    saving = Saving(every=1, resume=True)
+    try:
+        run_all([config(world.size, sparsify)], world, out=out, saving=saving, progress=Stop(steps))
+    except Enough:
+        batches = batches[:steps]  # one more was begun, and is lost with the process
+    finally:
+        Table.__getitems__, RankFleet.load = fetch, load  # type: ignore[method-assign]
+    return batches, began
+
+
+def mean_residuals(out: Path) -> dict[str, torch.Tensor]:
+    """Return the mean of all ranks' residuals in the newest checkpoint."""
+    parts = sorted(max((out / FOLDER).glob("step-*")).glob("rank-*.safetensors"))
+    kept = [unpack(part.read_bytes())["sparsify"]["residual"] for part in parts]
+    return {
+        name: torch.stack([one[name].double() for one in kept]).mean(0).to(kept[0][name])
+        for name in kept[0]
+    }
+
+
+def steps_of(worlds: list[int], chance: random.Random) -> list[int | None]:
+    """Return how many steps each world does, all within the first two epochs; the last all."""
+    return [*(chance.randint(1, 6) for _ in worlds[:-1]), None]
+
+
+def chain(worlds: list[int], sparsify: str, chance: random.Random) -> int:
+    """Let one world after the other train; return how many visits were repeated."""
+    with tempfile.TemporaryDirectory(prefix="gradherd-resize-") as name:
+        out, visits = Path(name) / "run", []
+        for at, (workers, steps) in enumerate(zip(worlds, steps_of(worlds, chance), strict=True)):
+            expected = mean_residuals(out) if at else {}
+            ranks = run_ranks(train, workers, out, sparsify, steps, timeout=120)
+            if at and workers != worlds[at - 1]:
+                for _, began in ranks:
+                    same = [torch.equal(began[key], expected[key]) for key in expected]
+                    assert same and all(same), f"{worlds} {at}: residuals are not the mean"
+            for together in zip(*(batches for batches, _ in ranks), strict=True):
+                visits += [example for batch in together for example in batch]
+        # Epochs follow each other: each example comes EPOCHS times but for rounds that are filled.
+        times = Counter(visits)
+        assert times.keys() == set(range(EXAMPLES)), f"{worlds}: some were never visited"
+        assert min(times.values()) == EPOCHS, f"{worlds}: {min(times.values())} of {EPOCHS}"
+        repeated = sum(times.values()) - EPOCHS * EXAMPLES
+        most = EPOCHS * (max(worlds) - 1)  # an epoch's last round is filled
+        assert repeated <= most, f"{worlds}: {repeated} visits too many"
+        state = unpack((max((out / FOLDER).glob("step-*")) / "shared.safetensors").read_bytes())
+        ordering = state["herd"]["ordering"]
+        sizes = ordering["memory"]["sizes"]
+        for order in ordering["orders"].split(sizes):
+            assert torch.equal(order.sort().values, torch.arange(len(order))), f"{worlds}: order"
+        return repeated
+
+
+def main() -> None:
+    """Read the options and stress."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chains", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    chance, begin, changes = random.Random(args.seed), time.monotonic(), 0
+    for number in range(args.chains):
+        worlds = [4, 2, 3] if number == 0 else [chance.randint(1, 5) for _ in range(4)]
+        chain(worlds, chance.choice(["exdyna", "topk", "micro"]), chance)
+        changes += sum(a != b for a, b in itertools.pairwise(worlds))
+        print(f"{number + 1} chains, {changes} changes of world size", flush=True)
+    print(f"every unit visited, residual means exact, {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
