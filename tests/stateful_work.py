@@ -7,11 +7,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
+from gradherd.pack import pack, unpack
 
 STEPS, SAVED = 23, 11
 
 
-def made():
+def made(num_workers=0):
     """Return everything of a training with both halves."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -21,7 +22,7 @@ def made():
     ddp = DDP(net)
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
     herd = gh.attach(ddp, order=sampler, sparsify=gh.ExDyna(density=0.1))
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     return net, ddp, herd, loader, optimizer
 
@@ -38,6 +39,45 @@ def go_on(ddp, loader, optimizer, done, until, save=lambda done: None):
             save(done)
             if done == until:
                 break
+
+
+def stopped_twice(loader_workers, stops):
+    """Train in a fresh process of its own after each stop, as far as state goes; the same epoch."""
+    net, ddp, herd, loader, optimizer = made(loader_workers[0])
+    done = 0
+    for stop, workers in zip(stops, loader_workers[1:], strict=True):
+        go_on(ddp, loader, optimizer, done, stop)
+        done = stop
+        kept = pack([net.state_dict(), optimizer.state_dict(), herd.state_dict()])
+        herd.detach()
+        net, ddp, herd, loader, optimizer = made(workers)
+        model, optimizer_state, herd_state = unpack(kept)
+        net.load_state_dict(model)
+        optimizer.load_state_dict(optimizer_state)
+        herd.load_state_dict(herd_state)
+    go_on(ddp, loader, optimizer, done, STEPS)
+    return what_counts(net, herd)
+
+
+def one_bad_gradient(bad_step, value):
+    """Let rank 1's gradient be worthless once; return residuals around that step, and the end."""
+    net, ddp, herd, loader, optimizer = made()
+    rank, around, skipped, done = herd.place[0], [], 0, 0
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            done += 1
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), y.long())
+            (loss * value if done == bad_step and rank == 1 else loss).backward()
+            if done in (bad_step - 1, bad_step):
+                around.append(herd.state_dict()["sparsify"]["residual"])
+            finite = all(p.grad.isfinite().all() for p in net.parameters())
+            skipped += not finite
+            if finite:
+                optimizer.step()
+    orders = herd.sampler.ordering.orders
+    return around, skipped, herd.metrics()["skipped_steps"], what_counts(net, herd), orders
 
 
 def what_counts(net, herd):

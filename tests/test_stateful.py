@@ -1,10 +1,10 @@
-"""A herd in torch.distributed.checkpoint: every rank gets its own part back, to the bit."""
+"""Both halves in a loop of one's own: stopped, saved by torch, and with a worthless gradient."""
 
 import pytest
 import torch
 
 from gradherd.comm.ranks import RankError, run_ranks
-from tests.stateful_work import load_elsewhere, save_and_load
+from tests.stateful_work import load_elsewhere, one_bad_gradient, save_and_load, stopped_twice
 
 
 def test_a_run_goes_on_after_dcp(tmp_path):
@@ -22,3 +22,36 @@ def test_a_run_goes_on_after_dcp(tmp_path):
     merged = [residual for residual, _ in run_ranks(load_elsewhere, 3, tmp_path, 2)]
     assert len(merged) == 3
     assert all(torch.equal(merged[0][name], one[name]) for one in merged for name in one)
+
+
+def same(one, other):
+    return (
+        torch.equal(one[0], other[0])
+        and torch.equal(one[1], other[1])
+        and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+    )
+
+
+@pytest.mark.timeout(120)
+def test_twice_within_an_epoch_with_other_loader_workers():
+    # Epochs have seven steps. The state is taken at the same steps without other workers, too.
+    stops = (9, 12)
+    straight = run_ranks(stopped_twice, 2, (0, 0, 0), stops)
+    for one, other in zip(run_ranks(stopped_twice, 2, (0, 2, 1), stops), straight, strict=True):
+        assert same(one, other)
+    unbroken = run_ranks(stopped_twice, 2, (0,), ())
+    for one, other in zip(straight, unbroken, strict=True):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_worthless_gradient_on_one_rank(value):
+    ranks = run_ranks(one_bad_gradient, 2, 10, value)
+    for around, skipped, told, counts, orders in ranks:
+        before, after = around
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert skipped == told == 1, "every rank notices, once"
+        assert counts[0].isfinite().all()
+        assert all(torch.equal(o.sort().values, torch.arange(len(o))) for o in orders)
+    assert torch.equal(ranks[0][3][0], ranks[1][3][0])
+    assert torch.equal(ranks[0][3][1], ranks[1][3][1])

@@ -13,12 +13,8 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class Peak:
     """Context that notes the highest memory inside it, above the level before it.
 
-    On a GPU from torch's allocator, on Linux from the kernel's high-water mark; None elsewhere.
-
-    >>> with Peak(torch.device("cpu")) as peak:
-    ...     numbers = torch.ones(20_000_000)
-    >>> peak.bytes is None or peak.bytes >= 70_000_000
-    True
+    On a GPU from torch's allocator, on Linux from the kernel's high-water mark; None elsewhere. The
+    mark is the whole process's: let nothing else run in it meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
