@@ -14,7 +14,9 @@ class Peak:
     """Context that notes the highest memory inside it, above the level before it.
 
     On a GPU from torch's allocator, on Linux from the kernel's high-water mark; None elsewhere. The
-    mark is the whole process's: let nothing else run in it meanwhile.
+    mark is the whole process's: let nothing else run in it meanwhile. An allocator that keeps what
+    was freed hides what is taken from there: torch's wheels for ARM have mimalloc, which returns it
+    at once with MIMALLOC_PURGE_DELAY=0 in the environment.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,6 +20,7 @@ class Tally:
     data_seconds: float = 0.0
     ordering_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    saving_seconds: float = 0.0
     bytes: int = 0
     ordering_bytes: int = 0
     skipped_steps: int = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.train.checkpoint import Checkpoints
@@ -51,6 +52,8 @@ class Keeper:
         self._told = False
         self.step = self._pulse = 0
         """Steps that were done."""
+        self.clock = Clock()
+        """What saving has cost the training."""
         self._saved_at = self._felt_at = time.monotonic()
         self._felt_step = 0
 
@@ -85,7 +88,8 @@ class Keeper:
             stop, late = self._feel()
             due = due or stop or (late and self._every is None)
         if due:
-            self._checkpoints.save(self.step, *state())
+            with self.clock:
+                self._checkpoints.save(self.step, *state())
             self._saved_at = time.monotonic()
         if stop:
             raise Stopped(f"stopped after {self.step} steps")
@@ -93,8 +97,10 @@ class Keeper:
     def _feel(self) -> tuple[bool, bool]:
         """Ask all ranks whether one was told to end, and rank 0 for its clock."""
         now = time.monotonic()
-        each = (now - self._felt_at) / max(1, self.step - self._felt_step)
-        ahead = max(1, min(1000, round(self._seconds_ahead / max(each, 1e-6))))
+        steps = max(1, self.step - self._felt_step)
+        each = (now - self._felt_at) / steps
+        # A few quick steps say little about those to come: look at most twice as far ahead.
+        ahead = max(1, min(1000, 2 * steps, round(self._seconds_ahead / max(each, 1e-6))))
         late = now - self._saved_at >= self._seconds
         mine = torch.tensor([int(self._told), int(late), ahead], device=self._device)
         table = all_gather(mine, self._world).value.tolist()

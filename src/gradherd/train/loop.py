@@ -111,6 +111,7 @@ def _row(
     number: int, config: RunConfig, tally: Tally, quality: Quality, evaluation: float
 ) -> EpochRow:
     apart = tally.data_seconds + tally.ordering_seconds + tally.exchange_seconds
+    apart += tally.saving_seconds
     sparse = tally.sparse_steps
     return EpochRow(
         epoch=number,
@@ -123,6 +124,7 @@ def _row(
         compute_seconds=max(0.0, tally.seconds - apart),
         ordering_seconds=tally.ordering_seconds,
         exchange_seconds=tally.exchange_seconds,
+        saving_seconds=tally.saving_seconds,
         evaluation_seconds=evaluation,
         bytes=tally.bytes,
         ordering_bytes=tally.ordering_bytes,

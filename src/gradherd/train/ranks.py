@@ -184,6 +184,7 @@ class RankFleet:
             "ordering_seconds": told["ordering_seconds"],
             "ordering_bytes": told["bytes_for_ordering"],
             "exchange_seconds": mean.seconds if mean else told["exchange_seconds"],
+            "saving_seconds": 0.0 if self.keeper is None else self.keeper.clock.seconds,
             "exchange_bytes": mean.bytes if mean else told["total_bytes"],
             "skipped_steps": told.get("skipped_steps", 0),
             "residual_norm": told.get("residual_norm", 0.0),
@@ -194,6 +195,7 @@ class RankFleet:
         spent = {name: after[name] - before[name] for name in after}
         tally.ordering_seconds += spent["ordering_seconds"]
         tally.exchange_seconds += spent["exchange_seconds"]
+        tally.saving_seconds += spent["saving_seconds"]
         tally.skipped_steps += int(spent["skipped_steps"])
         sent = torch.tensor(
             [spent["ordering_bytes"], spent["exchange_bytes"]],

@@ -44,6 +44,8 @@ class EpochRow:
     """... reading gradients for the order and sorting, as far as training waited for it."""
     exchange_seconds: float
     """... choosing and exchanging gradients, as far as training waited for it."""
+    saving_seconds: float = 0.0
+    """... writing checkpoints."""
     evaluation_seconds: float
     """Time spent to measure this row; no part of `seconds`."""
     bytes: int
