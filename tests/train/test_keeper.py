@@ -62,6 +62,24 @@ def test_once_a_minute(at):
     assert all(60 <= gap <= 63 for gap in gaps), "looked at about once a second"
 
 
+def test_saves_that_take_long_come_seldom(at):
+    now = [0]
+
+    class Slow(Noted):
+        def save(self, step, shared, own):
+            super().save(step, shared, own)
+            now[0] += 5
+            at(float(now[0]))
+
+    noted = Slow()
+    keeper = Keeper(noted, World.single(), every=None, seconds=60.0)
+    while now[0] < 1000:
+        now[0] += 1
+        at(float(now[0]))
+        steps(keeper, 1)
+    assert len(noted.steps) == 4, "after a minute, then every 250 s: 2 %"
+
+
 def test_a_wish_to_end_saves_first(at):
     noted = Noted()
     keeper = Keeper(noted, World.single(), every=None, pulse=0.0)

@@ -18,6 +18,9 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.train.checkpoint import Checkpoints
 
+_SELDOM = 50
+"""Where the clock decides, a save comes after so many times what the last one took: 2 % at most."""
+
 
 class Stopped(Exception):
     """The run was told to end, and has saved itself."""
@@ -56,6 +59,7 @@ class Keeper:
         """What saving has cost the training."""
         self._saved_at = self._felt_at = time.monotonic()
         self._felt_step = 0
+        self._cost = 0.0  # seconds of the last save
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -88,9 +92,11 @@ class Keeper:
             stop, late = self._feel()
             due = due or stop or (late and self._every is None)
         if due:
+            begin = time.monotonic()
             with self.clock:
                 self._checkpoints.save(self.step, *state())
             self._saved_at = time.monotonic()
+            self._cost = self._saved_at - begin
         if stop:
             raise Stopped(f"stopped after {self.step} steps")
 
@@ -101,7 +107,7 @@ class Keeper:
         each = (now - self._felt_at) / steps
         # A few quick steps say little about those to come: look at most twice as far ahead.
         ahead = max(1, min(1000, 2 * steps, round(self._seconds_ahead / max(each, 1e-6))))
-        late = now - self._saved_at >= self._seconds
+        late = now - self._saved_at >= max(self._seconds, _SELDOM * self._cost)
         mine = torch.tensor([int(self._told), int(late), ahead], device=self._device)
         table = all_gather(mine, self._world).value.tolist()
         self._felt_at, self._felt_step = time.monotonic(), self.step
