@@ -226,3 +226,22 @@ def test_checkpoints_are_small(tmp_path: Path):
     size = sum(path.stat().st_size for path in max((tmp_path / FOLDER).glob("step-*")).iterdir())
     parameters, sketch = 301_066, 512
     assert size < 4 * parameters * (2 + 2) + 16 * 203 + 4 * sketch + 60_000
+
+
+def every_step(out, config):
+    saving = Saving(every=1)
+    return run_all([config], World.detect(), out=out, saving=saving)[0].status
+
+
+def test_checkpoints_of_whole_batches_are_small(tmp_path: Path):
+    """... and in the middle of a pair one gradient for each rank."""
+    config = config_of(
+        "digits-mlp", limit=256, epochs=1, order="cd-grab", batch_size=16, unit=16, workers=2
+    )
+    run_ranks(every_step, 2, tmp_path, config)
+    parameters, units, sizes = 301_066, 16, []
+    for folder in sorted((tmp_path / FOLDER).glob("step-*")):
+        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+    pair_open, pair_done = (4 * parameters * n + 16 * units + 60_000 for n in (2 + 1 + 2, 2 + 1))
+    assert max(sizes) < pair_open
+    assert min(sizes) < pair_done < max(sizes), "one of them was taken in the middle of a pair"
