@@ -222,3 +222,17 @@ def test_a_rest_is_not_learned_from():
     two.load(four.state())
     with pytest.raises(RuntimeError, match="without learning"):
         two.samplers[0].observe(torch.zeros(1, 2, 7))
+
+
+def test_iterators_that_are_restored_start_with_the_rest():
+    four = Ranks(4, "cd-grab", units=48, unit=1)
+    seen = four.epoch(5)
+    ordering, cursor = four.state()
+    two = Ranks(2, "cd-grab", units=48, unit=1)
+    left = []
+    for sampler in two.samplers:
+        sampler.ordering.load_state_dict(ordering)
+        walk = iter(sampler)
+        walk.load_state_dict(cursor)  # as a loader that keeps its own state does
+        left += list(walk)
+    assert sorted(seen + left) == list(range(48))

@@ -19,7 +19,7 @@ from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, make_policy
 from gradherd.ordering.resize import turns
 from gradherd.ordering.signed import Reduce
-from gradherd.ordering.walks import Claim, Places, Walk, Walks, calling_loader
+from gradherd.ordering.walks import Claim, Pass, Places, Walk, Walks, calling_loader
 
 
 class Feedback(Protocol):
@@ -251,13 +251,11 @@ class OrderedSampler(DistributedSampler[Any]):
 
         With another number of workers they start with what is left of the epoch.
         """
-        self.check_cursor(state)
-        made_over = state["version"] != self.ordering.version
-        self._resumed = (state["epoch"], 0 if made_over else state["position"])
+        self._resumed = (state["epoch"], self.position_of(state))
         self._begin_epoch()
 
-    def check_cursor(self, state: Mapping[str, Any]) -> None:
-        """Raise if a cursor does not belong to the order at hand."""
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return where a cursor stands in the order at hand; raise if it belongs to another."""
         if not self.ordering.policy.needs_rows:
             self.set_epoch(state["epoch"])
         ordering = self.ordering
@@ -268,7 +266,7 @@ class OrderedSampler(DistributedSampler[Any]):
                     f"this position, {state['position']}, is not where its ordering was saved, "
                     f"{steps * self.unit}: on another number of workers, save both together"
                 )
-            return
+            return 0  # What comes before it is not in the order any more.
         if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):
             raise RuntimeError(
                 f"this position belongs to order {state['version']} of epoch {state['epoch']}, the "
@@ -277,6 +275,8 @@ class OrderedSampler(DistributedSampler[Any]):
             )
         if not 0 <= state["position"] <= len(self):
             raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
+        position: int = state["position"]
+        return position
 
 
 _OUT_OF_ORDER = (
@@ -284,31 +284,3 @@ _OUT_OF_ORDER = (
     "would be taken for those of other examples; use in_order=True, or tell attach's herd the "
     "examples of each batch: herd.observe(indices)"
 )
-
-
-class Pass(Iterator[int]):
-    """One walk through an epoch. The order is the sampler's when the walk began."""
-
-    def __init__(self, sampler: OrderedSampler, walk: Walk) -> None:
-        self._sampler = sampler
-        self._indices = sampler.indices()
-        self._order = sampler.cursor(0)
-        self._walk = walk
-
-    def __next__(self) -> int:
-        position = self._walk.handed
-        if position >= len(self._indices):
-            raise StopIteration
-        self._walk.handed = position + 1
-        return self._indices[position]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a cursor of constant size; see `OrderedSampler.state_dict`."""
-        return {**self._order, "position": self._walk.handed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the position of `state`."""
-        self._sampler.check_cursor(state)
-        self._indices = self._sampler.indices()
-        self._order = self._sampler.cursor(0)
-        self._walk.begin = self._walk.handed = state["position"]

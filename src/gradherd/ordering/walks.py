@@ -6,9 +6,9 @@ workers), so somebody has to keep the books.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Claim(NamedTuple):
@@ -120,6 +120,50 @@ class Walks:
             if owes and newest.handed in (newest.begin, self._length):
                 return fed
         return newest
+
+
+class Walked(Protocol):
+    """Who hands out examples: a sampler."""
+
+    def indices(self) -> list[int]:
+        """Return the examples of the current epoch, in order."""
+        ...
+
+    def cursor(self, position: int) -> dict[str, Any]:
+        """Return the cursor of a position in the current order."""
+        ...
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return where a cursor stands in the order at hand; raise if it belongs to another."""
+        ...
+
+
+class Pass(Iterator[int]):
+    """One walk through an epoch. The order is the sampler's when the walk began."""
+
+    def __init__(self, sampler: Walked, walk: Walk) -> None:
+        self._sampler = sampler
+        self._indices = sampler.indices()
+        self._order = sampler.cursor(0)
+        self._walk = walk
+
+    def __next__(self) -> int:
+        position = self._walk.handed
+        if position >= len(self._indices):
+            raise StopIteration
+        self._walk.handed = position + 1
+        return self._indices[position]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a cursor of constant size; see `OrderedSampler.state_dict`."""
+        return {**self._order, "position": self._walk.handed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the position of `state`."""
+        position = self._sampler.position_of(state)
+        self._indices = self._sampler.indices()
+        self._order = self._sampler.cursor(0)
+        self._walk.begin = self._walk.handed = position
 
 
 class Places:
