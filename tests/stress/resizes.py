@@ -52,14 +52,15 @@ class Stop(Progress):
                 raise Enough
 
 
-def config(workers: int, sparsify: str) -> RunConfig:
-    """Both halves; an odd number of examples."""
+def config(workers: int, sparsify: str, unit: int) -> RunConfig:
+    """An odd number of examples; with a sparsifier, or with whole batches on the dense exchange."""
     return RunConfig.of(
         "digits",
         find_task("digits").defaults,
         order="cd-grab",
         sparsify=sparsify,
-        density=0.05,
+        density=None if sparsify == "dense" else 0.05,
+        unit=unit,
         workers=workers,
         epochs=EPOCHS,
         limit=EXAMPLES,
@@ -67,7 +68,7 @@ def config(workers: int, sparsify: str) -> RunConfig:
     )
 
 
-def train(out: Path, sparsify: str, steps: int | None) -> tuple[list[list[int]], Any]:
+def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[list[int]], Any]:
     """Train on this rank; return the batches it visited and the residuals it began with."""
     world, began = World.detect(), dict[str, Any]()
     batches: list[list[int]] = []
@@ -79,13 +80,19 @@ def train(out: Path, sparsify: str, steps: int | None) -> tuple[list[list[int]],
 
     def watched(self: RankFleet, loaded: Any) -> int:
         number = load(self, loaded)
-        began.update(self._herd.state_dict()["sparsify"]["residual"])
+        began.update(self._herd.state_dict().get("sparsify", {}).get("residual", {}))
         return number
 
     Table.__getitems__, RankFleet.load = noted, watched  # type: ignore[method-assign]
     saving = Saving(every=1, resume=True)
     try:
-        run_all([config(world.size, sparsify)], world, out=out, saving=saving, progress=Stop(steps))
+        run_all(
+            [config(world.size, sparsify, unit)],
+            world,
+            out=out,
+            saving=saving,
+            progress=Stop(steps),
+        )
     except Enough:
         batches = batches[:steps]  # one more was begun, and is lost with the process
     finally:
@@ -96,7 +103,8 @@ def train(out: Path, sparsify: str, steps: int | None) -> tuple[list[list[int]],
 def mean_residuals(out: Path) -> dict[str, torch.Tensor]:
     """Return the mean of all ranks' residuals in the newest checkpoint."""
     parts = sorted(max((out / FOLDER).glob("step-*")).glob("rank-*.safetensors"))
-    kept = [unpack(part.read_bytes())["sparsify"]["residual"] for part in parts]
+    states = [unpack(part.read_bytes())["sparsify"] for part in parts]
+    kept = [{} if state is None else state["residual"] for state in states]
     return {
         name: torch.stack([one[name].double() for one in kept]).mean(0).to(kept[0][name])
         for name in kept[0]
@@ -108,24 +116,28 @@ def steps_of(worlds: list[int], chance: random.Random) -> list[int | None]:
     return [*(chance.randint(1, 6) for _ in worlds[:-1]), None]
 
 
-def chain(worlds: list[int], sparsify: str, chance: random.Random) -> int:
-    """Let one world after the other train; return how many visits were repeated."""
+def chain(worlds: list[int], sparsify: str, unit: int, chance: random.Random) -> int:
+    """Let one world after the other train; return how many visits of a unit were repeated."""
+    units = -(-EXAMPLES // unit)
     with tempfile.TemporaryDirectory(prefix="gradherd-resize-") as name:
         out, visits = Path(name) / "run", []
         for at, (workers, steps) in enumerate(zip(worlds, steps_of(worlds, chance), strict=True)):
             expected = mean_residuals(out) if at else {}
-            ranks = run_ranks(train, workers, out, sparsify, steps, timeout=120)
+            ranks = run_ranks(train, workers, out, sparsify, unit, steps, timeout=120)
             if at and workers != worlds[at - 1]:
                 for _, began in ranks:
                     same = [torch.equal(began[key], expected[key]) for key in expected]
-                    assert same and all(same), f"{worlds} {at}: residuals are not the mean"
+                    assert all(same), f"{worlds} {at}: residuals are not the mean"
+                assert bool(expected) == (sparsify != "dense")
             for together in zip(*(batches for batches, _ in ranks), strict=True):
-                visits += [example for batch in together for example in batch]
-        # Epochs follow each other: each example comes EPOCHS times but for rounds that are filled.
+                visits += [
+                    batch[i] // unit for batch in together for i in range(0, len(batch), unit)
+                ]
+        # Epochs follow each other: each unit comes EPOCHS times but for rounds that are filled.
         times = Counter(visits)
-        assert times.keys() == set(range(EXAMPLES)), f"{worlds}: some were never visited"
+        assert times.keys() == set(range(units)), f"{worlds}: some were never visited"
         assert min(times.values()) == EPOCHS, f"{worlds}: {min(times.values())} of {EPOCHS}"
-        repeated = sum(times.values()) - EPOCHS * EXAMPLES
+        repeated = sum(times.values()) - EPOCHS * units
         most = EPOCHS * (max(worlds) - 1)  # an epoch's last round is filled
         assert repeated <= most, f"{worlds}: {repeated} visits too many"
         state = unpack((max((out / FOLDER).glob("step-*")) / "shared.safetensors").read_bytes())
@@ -145,7 +157,8 @@ def main() -> None:
     chance, begin, changes = random.Random(args.seed), time.monotonic(), 0
     for number in range(args.chains):
         worlds = [4, 2, 3] if number == 0 else [chance.randint(1, 5) for _ in range(4)]
-        chain(worlds, chance.choice(["exdyna", "topk", "micro"]), chance)
+        sparsify, unit = chance.choice([("exdyna", 1), ("topk", 1), ("micro", 4), ("dense", BATCH)])
+        chain(worlds, sparsify, unit, chance)
         changes += sum(a != b for a, b in itertools.pairwise(worlds))
         print(f"{number + 1} chains, {changes} changes of world size", flush=True)
     print(f"every unit visited, residual means exact, {time.monotonic() - begin:.0f} s")
