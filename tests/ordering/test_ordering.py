@@ -190,8 +190,9 @@ STATE = make("cd-grab", SIZES).state_dict()
         (make("cd-grab", SIZES, "walk"), r"policy .*Greedy.*this run has .*Walk"),
         (make("fixed", SIZES), r"policy .*this run has .*'fixed'"),
         (make("cd-grab", SIZES, seed=1), "seed 0, this run has 1"),
-        (make("cd-grab", [7, 12, 5]), r"\(7, 12, 4\), this run has \(7, 12, 5\)"),
-        (make("cd-grab", [7, 12]), r"\(7, 12, 4\), this run has \(7, 12\)"),
+        (make("cd-grab", [7, 12, 5]), "units 23, this run has 24"),
+        (make("cd-grab", [7, 12, 3, 1]), r"\(7, 12, 4\), this run has \(7, 12, 3, 1\)"),
+        (make("cd-grab", [7, 11, 5]), r"\(7, 12, 4\), this run has \(7, 11, 5\)"),
         (make("cd-grab", [23]), r"\(7, 12, 4\), this run has \(23,\)"),
     ],
 )

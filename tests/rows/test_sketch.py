@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradherd.rows import Capture, count_sketch
-from gradherd.rows.sketch import hashes, side_sketch, table, tensor_sketch, token_sketch
+from gradherd.rows.sketch import (
+    _fold,
+    hashes,
+    outer_sketch,
+    side_sketch,
+    table,
+    tensor_sketch,
+    token_sketch,
+)
 from tests.rows.reference import close
 
 
@@ -165,3 +173,17 @@ def test_a_useless_size_is_refused() -> None:
         Capture(nn.Linear(2, 2)).sketch(4, -2, 0)
     with pytest.raises(ValueError, match="offset must not be negative, got -1"):
         count_sketch(torch.ones(3), 2, 0, offset=-1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 64, 255])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_the_matrices_of_gpus_make_the_same_sketches(k: int, positions: int) -> None:
+    cpu, keys = torch.device("cpu"), ("w/left", "w/right")
+    for size in (1, 33, 300):
+        vectors = torch.randn(4, size)
+        folded = vectors @ _fold(5, "b", size, k, cpu)
+        torch.testing.assert_close(folded, explicit(vectors, k, 5, "b"), rtol=1e-4, atol=1e-4)
+        left, right = torch.randn(4, positions, size), torch.randn(4, positions, 21)
+        sides = (side_sketch(s, k, 5, key) for s, key in zip((left, right), keys, strict=True))
+        found = outer_sketch(left, right, k, 5, keys)
+        torch.testing.assert_close(found, tensor_sketch(*sides), rtol=1e-3, atol=1e-3)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.kernels import above, largest
+from gradherd.sparsify.kernels import above, add, add_select, largest, put, select
+from gradherd.sparsify.tally import BINS, Tally
 from tests.sparsify.work import normal
 
 # Around a chunk of what is compared in one go, and around the length from which one samples.
@@ -62,3 +63,58 @@ def test_the_largest_of_a_few(values, data):
     found = largest(torch.tensor(values), k).tolist()
     assert found == sorted(set(found))
     assert sorted((sizes[i] for i in found), reverse=True) == sorted(sizes, reverse=True)[:k]
+
+
+@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_residual_and_gradient_are_added_counted_and_picked(grads):
+    for seed, in_place in ((1, False), (2, True)):
+        old, new = normal(seed, 3001), normal(seed + 9, 3001).to(grads)
+        kept, grad = old.clone(), new.clone()
+        out = kept if in_place else torch.full_like(kept, torch.nan)
+        tally, floor = Tally.around(torch.tensor(2.0)), torch.tensor(2.0)
+        picks = add_select(kept, grad, 0.5, out, floor, 40, tally=tally, clear=True)
+        total = old + 0.5 * new.float()
+        found = np.flatnonzero(np.abs(total.numpy()) >= 2)
+        assert int(picks.found) == len(found) > 40
+        assert picks.indices.tolist() == found[:40].tolist()
+        assert torch.equal(picks.values, total[found[:40]])
+        left = total.clone()
+        left[found[:40]] = 0  # What found no room stays.
+        assert torch.equal(out, left) and not grad.any()
+        assert in_place or torch.equal(kept, old)
+        assert int(tally.counts.sum()) == 3001 and tally.finite()
+        rest = select(out, floor, len(found))
+        assert int(rest.found) == len(found) - 40
+        assert rest.indices[: len(found) - 40].tolist() == found[40:].tolist()
+        assert not rest.indices[len(found) - 40 :].any() and torch.equal(out, left)
+
+
+@pytest.mark.parametrize("k", [1, 10, 100, 600])
+def test_a_tally_tells_a_floor_that_leaves_enough(k):
+    values, tally = normal(3, 1000), Tally.around(torch.tensor(0.5))
+    add(torch.zeros(1000), values, 1.0, torch.empty(1000), tally=tally)
+    floor = float(tally.floor(k))
+    assert floor > 0
+    assert (values.abs() >= floor).sum() >= k > (values.abs() >= floor * 17 / 16).sum()
+    assert float(tally.floor(1001)) == 0
+    for bad in (torch.nan, torch.inf):
+        tally.add(torch.tensor([bad]))
+    assert not tally.finite() and int(tally.counts[BINS - 1]) == 2
+    assert float(tally.floor(k)) == floor
+
+
+def test_values_far_from_a_threshold_stay_in_the_outer_bins():
+    tally = Tally.around(torch.tensor(1.0))
+    tally.add(torch.tensor([0.0, 1e-30, 0.0624, 17.0, 1e30]))
+    assert int(tally.counts[0]) == 3 and int(tally.counts[BINS - 2]) == 2
+    tiny = Tally.around(torch.tensor(0.0))
+    tiny.add(torch.tensor([0.0, 1e-45, 1.0]))
+    assert int(tiny.counts.sum()) == 3 and float(tiny.floor(1)) > 0
+
+
+def test_a_mean_goes_to_its_bucket_as_far_as_its_type_holds_it():
+    flat, held = torch.zeros(6, dtype=torch.float16), torch.full((4,), 7.0)
+    number, at = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 5, 1, 3])
+    put(flat, number, 1, at, torch.tensor([1.0, 1e9, -1e9, 0.1]), held)
+    assert flat.tolist() == [0, -65504, 0, flat[3].item(), 0, 65504]
+    assert held.tolist() == [7, 65504, -65504, flat[3].item()] and abs(flat[3] - 0.1) < 1e-4

@@ -2,7 +2,7 @@
 
 Cases: `sequential` is the loop of the published CD-GraB code (one inner product, one host sync
 and one update per vector), `block-gram` the block form, `balance` the form that gradherd
-chooses for this device and size.
+chooses for this device and size. The ceiling is one read of all vectors (their sum).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradherd.bench.memory import Peak
-from gradherd.bench.timing import seconds
+from gradherd.bench.timing import against, seconds
 from gradherd.ordering.gram import block_gram
 from gradherd.ordering.rules import Greedy
 from gradherd.ordering.signs import balance
@@ -39,8 +39,8 @@ def bench_signs(
     rows: list[dict[str, Any]] = []
     for dim in dims:
         for count in workers:
-            generator = torch.Generator().manual_seed(0)
-            vectors = torch.randn(1, count, dim, generator=generator).to(device)
+            generator = torch.Generator(device).manual_seed(0)
+            vectors = torch.randn(1, count, dim, generator=generator, device=device)
             rows += _compare(vectors, device)
             progress()
     return rows
@@ -61,6 +61,7 @@ def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
         with Peak(device) as peak:
             fn()
         peaks[case], taken[case] = peak.bytes, seconds(fn, device)
+    ceiling = seconds(vectors.sum, device)
     return [
         {
             "case": case,
@@ -71,6 +72,7 @@ def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
             "peak_bytes": peaks[case],
             "ratio": taken[case] / taken["sequential"],
             "signs_per_second": count / taken[case],
+            **against(ceiling, taken[case]),
         }
         for case in cases
     ]

@@ -2,7 +2,10 @@
 
 Picking, cases on a vector of `dim`: `copy` is the floor (every number read and written once);
 `eager` adds the residual, finds what lies above a threshold and clears it, as one would write it
-in torch; `topk` does so with `torch.topk`; `fused` is gradherd's.
+in torch; `topk` does so with `torch.topk`; `fused` is gradherd's. On a GPU that is the one pass of
+`kernels.add_select`, and `tally` is that pass when it also counts all magnitudes (is everything
+finite?) and tells the next floor. The ceiling of all but `copy` is a copy of as many bytes as they
+must move: residual and gradient, read and written.
 
 Exchange, cases on a gradient of `dim` in buckets as DDP makes them: `dense` is torch's all-reduce
 hook, `fp16` its compressing one, `powersgd` its low-rank one; `exdyna` is gradherd's hook with
@@ -22,15 +25,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.bench.memory import Peak
-from gradherd.bench.timing import seconds
+from gradherd.bench.timing import against, seconds
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.sparsify.choice import target
 from gradherd.sparsify.ddp import SparseHook
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.feedback import Feedback
-from gradherd.sparsify.kernels import above
+from gradherd.sparsify.kernels import above, add_select
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.tally import Tally
 
 _SIDE = 1000  # of the matrices that the gradient consists of
 _BUCKET = 25 * 2**20  # bytes, as DDP's
@@ -75,13 +79,29 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
         feedback.finite()
         feedback.commit(above(feedback.acc, threshold), None)
 
+    floor = torch.tensor(threshold, device=device)
+    counted = Tally.around(floor)
+
+    def one_pass(tally: Tally | None = None) -> None:
+        kept, out = feedback.kept, feedback.acc
+        add_select(kept, grad, 1.0, out, floor, 2 * k, tally=tally, clear=True)
+
+    def tally() -> None:
+        counted.counts.zero_()
+        one_pass(counted)
+        counted.floor(k)
+
+    cases: dict[str, Callable[[], None]] = {"copy": copy, "eager": eager, "topk": topk}
+    cases |= {"fused": one_pass, "tally": tally} if device.type == "cuda" else {"fused": fused}
     rows = []
-    for name, case in {"copy": copy, "eager": eager, "topk": topk, "fused": fused}.items():
+    for name, case in cases.items():
         taken = seconds(case, device, before=before)
         before()
         with Peak(device) as peak:
             case()
         rows.append(_row(name, 1, dim, taken, 0, peak.bytes))
+        # A copy moves two numbers for each coordinate, the others four.
+        rows[-1] |= against(rows[0]["seconds"] * (1 if name == "copy" else 2), taken)
     return _with_ratios(rows)
 
 

@@ -15,8 +15,13 @@ def show(bench: str, device: str, rows: list[dict[str, Any]], *, as_json: bool) 
         print_json({"bench": bench, "device": device, "rows": rows})
         return
     table = Table(title=f"bench {bench} on {device}, torch {torch.__version__}")
-    for name in ("workers", "dim", "case", "ms", "time ratio", "bytes sent", "peak bytes"):
-        table.add_column(name, justify="left" if name == "case" else "right")
+    # What says nothing here leaves its place to the others.
+    sends = any(row["bytes"] for row in rows)
+    bounded = not sends and all("ceiling_ratio" in row for row in rows)
+    names = ["workers", "dim", "case", "ms", "time ratio", "peak bytes"]
+    for name in names + ["bytes sent"] * sends + ["x ceiling"] * bounded:
+        left = name == "case"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         table.add_row(
             str(row["workers"]),
@@ -24,8 +29,9 @@ def show(bench: str, device: str, rows: list[dict[str, Any]], *, as_json: bool) 
             row["case"],
             f"{1e3 * row['seconds']:.3f}",
             f"{row['ratio']:.2f}",
-            f"{row['bytes']:,}",
             "" if row["peak_bytes"] is None else f"{row['peak_bytes']:,}",
+            *([f"{row['bytes']:,}"] if sends else []),
+            *([f"{row['ceiling_ratio']:.2f}"] if bounded else []),
             end_section=following is not None and _size(row) != _size(following),
         )
     Console().print(table)

@@ -17,8 +17,9 @@ class BenchSparsify:
 
     Picking (workers = 1): copy reads and writes every number once; eager adds the residual, picks
     above a threshold and clears, as one would write it in torch; topk does so with torch.topk;
-    fused is gradherd's. Exchange: torch's own hooks dense (all-reduce), fp16 and powersgd (rank
-    1), and exdyna with all it does. Ratios are to copy, and to dense.
+    fused is gradherd's, and on a GPU tally is that with all magnitudes counted. Exchange: torch's
+    own hooks dense (all-reduce), fp16 and powersgd (rank 1), and exdyna with all it does. Ratios
+    are to copy, and to dense.
 
     Example: gradherd bench sparsify --workers 4 --dim 1e7
     """

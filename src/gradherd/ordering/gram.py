@@ -3,12 +3,15 @@
 For vectors Z and running sum S take u = Z.S and G = Z.Z^T at once, run the recursion
 inner_k = u_k + sum_{l<k} s_l G_lk on scalars, and update S += Z^T.s once. Exactly the signs of
 the loop over vectors, with one host sync per block instead of one per vector, and u and G can be
-completed across shards of the columns.
+completed across shards of the columns. On a GPU `triton_gram` takes the products and the sums, if
+Triton is there, and the greedy rule's signs too: then nothing waits for the host.
 
 Letters: W streams, P vectors of a stream in visiting order, D dimension.
 """
 
 import math
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from gradherd.ordering.signed import Numbers, Reduce, Signed, Signs
 
 # Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.
 _FEW_VECTORS = 4
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def block_gram(
@@ -42,6 +46,10 @@ def block_gram(
         block: Vectors of a stream in one Gram matrix.
         reduce: Completes the products where D is only one shard of the columns.
     """
+    fast = fast_form(vectors, running)
+    if fast and reduce is None and isinstance(rule, Greedy):
+        taken, total = fast.balance_greedy(vectors, running, block)
+        return Signed(taken.cpu(), total, carry)
     if vectors.device.type != "cpu" or reduce is not None:
         return blocks_together(vectors, running.clone(), rule, draws, carry, block, reduce)
     z, total = vectors.numpy(), running.numpy().copy()
@@ -98,9 +106,28 @@ def blocks_together(
             inner, gram = _products(z, running, reduce, rule)
         taken, carry = signs_from_products(inner, gram, rule, draws[:, span], carry)
         signs[:, span] = taken * finite
-        weights = torch.from_numpy(signs[:, span]).to(z.device, z.dtype)
-        running.unsqueeze(1).baddbmm_(weights.unsqueeze(1), z)
+        _add_signed(z, torch.from_numpy(signs[:, span]).to(z.device), running)
     return Signed(torch.from_numpy(signs), running, carry)
+
+
+def fast_form(vectors: Tensor, running: Tensor) -> Any:
+    """Return `triton_gram` if it is to sign these (W, P, D) vectors, else None."""
+    ready = _HAS_TRITON and vectors.is_cuda and vectors.dtype == running.dtype == torch.float32
+    if not ready or vectors.stride(-1) != 1 or running.stride(-1) != 1 or not vectors.numel():
+        return None
+    if not vectors.get_device() == running.get_device() == torch.cuda.current_device():
+        return None  # Triton starts its programs on the current device.
+    from gradherd.ordering import triton_gram
+
+    return triton_gram
+
+
+def _add_signed(z: Tensor, signs: Tensor, running: Tensor) -> None:
+    """Add the sums of (W, P, D) vectors with their (W, P) signs to (W, D), in place."""
+    if fast := fast_form(z, running):
+        fast.add_signed(z, signs.contiguous(), running, running)
+    else:
+        running.unsqueeze(1).baddbmm_(signs.to(z.dtype).unsqueeze(1), z)
 
 
 def _products(
@@ -113,6 +140,8 @@ def _products(
     """
     if z.device.type == "cpu" and len(z) == 1 and z.shape[1] <= _FEW_VECTORS:
         both = _few_products(z[0], running[0], squares=rule.chance).unsqueeze(0)
+    elif (fast := fast_form(z, running)) and z.shape[1] <= fast.MOST:
+        both = fast.products(z, running).cpu()
     else:
         both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
     if reduce is not None:

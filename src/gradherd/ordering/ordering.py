@@ -15,7 +15,7 @@ from gradherd.ordering.chance import Chance
 from gradherd.ordering.linear import LinearRows
 from gradherd.ordering.memory import COLUMNS, Memory, Start
 from gradherd.ordering.policy import Policy
-from gradherd.ordering.resize import sequence, striped
+from gradherd.ordering.resize import is_dealt, sequence, striped
 from gradherd.ordering.signed import Reduce
 
 _FORMAT = 1
@@ -239,6 +239,7 @@ class Ordering:
             ("policy", state["policy"], repr(self.policy)),
             ("seed", state["seed"], self.chance.seed),
             ("units", sum(memory.sizes), sum(self.sizes)),
+            ("units of each worker", *_apart(memory.sizes, self.sizes)),
         ):
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
@@ -275,3 +276,12 @@ class Ordering:
             self._memory.mean = theirs._memory.mean.mean(0, keepdim=True).repeat(mine, 1)
         self.rest = left if steps or rest is not None else None
         self._version, self.came_from = None, (version, steps, workers)
+
+
+def _apart(theirs: tuple[int, ...], ours: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return both tables' sizes, or nothing twice if one can be made over to the other.
+
+    That takes units that were dealt out in turn, and another number of workers.
+    """
+    dealt = (is_dealt(theirs) and is_dealt(ours)) and len(theirs) != len(ours)
+    return ((), ()) if dealt else (theirs, ours)

@@ -12,6 +12,16 @@ import torch
 from torch import Tensor
 
 
+def is_dealt(sizes: Sequence[int]) -> bool:
+    """Return whether workers have as many units as when they are dealt out in turn.
+
+    >>> is_dealt((3, 3, 2)), is_dealt((3, 2, 3))
+    (True, False)
+    """
+    units, workers = sum(sizes), len(sizes)
+    return list(sizes) == [len(range(worker, units, workers)) for worker in range(workers)]
+
+
 def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
     """Return the units visited from time step `first` to `length`, by their global numbers.
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from gradherd.ordering.chance import Chance
-from gradherd.ordering.gram import block_gram, blocks_together, triton_for
+from gradherd.ordering.gram import block_gram, blocks_together, fast_form
 from gradherd.ordering.rules import Floats, SignRule
 from gradherd.ordering.sequential import sequential
 from gradherd.ordering.signed import Reduce, Signed
@@ -20,8 +20,8 @@ from gradherd.ordering.signed import Reduce, Signed
 # On the CPU a Gram block only pays for few columns: its arithmetic grows with the block's size,
 # while the loop reads each vector once. `gradherd bench signs` shows both.
 _BLOCK_COLUMNS = 512
-# On a GPU (H200) it always pays with `triton_gram`; with a library's products from a few vectors
-# on, up to where those of so few and so long rows fall behind.
+# On a GPU (H200) it pays from a few vectors on; without `triton_gram` only up to where a library's
+# products of so few and so long rows fall behind.
 _GPU_VECTORS, _GPU_COLUMNS = 8, 4_000_000
 # From this many streams on, a step of all of them together costs less than their blocks.
 _MANY_STREAMS = 8
@@ -55,8 +55,8 @@ def balance(
     streams, count, columns = vectors.shape
     if vectors.device.type == "cpu":
         blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
-    elif fast := triton_for(vectors, running):
-        blocks, block = True, fast.MOST
+    elif fast := fast_form(vectors, running):
+        blocks, block = streams * count >= _GPU_VECTORS, fast.MOST
     else:  # One block: the sync is what costs, until the products do.
         blocks, block = count >= _GPU_VECTORS and columns <= _GPU_COLUMNS, 1024
     if blocks:

@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradherd.rows.sketch import side_sketch, tensor_sketch, token_sketch
+from gradherd.rows.sketch import (
+    kept_on_gpu,
+    outer_sketch,
+    side_sketch,
+    tensor_sketch,
+    token_sketch,
+)
 from gradherd.rows.terms import BUDGET, Products, full
 
 
@@ -40,6 +46,11 @@ class Outer:
         matrix = vector.view(self.lines, right.shape[-1])
         if self.tokens:
             return _per_example(matrix[left], right)
+        if left.is_cuda and left.shape[1] == 1:  # The same with fewer kernels.
+            left, right = left[:, 0], right[:, 0]
+            if self.lines <= right.shape[-1]:
+                return (right @ matrix.T * left).sum(1)
+            return (left @ matrix * right).sum(1)
         # Either side may take the product; the smaller one makes the smaller temporary.
         if self.lines <= right.shape[-1]:
             return _per_example(right @ matrix.T, left)
@@ -74,6 +85,8 @@ class Outer:
         """Return the tensor sketch of each gradient, from the factors alone: (B, k)."""
         left, right = full_left(self), full(self.right)
         keys = f"{name}/left", f"{name}/right"
+        if not self.tokens and kept_on_gpu(left, k) and kept_on_gpu(right, k):
+            return outer_sketch(left, right, k, seed, keys)
         folded = side_sketch(right, k, seed, keys[1])
         if self.tokens:
             lines = token_sketch(left, self.lines, k, seed, keys[0], right.dtype)

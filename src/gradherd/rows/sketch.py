@@ -13,6 +13,10 @@ blake2b. No random generator is read or moved, so ranks, devices and torch versi
   its variance is close to 2/k too, where projecting both sides to sqrt(k) numbers and taking
   the outer product would have 4/sqrt(k).
 
+On a GPU what counts is the number of kernels, not of multiplications. So whatever folds a short
+side there is one product with a matrix that is made once and kept; for the factors of an outer
+product, its lines are Fourier transforms of buckets already.
+
 Shapes: B examples, T positions of an example, N coordinates, K buckets.
 """
 
@@ -26,6 +30,8 @@ from torch import Tensor
 
 _CHUNK = 1 << 22
 """Numbers of a temporary matrix; larger ones are worked off piece by piece."""
+_KEEP = 1 << 21
+"""Numbers of a matrix that may be kept on a GPU: small beside the weight it is for."""
 
 
 def hashes(
@@ -85,6 +91,8 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
     check_size(k)
     if offset < 0:
         raise ValueError(f"offset must not be negative, got {offset}")
+    if vectors.dim() == 2 and not offset and kept_on_gpu(vectors, k):
+        return vectors @ _fold(seed, name, vectors.shape[-1], k, vectors.device)
     first, lead = divmod(offset, k)
     tail = -(lead + vectors.shape[-1]) % k
     count = (lead + vectors.shape[-1] + tail) // k
@@ -103,6 +111,61 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
     signed = signed * signs.to(vectors.dtype)
     source = (torch.arange(k, device=vectors.device) - shifts.unsqueeze(-1)) % k
     return signed.gather(-1, source.expand(signed.shape)).sum(-2)
+
+
+def kept_on_gpu(side: Tensor, k: int) -> bool:
+    """Tell whether numbers (..., N) are folded by a matrix that is kept."""
+    short = 0 < side.shape[-1] * k <= _KEEP and side.numel() // side.shape[-1] * k <= _CHUNK
+    return side.is_cuda and side.dtype == torch.float32 and short
+
+
+@lru_cache(maxsize=1024)
+def _fold(seed: int, name: str, size: int, k: int, device: torch.device) -> Tensor:
+    """Return the (N, k) matrix of `count_sketch`, one sign in each line."""
+    count = -(-size // k)
+    shifts, block_signs = table(seed, f"{name}/block", 0, count, k, device)
+    _, signs = table(seed, f"{name}/column", 0, k, k, device)
+    buckets = (torch.arange(k, device=device) + shifts[:, None]) % k
+    drawn = block_signs[:, None] * signs
+    lines = torch.zeros(size, k, device=device)
+    return lines.scatter_(1, buckets.view(-1, 1)[:size], drawn.view(-1, 1)[:size])
+
+
+@lru_cache(maxsize=1024)
+def _spectra(seed: int, name: str, size: int, k: int, device: torch.device) -> Tensor:
+    """Return the (N, F) matrix of `side_sketch` and a Fourier transform after it.
+
+    F is 2 (k // 2 + 1): each frequency's real part, then its imaginary part.
+    """
+    buckets, signs = table(seed, name, 0, size, k, device)
+    lines = torch.zeros(size, k, device=device).scatter_(1, buckets[:, None], signs[:, None])
+    matrix: Tensor = torch.fft.rfft(lines).view(torch.float32)
+    return matrix
+
+
+@lru_cache(maxsize=64)
+def _back(k: int, device: torch.device) -> Tensor:
+    """Return the (F, k) matrix of the transform back."""
+    each = torch.eye(2 * (k // 2 + 1), device=device).view(torch.complex64)
+    matrix: Tensor = torch.fft.irfft(each, n=k)
+    return matrix
+
+
+def outer_sketch(left: Tensor, right: Tensor, k: int, seed: int, keys: tuple[str, str]) -> Tensor:
+    """Do `tensor_sketch` of two `side_sketch` by kept matrices: (B, T, O), (B, T, I) to (B, k).
+
+    Three matrix products and one of numbers; a sum where there are several positions.
+    """
+    examples, positions, _ = left.shape
+    spectra = []
+    for side, name in zip((left, right), keys, strict=True):
+        matrix = _spectra(seed, name, side.shape[-1], k, side.device)
+        spectra.append((side.reshape(-1, side.shape[-1]) @ matrix).view(torch.complex64))
+    product = spectra[0] * spectra[1]
+    if positions > 1:
+        product = product.view(examples, positions, -1).sum(1)
+    # By a matrix too: torch's transform takes three kernels.
+    return product.view(torch.float32) @ _back(k, left.device)
 
 
 def side_sketch(side: Tensor, k: int, seed: int, name: str) -> Tensor:

@@ -79,10 +79,9 @@ class SparseHook:
         others = []
         for parameter, piece in Buckets.pieces(bucket):
             if parameter in self._places:
-                self._worker.add(self._places[parameter].start, piece)
+                self._worker.add(self._places[parameter].start, piece, clear=True)
             else:  # frozen when we were attached: no residual, so it travels whole
                 others.append((piece, all_reduce(piece / self._world.size, self._world)))
-        flat.zero_()
         for piece, (mean, sent) in others:
             piece.copy_(mean)
             self.total_bytes += sent

@@ -10,6 +10,9 @@ Letters: D coordinates, K those that travel.
 import torch
 from torch import Tensor
 
+from gradherd.sparsify import kernels
+from gradherd.sparsify.tally import Tally
+
 
 class Feedback:
     """Residuals of one worker."""
@@ -19,20 +22,37 @@ class Feedback:
     ) -> None:
         self.kept = torch.zeros(dim, dtype=dtype, device=device)
         self.acc = torch.zeros_like(self.kept)
+        # On a GPU the pass that adds also counts; on a CPU that would cost a pass more.
+        on_gpu = self.kept.is_cuda and dtype == torch.float32 and not momentum
+        self._tally = Tally.around(self.kept.new_ones(())) if on_gpu else None
         self._momentum = momentum
         self.velocity = torch.zeros_like(self.kept) if momentum else None
         self._velocity = torch.zeros_like(self.kept) if momentum else None
 
-    def add(self, begin: int, grad: Tensor, unit: float) -> None:
-        """Add `unit` times a flat gradient to what is kept from coordinate `begin` on."""
+    def begin(self) -> None:
+        """Start a step, also after one that came to nothing."""
+        if self._tally is not None:
+            self._tally.counts.zero_()
+
+    def add(self, begin: int, grad: Tensor, unit: float, *, clear: bool = False) -> None:
+        """Add `unit` times a flat gradient to what is kept from coordinate `begin` on.
+
+        Args:
+            begin: The first coordinate.
+            grad: Their gradient; zeros afterwards if `clear`, in the same pass on a GPU.
+            unit: What it is multiplied by.
+            clear: Whether to clear it.
+        """
         part = slice(begin, begin + len(grad))
         if self.velocity is None or self._velocity is None:
-            torch.add(self.kept[part], grad, alpha=unit, out=self.acc[part])
+            kernels.add(self.kept[part], grad, unit, self.acc[part], tally=self._tally, clear=clear)
             return
         # The velocity is what accumulates; masking it where it was sent keeps it from being late.
         velocity = self._velocity[part]
         torch.mul(self.velocity[part], self._momentum, out=velocity).add_(grad, alpha=unit)
         torch.add(self.kept[part], velocity, out=self.acc[part])
+        if clear:
+            grad.zero_()
 
     def leave_out(self, begin: int, end: int) -> None:
         """Let nothing of [begin, end) travel in this step."""
@@ -40,6 +60,8 @@ class Feedback:
 
     def finite(self) -> bool:
         """Tell whether all that was added is finite."""
+        if self._tally is not None:
+            return bool(self._tally.finite())
         # One pass; a sum may overflow where no term has.
         return bool(self.acc.sum().isfinite()) or bool(self.acc.isfinite().all())
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradherd.sparsify import kernels
+
 
 class Buckets:
     """All buckets of one backward."""
@@ -53,9 +55,5 @@ class Buckets:
         number = self._numbers[row]
         held = torch.zeros_like(values)
         for own, flat in enumerate(self._flats):
-            mine = slice(None) if len(self._flats) == 1 else number == own
-            here, limit = values[mine], torch.finfo(flat.dtype).max
-            written = here.clamp(-limit, limit).to(flat.dtype)
-            flat[at[mine]] = written
-            held[mine] = written.to(held.dtype)
+            kernels.put(flat, number, own, at, values, held)
         return held

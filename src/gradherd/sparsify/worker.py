@@ -46,6 +46,7 @@ class Worker:
 
     def set_unit(self, loss_scale: float) -> None:
         """Prepare a step whose gradients were multiplied by `loss_scale`."""
+        self.feedback.begin()
         self._unit = 1 / loss_scale
         if self.settings.learning_rate is None:
             return
@@ -64,9 +65,9 @@ class Worker:
         """Whether the learning rate is zero: there is nothing to exchange then."""
         return self._unit == 0
 
-    def add(self, begin: int, grad: Tensor) -> None:
-        """Take a flat gradient of the coordinates from `begin` on."""
-        self.feedback.add(begin, grad, self._unit)
+    def add(self, begin: int, grad: Tensor, *, clear: bool = False) -> None:
+        """Take a flat gradient of the coordinates from `begin` on; leave zeros if `clear`."""
+        self.feedback.add(begin, grad, self._unit, clear=clear)
 
     def script(self) -> Script[Outcome | None]:
         """Return what this worker says in this step."""

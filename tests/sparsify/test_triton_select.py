@@ -1,0 +1,228 @@
+"""Passes on a GPU against float64 on the CPU: odd lengths, odd beginnings, poisoned memory.
+
+Without a GPU they run through Triton's interpreter, which must be told before Triton is imported:
+`tests/test_interpreted.py` does so.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gradherd.sparsify import kernels
+from gradherd.sparsify import triton_few as few
+from gradherd.sparsify import triton_select as passes
+from gradherd.sparsify.tally import BINS, SHIFT, Tally
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not GPU and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="there is no GPU, and Triton does not interpret",
+    ),
+]
+only_gpu = pytest.mark.skipif(not GPU, reason="there is no GPU")
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+if not GPU:
+    passes.TILE = 256  # the interpreter is slow
+TILE = passes.TILE
+# Around a tile, around a program's tiles, around a group of tiles.
+LENGTHS = [1, 31, TILE - 1, TILE, TILE + 1, 7 * TILE + 77, 3_000_001]
+SIZES = [(length, kind) for length in LENGTHS for kind in KINDS]
+if not GPU:
+    SIZES = [(1, KINDS[1]), (TILE, KINDS[0]), (TILE + 1, KINDS[2]), (4 * TILE + 77, KINDS[0])]
+
+
+# Where slices begin, the gradients' factor, whether the sum replaces the residual, the floor.
+CASES = [(0, 1.0, True, 2.5), (1, 0.37, False, 1.0 if GPU else 2.0), (3, -2.0, True, 4.0)]
+
+
+def inside(length, offset, dtype=torch.float32, values=None):
+    """A slice that starts at `offset` of memory full of NaN, and that memory."""
+    whole = torch.full((length + offset + 5,), torch.nan, dtype=dtype, device=DEVICE)
+    part = whole[offset : offset + length]
+    if values is not None:
+        part.copy_(values)
+    return part, whole
+
+
+def untouched(part, whole, offset):
+    rest = torch.cat([whole[:offset], whole[offset + len(part) :]])
+    return bool(rest.isnan().all())
+
+
+def fresh(length):
+    return torch.randn(length)  # a new draw each time: the seed is nobody's
+
+
+def counted(values, tally):
+    """The tally of numbers by their sizes against borders, in float64."""
+    window = int(tally.window)
+    bits = (np.arange(window + 1, window + BINS - 1, dtype=np.int64) << SHIFT).astype(np.int32)
+    borders = bits.view(np.float32).astype(np.float64)
+    sizes = np.abs(values.cpu().numpy().astype(np.float64))
+    real = sizes[np.isfinite(sizes)]
+    bins = np.searchsorted(borders, real, side="right")
+    counts = np.bincount(bins, minlength=BINS)
+    counts[-1] += len(sizes) - len(real)
+    return counts
+
+
+@pytest.mark.parametrize(("length", "dtype"), SIZES, ids=str)
+def test_one_pass_adds_counts_marks_and_clears(length, dtype):
+    for offset, unit, in_place, line in CASES:
+        old, new = fresh(length), fresh(length).to(dtype)
+        kept, kept_memory = inside(length, offset, values=old)
+        grad, grad_memory = inside(length, 2 * offset, dtype, new)
+        out, out_memory = (kept, kept_memory) if in_place else inside(length, offset)
+        floor = torch.tensor(line, device=DEVICE)
+        tally = Tally.around(floor)
+        marks = passes.add(kept, grad, unit, out, tally, floor, clear=True)
+        wanted = old.double() + unit * new.double()
+        torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-6, atol=1e-7)
+        assert not grad.any() and untouched(grad, grad_memory, 2 * offset)
+        assert untouched(out, out_memory, offset)
+        assert np.array_equal(tally.counts.cpu().numpy(), counted(out, tally))
+        found = np.flatnonzero(np.abs(out.cpu().numpy()) >= np.float32(line))
+        assert np.array_equal(passes.above(out, line).cpu().numpy(), found)
+        check_taken(out, out_memory, offset, marks, found)
+
+
+def check_taken(values, memory, offset, marks, found):
+    """Take with room for some, for all, for more."""
+    before = values.clone()
+    for room in (len(found) // 2, len(found) + 3, *([0, len(found)] if GPU else [])):
+        values.copy_(before)
+        indices, picked, count = passes.take(values, marks, room, clear=True)
+        taken = torch.from_numpy(found[:room]).to(DEVICE)
+        assert int(count) == len(found) and len(indices) == len(picked) == room
+        assert torch.equal(indices[: len(taken)], taken)
+        assert torch.equal(picked[: len(taken)], before[taken])
+        assert not indices[len(taken) :].any() and not picked[len(taken) :].any()
+        left = before.clone()
+        left[taken] = 0
+        assert torch.equal(values, left)  # what found no room is where it was
+        assert untouched(values, memory, offset)
+
+
+def test_without_a_tally_and_a_floor_it_only_adds():
+    kept, grad = fresh(TILE + 5).to(DEVICE), fresh(TILE + 5).to(DEVICE)
+    before, out = grad.clone(), torch.full_like(kept, torch.nan)
+    assert passes.add(kept, grad, 1.0, out, None, None, clear=False) is None
+    assert torch.equal(out, kept + grad) and torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_counted_and_nan_is_not_picked(bad):
+    kept, grad = torch.zeros(TILE + 9, device=DEVICE), fresh(TILE + 9).to(DEVICE)
+    for at in (3, TILE + 8):
+        grad[at] = bad
+        floor = torch.tensor(0.0, device=DEVICE)
+        tally = Tally.around(torch.tensor(1.0, device=DEVICE))
+        out = torch.empty_like(kept)
+        marks = passes.add(kept, grad, 1.0, out, tally, floor, clear=False)
+        assert not tally.finite()
+        _, _, found = passes.take(out, marks, 1, clear=False)
+        assert int(found) == int((out.abs() >= 0).sum())
+        grad[at] = 1.0
+    tally.counts.zero_()
+    passes.add(kept, grad, 1.0, out, tally, None, clear=False)
+    assert tally.finite()
+
+
+def test_floors_at_the_ends_of_the_range():
+    values = torch.tensor([0.0, -1e-45, 1e-40, 1.0, -3e38, torch.inf, torch.nan], device=DEVICE)
+    sizes = values.cpu().double().abs().numpy()
+    for floor in (0.0, 1.4e-45, 1e-40, 1.0, 3e38, 3.4028234e38):
+        wanted = np.flatnonzero(sizes >= np.float64(np.float32(floor)))
+        assert passes.above(values, floor).tolist() == wanted.tolist(), floor
+
+
+@pytest.mark.parametrize("k", [1, 5, 100, TILE - 3, 10_000])
+def test_the_floor_leaves_at_least_k(k):
+    values = fresh(TILE + 1).to(DEVICE)
+    tally = Tally.around(torch.tensor(0.9, device=DEVICE))
+    out = torch.empty_like(values)
+    passes.add(torch.zeros_like(values), values, 1.0, out, tally, None, clear=False)
+    floor = few.floor(tally.counts, tally.window, k)
+    on_cpu = Tally(tally.counts.cpu(), tally.window.cpu())
+    assert floor.cpu() == on_cpu.floor(k)
+    reach = int((out.abs() >= floor).sum())
+    assert reach >= min(k, len(values))
+    if floor > 0:  # and at the next border there are fewer
+        following = (floor.view(torch.int32) + (1 << SHIFT)).view(torch.float32)
+        assert int((out.abs() >= following).sum()) < k
+    assert (floor > 0) == (k < TILE - 3)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_a_mean_is_scattered_to_its_bucket(dtype):
+    flat, memory = inside(3000, 1, dtype, torch.zeros(3000))
+    count = 1500
+    at, number = torch.randperm(3000)[:count], torch.randint(0, 3, (count,))
+    values = fresh(count) * 1e3
+    values[:3] = torch.tensor([1e38, -1e38, torch.nan])
+    number[:3] = 1
+    held = torch.full((count,), 7.0)
+    wanted, wanted_held = torch.zeros(3000, dtype=dtype), held.clone()
+    kernels.put(wanted, number, 1, at, values, wanted_held)
+    on_device = [one.to(DEVICE) for one in (number, at, values, held)]
+    few.put(flat, on_device[0], 1, *on_device[1:])
+    # The interpreter cuts bits off where a GPU rounds.
+    exact = {"rtol": 0 if GPU or dtype != torch.bfloat16 else 2**-7, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(flat.cpu(), wanted, **exact)
+    torch.testing.assert_close(on_device[3].cpu(), wanted_held, **exact)
+    assert int(flat.isnan().sum()) == 1
+    assert untouched(flat, memory, 1)
+
+
+@only_gpu
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_the_gpu_does_what_the_twin_does(dtype):
+    length = 1_000_003
+    old, new = fresh(length), fresh(length).to(dtype)
+    results = []
+    for device in ("cpu", "cuda", "cuda"):
+        kept, grad = old.to(device, copy=True), new.to(device, copy=True)
+        floor = torch.tensor(2.5, device=device)
+        tally = Tally.around(floor)
+        picks = kernels.add_select(kept, grad, 1.0, kept, floor, 9000, tally=tally, clear=True)
+        again = kernels.select(kept, floor, 9000, clear=True)
+        state = [*picks, *again, kept, tally.counts, tally.floor(1000), tally.finite()]
+        results.append([one.cpu() for one in state])
+        assert not grad.any() and int(picks.found) > 9000
+    for one in results[1:]:
+        for mine, twin in zip(one, results[0], strict=True):
+            assert torch.equal(mine, twin.to(mine.dtype))
+
+
+@only_gpu
+def test_nothing_waits_for_the_host():
+    kept, grad = torch.randn(2, 1_000_003, device=DEVICE)
+    floor = torch.tensor(2.5, device=DEVICE)
+    for mode in (0, "error"):  # the first time Triton compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            tally = Tally.around(floor)
+            kernels.add_select(kept, grad, 1.0, kept, floor, 9000, tally=tally, clear=True)
+            kernels.add(kept, grad, 1.0, kept, tally=tally, clear=True)
+            kernels.select(kept, tally.floor(1000), 2000, clear=True)
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+
+
+@only_gpu
+def test_above_and_largest_on_a_gpu():
+    for length in (0, 1, 40_960, 300_001):
+        values = fresh(length)
+        for floor in (0.0, 1e-300, 0.5, 3.5, 1e30, 1e300, float("inf")):
+            found = kernels.above(values.cuda(), floor).cpu()
+            assert torch.equal(found, kernels.above(values, floor)), (length, floor)
+        for k in {0, min(length, 30), length // 9}:
+            found = kernels.largest(values.cuda(), k).cpu()
+            assert torch.equal(found, kernels.largest(values, k))

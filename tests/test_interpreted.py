@@ -1,0 +1,29 @@
+"""Triton's programs on the CPU, by its interpreter: in a process of its own.
+
+Whether Triton interprets is settled when it is imported, and by then other tests have done so.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+MODULES = ["tests/sparsify/test_triton_select.py", "tests/ordering/test_triton_gram.py"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_programs_do_what_they_should(module, pytestconfig):
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", module, "-q", "-p", "no:cacheprovider"]
+    hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        command,
+        cwd=pytestconfig.rootpath,
+        env=os.environ | hidden,
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert ran.stdout.count(".") > 15  # what was skipped shows as s
