@@ -546,3 +546,27 @@ def test_unknown_rows_are_named(rows):
     sampler = OrderedSampler(examples(8), "cd-grab", batch_size=4)
     with pytest.raises(ValueError, match="rows must be one of auto, batch, exact, sketch, got"):
         attach(network(), order=sampler, rows=rows)
+
+
+@pytest.mark.parametrize("rows", ["exact", "sketch"])
+def test_rows_keep_their_precision_where_autocast_asks_for_them(rows):
+    """A step that is skipped leaves its rows to the next forward, which may be in autocast."""
+
+    def learned(settle):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3))
+        x = torch.randn(24, 20)
+        data = TensorDataset(x, torch.arange(24) % 3)
+        sampler = OrderedSampler(data, "pair-grab", batch_size=4, world=World.single())
+        herd = attach(net, order=sampler, rows=rows)
+        for batch, (inputs, labels) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(net(inputs), labels)
+            loss.backward()
+            if settle:
+                herd.finish()
+            if batch == 3:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return herd.state_dict()["ordering"]["memory"]["running"]
+
+    torch.testing.assert_close(learned(settle=False), learned(settle=True))

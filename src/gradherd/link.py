@@ -67,7 +67,8 @@ class Link:
     def _settle(self) -> None:
         """Feed back the batch whose backward is done."""
         if self._feed.waiting:
-            with self._clock:
+            # A forward in autocast may be what asks; rows keep their precision.
+            with self._clock, torch.autocast(self._device.type, enabled=False):
                 self._hand_over()
 
     def _hand_over(self) -> None:
@@ -117,7 +118,7 @@ class Link:
 
     def finish(self) -> None:
         """Feed back what waits and let the sampler learn it, on all ranks together."""
-        with self._clock:
+        with self._clock, torch.autocast(self._device.type, enabled=False):
             self._settle()
             self._feed.finish()
 
