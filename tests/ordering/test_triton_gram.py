@@ -139,6 +139,7 @@ def test_every_rule_and_reduce_on_a_gpu(rule):
 
 
 @only_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_host_but_the_signs():
     z, running = columns(1, 64, 100_000)
     for mode in (0, "error"):  # the first time Triton compiles

@@ -202,6 +202,7 @@ def test_the_gpu_does_what_the_twin_does(dtype):
 
 
 @only_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_host():
     kept, grad = torch.randn(2, 1_000_003, device=DEVICE)
     floor = torch.tensor(2.5, device=DEVICE)
