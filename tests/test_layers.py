@@ -15,6 +15,7 @@ ALLOWED = {
     "sparsify": {"sparsify", "comm"},
     "replay": {"replay", "ordering", "sparsify"},
     "bench": {"bench", "attach", "herd", "ordering", "sparsify", "comm", "rows"},
+    "advise": {"advise", "comm"},
     "tasks": {"tasks"},
     "train": {
         "train",
@@ -29,9 +30,20 @@ ALLOWED = {
         "sparsify",
         "comm",
     },
-    "report": {"report", "train"},
+    "study": {
+        "study",
+        "train",
+        "tasks",
+        "replay",
+        "bench",
+        "ordering",
+        "sparsify",
+        "comm",
+    },
+    "report": {"report", "train", "study"},
     "commands": {
         "commands",
+        "advise",
         "bench",
         "ordering",
         "sparsify",
@@ -39,6 +51,7 @@ ALLOWED = {
         "comm",
         "tasks",
         "report",
+        "study",
         "train",
     },
     "cli": {"commands", "__init__"},
@@ -116,3 +129,18 @@ def test_reports_read_records_and_no_tensor():
         assert "torch" not in {module.split(".")[0] for module in modules}, path
         trained = {module for module in modules if module.startswith("gradherd.train")}
         assert trained <= {"gradherd.train.record"}, path
+
+
+def test_triton_is_imported_where_it_is_needed_only():
+    """A machine without Triton has no use for it, and importing it takes a second."""
+    for path in ROOT.rglob("*.py"):
+        if path.stem.startswith("triton_"):
+            continue
+        tree = ast.parse(path.read_text())
+        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        assert "triton" not in {name.split(".")[0] for name in names}, path
+        for node in tree.body:  # at the top: whenever the module is imported
+            if isinstance(node, ast.ImportFrom):
+                modules = {*(node.module or "").split("."), *(a.name for a in node.names)}
+                assert not {m for m in modules if m.startswith("triton_")}, path

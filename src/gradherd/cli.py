@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": ("demo:Demo", "both halves at work in two minutes, and a page about it"),
     "train": ("train:Train", "train a task once, and write down how it went"),
     "compare": ("compare:Compare", "orders or sparsifiers on one task: who won, and is it sure?"),
+    "study": ("study:Study", "run a study that a file describes, and keep its results"),
     "herding": ("herding:Herding", "random vectors: how short does each order keep prefix sums?"),
     "replay order": (
         "replay_order:ReplayOrder",
@@ -47,6 +48,7 @@ COMMANDS = {
         "picking against torch.topk, a sparse exchange against all-reduce and PowerSGD",
     ),
     "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
+    "advise": ("advise:Advise", "will a sparse exchange pay here? predicted step times"),
     "report": ("report:Report", "records of runs -> what they show, and one HTML page"),
     "data list": ("data_list:DataList", "which data sets are there, and how to get the others"),
     "data get": ("data_get:DataGet", "download a data set from its usual public source"),
@@ -54,7 +56,7 @@ COMMANDS = {
     "doctor": ("doctor:Doctor", "is all there that gradherd needs, and does it work?"),
 }
 """Command -> (module:class under gradherd.commands, one line of help)."""
-_ON_RANKS = ("train", "compare")
+_ON_RANKS = ("train", "compare", "advise")
 """Commands that every process that torchrun started takes part in."""
 
 

@@ -1,0 +1,158 @@
+"""The measuring of slow_network.py: ranks in namespaces, asked for one thing after the other."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from netns import INTERFACE, Namespaces
+
+from gradherd.advise import units
+
+# After so many cases the step without exchange again: the machine may have other work at times.
+_AGAIN = 3
+_HEADERS = 66  # bytes of Ethernet, IP and TCP with timestamps in front of each packet's data
+# The small training: what it is done with, and when it is done.
+_TRAINED = ("dense", "fp16", "topk", "exdyna", "dense+cd-grab", "exdyna+cd-grab")
+_TARGET, _EPOCHS, _DENSITY = 0.25, 10, 0.01
+_LINK_SECONDS = 0.3  # of sending, to measure a link
+
+
+def progress(text: str) -> None:
+    """Tell people how far it is."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+class Ranks:
+    """The ranks in their namespaces: all are asked the same, and answer together."""
+
+    def __init__(self, net: Namespaces, folder: Path) -> None:
+        script = Path(__file__).with_name("slow_rank.py")
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
+        self._ranks = [
+            net.start(
+                rank,
+                [sys.executable, str(script), str(rank), str(net.count), str(folder / "store")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+            )
+            for rank in range(net.count)
+        ]
+
+    def ask(self, do: str, **job: Any) -> list[dict[str, Any]]:
+        """Return the answer of every rank."""
+        with contextlib.suppress(BrokenPipeError):  # It has ended: the answer will be missing.
+            for rank in self._ranks:
+                assert rank.stdin is not None
+                rank.stdin.write(json.dumps({"do": do, **job}) + "\n")
+                rank.stdin.flush()
+        answers = []
+        for number, rank in enumerate(self._ranks):
+            assert rank.stdout is not None
+            line = rank.stdout.readline()
+            if not line:
+                raise RuntimeError(f"rank {number} ended while asked to {do}; see above")
+            answers.append(json.loads(line))
+        return answers
+
+
+def measure_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure links, the step without exchange, and every case at every rate."""
+    rates = [None, *args.rates]
+    links = [measure_link(net, ranks, rate, args.delay) for rate in rates]
+    job = {"params": args.params, "batch": args.batch, "density": args.density, "rank": args.rank}
+    rows, compute, made = [], [], {}
+    for number, case in enumerate(args.cases):
+        if number % _AGAIN == 0:
+            compute.append(measure_compute(ranks, job, args.seconds))
+        exchange, _, order = case.partition("+")
+        net.limit(None)  # DDP's first broadcast is not what is measured
+        made = ranks.ask("make", exchange=exchange, order=order or "d-rr", **job)[0]
+        for rate in rates:
+            net.limit(rate, args.delay)
+            answers = ranks.ask("measure", seconds=args.seconds)
+            row = summary(case, rate, answers)
+            row["dropped_packets"] = net.dropped() if rate is not None else 0
+            rows.append(row)
+            told = f"{1e3 * row['step_seconds']:.0f} ms, {row['kernel_tx_bytes']:,.0f} bytes sent"
+            progress(f"{case} at {rate_name(rate)}: a step takes {told}")
+    typical = {name: min(one[name] for one in compute) for name in compute[0]}
+    return {"links": links, "compute": typical, "model": made, "rows": rows}
+
+
+def train_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Train a small task in several ways at the slowest rate."""
+    if not args.training or not args.rates or importlib.util.find_spec("sklearn") is None:
+        return None
+    rate, rows = min(args.rates), []
+    job = {"target": _TARGET, "epochs": _EPOCHS, "density": _DENSITY, "seed": 0}
+    net.limit(rate, args.delay)
+    for case in _TRAINED:
+        exchange, _, order = case.partition("+")
+        answers = ranks.ask("train", exchange=exchange, order=order or "d-rr", **job)
+        row = {"case": case, **answers[0]}
+        row["kernel_tx_bytes"] = statistics.mean(one["kernel_tx_bytes"] for one in answers)
+        rows.append(row)
+        progress(f"digits by {case}: {row['seconds']:.1f} s, {row['epochs']} epochs")
+    return {"rate": rate, **job, "rows": rows}
+
+
+def measure_link(net: Namespaces, ranks: Ranks, rate: float | None, delay: float) -> dict[str, Any]:
+    """Measure what arrives at the next rank, and how fast a short message does."""
+    net.limit(rate, delay)
+    size = int(min(32e6, max(1e5, (rate or 4e9) / 8 * _LINK_SECONDS)))
+    found = ranks.ask("link", repeats=40, bytes=size)[0]
+    arrives = units.show_rate(found["goodput"])
+    progress(f"link of {rate_name(rate)}: {arrives} arrive, {1e3 * found['latency']:.2f} ms a hop")
+    return {"rate": rate, **found}
+
+
+def measure_compute(ranks: Ranks, job: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Measure a step in which nothing is exchanged."""
+    ranks.ask("make", exchange="none", order="d-rr", **job)
+    answers = ranks.ask("measure", seconds=seconds / 2)
+    return {
+        "step_seconds": statistics.median(answers[0]["seconds"]),
+        "backward_seconds": statistics.median(answers[0]["backward"]),
+        "cpu_seconds": statistics.mean(answer["cpu_seconds"] for answer in answers),
+    }
+
+
+def summary(case: str, rate: float | None, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put together what the ranks have measured of one case at one rate; means over ranks."""
+    row: dict[str, Any] = {"case": case, "rate": rate, "steps": answers[0]["steps"]}
+    row["step_seconds"] = statistics.median(answers[0]["seconds"])
+    row["step_seconds_all"] = answers[0]["seconds"]
+    for name in ("counted_bytes", "kernel_tx_bytes", "kernel_rx_bytes", "packets", "cpu_seconds"):
+        row[name] = statistics.mean(answer[name] for answer in answers)
+    row["payload_bytes"] = row["kernel_tx_bytes"] - _HEADERS * row["packets"]
+    row["counted_over_payload"] = row["counted_bytes"] / row["payload_bytes"]
+    row["selected"] = answers[0]["selected"]
+    return row
+
+
+def rate_name(rate: float | None) -> str:
+    """Return a rate as people say it."""
+    return "no limit" if rate is None else units.show_rate(rate)
+
+
+@contextlib.contextmanager
+def running(workers: int) -> Iterator[tuple[Namespaces, Ranks]]:
+    """Make the network and start the ranks; both are gone afterwards."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gradherd-slow-") as folder,
+        Namespaces(workers) as net,
+    ):
+        yield net, Ranks(net, Path(folder))
