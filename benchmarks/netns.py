@@ -60,12 +60,13 @@ class Namespaces:
         self.count = count
         self._name = f"gh{os.getpid()}"
         self._processes: list[subprocess.Popen[str]] = []
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
         self._limited = False
 
     def __enter__(self) -> "Namespaces":
         _remove_leftovers()
-        self._before = signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, _interrupt)
         try:
             self._make()
         except BaseException:
@@ -149,8 +150,19 @@ class Namespaces:
         """Start a process in a namespace; it is ended with it at the latest."""
         inside = ["ip", "netns", "exec", self.namespace(rank), *command]
         # In a session of its own, since Ctrl-C is for us: we end the processes.
-        process = subprocess.Popen(inside, text=True, start_new_session=True, **options)
-        self._processes.append(process)
+        # A signal between the start and the list would leave a process that nobody ends.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            process = subprocess.Popen(
+                inside,
+                text=True,
+                start_new_session=True,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, masked) and None,
+                **options,
+            )
+            self._processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         return process
 
     def _remove(self) -> None:
@@ -163,8 +175,9 @@ class Namespaces:
                 _quietly("ip", "link", "del", self._outer(rank))
                 _quietly("ip", "netns", "del", self.namespace(rank))
             _quietly("ip", "link", "del", f"{self._name}b")
-            if self._before is not None:
-                signal.signal(signal.SIGTERM, self._before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            _told_to_stop.clear()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
@@ -173,8 +186,14 @@ _told_to_stop: list[int] = []
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _told_to_stop.append(number)  # Python drops what is raised while it forks
+    _told_to_stop.append(number)
     raise KeyboardInterrupt
+
+
+def _stop_if_told() -> None:
+    """Raise after a child was started: Python drops what is raised while it forks."""
+    if _told_to_stop:
+        raise KeyboardInterrupt
 
 
 def _bucket(rate: float) -> tuple[str, ...]:
@@ -197,8 +216,7 @@ def _remove_leftovers() -> None:
 
 def _do(*command: str) -> str:
     ran = subprocess.run(command, capture_output=True, text=True)
-    if _told_to_stop:
-        raise KeyboardInterrupt
+    _stop_if_told()
     if ran.returncode != 0:
         said = " ".join((ran.stderr or ran.stdout).split())
         raise NetworkError(f"`{' '.join(command)}` failed: {said}")
