@@ -1,6 +1,7 @@
 """`gradherd report`: a page from the records of runs."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,18 +26,29 @@ class Report:
     which their first run was started, and the first one is the baseline. The page is one HTML
     file that needs no network.
 
+    With --evidence it writes docs/evidence.md and its charts instead, from studies/*.toml and the
+    results in benchmarks/results; DIR is the folder that holds these, by default this one.
+
     Example: gradherd report runs/ --out report.html
+
+    Example: gradherd report --evidence
     """
 
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = ()
     """Folders with record.json files, at any depth."""
     out: Path | None = None
     """The HTML file; report.html in the first folder if not given."""
     json: bool = False
-    """Print {"comparisons": [as `gradherd compare --json` does], "report"}."""
+    """Print {"comparisons": [as `gradherd compare --json` does], "report"}; with --evidence
+    {"claims": [{"id", "verdict", "ours"}], "unmeasured", "files"}."""
+    evidence: bool = False
+    """Write the page that holds every claim of the papers beside our own records."""
 
     def run(self) -> None:
         """Find, compare, write, tell."""
+        if self.evidence:
+            self._evidence()
+            return
         if not self.folders:
             raise UsageError("name at least one folder with records, as in: gradherd report runs/")
         out = self.folders[0] / "report.html" if self.out is None else self.out
@@ -56,6 +68,30 @@ class Report:
             return
         for one in comparisons:
             show(one, out if one is comparisons[-1] else None)
+
+    def _evidence(self) -> None:
+        from gradherd.report.evidence import write_evidence
+
+        if self.out is not None or len(self.folders) > 1:
+            raise UsageError("--evidence writes docs/evidence.md: it takes one DIR and no --out")
+        try:
+            made = write_evidence(self.folders[0] if self.folders else Path())
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        for study, claims in made.unmeasured.items():
+            print(f"gradherd: not measured yet: {study}: {', '.join(claims)}", file=sys.stderr)
+        files = [str(path) for path in made.files]
+        if self.json:
+            judged = [
+                {"id": one.claim.id, "verdict": one.word, "ours": one.ours} for one in made.verdicts
+            ]
+            told = {"claims": judged, "unmeasured": dict(made.unmeasured), "files": files}
+            print_json(told)
+            return
+        for one in made.verdicts:
+            print(f"{one.word:13}  {one.claim.id}: {one.ours}")
+        waiting = sum(len(claims) for claims in made.unmeasured.values())
+        print(f"{len(made.verdicts)} claims measured, {waiting} not yet: {files[-1]}")
 
 
 def _check_out(out: Path) -> None:

@@ -1,0 +1,139 @@
+"""What is measured of each run of a study, by the names that claims and figures use.
+
+Runs that train have the measures below; all others have the numbers of their summary.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gradherd.report.arms import late_epochs, values_at
+from gradherd.report.pairs import first_at_or_below
+from gradherd.report.stats import number, spread
+from gradherd.study.archive import Result
+from gradherd.train.record import EpochRow, RunRecord
+
+BySeed = Mapping[int, float | None]
+"""A figure of each seed; None where a run has none, as when it diverged."""
+_FIELDS: dict[str, Callable[[EpochRow], float | None]] = {
+    "train_loss": lambda row: row.train_loss,
+    "metric": lambda row: row.metric,
+    "herding_bound": lambda row: row.herding_bound,
+    "padding": lambda row: row.padding,
+    "residual_norm": lambda row: row.residual_norm,
+    "density": lambda row: row.density,
+}
+_SUMS: dict[str, Callable[[EpochRow], float]] = {
+    "bytes": lambda row: row.bytes,
+    "ordering_bytes": lambda row: row.ordering_bytes,
+    "seconds": lambda row: row.seconds,
+}
+ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", "epochs_share")
+"""Measures that every run has unless it diverged or never got there: lacking them is a finding."""
+NAMES = {
+    "bound": "herding bound after the last round",
+    "mean": "herding bound, mean over rounds",
+    "train_loss": "train loss after the last epoch",
+    "late_train_loss": "mean train loss over the last half of the epochs",
+    "late_herding_bound": "mean herding bound over the last half of the epochs",
+    "herding_bound": "herding bound",
+    "epochs_share": "epochs to the other's best mean loss / epochs it took itself",
+    "density_error": "share that the density is off, mean over steps",
+    "build_up": "density / wanted, last half of the steps",
+}
+"""Measures in words, where their name does not tell."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measure of an arm, and of what it is held against."""
+
+    arm: BySeed
+    against: BySeed | None
+    higher_is_better: bool
+    of: str
+    """What it is, in words."""
+
+    @property
+    def there(self) -> bool:
+        """Whether some run has it; what is too dear to watch, no run has."""
+        arms = (self.arm, {0: 0.0} if self.against is None else self.against)
+        return all(any(value is not None for value in arm.values()) for arm in arms)
+
+
+def measured(
+    name: str, epoch: int | None, arm: Sequence[Result], against: Sequence[Result] | None
+) -> Measured:
+    """Return a measure of each seed; ValueError if there is no such measure."""
+    if "summary" in arm[0].figures:
+        there = None if against is None else _summary(name, against)
+        return Measured(_summary(name, arm), there, False, NAMES.get(name, name.replace("_", " ")))
+    runs = [one.record() for one in arm]
+    others = None if against is None else [one.record() for one in against]
+    higher = name == "metric" and runs[0].higher_is_better
+    words = runs[0].metric_name if name == "metric" else NAMES.get(name, name.replace("_", " "))
+    words = words.replace("the last epoch", f"epoch {epoch}") if epoch else words
+    if name == "epochs_share":
+        if others is None:
+            raise ValueError("epochs_share needs an arm to be held against")
+        shares = epochs_share(runs, others)
+        return Measured(shares, dict.fromkeys(shares, 1.0), False, words)
+    there = None if others is None else of_runs(name, epoch, others)
+    return Measured(of_runs(name, epoch, runs), there, higher, words)
+
+
+def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int, float | None]:
+    """Return a measure of runs that trained.
+
+    `late_...` is the mean over the last half of the epochs, `bytes` and the like add up.
+    """
+    end = max(len(run.epochs) for run in runs) if epoch is None else epoch
+    seeds = [run.seed for run in runs]
+    if name in _SUMS:
+        sums = [sum(_SUMS[name](row) for row in run.epochs[:end]) for run in runs]
+        return dict(zip(seeds, sums, strict=True))
+    field = _FIELDS.get(name.removeprefix("late_"))
+    if field is None:
+        known = [*_FIELDS, *(f"late_{one}" for one in _FIELDS), *_SUMS, "epochs_share"]
+        raise ValueError(f"unknown measure {name!r}; known are {', '.join(known)}")
+    epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
+    by_epoch = [values_at(runs, one, field) for one in epochs]
+    means = [spread(values).mean for values in zip(*by_epoch, strict=True)]
+    return dict(zip(seeds, means, strict=True))
+
+
+def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict[int, float | None]:
+    """Return how soon each run reaches the others' best mean loss, of the epochs they took to it.
+
+    None for a run that never does.
+    """
+    end = max(len(run.epochs) for run in others)
+    means = [
+        spread(values_at(others, epoch, lambda row: row.train_loss)).mean
+        for epoch in range(1, end + 1)
+    ]
+    known = [mean for mean in means if mean is not None]
+    if not known:
+        return {run.seed: None for run in runs}
+    took = means.index(min(known)) + 1
+    reached = {
+        run.seed: first_at_or_below([row.train_loss for row in run.epochs], min(known))
+        for run in runs
+    }
+    return {seed: None if at is None else at / took for seed, at in reached.items()}
+
+
+def _summary(name: str, results: Sequence[Result]) -> dict[int, float | None]:
+    found = {}
+    for one in results:
+        summary = one.figures["summary"]
+        if name not in summary:
+            raise ValueError(f"unknown measure {name!r}; known are {', '.join(summary)}")
+        found[one.seed] = number(summary[name])
+    return found
+
+
+def mean_by_seed(values: BySeed) -> float | None:
+    """Return the mean, None if a run has no figure."""
+    known = [value for value in values.values() if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -1,0 +1,114 @@
+"""Results of a study -> the lines of its charts."""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradherd.report.claims_measures import NAMES, mean_by_seed, measured
+from gradherd.report.figures import Line, chart
+from gradherd.study.archive import Result
+from gradherd.study.file import Figure, Study
+
+Results = Mapping[str, Sequence[Result]]
+_SERIES = ("epoch", "step", "round", "bytes")
+_TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
+Series = tuple[list[float], list[float | None]]
+
+
+def drawn(study: Study, results: Results) -> dict[str, str]:
+    """Return the charts of a study as SVG by file name; those without results are left out."""
+    found = {}
+    for number, figure in enumerate(study.figures, 1):
+        names = [arm.name for arm in study.arms if not figure.arms or arm.name in figure.arms]
+        there = {name: results[name] for name in names if name in results}
+        if not there:
+            continue
+        over = figure.x in _SERIES
+        lines = over_time(figure, there) if over else across(figure, there)
+        y = next(iter(there.values()))[0].about.get("metric_name", "metric")
+        known = NAMES.get(figure.y) if not over else None
+        words = y if figure.y == "metric" else known or figure.y.replace("_", " ")
+        file = f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
+        short = short_names([line.name for line in lines])
+        lines = [replace(line, name=name) for line, name in zip(lines, short, strict=True)]
+        if any(line.points for line in lines):
+            found[file] = chart(figure.title, _x(figure.x), words, lines, log=figure.log)
+    return found
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Leave out what all names begin or end with: there is little room beside a chart.
+
+    >>> short_names(["d-rr, 64 workers", "cd-grab, 64 workers"]), short_names(["cd-grab, a"])
+    (['d-rr', 'cd-grab'], ['cd-grab, a'])
+    """
+    parts = [name.split(", ") for name in names]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({one[0] for one in parts}) == 1:
+        parts = [one[1:] for one in parts]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
+        parts = [one[:-1] for one in parts]
+    return [", ".join(one) for one in parts]
+
+
+def _x(name: str) -> str:
+    return {"bytes": "MB sent by a worker"}.get(name, name.replace("_", " "))
+
+
+def over_time(figure: Figure, results: Results) -> list[Line]:
+    """Return a line for each arm: the mean over seeds, and where single seeds lie."""
+    lines = []
+    for name, runs in results.items():
+        every = [_series(figure, run) for run in runs]
+        length = min(len(xs) for xs, _ in every)
+        points, band = [], []
+        for at in range(length):
+            values = [ys[at] for _, ys in every]
+            known = [value for value in values if value is not None]
+            if known and len(known) == len(values):
+                x = statistics.fmean(xs[at] for xs, _ in every)
+                points.append((x, statistics.fmean(known)))
+                band.append((x, min(known), max(known)))
+        lines.append(Line(name, points, band if len(runs) > 1 else ()))
+    return lines
+
+
+def _series(figure: Figure, result: Result) -> Series:
+    if "summary" in result.figures:
+        series = result.figures.get("series", {})
+        return list(series.get(figure.x, ())), list(series.get(figure.y, ()))
+    record = result.record()
+    if figure.x == "step" and figure.y == "density" and record.density_by_step:
+        points = record.density_by_step
+        return [one["step"] for one in points], [one["mean"] for one in points]
+    if figure.y not in _TRAINED:
+        raise ValueError(f"unknown y {figure.y!r}; known are {', '.join(_TRAINED)}")
+    values = [getattr(row, figure.y) for row in record.epochs]
+    sizes = {
+        "epoch": (1.0 for _ in record.epochs),
+        "step": (float(row.steps) for row in record.epochs),
+        "bytes": (row.bytes / 1e6 for row in record.epochs),
+    }
+    if figure.x not in sizes:
+        raise ValueError(f"unknown x {figure.x!r} of runs that train")
+    return list(itertools.accumulate(sizes[figure.x])), values
+
+
+def across(figure: Figure, results: Results) -> list[Line]:
+    """Return a line for each value of a setting, over another setting that arms differ in."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    for name, runs in results.items():
+        settings = runs[0].settings
+        x = settings.get(figure.x)
+        if not isinstance(x, int | float):
+            raise ValueError(f"{figure.x!r} is no number that arms differ in")
+        values = measured(figure.y, None, runs, None).arm
+        mean = mean_by_seed(values)
+        known = [value for value in values.values() if value is not None]
+        line = name if figure.lines == "arm" else str(settings.get(figure.lines))
+        found.setdefault(line, [])
+        if mean is not None:
+            found[line].append((float(x), mean))
+            bands.setdefault(line, []).append((float(x), min(known), max(known)))
+    return [Line(name, sorted(pts), sorted(bands.get(name, ()))) for name, pts in found.items()]

@@ -1,0 +1,109 @@
+"""Studies that train: arms are orders, sparsifiers and settings of one task.
+
+All workers of a run are in one process: losses, orders and bytes are those of real ones.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradherd.comm.world import World
+from gradherd.study.compact import about, columns
+from gradherd.study.file import Study
+from gradherd.study.kind import Found, Number, Piece, Where, checked
+from gradherd.tasks.registry import find_task
+from gradherd.train.batched import why_not
+from gradherd.train.config import RunConfig
+from gradherd.train.plan import run_all
+
+AWAITED = {"sketch_size": int, "method": dict}
+"""Settings that arms may ask for before runs can have them; such arms are refused, not dropped."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Trains."""
+
+    keys: ClassVar[Mapping[str, Any]] = {
+        "order": str,
+        "sparsify": str,
+        "density": Number,
+        "workers": int,
+        "batch_size": int,
+        "unit": int,
+        "rows": str,
+        "epochs": int,
+        "optimizer": str,
+        "lr": Number,
+        "momentum": Number,
+        "weight_decay": Number,
+        "clip": Number,
+        "lr_drop": Number,
+        "lr_drop_every": int,
+        "limit": int,
+        **AWAITED,
+    }
+
+    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of RunConfig, and those that it cannot hold yet."""
+        if study.task is None:
+            raise ValueError("a study of kind compare needs a task")
+        given = checked(self.keys, dict.fromkeys(self.keys), {**study.settings, **arm})
+        if given.get("sparsify") in (None, "dense"):
+            given["density"] = None
+        chosen = {name: value for name, value in given.items() if value is not None}
+        ahead = {name: chosen.pop(name) for name in _missing(chosen)}
+        defaults = find_task(_path(study.task, study.folder)).defaults
+        config = RunConfig.of(study.task, defaults, **chosen)
+        own = dataclasses.asdict(config)
+        return {k: v for k, v in own.items() if k not in ("seed", "virtual", "device")} | ahead
+
+    def refusal(self, settings: Mapping[str, Any]) -> str | None:
+        """Return what RunConfig lacks."""
+        missing = _missing(settings)
+        return f"runs have no {' and no '.join(missing)} yet" if missing else None
+
+    def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
+        """Put runs together that differ in order and seed alone, if they can go side by side."""
+        groups: dict[str, list[Piece]] = {}
+        alone = []
+        if not pieces:
+            return []
+        model = find_task(_path(pieces[0].settings["task"], where.folder)).model()
+        for piece in pieces:
+            if why_not(_config(piece, where), model) is None:
+                shared = {k: v for k, v in piece.settings.items() if k != "order"}
+                groups.setdefault(json.dumps(shared, sort_keys=True), []).append(piece)
+            else:
+                alone.append([piece])
+        return [*groups.values(), *alone]
+
+    def run(self, pieces: Sequence[Piece], where: Where) -> list[Found]:
+        """Train them."""
+        configs = [_config(piece, where) for piece in pieces]
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # Small steps gain nothing from more, and bits are those of ranks.
+        try:
+            records = run_all(configs, World.single(), data_dir=where.data_dir, progress=where.told)
+        finally:
+            torch.set_num_threads(before)
+        return [Found(figures=columns(one), about=about(one), status=one.status) for one in records]
+
+
+def _missing(settings: Mapping[str, Any]) -> list[str]:
+    known = {field.name for field in dataclasses.fields(RunConfig)}
+    return [name for name in settings if name not in known]
+
+
+def _config(piece: Piece, where: Where) -> RunConfig:
+    settings = {**piece.settings, "task": _path(piece.settings["task"], where.folder)}
+    return RunConfig(**settings, seed=piece.seed, virtual=True, device=where.device)
+
+
+def _path(task: str, folder: Any) -> str:
+    """Return a task of the study's own with the path from here; files are named from the study."""
+    return str(folder / task) if ":" in task else task

@@ -1,0 +1,201 @@
+"""A study as a TOML file: read, checked, and refused with a line that says what is allowed."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gradherd.study.arms import Arm, arms_of
+
+TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
+"""What a claim can say: see `report.claims`."""
+THEMES = ("ordering", "open", "sparsifying", "together")
+"""Parts of the page, in its order."""
+_TOP = ("kind", "theme", "title", "task", "seeds", "note", "settings", "sources")
+_TABLES = ("arms", "claim", "figure")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A sentence that the records of a study bear out or not."""
+
+    id: str
+    """A name of its own among all studies."""
+    text: str
+    """What is claimed."""
+    source: str
+    """Who says so, and where."""
+    paper: str
+    """The figure that is given there, in words."""
+    paper_values: tuple[float, float] | None = None
+    """... as two numbers, of the arm and of what it is held against; None if it gives none."""
+    measure: str
+    """What is measured of each run."""
+    test: str
+    """How the arm must compare: less, greater, no-worse, at-most, at-least."""
+    arm: str
+    """Name of the arm."""
+    against: str | None = None
+    """Name of the arm that it is held against, with less, greater and no-worse."""
+    value: float | None = None
+    """The bound of at-most and at-least; the share that no-worse allows."""
+    epoch: int | None = None
+    """Read after so many epochs; None is the end."""
+    note: str = ""
+    """Where our budget is smaller, or our data are others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart of a study."""
+
+    title: str
+    """What it shows."""
+    y: str
+    """A series of the runs, or a measure where x is a setting."""
+    x: str = "epoch"
+    """epoch, step, round, bytes; or the name of a setting that arms differ in."""
+    arms: tuple[str, ...] = ()
+    """Names of the arms that are drawn; none is all."""
+    lines: str = "arm"
+    """What makes a line: each arm, or each value of a setting."""
+    log: bool = False
+    """Whether the y axis is logarithmic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Everything that a file says."""
+
+    name: str
+    """Of the file, without its ending."""
+    folder: Path
+    """Where the file is: tasks of its own are looked for from there."""
+    kind: str
+    theme: str
+    title: str
+    task: str | None
+    seeds: tuple[int, ...]
+    note: str
+    settings: Mapping[str, Any]
+    """Of all arms."""
+    sources: Mapping[str, str]
+    """Where each setting comes from."""
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...]
+    figures: tuple[Figure, ...]
+
+
+def read_study(path: Path) -> Study:
+    """Read a study, or raise ValueError that names the file and what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            found = tomllib.load(file)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ValueError(f"{path}: {why}") from None
+    try:
+        return study_of(found, name=path.stem, folder=path.parent)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
+    """Return the study that a parsed file describes; ValueError says what is wrong."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+        raise ValueError(f"a study is called by small letters, digits and -, got {name!r}")
+    _check_keys("key", found, (*_TOP, *_TABLES))
+    for key in ("kind", "theme", "title"):
+        if not isinstance(found.get(key), str):
+            raise ValueError(f"{key} must be a text, got {found.get(key)!r}")
+    _check_one("theme", found["theme"], THEMES)
+    for key in _TABLES:
+        tables = found.get(key, [])
+        if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+            raise ValueError(f"{key} must be tables, each under [[{key}]]")
+    for key in ("settings", "sources"):
+        if not isinstance(found.get(key, {}), dict):
+            raise ValueError(f"{key} must be a table, under [{key}]")
+    arms = arms_of(found.get("arms", []))
+    study = Study(
+        name=name,
+        folder=folder,
+        kind=found["kind"],
+        theme=found["theme"],
+        title=found["title"],
+        task=found.get("task"),
+        seeds=_seeds(found.get("seeds", 1)),
+        note=found.get("note", ""),
+        settings=found.get("settings", {}),
+        sources=found.get("sources", {}),
+        arms=arms,
+        claims=tuple(_claim(one) for one in found.get("claim", [])),
+        figures=tuple(_made(Figure, "figure", one) for one in found.get("figure", [])),
+    )
+    _check_sources(study)
+    _check_names(study)
+    return study
+
+
+def _seeds(found: Any) -> tuple[int, ...]:
+    seeds = list(range(found)) if isinstance(found, int) else found
+    whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be a number of them, or a list of some, got {found!r}")
+    return tuple(seeds)
+
+
+def _claim(found: Mapping[str, Any]) -> Claim:
+    claim: Claim = _made(Claim, "claim", found)
+    where = f"claim {claim.id}"
+    _check_one(f"test of {where}", claim.test, TESTS)
+    compared = claim.test in ("less", "greater", "no-worse")
+    if compared != (claim.against is not None):
+        raise ValueError(f"{where}: against goes with less, greater and no-worse")
+    if (claim.test in ("no-worse", "at-most", "at-least")) != (claim.value is not None):
+        raise ValueError(f"{where}: value goes with no-worse, at-most and at-least")
+    return claim
+
+
+def _made(kind: Any, what: str, found: Mapping[str, Any]) -> Any:
+    """Build a Claim or a Figure from a table."""
+    _check_keys(f"key of a {what}", found, [field.name for field in fields(kind)])
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:  # It says which are missing.
+        raise ValueError(f"{what} {found.get('id', '')}: {str(error).split('() ')[-1]}") from None
+
+
+def _check_sources(study: Study) -> None:
+    """Nobody can judge a setting without knowing who chose it."""
+    given = {*study.settings, *(name for arm in study.arms for name in arm.settings)}
+    wanted = given - {"order", "sparsify", "case"}
+    lacking, idle = sorted(wanted - set(study.sources)), sorted(set(study.sources) - given)
+    if lacking:
+        raise ValueError(f"[sources] must say where {', '.join(lacking)} comes from")
+    if idle:
+        raise ValueError(f"[sources] tells of {', '.join(idle)}, which nothing sets")
+
+
+def _check_names(study: Study) -> None:
+    known = [arm.name for arm in study.arms]
+    for claim in study.claims:
+        for arm in (claim.arm, claim.against):
+            if arm is not None:
+                _check_one(f"arm of claim {claim.id}", arm, known)
+    for figure in study.figures:
+        for arm in figure.arms:
+            _check_one("arm of a figure", arm, known)
+
+
+def _check_keys(what: str, found: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    for key in found:
+        _check_one(what, key, allowed)
+
+
+def _check_one(what: str, found: str, allowed: Sequence[str]) -> None:
+    if found not in allowed:
+        raise ValueError(f"unknown {what} {found!r}; known are {', '.join(allowed)}")

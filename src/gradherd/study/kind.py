@@ -1,0 +1,102 @@
+"""The seam between a study and how its runs are made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from gradherd.study.file import Study
+from gradherd.train.loop import Progress
+
+Number = (int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    settings: Mapping[str, Any]
+    """All that decides it, apart from the seed and the device: plain JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a run found; see `archive.Result`."""
+
+    figures: Mapping[str, Any]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    status: str = "done"
+
+
+class Told(Progress):
+    """Is told how a study goes on; this one says nothing."""
+
+    def pieces(self, batch: Sequence[Piece]) -> None:
+        """These go on now, together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What runs depend on that is no setting of theirs."""
+
+    folder: Path
+    """Of the study's file."""
+    device: str = "cpu"
+    data_dir: Path | None = None
+    told: Told = field(default_factory=Told)
+
+
+class Kind(Protocol):
+    """A way to make runs. What it is asked for, apart from `run`, is pure."""
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """Settings that it takes, and their types."""
+        ...
+
+    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all settings of an arm's runs, or raise ValueError."""
+        ...
+
+    def refusal(self, settings: Mapping[str, Any]) -> str | None:
+        """Return why such runs cannot be made yet; None if they can."""
+        ...
+
+    def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
+        """Return which runs are made together: results are written after each batch."""
+        ...
+
+    def run(self, pieces: Sequence[Piece], where: Where) -> list[Found]:
+        """Make the runs of a batch."""
+        ...
+
+
+def checked(
+    keys: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings with their defaults filled in, or raise ValueError.
+
+    >>> checked({"dim": int, "rounds": int}, {"rounds": 15}, {"dim": 16})
+    {'rounds': 15, 'dim': 16}
+    """
+    for name, value in given.items():
+        if name not in keys:
+            raise ValueError(f"unknown setting {name!r}; known are {', '.join(keys)}")
+        kinds = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            words = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{name} must be {words}, got {value!r}")
+    found = {**defaults, **given}
+    lacking = [name for name in keys if name not in found]
+    if lacking:
+        raise ValueError(f"nothing says {', '.join(lacking)}")
+    return found
+
+
+def positive(settings: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError if one of these is below 1."""
+    for name in names:
+        if settings[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {settings[name]}")

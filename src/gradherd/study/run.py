@@ -1,0 +1,130 @@
+"""From a study to results: which runs are left, and making them."""
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gradherd.study.archive import Result, done, read_arms, write_results
+from gradherd.study.compare import Compare
+from gradherd.study.cost import Cost
+from gradherd.study.density import Density
+from gradherd.study.file import Study
+from gradherd.study.herding import Herding
+from gradherd.study.kind import Kind, Piece, Where
+from gradherd.train.surroundings import hardware, versions
+
+KINDS: dict[str, Kind] = {
+    "compare": Compare(),
+    "herding": Herding(),
+    "density": Density(),
+    "cost": Cost(),
+}
+"""Kinds of studies by name."""
+
+
+def kind_of(study: Study) -> Kind:
+    """Return how its runs are made."""
+    if study.kind not in KINDS:
+        raise ValueError(f"unknown kind {study.kind!r}; known are {', '.join(KINDS)}")
+    return KINDS[study.kind]
+
+
+def planned(
+    study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> tuple[list[Piece], dict[str, str]]:
+    """Return the runs of a study, and the arms that cannot be run yet with the reason.
+
+    Arms of one seed stand together: a study that is broken off has whole pairs.
+
+    Args:
+        study: The study.
+        only: Names of arms, or patterns of names as `cd-grab*`; none is all.
+        seeds: Some of its seeds; none is all.
+    """
+    foreign = [seed for seed in seeds if seed not in study.seeds]
+    if foreign:
+        known = ", ".join(map(str, study.seeds))
+        raise ValueError(f"there is no seed {foreign[0]}; there are {known}")
+    kind, chosen, refused = kind_of(study), {}, {}
+    for arm in study.arms:
+        if only and not any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in only):
+            continue
+        try:
+            settings = kind.settings(study, arm.settings)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"arm {arm.name!r}: {error}") from None
+        why = kind.refusal(settings)
+        if why is None:
+            chosen[arm.name] = settings
+        else:
+            refused[arm.name] = why
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(arm.name, pattern) for arm in study.arms):
+            names = ", ".join(repr(arm.name) for arm in study.arms)
+            raise ValueError(f"there is no arm {pattern!r}; there are {names}")
+    pieces = [
+        Piece(arm=name, seed=seed, settings=settings)
+        for seed in study.seeds
+        if not seeds or seed in seeds
+        for name, settings in chosen.items()
+    ]
+    return pieces, refused
+
+
+def left(pieces: Sequence[Piece], there: Mapping[str, Sequence[Result]]) -> list[Piece]:
+    """Return the runs whose results are not there, or are of other settings."""
+    return [
+        piece for piece in pieces if not done(there.get(piece.arm, ()), piece.seed, piece.settings)
+    ]
+
+
+def run_pieces(
+    study: Study, pieces: Sequence[Piece], out: Path, where: Where
+) -> Iterator[list[Result]]:
+    """Make runs, write their results into `out`, and yield them batch by batch.
+
+    Results of other seeds of the same arm stay; those of other settings are replaced.
+    """
+    kind = kind_of(study)
+    for batch in kind.batches(pieces, where):
+        where.told.pieces(batch)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        found = kind.run(batch, where)
+        results = [
+            Result(
+                arm=piece.arm,
+                seed=piece.seed,
+                settings=piece.settings,
+                status=one.status,
+                about=one.about,
+                figures=one.figures,
+                versions=versions(),
+                hardware=_machine(where.device),
+                started=started,
+            )
+            for piece, one in zip(batch, found, strict=True)
+        ]
+        _add(study, out, results)
+        yield results
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """Return what figures depend on; the rest of a machine is nobody's business."""
+    known = hardware(device)
+    return {name: known[name] for name in ("cpu", "cores", "accelerator")}
+
+
+def _add(study: Study, out: Path, results: Sequence[Result]) -> None:
+    """Add to what is there now: other arms or seeds may have been run meanwhile."""
+    there = read_arms(out, {one.arm for one in results}, study.kind)
+    for arm in dict.fromkeys(one.arm for one in results):
+        new = {one.seed: one for one in results if one.arm == arm}
+        settings = next(iter(new.values())).settings
+        kept = [
+            one
+            for one in there.get(arm, [])
+            if one.seed not in new and done([one], one.seed, settings)
+        ]
+        write_results(out, study.name, study.kind, [*kept, *new.values()])

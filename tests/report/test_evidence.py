@@ -1,0 +1,258 @@
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradherd.report.claims import judge, paper_effect, word_of
+from gradherd.report.claims_measures import epochs_share, of_runs
+from gradherd.report.evidence import IMAGES, PAGE, gather
+from gradherd.report.figures import Axis, Line, chart
+from gradherd.report.figures_study import drawn
+from gradherd.study.archive import Result, write_results
+from gradherd.study.compact import about, columns
+from gradherd.study.file import Claim, read_study
+from tests.report.made import record
+
+ROOT = Path(__file__).parents[2]
+
+
+def claim(**given):
+    base = {"id": "c", "text": "t", "source": "s", "paper": "p", "measure": "train_loss"}
+    return Claim(**{**base, "test": "less", "arm": "a", "against": "b", **given})
+
+
+def result(arm, seed, losses, **fields):
+    made = record(seed=seed, epochs=len(losses), losses=losses, **fields)
+    settings = {k: v for k, v in made.config.items() if k not in ("seed", "source", "virtual")}
+    return Result(
+        arm=arm,
+        seed=seed,
+        settings=settings,
+        status="done",
+        about=about(made),
+        figures=columns(made),
+        versions=made.versions,
+        hardware=made.hardware,
+        started=made.started,
+    )
+
+
+def arms(a, b):
+    """Final losses of each seed -> results of two arms over four epochs."""
+    return {
+        name: [result(name, seed, [2.0, 1.5, 1.2, end]) for seed, end in enumerate(ends)]
+        for name, ends in (("a", a), ("b", b))
+    }
+
+
+def summaries(**named):
+    return {
+        name: [
+            replace(result(name, seed, [1.0]), figures={"summary": {"bound": value}})
+            for seed, value in enumerate(values)
+        ]
+        for name, values in named.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "a, b, paper, word",
+    [
+        ([0.8, 0.81, 0.79], [1.0, 1.0, 1.0], None, "confirmed"),
+        ([0.8, 0.81, 0.79], [1.0, 1.0, 1.0], (0.7, 1.0), "confirmed"),
+        ([0.8, 0.81, 0.79], [1.0, 1.0, 1.0], (0.5, 1.0), "weaker"),
+        ([0.99, 0.5, 0.9], [1.0, 1.0, 1.0], None, "weaker"),
+        ([1.01, 0.5, 0.9], [1.0, 1.0, 1.0], None, "not confirmed"),
+        ([1.2, 1.2, 1.2], [1.0, 1.0, 1.0], None, "not confirmed"),
+        ([0.8], [1.0], None, "weaker"),
+        ([0.8, None, 0.8], [1.0, 1.0, 1.0], None, "not confirmed"),
+        ([None, None], [1.0, 1.0], None, "not confirmed"),
+    ],
+)
+def test_verdicts_on_less(a, b, paper, word):
+    assert judge(claim(paper_values=paper), arms(a, b)).word == word
+
+
+def test_seeds_are_pairs():
+    """What all seeds share does not hide the difference."""
+    found = judge(claim(), arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.03]))
+    assert found.word == "confirmed" and "0.99 % less" in found.ours and "3 seeds" in found.ours
+    assert judge(claim(), arms([1.0, 2.0], [1.01])).ours.endswith("1 seed")
+
+
+def test_verdicts_on_bounds_and_margins():
+    found = summaries(a=[1.02, 1.03, 1.01], b=[1.0, 1.0, 1.0])
+    bound = {"measure": "bound", "against": None}
+    assert judge(claim(test="at-most", value=1.1, **bound), found).word == "confirmed"
+    assert judge(claim(test="at-most", value=1.0, **bound), found).word == "not confirmed"
+    assert judge(claim(test="at-least", value=0.9, **bound), found).word == "confirmed"
+    worse = {"measure": "bound", "test": "no-worse"}
+    assert judge(claim(value=0.1, **worse), found).word == "confirmed"
+    assert judge(claim(value=0.021, **worse), found).word == "not confirmed"
+    assert judge(claim(value=0.001, **worse), found).word == "not confirmed"
+    assert judge(claim(measure="bound", test="greater"), found).word == "weaker"
+    # What is counted is the same in every seed, and exact.
+    same = summaries(a=[2.0, 2.0], b=[4.0, 4.0])
+    assert judge(claim(measure="bound"), same).word == "confirmed"
+
+
+def test_no_worse_goes_by_what_is_better():
+    """The metric of these records is an accuracy: higher is better."""
+    made = {
+        name: [result(name, seed, [1.0], metrics=[value]) for seed, value in enumerate(values)]
+        for name, values in (("a", [90.0, 90.1]), ("b", [80.0, 80.1]))
+    }
+    given = {"measure": "metric", "test": "no-worse", "value": 0.01}
+    assert judge(claim(**given), made).word == "confirmed"
+    assert judge(claim(**given, arm="b", against="a"), made).word == "not confirmed"
+
+
+def test_what_was_not_measured_has_no_verdict():
+    found = arms([0.8, 0.8], [1.0, 1.0])
+    assert judge(claim(arm="c"), found) is None
+    assert judge(claim(measure="padding"), found) is None  # Dense runs have none.
+    with pytest.raises(ValueError, match="unknown measure 'odd'; known are train_loss"):
+        judge(claim(measure="odd"), found)
+    with pytest.raises(ValueError, match="unknown measure 'odd'; known are bound"):
+        judge(claim(measure="odd"), summaries(a=[1.0], b=[1.0]))
+
+
+def test_epochs_to_the_best_mean_loss_of_the_other():
+    quick = [record(seed=s, epochs=4, losses=[1.0, 0.5, 0.4, 0.3]) for s in (0, 1)]
+    slow = [record(seed=s, epochs=4, losses=[2.0, 1.0, 0.5, 0.6]) for s in (0, 1)]
+    assert epochs_share(quick, slow) == {0: 2 / 3, 1: 2 / 3}
+    assert epochs_share(slow, quick) == {0: None, 1: None}
+    lost = [record(seed=0, epochs=2, losses=[None, None])]
+    assert epochs_share(quick, lost) == {0: None, 1: None}
+
+
+def test_measures_of_runs():
+    runs = [record(seed=0, epochs=6, losses=[6.0, 5.0, 4.0, 3.0, 2.0, 1.0])]
+    assert of_runs("train_loss", None, runs) == {0: 1.0}
+    assert of_runs("train_loss", 2, runs) == {0: 5.0}
+    assert of_runs("late_train_loss", None, runs) == {0: 2.0}
+    assert of_runs("bytes", None, runs) == {0: 6 * runs[0].epochs[0].bytes}
+
+
+def test_the_paper_counts_by_half():
+    assert paper_effect(claim(paper_values=(9, 39))) == pytest.approx(30 / 39)
+    assert word_of([0.4, 0.4, 0.41], 0.8) == "confirmed"
+    assert word_of([0.39, 0.39, 0.4], 0.8) == "weaker"
+    assert word_of([]) == "not confirmed"
+
+
+def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
+    evil = '</svg><script>alert("1")</script>&'
+    lines = [Line(evil, [(1, 2.0), (2, math.nan), (3, 1.0)], [(1, 1.9, 2.1), (3, 0.9, 1.1)])]
+    text = chart(evil, evil, evil, lines)
+    tree = ET.fromstring(text)
+    assert "<script" not in text and tree.tag.endswith("svg")
+    assert text == chart(evil, evil, evil, lines) and "nan" not in text
+    assert any(evil[:20] in (element.text or "") for element in tree.iter())
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("points", [[(1, 1.0)], [(0, 0.0), (1, 0.0)], [(1, 1e-9), (2, 1e9)]])
+def test_charts_of_odd_numbers(points, log):
+    lines = [Line("flat", points), Line("none", [])]
+    if log and not any(y > 0 for _, y in points):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            chart("t", "x", "y", lines, log=log)
+        return
+    ET.fromstring(chart("t", "x", "y", lines, log=log))
+
+
+def test_marks_of_an_axis():
+    assert Axis(1, 4, 0, 1, whole=True).ticks() == [1, 2, 3, 4]
+    assert Axis(2, 2, 0, 1).ticks() == [2] and Axis(2, 2, 0, 1).at(2) == 0.5
+    assert Axis(1e-3, 10, 0, 1, log=True).at(0.1) == pytest.approx(0.5)
+
+
+STUDY = """
+kind = "compare"
+theme = "ordering"
+title = "A <study>"
+task = "digits"
+seeds = 2
+[settings]
+epochs = 4
+[sources]
+epochs = "ours"
+workers = "ours"
+[[arms]]
+order = ["d-rr", "cd-grab"]
+workers = [4]
+label = "few"
+[[figure]]
+title = "Loss"
+y = "train_loss"
+[[figure]]
+title = "Late loss"
+x = "workers"
+y = "late_train_loss"
+lines = "order"
+[[claim]]
+id = "one"
+text = "less"
+source = "s"
+paper = "p"
+measure = "train_loss"
+test = "less"
+arm = "cd-grab, few"
+against = "d-rr, few"
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "small.toml").write_text(STUDY)
+    for order in ("d-rr", "cd-grab"):
+        made = [
+            result(f"{order}, few", seed, [2.0, 1.5, 1.2, 1.0 + 0.1 * seed], order=order)
+            for seed in (0, 1)
+        ]
+        write_results(tmp_path / "benchmarks/results/small", "small", "compare", made)
+    return tmp_path
+
+
+def test_a_page_is_made_of_records_alone(root):
+    first, second = gather(root), gather(root)
+    assert first.files == second.files and len(first.verdicts) == 1
+    images = {path.name for path in first.files if path.parent == IMAGES}
+    assert images == {"small.svg", "small-2.svg"}
+    assert "A &lt;study>" in first.files[PAGE] and "Made-up 3000" in first.files[PAGE]
+
+
+def test_results_of_other_settings_do_not_count(root):
+    text = STUDY.replace("epochs = 4", "epochs = 5", 1)
+    (root / "studies" / "small.toml").write_text(text)
+    found = gather(root)
+    assert (found.verdicts, found.unmeasured) == ([], {"small": ["one"]})
+    assert list(found.files) == [PAGE] and "No claim has been measured yet" in found.files[PAGE]
+
+
+def test_charts_that_cannot_be_drawn_are_refused(root):
+    study = read_study(root / "studies" / "small.toml")
+    odd = replace(study, figures=(replace(study.figures[0], y="odd"),))
+    some = {"d-rr, few": [result("d-rr, few", 0, [1.0])]}
+    with pytest.raises(ValueError, match="unknown y 'odd'; known are train_loss"):
+        drawn(odd, some)
+
+
+def test_a_claim_is_told_once(root):
+    (root / "studies" / "other.toml").write_text(STUDY)
+    with pytest.raises(ValueError, match="claim one is in"):
+        gather(root)
+
+
+def test_the_page_in_the_tree_is_what_its_records_give():
+    made = gather(ROOT).files
+    for path, text in made.items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text, (
+            f"{path} is out of date: gradherd report --evidence"
+        )
+    there = {path.relative_to(ROOT) for path in (ROOT / IMAGES).glob("*.svg")}
+    assert there == {path for path in made if path.parent == IMAGES}

@@ -1,0 +1,141 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradherd.ordering.deal import Deal
+from gradherd.study.cost import Cost
+from gradherd.study.density import figures
+from gradherd.study.file import study_of
+from gradherd.study.kind import Told, Where
+from gradherd.study.run import left, planned, run_pieces
+from gradherd.study.shards import by_label
+from gradherd.tasks.registry import find_task
+
+STUDIES = Path(__file__).parents[2] / "studies"
+
+
+def study(kind, arms, settings, **more):
+    given = {name for one in [*arms, settings] for name in one}
+    given -= {"order", "sparsify", "case", "label"}
+    return study_of(
+        {
+            "kind": kind,
+            "theme": "open",
+            "title": "t",
+            "settings": settings,
+            "sources": dict.fromkeys(given, "ours"),
+            "arms": arms,
+            **more,
+        },
+        name="small",
+        folder=STUDIES,
+    )
+
+
+def results_of(one, out):
+    where = Where(folder=one.folder)
+    batches = run_pieces(one, planned(one)[0], out, where)
+    return {(r.arm, r.seed): r for batch in batches for r in batch}
+
+
+def test_herding_finds_the_published_bounds(tmp_path):
+    arms = [{"order": ["cd-grab", "id-grab"]}]
+    settings = {"workers": 100, "units": 100, "dim": 16, "rounds": 3}
+    found = results_of(study("herding", arms, settings), tmp_path)
+    bounds = found["cd-grab", 0].figures["series"]["bound"]
+    assert bounds == pytest.approx([38.1267, 19.7855, 10.3477, 4.7555], abs=1e-4)
+    assert found["id-grab", 0].figures["summary"]["bound"] == pytest.approx(13.5708, abs=1e-4)
+
+
+def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
+    class Counted(Told):
+        batches = 0
+
+        def pieces(self, batch):
+            self.batches += 1
+
+    arms = [
+        {"sparsify": ["topk", "randomk"], "density": 0.01},
+        {"sparsify": "exdyna", "density": 0.01, "method": [{"blocks": 64}, {"rotate": False}]},
+    ]
+    one = study("density", arms, {"workers": 2, "steps": 4}, task="digits-mlp")
+    pieces, refused = planned(one)
+    lacks = {"exdyna 0.01, rotate False": "exdyna has no rotate yet"}
+    assert refused == lacks or not refused  # Once it has one, the arm is run.
+    told = Counted()
+    where = Where(folder=one.folder, told=told)
+    kept = [piece for piece in pieces if "rotate" not in piece.arm]
+    found = {r.arm: r for batch in run_pieces(one, kept, tmp_path, where) for r in batch}
+    assert told.batches == 1  # Trained once.
+    assert found["randomk 0.01"].figures["summary"]["build_up"] == pytest.approx(1, abs=0.01)
+    assert found["topk 0.01"].figures["summary"]["build_up"] > 1.2
+    assert found["exdyna 0.01, blocks 64"].figures["summary"]["density_error"] < 0.05
+    assert len(found["topk 0.01"].figures["series"]["density"]) == 4
+
+
+def test_figures_of_steps_by_hand():
+    steps = [
+        {"density": d, "padding": p, "residual_norm": 1.0, "bytes": 8}
+        for d, p in ((0.02, 3.0), (0.01, 2.0), (0.0095, 1.5), (0.012, 1.1))
+    ]
+    summary = figures(steps, 0.01)["summary"]
+    assert summary["density_error"] == pytest.approx((1 + 0 + 0.05 + 0.2) / 4)
+    assert summary["within_tenth"] == 0.5 and summary["first_ratio"] == 2
+    assert summary["build_up"] == pytest.approx(1.075) and summary["padding"] == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize(
+    "arm, says",
+    [
+        ({"sparsify": "odd", "density": 0.1}, "unknown sparsify 'odd'; known are dense"),
+        ({"sparsify": "topk"}, "nothing says the density of topk"),
+        ({"sparsify": "topk", "density": 2.0}, "density must be in"),
+        ({"sparsify": "exdyna", "density": 0.1, "method": {"odd": 1}}, "unknown setting 'odd' of"),
+    ],
+)
+def test_density_refuses_methods_that_are_none(arm, says):
+    one = study("density", [arm], {"workers": 2, "steps": 4}, task="digits-mlp")
+    with pytest.raises(ValueError, match=says):
+        planned(one)
+
+
+def test_cost_is_measured_on_real_ranks(tmp_path):
+    one = study("cost", [{"case": "coordination", "workers": 2, "dim": 1000}], {"repeats": 1})
+    (found,) = results_of(one, tmp_path).values()
+    summary = found.figures["summary"]
+    assert summary["all-reduce.ratio"] == 1 and summary["sharded.bytes_ratio"] < 1.5
+    with pytest.raises(ValueError, match="unknown case 'odd'; known are coordination"):
+        Cost().settings(one, {"case": "odd", "workers": 2, "dim": 9})
+    assert left(planned(one)[0], {found.arm: [found]}) == []
+
+
+def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):
+    arms, settings = [{"order": "cd-grab", "workers": 2}], {"units": 4, "dim": 2, "rounds": 1}
+    label = [{**arms[0], "label": "a"}]
+    results_of(study("herding", label, settings, seeds=[1]), tmp_path)
+    results_of(study("herding", label, settings, seeds=[2]), tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    assert path.read_text().count('"seed":') == 2
+    results_of(study("herding", label, {**settings, "rounds": 2}, seeds=[2]), tmp_path)
+    assert path.read_text().count('"seed":') == 1
+
+
+@pytest.mark.parametrize("count, workers", [(12, 3), (13, 3), (2, 4)])
+def test_dealing_in_turn_gives_each_worker_a_run_of_the_sorted_labels(count, workers):
+    labels = torch.randint(4, (count,), generator=torch.Generator().manual_seed(0))
+    order = by_label(labels, workers)
+    assert sorted(order.tolist()) == list(range(count))
+    deal = Deal(count, 1, workers, drop_last=False)
+    dealt = [labels[order][w::workers] for w in range(workers)]
+    assert [len(own) for own in dealt] == list(deal.sizes)
+    assert torch.equal(torch.cat(dealt), labels.sort().values)
+
+
+def test_a_task_of_few_labels_holds_the_same_examples():
+    fair = find_task("digits").load()
+    task = find_task(f"{STUDIES}/tasks/by_label.py:Digits4")
+    split = task.load()
+    assert torch.equal(split.train[1].sort().values, fair.train[1].sort().values)
+    assert len(split.train[1][0::4].unique()) <= 4 < len(fair.train[1][0::4].unique())
+    assert task.name == "digits-by-label-4"
