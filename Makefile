@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests start many processes that wait for each other: two at a time take half the time.
+JOBS ?= 2
 
 .PHONY: help demo test stress lint format example bench clean
 
@@ -23,7 +25,7 @@ demo: $(STAMP) ## Orders and sparsifiers compared on real workers, and a page ab
 	@$(BIN)/gradherd demo
 
 test: $(STAMP) ## Run the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 stress: $(STAMP) ## Kill trainings 200 times, change their ranks, read 10,000 damaged files (an hour)
 	@$(BIN)/python -m tests.stress.kills --kills 200
