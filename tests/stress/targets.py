@@ -22,6 +22,8 @@ from gradherd.replay.sparsify import replay_sparsify
 from gradherd.report.find import find_records
 from gradherd.report.page import render
 from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.study.archive import Result, read_results, write_results
+from gradherd.study.file import read_study
 from gradherd.tasks import fetch
 from gradherd.tasks.check import check_set
 from gradherd.tasks.data import find_set
@@ -294,6 +296,67 @@ def _find_task(root: Path, path: Path) -> None:
             raise AssertionError(f"{name!r} is no task")
 
 
+# Studies.
+
+STUDY = """kind = "compare"
+theme = "open"
+title = "Two orders"
+task = "digits"
+seeds = 2
+[settings]
+epochs = 2
+[sources]
+epochs = "ours"
+lr = "ours"
+[[arms]]
+order = ["d-rr", "cd-grab"]
+lr = [0.1, 0.2]
+[[claim]]
+id = "a"
+text = "One is better"
+source = "ours"
+paper = "none"
+measure = "train_loss"
+test = "less"
+arm = "cd-grab, lr 0.1"
+against = "d-rr, lr 0.1"
+"""
+
+
+def _study(root: Path) -> Path:
+    (root / "small.toml").write_text(STUDY)
+    return root / "small.toml"
+
+
+def _read_study(root: Path, path: Path) -> None:
+    found = read_study(path)
+    assert len(found.arms) < 10_000
+
+
+def _toml(data: bytes, chance: random.Random) -> bytes:
+    """Put an odd value in the place of one that is there."""
+    lines = data.split(b"\n")
+    at = chance.randrange(len(lines))
+    odd = [b"[]", b"{}", b"-1", b"nan", b"1e400", b"true", b'""', b"9" * 5000, b"[" * 3000,
+           b"[[1]]", b'"\\u001b[31m"', b"1979-05-27", b"[" + b"1," * 5000 + b"]", b"{a.b.c = 1}",
+           *(json.dumps(evil).encode() for evil in EVIL)]  # fmt: skip
+    lines[at] = lines[at].split(b"=")[0] + b"= " + chance.choice(odd)
+    return b"\n".join(lines)
+
+
+def _results(root: Path) -> Path:
+    told = {"settings": {"order": "d-rr"}, "status": "done", "about": {}, "versions": {}}
+    told |= {"hardware": {}, "started": "2026-01-01", "arm": "d-rr"}
+    runs = [Result(seed=seed, figures={"series": {"x": [1.0, 2.5]}}, **told) for seed in (0, 1)]
+    write_results(root, "small", "compare", runs)
+    return root / "d-rr.json"
+
+
+def _read_results(root: Path, path: Path) -> None:
+    for one in read_results(path, "compare"):
+        assert isinstance(one.seed, int) and isinstance(one.figures, dict)
+
+
 def _report_command() -> tuple[str, ...]:
     return ("report", "DIR", "--out", "OUT/page.html", "--json")
 
@@ -317,6 +380,9 @@ TARGETS = [
            STATES, _load_forged, weight=3),
     Target("checkpoint names", _odd_steps, JSON, _load_checkpoint, weight=1),
     Target("packed state", _state, STATES, _unpack, weight=4, named=False),
+    Target("study toml", _study, [*TEXT, _toml, _toml, _toml], _read_study,
+           ("study", "FILE", "--plan", "--out", "OUT/r"), weight=3),
+    Target("study results", _results, JSON, _read_results, weight=3),
     Target("task file", _name, TEXT, _find_task, weight=1, named=False),
 ]  # fmt: skip
 REFUSED = (ValueError, NoCheckpoint)

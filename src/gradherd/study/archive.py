@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradherd.study.compact import record_from, rounded
-from gradherd.train.record import RunRecord, write_whole
+from gradherd.train.record import RunRecord, plain, read_text, write_whole
 
 FORMAT = 1
 _DONE = ("done", "diverged")
@@ -109,13 +109,16 @@ def _json(value: Any) -> str:
 def read_results(path: Path, kind: str) -> list[Result]:
     """Read the results of one arm; ValueError names the file if it is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
         if found["format"] != FORMAT or found["kind"] != kind:
             raise ValueError(f"expected format {FORMAT} and kind {kind}")
         results = [Result(**{**found["shared"], **run}) for run in found["runs"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"{path}: damaged results ({why}); remove the file") from None
+        raise ValueError(plain(f"{path}: damaged results ({why}); remove the file")) from None
+    for one in results:
+        if type(one.seed) is not int or not isinstance(one.figures, dict):
+            raise ValueError(plain(f"{path}: damaged results (seed, figures); remove the file"))
     return results
 
 

@@ -1,10 +1,13 @@
 """Groups of settings -> the arms of a study: lists multiply, and every arm gets a name."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MOST = 1000
+"""Arms of one table."""
 HEAD = ("order", "sparsify", "density", "case")
 """Settings that name an arm; all others are told after a comma."""
 
@@ -46,6 +49,9 @@ def _expanded(group: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, option in zip(group, options, strict=True):
         if not option:
             raise ValueError(f"{name} of an [[arms]] table is an empty list")
+    count = math.prod(len(option) for option in options)
+    if count > _MOST:
+        raise ValueError(f"an [[arms]] table stands for {count:,} arms: at most {_MOST:,}")
     return [dict(zip(group, chosen, strict=True)) for chosen in itertools.product(*options)]
 
 

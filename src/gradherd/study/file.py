@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from gradherd.study.arms import Arm, arms_of
+from gradherd.train.record import plain, read_text
 
 TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
 """What a claim can say: see `report.claims`."""
 THEMES = ("ordering", "open", "sparsifying", "together")
 """Parts of the page, in its order."""
 _TOP = ("kind", "theme", "title", "task", "seeds", "note", "settings", "sources")
+_LONGEST = 400
+"""Letters of a complaint."""
 _TABLES = ("arms", "claim", "figure")
 
 
@@ -91,15 +94,18 @@ class Study:
 def read_study(path: Path) -> Study:
     """Read a study, or raise ValueError that names the file and what is wrong with it."""
     try:
-        with path.open("rb") as file:
-            found = tomllib.load(file)
+        found = tomllib.loads(read_text(path))
+    except RecursionError:
+        raise ValueError(plain(f"{path}: nested too deeply")) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ValueError(f"{path}: {why}") from None
+        raise ValueError(plain(f"{path}: {why}")) from None
     try:
         return study_of(found, name=path.stem, folder=path.parent)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        why = why if len(why) <= _LONGEST else f"{why[:_LONGEST]} ..."  # It quotes the file.
+        raise ValueError(plain(f"{path}: {why}")) from None
 
 
 def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:

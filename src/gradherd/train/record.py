@@ -145,10 +145,9 @@ def write_record(record: RunRecord, folder: Path) -> None:
 
 def read_record(path: Path) -> RunRecord:
     """Read a record.json, or raise ValueError that names it."""
-    # A folder found on the way may be called anything, and this is for a terminal.
-    name = "".join(letter if letter.isprintable() else "?" for letter in str(path))
+    name = plain(str(path))
     try:
-        found = json.loads(_text(path))
+        found = json.loads(read_text(path))
     except (ValueError, RecursionError, OSError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(
@@ -160,7 +159,13 @@ def read_record(path: Path) -> RunRecord:
         raise ValueError(f"{name}: {error}; remove its folder, or train again") from None
 
 
-def _text(path: Path) -> str:
+def plain(text: str) -> str:
+    """Return what can be shown on a terminal: files and what they hold may be called anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, if it is one of bounded size; else raise ValueError or OSError."""
     if path.exists() and not path.is_file():  # A pipe would never end.
         raise ValueError("it is not a file")
     with path.open("rb") as file:
