@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from gradherd.comm.ranks import RankError, run_ranks
+from gradherd.pack import unpack
+from gradherd.stateful import HerdState
 from tests.stateful_work import load_elsewhere, one_bad_gradient, save_and_load, stopped_twice
 
 
@@ -55,3 +57,26 @@ def test_a_worthless_gradient_on_one_rank(value):
         assert all(torch.equal(o.sort().values, torch.arange(len(o))) for o in orders)
     assert torch.equal(ranks[0][3][0], ranks[1][3][0])
     assert torch.equal(ranks[0][3][1], ranks[1][3][1])
+
+
+class Stub:
+    """A herd of which only the state counts."""
+
+    place = (0, 2)
+    state = None
+
+    def state_dict(self):
+        return {"sampler": {"position": 7}}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_what_was_loaded_from_other_ranks_can_be_saved_again():
+    herd, stub = HerdState(Stub(), saved_by=3), Stub()
+    empty = herd.state_dict()
+    assert list(empty) == ["rank-0-of-3", "rank-1-of-3", "rank-2-of-3"]
+    with pytest.raises(ValueError, match="rank-0-of-3 is empty"):
+        herd.load_state_dict(empty)
+    herd.load_state_dict(dict.fromkeys(empty, HerdState(stub).state_dict()["rank-0-of-2"]))
+    assert unpack(herd.state_dict()["rank-0-of-2"]) == stub.state_dict()

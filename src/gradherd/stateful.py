@@ -55,7 +55,7 @@ class HerdState:
 
         dcp.save({"model": ddp, "herd": herd.stateful()}, checkpoint_id=folder)
 
-    A checkpoint of another number of ranks is loaded with `saved_by`:
+    A checkpoint of another number of ranks is loaded with `saved_by`, before anything is saved:
 
         dcp.load({"model": ddp, "herd": herd.stateful(saved_by=4)}, checkpoint_id=folder)
     """
@@ -81,9 +81,12 @@ class HerdState:
             return
         names = [_name(rank, self._saved_by) for rank in range(self._saved_by)]
         self._herd.load_state_dict(merge_states(unpack(self._piece(state, n)) for n in names))
+        self._saved_by = self._size  # What is saved from now on is this rank's own again.
 
     def _piece(self, state: Mapping[str, Any], name: str) -> Any:
-        if name not in state or not state[name]:
+        if name in state and not state[name]:
+            raise ValueError(f"state of {name} is empty: it was saved before it was loaded")
+        if name not in state:
             known = ", ".join(sorted(map(str, state))) or "none"
             raise ValueError(f"state is not of {name}; it has {known}")
         return state[name]

@@ -211,7 +211,7 @@ def test_positions_that_were_saved_apart_are_refused():
     ordering, _ = four.state()
     four.epoch(2)
     _, cursor = four.state()
-    with pytest.raises(ValueError, match="save both together"):
+    with pytest.raises(ValueError, match="is not where its ordering was saved"):
         Ranks(2, "cd-grab", units=48, unit=1).load((ordering, cursor))
 
 
@@ -236,3 +236,20 @@ def test_iterators_that_are_restored_start_with_the_rest():
         walk.load_state_dict(cursor)  # as a loader that keeps its own state does
         left += list(walk)
     assert sorted(seen + left) == list(range(48))
+
+
+def test_a_rest_that_is_dropped_does_not_freeze_the_order():
+    two = Ranks(2, "d-rr", units=9, unit=1, drop_last=True)
+    two.epoch(3)
+    four = Ranks(4, "d-rr", units=9, unit=1, drop_last=True)
+    four.load(two.state())
+    assert {sampler.epoch for sampler in four.samplers} == {1}
+    assert len(four.epoch()) == 8
+
+
+@pytest.mark.parametrize("rest", [[0, 1, 1], [0, 48], [-1, 2]])
+def test_a_rest_of_no_units_is_refused(rest):
+    two = Ranks(2, "cd-grab", units=48, unit=1)
+    state = two.state()[0] | {"rest": torch.tensor(rest)}
+    with pytest.raises(ValueError, match="the rest of its epoch"):
+        two.samplers[0].ordering.load_state_dict(state)

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from gradherd.sparsify.resize import merged
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.threshold import Threshold
+from gradherd.sparsify.worker import Worker
 
 
 def state(rank, workers=3, **more):
@@ -43,3 +46,17 @@ def test_velocities_too():
 def test_what_does_not_belong_together_is_refused(states, reason):
     with pytest.raises(ValueError, match=reason):
         merged(states)
+
+
+def test_a_threshold_keeps_its_unit():
+    """Residuals are in units of parameters here, so a threshold follows the learning rate."""
+    rate = [0.1]
+    settings = Sparsify(method=Threshold(density=0.1), learning_rate=lambda: rate[0])
+    old = [Worker(settings, 50, rank=rank, size=2) for rank in range(2)]
+    for value in (0.1, 0.001):
+        rate[0] = value
+        for worker in old:
+            worker.set_unit(1.0)
+    new = Worker(settings, 50, rank=0, size=3)
+    new.load_state_dict(merged([worker.state_dict() for worker in old]))
+    assert new.state == old[0].state

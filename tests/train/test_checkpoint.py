@@ -91,6 +91,34 @@ def test_one_of_another_run_is_refused_with_the_reason(tmp_path):
         checkpoints(tmp_path).load()
 
 
+def test_going_on_from_an_older_one_forgets_the_later(tmp_path):
+    saved(tmp_path, 50, 100)
+    (tmp_path / "step-000000100" / "manifest.json").write_text("cut")
+    assert checkpoints(tmp_path).load().step == 50
+    saved(tmp_path, 60)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000050", "step-000000060"]
+
+
+def test_the_same_step_again_is_never_missing(tmp_path, monkeypatch):
+    saved(tmp_path, 10)
+
+    def killed(self, target):
+        if self.name.endswith(".draft"):
+            raise KeyboardInterrupt
+        return renamed(self, target)
+
+    renamed = Path.rename
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 10)
+    monkeypatch.undo()
+    assert not (tmp_path / "step-000000010").exists()
+    assert checkpoints(tmp_path).load().step == 10
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000010"]
+    saved(tmp_path, 10)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000010"]
+
+
 def test_drafts_are_cleared_away(tmp_path):
     saved(tmp_path, 10)
     shutil.copytree(tmp_path / "step-000000010", tmp_path / ".step-000000020.draft")
@@ -193,6 +221,15 @@ def test_more_epochs_after_the_end(tmp_path):
     assert [row.epoch for row in rows] == [1, 2, 3, 4]
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_fewer_epochs_than_were_begun(tmp_path):
+    config = config_of("digits", limit=60, epochs=3, order="cd-grab", workers=2)
+    assert run_ranks(every_step, 2, tmp_path, config) == ["done", "done"]
+    before = last_state(tmp_path)
+    fewer = config_of("digits", limit=60, epochs=2, order="cd-grab", workers=2)
+    assert run_ranks(all_of, 2, tmp_path, fewer) == ["done", "done"]
+    assert differences(last_state(tmp_path), before) == []
 
 
 def test_every_part_of_other_ranks_is_checked(tmp_path):

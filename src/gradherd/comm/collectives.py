@@ -111,7 +111,7 @@ def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
     sent = gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
         slots = list(out.view(world.size, -1))
-        return Flight(out, sent, _messages([tensor] * world.size, slots, world))
+        return Flight(out, sent, _messages([tensor.contiguous()] * world.size, slots, world))
     # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
     return Flight(out, sent, (work,))
@@ -197,7 +197,7 @@ def all_gather_sized(tensor: Tensor, sizes: Sequence[int], world: World) -> Sent
     if dist.get_backend(world.group) == "gloo":
         out = tensor.new_empty(sum(sizes))
         slots = list(torch.split(out, list(sizes)))
-        for work in _messages([tensor] * world.size, slots, world):
+        for work in _messages([tensor.contiguous()] * world.size, slots, world):
             work.wait()
         return Sent(out, gather_bytes(tensor, world.size))
     padded = tensor.new_zeros(max(sizes))

@@ -1,8 +1,8 @@
 """Which examples make a unit, and which worker a unit belongs to: pure arithmetic.
 
-Unit g is the examples g*u .. g*u+u-1 of the data set and belongs to worker g mod W, for ever:
-data never moves between workers, and the make-up of a unit never changes. Dealing in turn gives
-every worker a fair share of a data set that is sorted by label.
+Unit g is the examples g*u .. g*u+u-1 of the data set and belongs to worker g mod W as long as there
+are W workers: data does not move between them, and the make-up of a unit never changes. Dealing in
+turn gives every worker a fair share of a data set that is sorted by label.
 """
 
 from dataclasses import dataclass

@@ -253,6 +253,8 @@ class Ordering:
                 raise ValueError(f"state is damaged: worker {worker}'s order is no permutation")
         memory.copies = self._copies
         rest = None if "rest" not in state else state["rest"].long().clone()
+        if rest is not None and not _are_units(rest, sum(self.sizes)):
+            raise ValueError("state is damaged: the rest of its epoch are no units of this run")
         if memory.sizes == self.sizes:
             self._orders, self._memory, self.rest = orders, memory, rest
             self._version = self.came_from = None
@@ -276,6 +278,12 @@ class Ordering:
             self._memory.mean = theirs._memory.mean.mean(0, keepdim=True).repeat(mine, 1)
         self.rest = left if steps or rest is not None else None
         self._version, self.came_from = None, (version, steps, workers)
+
+
+def _are_units(rest: Tensor, units: int) -> bool:
+    """Return whether these are units, each once at most."""
+    within = bool(((rest >= 0) & (rest < units)).all())
+    return rest.ndim == 1 and within and len(rest.unique()) == len(rest)
 
 
 def _apart(theirs: tuple[int, ...], ours: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -253,6 +253,8 @@ class OrderedSampler(DistributedSampler[Any]):
         """
         self._resumed = (state["epoch"], self.position_of(state))
         self._begin_epoch()
+        if self.resting and not len(self):  # Less than a round was left, and is dropped.
+            self.end_epoch()
 
     def position_of(self, state: Mapping[str, Any]) -> int:
         """Return where a cursor stands in the order at hand; raise if it belongs to another."""
@@ -264,7 +266,8 @@ class OrderedSampler(DistributedSampler[Any]):
             if state["position"] != steps * self.unit:
                 raise ValueError(
                     f"this position, {state['position']}, is not where its ordering was saved, "
-                    f"{steps * self.unit}: on another number of workers, save both together"
+                    f"{steps * self.unit}: another number of workers can go on in mid-epoch where "
+                    "a herd is attached and its state is saved, else from an epoch's start"
                 )
             return 0  # What comes before it is not in the order any more.
         if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):

@@ -159,7 +159,7 @@ class SparseHook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on the same rank of a world of the same size."""
+        """Continue where `state_dict` was taken, on the same rank, or from a merged state."""
         self.check_state(state)
         feedback = self._worker.feedback
         self._restore(feedback.kept, state["residual"])
@@ -168,7 +168,7 @@ class SparseHook:
         self._worker.load_state_dict(dict(state))
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise unless `state` is of this rank, world, model and method."""
+        """Raise unless `state` is of this model and method, and of this rank or merged."""
         self._check(state.get("residual", {}))
         if self._worker.feedback.velocity is not None:
             if "velocity" not in state:

@@ -37,11 +37,13 @@ class Worker:
         self._rank, self._size = rank, size
         self.step = 0
         self.skipped = 0
-        self.state = settings.method.begin(self.sparse, size, layers or [self.sparse])
+        self._layers = layers or [self.sparse]
+        self.state = settings.method.begin(self.sparse, size, self._layers)
         self.feedback = Feedback(
             dim, dtype=dtype, device=torch.device(device), momentum=settings.momentum
         )
         self._rate: float | None = None
+        self._first_rate: float | None = None  # what a method's own settings are in units of
         self._unit = 1.0
 
     def set_unit(self, loss_scale: float) -> None:
@@ -59,6 +61,7 @@ class Worker:
         if self._rate is not None and rate != self._rate:
             self.state = self.settings.method.rescale(self.state, rate / self._rate)
         self._rate = rate
+        self._first_rate = rate if self._first_rate is None else self._first_rate
 
     @property
     def weightless(self) -> bool:
@@ -124,7 +127,8 @@ class Worker:
     def state_dict(self) -> dict[str, Any]:
         """Return all but the residuals: numbers, lists and tensors."""
         state = None if self.state is None else _fields(self.state)
-        return self._identity() | {"step": self.step, "rate": self._rate, "method": state}
+        rates = {"rate": self._rate, "first_rate": self._first_rate}
+        return self._identity() | {"step": self.step, "method": state} | rates
 
     def _identity(self) -> dict[str, Any]:
         method = type(self.settings.method).__name__
@@ -141,8 +145,15 @@ class Worker:
         """Continue where `state_dict` was taken; the method begins anew with a merged state."""
         self.check_state(state)
         self.step, self._rate = state["step"], state["rate"]
-        if self.state is not None and not _is_merged(state):
+        self._first_rate = state.get("first_rate")
+        if self.state is None:
+            return
+        if not _is_merged(state):
             self.state = type(self.state)(**state["method"])
+            return
+        self.state = self.settings.method.begin(self.sparse, self._size, self._layers)
+        if self._rate is not None and self._first_rate is not None:
+            self.state = self.settings.method.rescale(self.state, self._rate / self._first_rate)
 
 
 def _is_merged(state: Mapping[str, Any]) -> bool:

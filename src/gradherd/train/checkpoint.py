@@ -136,11 +136,28 @@ class Checkpoints:
         }
         _write(draft / _MANIFEST, json.dumps(manifest, indent=1).encode())
         final = self._folder / f"step-{step:09d}"
-        shutil.rmtree(final, ignore_errors=True)  # of a run that went on from an older one
+        aside = self._folder / f".{final.name}.old"
+        if final.exists():  # The same step again: one of both is there at any moment.
+            final.rename(aside)
         draft.rename(final)
         _sync_folder(self._folder)
-        for old in self._found()[self._keep :]:
+        shutil.rmtree(aside, ignore_errors=True)
+        found = self._found()
+        # Later ones are of a run that went on from an older one: damaged, or not this run's.
+        later = [other for other in found if other > step]
+        for old in [*later, *found[len(later) + self._keep :]]:
             shutil.rmtree(self._folder / f"step-{old:09d}", ignore_errors=True)
+
+    def _clear_away(self) -> None:
+        """Remove what a run that was killed has left half done; keep what is whole."""
+        for aside in self._folder.glob(".step-*.old"):
+            final = aside.with_name(aside.name[1:].removesuffix(".old"))
+            if final.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                aside.rename(final)
+        for draft in self._folder.glob(".step-*.draft"):
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _found(self) -> list[int]:
         """Return the steps of the checkpoints that are there, newest first."""
@@ -159,8 +176,7 @@ class Checkpoints:
             NoCheckpoint: There are some, but none can be used.
         """
         if self._world.rank == 0:
-            for draft in self._folder.glob(".step-*.draft"):
-                shutil.rmtree(draft, ignore_errors=True)
+            self._clear_away()
         mine = [*self._found()[:_MOST], *[-1] * _MOST][:_MOST]
         told = torch.tensor(mine, dtype=torch.int64, device=self._device)
         steps = [step for step in all_gather(told, self._world).value[0].tolist() if step >= 0]

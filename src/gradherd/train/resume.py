@@ -61,11 +61,12 @@ def run_saved(
     loaded = checkpoints.load() if saving.resume else None
     size = sum(p.numel() for p in fleet.model.parameters())
     record = new_record(config, task, split, size)
-    if loaded is not None and world.rank == 0:
+    if loaded is not None:
         before = RunRecord.from_json(loaded.shared["record"])
         settings = record.config | {"world_sizes": _world_sizes(before, loaded, config.workers)}
         record = dataclasses.replace(before, status="running", config=settings)
-        log.info("going on after step %d", loaded.step)
+        if world.rank == 0:
+            log.info("going on after step %d", loaded.step)
     journal = Journal(record, None if world.rank else out, tensorboard=tensorboard)
     keeper = Keeper(
         checkpoints, world, every=saving.every, pulse=saving.pulse, device=config.device
@@ -81,7 +82,8 @@ def run_saved(
             (found,) = run_epochs(
                 fleet, [config], [journal], progress, first=first, resumed=loaded is not None
             )
-        if journal.record.status == "done":  # What was trained; more epochs may follow.
+        trained = first <= config.epochs  # else the checkpoint says more than we could
+        if journal.record.status == "done" and trained:  # More epochs may follow.
             checkpoints.save(keeper.step, *fleet.state(config.epochs + 1, Tally()))
         return found
     finally:
