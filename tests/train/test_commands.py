@@ -2,10 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from gradherd.cli import main
+from gradherd.commands import demo
 from gradherd.train.record import FILE, read_record
 
 SMALL = ["--epochs", "2", "--limit", "48", "--workers", "2"]
@@ -102,7 +104,8 @@ def test_what_is_compared_by_default(capsys, tmp_path):
 
 
 def test_demo_in_small(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("gradherd.commands.demo._EPOCHS", 1)
+    short = tuple(replace(part, epochs=1) for part in demo._PARTS)
+    monkeypatch.setattr(demo, "_PARTS", short)
     code, told, err = run(
         capsys, "demo", "--workers", 2, "--seeds", 1, "--out", tmp_path / "demo", "--json"
     )
