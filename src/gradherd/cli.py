@@ -24,7 +24,7 @@ class Command(Protocol):
 
 
 COMMANDS = {
-    "demo": ("demo:Demo", "both halves at work in two minutes, and a page about it"),
+    "demo": ("demo:Demo", "both halves at work in three minutes, and a page about it"),
     "train": ("train:Train", "train a task once, and write down how it went"),
     "compare": ("compare:Compare", "orders or sparsifiers on one task: who won, and is it sure?"),
     "study": ("study:Study", "run a study that a file describes, and keep its results"),
