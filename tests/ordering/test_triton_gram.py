@@ -1,7 +1,5 @@
 """Products, signs and sums on a GPU against float64 on the CPU; how: see `test_triton_select`."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -13,19 +11,13 @@ from gradherd.ordering.gram import block_gram, signs_from_products
 from gradherd.ordering.rules import Greedy, Kernel, Walk
 from gradherd.ordering.sequential import sequential
 from gradherd.ordering.signs import balance
+from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not GPU and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="there is no GPU, and Triton does not interpret",
-    ),
+    *MARKS,
     # The interpreter computes in numpy, which tells what a GPU does in silence.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-only_gpu = pytest.mark.skipif(not GPU, reason="there is no GPU")
 NOTHING = np.empty((0, 1))
 
 

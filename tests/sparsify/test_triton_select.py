@@ -4,8 +4,6 @@ Without a GPU they run through Triton's interpreter, which must be told before T
 `tests/test_interpreted.py` does so.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -16,17 +14,9 @@ from gradherd.sparsify import kernels
 from gradherd.sparsify import triton_few as few
 from gradherd.sparsify import triton_select as passes
 from gradherd.sparsify.tally import BINS, SHIFT, Tally
+from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not GPU and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="there is no GPU, and Triton does not interpret",
-    ),
-]
-only_gpu = pytest.mark.skipif(not GPU, reason="there is no GPU")
+pytestmark = MARKS
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 if not GPU:
     passes.TILE = 256  # the interpreter is slow

@@ -14,7 +14,7 @@ from gradherd.bench.signs import bench_signs
 from gradherd.bench.step import bench_step
 from gradherd.comm.ranks import run_ranks
 from gradherd.study.file import Study
-from gradherd.study.kind import Found, Piece, Where, checked, positive
+from gradherd.study.kind import Found, OneByOne, Piece, Where, checked, no_task, positive
 
 CASES = ("coordination", "step", "signs")
 _DEADLINE = 1800.0
@@ -22,7 +22,7 @@ _DEADLINE = 1800.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(OneByOne):
     """Measures: exchange and whole steps on real ranks, signs in one process."""
 
     keys: ClassVar[Mapping[str, Any]] = {
@@ -35,22 +35,13 @@ class Cost:
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
         """Return them, checked; `batch_size` is of a whole step alone."""
-        if study.task is not None:
-            raise ValueError(f"a study of kind cost has no task, got {study.task!r}")
+        no_task(study)
         base = {"batch_size": 64, "repeats": 9}
         found = checked(self.keys, base, {**study.settings, **arm})
         positive(found, "workers", "dim", "batch_size", "repeats")
         if found["case"] not in CASES:
             raise ValueError(f"unknown case {found['case']!r}; known are {', '.join(CASES)}")
         return found
-
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Refuse nothing."""
-        return None
-
-    def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
-        """Make runs one by one: each needs the machine for itself."""
-        return [[piece] for piece in pieces]
 
     def run(self, pieces: Sequence[Piece], where: Where) -> list[Found]:
         """Measure."""

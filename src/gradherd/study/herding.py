@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from gradherd.ordering.policy import make_policy
 from gradherd.replay.order import random_vectors, replay_order
 from gradherd.study.file import Study
-from gradherd.study.kind import Found, Piece, Where, checked, positive
+from gradherd.study.kind import Found, OneByOne, Piece, Where, checked, no_task, positive
 
 
 @dataclass(frozen=True)
-class Herding:
+class Herding(OneByOne):
     """Sorts the same vectors round after round."""
 
     keys: ClassVar[Mapping[str, Any]] = {
@@ -28,20 +28,11 @@ class Herding:
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
         """Return them, checked."""
-        if study.task is not None:
-            raise ValueError(f"a study of kind herding has no task, got {study.task!r}")
+        no_task(study)
         found = checked(self.keys, {}, {**study.settings, **arm})
         positive(found, "workers", "units", "dim", "rounds")
         make_policy(found["order"])
         return found
-
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Refuse nothing."""
-        return None
-
-    def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
-        """Make runs one by one."""
-        return [[piece] for piece in pieces]
 
     def run(self, pieces: Sequence[Piece], where: Where) -> list[Found]:
         """Sort, and note the bound after each round."""

@@ -73,6 +73,24 @@ class Kind(Protocol):
         ...
 
 
+class OneByOne:
+    """What kinds have in common that train nothing: no task, and each run for itself."""
+
+    def refusal(self, settings: Mapping[str, Any]) -> str | None:
+        """Refuse nothing."""
+        return None
+
+    def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
+        """Make runs one by one."""
+        return [[piece] for piece in pieces]
+
+
+def no_task(study: Study) -> None:
+    """Raise ValueError if a study names a task."""
+    if study.task is not None:
+        raise ValueError(f"a study of kind {study.kind} has no task, got {study.task!r}")
+
+
 def checked(
     keys: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
