@@ -54,8 +54,8 @@ def online_rule(tau, picked, k):
 class OnlineExDyna:
     """ExDyna with its online threshold and partitions that stay, all workers at once."""
 
-    def __init__(self, workers, dim, density):
-        self.workers, self.dim = workers, dim
+    def __init__(self, workers, dim, density, *, rotate=True):
+        self.workers, self.dim, self.rotate = workers, dim, rotate
         self.k = max(1, int(density * dim))
         self.borders = even_borders(dim, 1024, workers)
         self.residuals = np.zeros((workers, dim), np.float32)
@@ -73,7 +73,7 @@ class OnlineExDyna:
         acc = self.residuals + grads
         indices, counts = [], []
         for rank in range(self.workers):
-            part = (self.step + rank) % self.workers
+            part = (self.step + rank) % self.workers if self.rotate else rank
             begin, end = self.borders[part], self.borders[part + 1]
             own = (begin + np.flatnonzero(np.abs(acc[rank, begin:end]) >= self.tau)).tolist()
             if not own and end > begin:

@@ -130,10 +130,11 @@ def test_memory_order_does_not_matter():
     "settings",
     [
         gh.Sparsify(method=gh.ExDyna(density=0.05), dense_below=20),
+        gh.Sparsify(method=gh.ExDyna(density=0.05, rotate=False), dense_below=20),
         gh.Sparsify(method=gh.ExDyna(density=0.05, threshold="online"), momentum=0.9),
         gh.Sparsify(method=gh.Micro(density=0.05), values="bf16", warmup_steps=5),
     ],
-    ids=["exdyna", "momentum", "bf16"],
+    ids=["exdyna", "still", "momentum", "bf16"],
 )
 def test_a_run_stopped_and_resumed_is_the_same_to_the_bit(settings):
     whole = run_ranks(work.interrupted, 2, settings, 99, 7)
@@ -150,10 +151,11 @@ def test_a_run_stopped_and_resumed_is_the_same_to_the_bit(settings):
     "settings",
     [
         gh.Sparsify(method=gh.ExDyna(density=0.02), dense_below=0),
+        gh.Sparsify(method=gh.ExDyna(density=0.02, rotate=False), dense_below=0),
         gh.Sparsify(method=gh.TopK(density=0.02), dense_below=0, values="bf16"),
         gh.Sparsify(method=gh.ExDyna(density=0.02), dense_below=0, momentum=0.7),
     ],
-    ids=["exdyna", "topk", "momentum"],
+    ids=["exdyna", "still", "topk", "momentum"],
 )
 def test_the_hook_does_what_workers_in_one_process_do(settings):
     ranks = run_ranks(work.flat_steps, 4, settings, 6)

@@ -60,7 +60,7 @@ class World:
         """Of each worker: its partition and what it picked."""
         found = torch.split(self.outcome.chosen.indices, self.outcome.chosen.counts)
         for rank, own in enumerate(found):
-            part = (self.number + rank) % self.size
+            part = (self.number + rank) % self.size if self.method.rotate else rank
             yield rank, (self.bounds[part], self.bounds[part + 1]), own
 
     def check_partitions(self):
@@ -115,9 +115,10 @@ class World:
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("dim", [2, 31, 1000, 32_767, 33_000])
 @pytest.mark.parametrize("scale", [1.0, 0.002], ids=["large", "small"])
-def test_the_online_form_is_that_of_the_reference(dim, size, scale):
-    world = World(ExDyna(0.02, threshold="online", balance="none"), dim, size)
-    slow = OnlineExDyna(size, dim, 0.02)
+@pytest.mark.parametrize("rotate", [True, False], ids=["rotating", "still"])
+def test_the_online_form_is_that_of_the_reference(dim, size, scale, rotate):
+    world = World(ExDyna(0.02, threshold="online", balance="none", rotate=rotate), dim, size)
+    slow = OnlineExDyna(size, dim, 0.02, rotate=rotate)
     shape = torch.linspace(0.05, 0.3, dim) * scale
     forced = 0
     for step in range(30):
@@ -197,6 +198,52 @@ def test_every_worker_owns_every_partition_once_in_r_steps(balance):
     for visits in owned:
         assert sorted(visits[:4]) == sorted(visits[4:]) == [0, 1, 2, 3]
     assert all(len(set(column)) == 4 for column in zip(*owned, strict=True))
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_without_rotation_every_worker_keeps_its_place(balance):
+    """Borders still move, and exactly k still travel."""
+    world = World(ExDyna(0.05, balance=balance, rotate=False), 2000, 4)
+    for step in range(8):
+        world.step(one_layer(step, 4, 2000))
+        world.check_partitions()
+        world.check_consensus(100)
+        world.check_residuals()
+        for rank, (begin, _), own in world.picks:
+            assert begin == world.bounds[rank] and len(own)
+
+
+def test_without_rotation_the_heavy_neighbour_gives_away():
+    """Loads are those of the workers that keep their partitions: the border moves to the left."""
+    world = World(ExDyna(0.05, balance="diffusive", capacity=math.inf, rotate=False), 4096, 2)
+    shape = torch.linspace(3, 0.3, 4096)
+    for step in range(9):
+        world.step(normal(step, 2, 4096) * shape)
+    assert world.bounds[1] < 2048
+
+
+def test_rotation_is_what_lets_a_worker_send_what_others_do_not_see():
+    """All that worker 0 has lies in the part of worker 1: without rotation it is never sent."""
+    for rotate in (True, False):
+        world = World(ExDyna(0.05, balance="none", rotate=rotate), 100, 2)
+        grads = normal(0, 2, 100) * 0.01
+        grads[0, 60] = 5.0
+        sent = [60 in world.step(grads).indices.tolist() for _ in range(2)]
+        assert any(sent) == rotate
+
+
+def test_a_worker_without_rotation_resumes_to_the_bit():
+    method = ExDyna(0.05, threshold="online", balance="diffusive", rotate=False)
+    whole, again = (World(method, 500, 2) for _ in range(2))
+    for step in range(3):
+        whole.step(normal(step, 2, 500))
+    for there, here in zip(whole.workers, again.workers, strict=True):
+        here.load_state_dict(there.state_dict())
+        here.feedback.kept.copy_(there.feedback.kept)
+    for step in range(3, 6):
+        grads = normal(step, 2, 500)
+        assert same(whole.step(grads).indices, again.step(grads).indices)
+        assert same(whole.kept, again.kept)
 
 
 @pytest.mark.parametrize("rule", ["consensus", "online"])

@@ -122,6 +122,22 @@ def test_an_unknown_name_tells_the_known_ones():
         assert all(name in str(caught.value) for name in SPARSIFIERS)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("exdyna", {"odd": 1}, "unknown setting 'odd' of exdyna; known are threshold, capacity"),
+        ("exdyna", {"density": 0.1}, "unknown setting 'density' of exdyna; known are threshold"),
+        ("exdyna", {"name": "x"}, "unknown setting 'name' of exdyna"),
+        ("topk", {"blocks": 3}, "unknown setting 'blocks' of topk; it has none but its density"),
+        ("exdyna", {"blocks": "many"}, "exdyna cannot have .*'blocks': 'many'.*'<' not supported"),
+        ("exdyna", {"rotate": 0}, "rotate must be True or False, got 0"),
+    ],
+)
+def test_settings_of_a_method_are_named_if_it_has_none_such(name, settings, says):
+    with pytest.raises(ValueError, match=says):
+        make_sparsifier(name, 0.01, **settings)
+
+
 def test_a_name_is_the_method_with_its_defaults():
     for name, make in SPARSIFIERS.items():
         assert Sparsify(method=name).method == make() == make_sparsifier(name)

@@ -76,6 +76,8 @@ def test_a_run_is_done_if_seed_and_settings_are_the_same():
     assert done(there, 1, settings) and not done(there, 0, settings)
     assert done(there, 1, {**settings, "sketch_size": None})
     assert not done(there, 1, {**settings, "sketch_size": 128})
+    assert done(there, 1, {**settings, "sketch_size": None, "method": None})
+    assert not done(there, 1, {**settings, "method": {"rotate": False}})
     assert not done(there, 1, {**settings, "lr": 0.3})
     assert not done([replace(there[0], status="running")], 1, settings)
     assert done([replace(there[0], status="diverged")], 1, settings)

@@ -58,14 +58,13 @@ def test_a_study_is_what_its_file_says(tmp_path):
     )
     assert [arm.name for arm in study.arms] == ["d-rr, two", "cd-grab, two"]
     assert study.claims[0].against == "d-rr, two" and study.figures[0].x == "epoch"
-    pieces, refused = planned(study)
+    pieces = planned(study)
     assert [(p.seed, p.arm) for p in pieces] == [
         (0, "d-rr, two"),
         (0, "cd-grab, two"),
         (1, "d-rr, two"),
         (1, "cd-grab, two"),
     ]
-    assert refused == {}
     assert pieces[0].settings["epochs"] == 2 and pieces[0].settings["lr"] == 0.2
     assert not {"seed", "device", "virtual"} & set(pieces[0].settings)
 
@@ -128,8 +127,8 @@ def test_a_file_that_is_not_there_and_odd_names_are_refused(tmp_path):
 
 def test_arms_can_be_picked_by_name_or_pattern(tmp_path):
     study = read(tmp_path, GOOD)
-    assert {piece.arm for piece in planned(study, ["cd-*"])[0]} == {"cd-grab, two"}
-    assert {piece.seed for piece in planned(study, (), [1])[0]} == {1}
+    assert {piece.arm for piece in planned(study, ["cd-*"])} == {"cd-grab, two"}
+    assert {piece.seed for piece in planned(study, (), [1])} == {1}
     with pytest.raises(ValueError, match="there is no seed 2; there are 0, 1"):
         planned(study, (), [2])
     with pytest.raises(ValueError, match="there is no arm 'grab'; there are 'd-rr, two'"):
@@ -139,8 +138,7 @@ def test_arms_can_be_picked_by_name_or_pattern(tmp_path):
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_the_studies_that_come_along_can_be_planned(path):
     study = read_study(path)
-    pieces, refused = planned(study)
-    assert pieces and len(pieces) == len(study.seeds) * (len(study.arms) - len(refused))
+    assert len(planned(study)) == len(study.seeds) * len(study.arms) > 0
     assert study.claims and study.figures
 
 

@@ -35,7 +35,7 @@ def study(kind, arms, settings, **more):
 
 def results_of(one, out):
     where = Where(folder=one.folder)
-    batches = run_pieces(one, planned(one)[0], out, where)
+    batches = run_pieces(one, planned(one), out, where)
     return {(r.arm, r.seed): r for batch in batches for r in batch}
 
 
@@ -60,18 +60,34 @@ def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
         {"sparsify": "exdyna", "density": 0.01, "method": [{"blocks": 64}, {"rotate": False}]},
     ]
     one = study("density", arms, {"workers": 2, "steps": 4}, task="digits-mlp")
-    pieces, refused = planned(one)
-    lacks = {"exdyna 0.01, rotate False": "exdyna has no rotate yet"}
-    assert refused == lacks or not refused  # Once it has one, the arm is run.
     told = Counted()
     where = Where(folder=one.folder, told=told)
-    kept = [piece for piece in pieces if "rotate" not in piece.arm]
-    found = {r.arm: r for batch in run_pieces(one, kept, tmp_path, where) for r in batch}
+    found = {r.arm: r for batch in run_pieces(one, planned(one), tmp_path, where) for r in batch}
     assert told.batches == 1  # Trained once.
     assert found["randomk 0.01"].figures["summary"]["build_up"] == pytest.approx(1, abs=0.01)
     assert found["topk 0.01"].figures["summary"]["build_up"] > 1.2
-    assert found["exdyna 0.01, blocks 64"].figures["summary"]["density_error"] < 0.05
+    blocks, still = found["exdyna 0.01, blocks 64"], found["exdyna 0.01, rotate False"]
+    assert blocks.figures["summary"]["density_error"] < 0.05
+    assert still.settings["method"] == {"rotate": False}
+    assert still.figures["series"] != blocks.figures["series"]
     assert len(found["topk 0.01"].figures["series"]["density"]) == 4
+
+
+def test_trainings_have_the_settings_of_their_arms(tmp_path):
+    arms = [
+        {"order": "cd-grab", "rows": "sketch", "sketch_size": 4},
+        {"sparsify": "exdyna", "density": 0.1, "method": {"threshold": "online"}},
+    ]
+    one = study("compare", arms, {"epochs": 1, "limit": 40}, task="digits")
+    found = results_of(one, tmp_path)
+    sketch, online = found.values()
+    assert (sketch.settings["sketch_size"], sketch.settings["method"]) == (4, None)
+    assert online.settings["method"] == {"threshold": "online"}
+    densities = online.record().epochs[-1].density
+    assert densities != pytest.approx(0.1, abs=1e-3)  # By consensus it is 0.1 at every step.
+    assert left(planned(one), {r.arm: [r] for r in found.values()}) == []
+    with pytest.raises(ValueError, match="arm 'cd-grab, sketch_size 4': sketch_size goes with"):
+        planned(study("compare", [{"order": "cd-grab", "sketch_size": 4}], {}, task="digits"))
 
 
 def test_figures_of_steps_by_hand():
@@ -88,7 +104,7 @@ def test_figures_of_steps_by_hand():
 @pytest.mark.parametrize(
     "arm, says",
     [
-        ({"sparsify": "odd", "density": 0.1}, "unknown sparsify 'odd'; known are dense"),
+        ({"sparsify": "odd", "density": 0.1}, "unknown sparsifier 'odd'; known are dense"),
         ({"sparsify": "topk"}, "nothing says the density of topk"),
         ({"sparsify": "topk", "density": 2.0}, "density must be in"),
         ({"sparsify": "exdyna", "density": 0.1, "method": {"odd": 1}}, "unknown setting 'odd' of"),
@@ -107,7 +123,7 @@ def test_cost_is_measured_on_real_ranks(tmp_path):
     assert summary["all-reduce.ratio"] == 1 and summary["sharded.bytes_ratio"] < 1.5
     with pytest.raises(ValueError, match="unknown case 'odd'; known are coordination"):
         Cost().settings(one, {"case": "odd", "workers": 2, "dim": 9})
-    assert left(planned(one)[0], {found.arm: [found]}) == []
+    assert left(planned(one), {found.arm: [found]}) == []
 
 
 def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from gradherd.tasks.registry import find_task
-from gradherd.train.batched import BatchedFleet, why_not
+from gradherd.train.batched import BatchedFleet
+from gradherd.train.stacks import stacks, why_not
 from gradherd.train.virtual import VirtualFleet
 from tests.train.work import HERE, config_of, no_tick
 
@@ -48,15 +49,102 @@ def test_steps_are_counted_for_every_run():
     assert sum(ticks) == sum(tally.steps for tally in tallies) == 3 * 4
 
 
+@pytest.mark.parametrize("sparsify", ["exdyna", "topk"])
+@pytest.mark.parametrize("order", ["d-rr", "cd-grab"])
+@pytest.mark.parametrize(("batch_size", "unit"), [(4, 1), (4, 4), (6, 2)])
+def test_sparsified_runs(sparsify, order, batch_size, unit):
+    # Rows of one worker's batch are sketched where the exchange is sparse, here by another hash:
+    # orders are those of other sketches.
+    rows = "exact" if order == "cd-grab" else "auto"
+    configs = [
+        config_of("digits", order=order, sparsify=sparsify, density=0.05, seed=seed, rows=rows,
+                  batch_size=batch_size, unit=unit, workers=3, limit=101, virtual=True)
+        for seed in (0, 1)
+    ]  # fmt: skip
+    task = find_task("digits")
+    split = task.load(None, 101)
+    together = BatchedFleet(configs, task, split)
+    alone = [VirtualFleet(config, task, split) for config in configs]
+    # One epoch: another number is picked where two are nearly as large, and then they part.
+    tallies, qualities = together.epoch(1, no_tick), together.quality()
+    for at, fleet in enumerate(alone):
+        (tally,), (quality,) = fleet.epoch(1, no_tick), fleet.quality()
+        assert together.orderings[at].version == fleet.ordering.version, configs[at]
+        assert qualities[at].loss == pytest.approx(quality.loss, rel=1e-2)
+        assert tallies[at].ordering_bytes == tally.ordering_bytes
+        assert tallies[at].bytes == pytest.approx(tally.bytes, rel=1e-2)
+        assert tallies[at].density == pytest.approx(tally.density, rel=1e-2)
+        assert tallies[at].residual_norm == pytest.approx(tally.residual_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "clip"])
+def test_other_rules(name):
+    chosen = {"optimizer": "adamw", "momentum": 0.0, "lr": 1e-3} if name == "optimizer" else {}
+    chosen |= {"weight_decay": 0.1} if name == "optimizer" else {"clip": 0.05, "momentum": 0.9}
+    configs = [
+        config_of("digits", order="cd-grab", seed=seed, limit=100, virtual=True, **chosen)
+        for seed in (0, 1)
+    ]
+    task = find_task("digits")
+    split = task.load(None, 100)
+    together = BatchedFleet(configs, task, split)
+    alone = [VirtualFleet(config, task, split) for config in configs]
+    for number in (1, 2, 3):
+        together.epoch(number, no_tick)
+        for fleet in alone:
+            fleet.epoch(number, no_tick)
+    for fast, fleet in zip(together.quality(), alone, strict=True):
+        assert fast.loss == pytest.approx(fleet.quality()[0].loss, rel=1e-4)
+
+
+def test_each_run_has_its_own_rate_and_rows():
+    shared = {"order": "cd-grab", "limit": 120, "virtual": True}
+    chosen = [{"lr": 0.1}, {"lr": 0.01}, {"rows": "sketch", "sketch_size": 40}, {"order": "d-rr"}]
+    configs = [config_of("digits", **shared | one) for one in chosen]
+    task = find_task("digits")
+    split = task.load(None, 120)
+    together = BatchedFleet(configs, task, split)
+    apart = [BatchedFleet([config], task, split) for config in configs]
+    for number in (1, 2, 3):
+        tallies = together.epoch(number, no_tick)
+        for at, fleet in enumerate(apart):
+            (tally,) = fleet.epoch(number, no_tick)
+            assert together.orderings[at].version == fleet.orderings[0].version
+            assert (tallies[at].bytes, tallies[at].steps) == (tally.bytes, tally.steps)
+    losses = [quality.loss for quality in together.quality()]
+    alone = [fleet.quality()[0].loss for fleet in apart]
+    assert losses == pytest.approx(alone, rel=1e-5)
+    assert len(set(losses)) == 4
+
+
+def test_which_runs_go_side_by_side():
+    model = find_task("digits").model()
+    orders = ["d-rr", "cd-grab", "id-grab", "always-plus"]
+    runs = [
+        config_of("digits", order=order, seed=seed, virtual=True, workers=16)
+        for seed in (0, 1)
+        for order in orders
+    ]
+    # Orders that look at gradients of units, and those that do not.
+    assert stacks(runs, model) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    few = [replace(run, workers=2, batch_size=2, lr=rate) for run in runs for rate in (0.1, 0.2)]
+    assert [sorted(stack) for stack in stacks(few, model)] == [list(range(16))]
+    other = [runs[1], replace(runs[1], momentum=0.5), replace(runs[1], rows="sketch")]
+    assert stacks(other, model) == [[0, 2], [1]]
+    large = nn.Linear(2000, 1000)
+    assert stacks(runs[:3], large) == [[0], [1], [2]]
+    # So many that a step's gradients would not fit are trained in several stacks.
+    many = [config_of("digits", order="cd-grab", seed=seed, workers=64) for seed in range(9)]
+    assert [len(stack) for stack in stacks(many, nn.Linear(100, 640))] == [1] * 9
+
+
 def test_why_runs_cannot_go_side_by_side():
     config = config_of("digits", order="cd-grab", virtual=True)
     model = find_task("digits").model()
     assert why_not(config, model) is None
     assert "parameters" in why_not(config_of("digits-mlp"), find_task("digits-mlp").model())
-    assert "sparsified" in why_not(replace(config, sparsify="topk", density=0.1), model)
-    assert "SGD" in why_not(replace(config, clip=1.0), model)
-    assert "SGD" in why_not(replace(config, optimizer="adamw", momentum=0.0), model)
-    assert "sketches" in why_not(replace(config, rows="sketch"), model)
     assert "buffers" in why_not(config, find_task(f"{HERE}:Awkward").model())
     assert "Dropout" in why_not(config, nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    assert "LSTM" in why_not(config, nn.LSTM(2, 2))
+    assert "GRU" in why_not(config, nn.GRU(2, 2))
+    assert "LSTM" in why_not(config, nn.LSTM(2, 2, bidirectional=True))
+    assert why_not(config, nn.LSTM(2, 2)) is None

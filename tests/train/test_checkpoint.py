@@ -91,6 +91,13 @@ def test_one_of_another_run_is_refused_with_the_reason(tmp_path):
         checkpoints(tmp_path).load()
 
 
+def test_one_of_an_older_version_had_no_setting_that_came_later(tmp_path):
+    saved(tmp_path, 10)
+    assert checkpoints(tmp_path, sketch_size=None, method=None).load().step == 10
+    with pytest.raises(NoCheckpoint, match="saved with sketch_size None, this run has 8"):
+        checkpoints(tmp_path, sketch_size=8).load()
+
+
 def test_going_on_from_an_older_one_forgets_the_later(tmp_path):
     saved(tmp_path, 50, 100)
     (tmp_path / "step-000000100" / "manifest.json").write_text("cut")

@@ -45,6 +45,17 @@ def test_a_finished_run_is_shown_again_and_goes_on_for_more_epochs(capsys, tmp_p
     assert longer["epochs"] == 3 and longer["final_loss"] < first["final_loss"]
 
 
+def test_the_length_of_sketches_can_be_chosen(capsys, tmp_path):
+    args = ["train", "digits", "--order", "grab", *SMALL, "--virtual", "--out", tmp_path / "a"]
+    code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 8)
+    assert (code, err) == (0, "")
+    assert read_record(tmp_path / "a" / FILE).config["sketch_size"] == 8
+    code, _, err = run(capsys, *args, "--sketch-size", 8)
+    assert code == 2 and "--sketch-size 8 has no effect on --rows auto: add --rows sketch" in err
+    code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 0)
+    assert code == 2 and "--sketch-size must be at least 1, got 0" in err
+
+
 def test_train_for_people(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, told, err = run(capsys, "train", "digits", *SMALL, "--virtual")

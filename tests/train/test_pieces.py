@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 
 import pytest
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
+from gradherd.rows.settings import SketchRows
+from gradherd.sparsify.thresholds import Online
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig
 from gradherd.train.evaluate import full_loss
@@ -29,10 +32,13 @@ from gradherd.train.record import (
     write_whole,
 )
 from gradherd.train.surroundings import hardware, versions
+from gradherd.train.virtual import row_settings
 from gradherd.train.watch import Bins, prefix_bound
 from tests.train.work import HERE, config_of
 
 # Settings.
+
+EXDYNA = {"sparsify": "exdyna", "density": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,13 @@ from tests.train.work import HERE, config_of
         ({"sparsify": "topk", "density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"sparsify": "topk", "density": 2.0}, r"density must be in \(0, 1\], got 2.0"),
         ({"rows": "all"}, "unknown rows 'all'"),
+        ({"sketch_size": 8}, "sketch_size goes with rows='sketch', got 8 with 'auto'"),
+        ({"rows": "sketch", "sketch_size": 0}, "sketch_size must be at least 1 or None, got 0"),
+        ({"method": {"blocks": 8}}, "method goes with a sparsifier, got {'blocks': 8} with dense"),
+        ({**EXDYNA, "method": {"odd": 1}}, "unknown setting 'odd' of exdyna; known are threshold"),
+        ({**EXDYNA, "method": {"blocks": 0}}, "blocks must be at least 1, got 0"),
+        ({**EXDYNA, "method": {"capacity": math.inf}}, "method must be a dict of JSON values"),
+        ({**EXDYNA, "method": {"threshold": Online()}}, "method must be a dict of JSON values"),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"unit": 3}, "unit must divide batch_size 4, got 3"),
@@ -56,6 +69,17 @@ from tests.train.work import HERE, config_of
 def test_settings_are_checked(wrong, says):
     with pytest.raises(ValueError, match=says):
         config_of("digits", **wrong)
+
+
+def test_settings_of_rows_and_methods_are_handed_on():
+    assert config_of("digits", rows="sketch").row_choice() == "sketch"
+    sketch = config_of("digits", rows="sketch", sketch_size=8)
+    assert sketch.row_choice() == SketchRows(size=8)
+    assert row_settings(sketch, True, 650) == SketchRows(size=8)
+    still = config_of("digits", **EXDYNA, method={"rotate": False})
+    assert len({still, sketch, config_of("digits", **EXDYNA)}) == 3
+    written = record(config=dataclasses.asdict(still)).to_json()
+    assert json.loads(json.dumps(written))["config"]["method"] == {"rotate": False}
 
 
 def test_whole_batches_stay_whole_batches():

@@ -40,12 +40,14 @@ def arms(workers):
         {"order": "cd-grab", "batch_size": 6, "unit": 2, "limit": 100},
         {"order": "id-pair-grab"},
         {"order": "grab", "rows": "sketch"},
+        {"order": "grab", "rows": "sketch", "sketch_size": 8},
         {"order": "cd-grab", "unit": 4},
         {"order": "id-grab", "unit": 4, "rows": "sketch"},
     ]
     mlp = [
         {"order": "cd-grab"},
         {"sparsify": "exdyna", "density": 0.01},
+        {"sparsify": "exdyna", "density": 0.01, "method": {"rotate": False, "blocks": 64}},
         {"sparsify": "topk", "density": 0.02, "order": "cd-grab", "unit": 8},
         {"sparsify": "micro", "density": 0.01, "order": "pair-grab"},
     ]

@@ -55,24 +55,21 @@ class Study:
     out: AnyPath = None
     """Folder for results; benchmarks/results/NAME if not given."""
     json: bool = False
-    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped", "refused"}."""
+    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped"}."""
 
     def run(self) -> None:
         """Read, plan, run, tell."""
         usable_device(self.device)
         try:
             study = read_study(self.file)
-            pieces, refused = planned(study, self.only, self.seeds)
+            pieces = planned(study, self.only, self.seeds)
             out = RESULTS / study.name if self.out is None else self.out
             there = read_arms(out, dict.fromkeys(piece.arm for piece in pieces), study.kind)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if not pieces:
-            why = "; ".join(f"{arm}: {reason}" for arm, reason in refused.items())
-            raise UsageError(f"{self.file}: none of these arms can be run: {why}")
         todo = left(pieces, there)
         if self.plan:
-            self._show_plan(study, pieces, todo, refused)
+            self._show_plan(study, pieces, todo)
             return
         if there and not self.resume:
             arms = ", ".join(repr(arm) for arm in list(there)[:3])
@@ -80,9 +77,8 @@ class Study:
                 f"{out} holds results of {arms}{' ...' if len(there) > 3 else ''}: --resume adds "
                 "what is missing; or remove them, or name another --out"
             )
-        _tell(refused)
         made = self._made(study, todo, out)
-        self._end(study, out, made, len(pieces) - len(todo), refused)
+        self._end(study, out, made, len(pieces) - len(todo))
 
     def _made(self, study: StudyFile, todo: Sequence[Piece], out: Path) -> list[dict[str, Any]]:
         if study.task is not None and todo:
@@ -113,11 +109,10 @@ class Study:
         out: Path,
         made: list[dict[str, Any]],
         skipped: int,
-        refused: dict[str, str],
     ) -> None:
         if self.json:
             told = {"study": study.name, "kind": study.kind, "out": str(out), "runs": made}
-            print_json({**told, "skipped": skipped, "refused": refused})
+            print_json({**told, "skipped": skipped})
             return
         lost = sum(one["status"] == "diverged" for one in made)
         more = f", {skipped} were there" if skipped else ""
@@ -129,13 +124,12 @@ class Study:
         study: StudyFile,
         pieces: Sequence[Piece],
         todo: Sequence[Piece],
-        refused: dict[str, str],
     ) -> None:
         waiting = [{"arm": one.arm, "seed": one.seed} for one in todo]
         if self.json:
             skipped = len(pieces) - len(todo)
             told = {"study": study.name, "kind": study.kind, "left": waiting}
-            print_json({**told, "skipped": skipped, "refused": refused})
+            print_json({**told, "skipped": skipped})
             return
         table = Table(title=escape(study.title), title_justify="left")
         for name in ("arm", "seeds that are there", "seeds to run"):
@@ -144,14 +138,7 @@ class Study:
             open_ = [one.seed for one in todo if one.arm == arm]
             there = [p.seed for p in pieces if p.arm == arm and p.seed not in open_]
             table.add_row(escape(arm), " ".join(map(str, there)), " ".join(map(str, open_)))
-        for arm, why in refused.items():
-            table.add_row(escape(arm), "", escape(why))
         Console().print(table)
-
-
-def _tell(refused: dict[str, str]) -> None:
-    for arm, why in refused.items():
-        print(f"gradherd: arm {arm!r} is left out: {why}", file=sys.stderr)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

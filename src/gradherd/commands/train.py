@@ -151,7 +151,7 @@ def finished_before(out: Path, config: RunConfig) -> RunRecord | None:
     if not done and record.status != "diverged":
         return None
     for key, ours in dataclasses.asdict(config).items():
-        theirs = record.config.get(key, ours)
+        theirs = record.config.get(key)
         if key not in FREE and theirs != ours:
             raise UsageError(
                 f"--out {str(out)!r} holds a run with {key} {theirs!r}, not {ours!r}: "

@@ -21,6 +21,9 @@ OfTaskInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hin
 OfTaskFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_OF_TASK)]
 AnyPath = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 AnyInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")]
+SketchSize = Annotated[
+    int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 512)")
+]
 Density = Annotated[
     float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
 ]
@@ -46,6 +49,8 @@ class Options:
     """Weight decay."""
     rows: str = "auto"
     """How gradients are read for ordering: auto, batch, exact or sketch."""
+    sketch_size: SketchSize = None
+    """Numbers of a sketched row; with --rows sketch only."""
     limit: AnyInt = None
     """Use only so many examples of the training and of the test set."""
     virtual: bool = False
@@ -67,17 +72,23 @@ class Options:
             ("--epochs", self.epochs),
             ("--batch-size", self.batch_size),
             ("--unit", self.unit),
+            ("--sketch-size", self.sketch_size),
             ("--limit", self.limit),
         ):
             if value is not None:
                 at_least(option, value, 1)
+        if self.sketch_size is not None and self.rows != "sketch":
+            raise UsageError(
+                f"--sketch-size {self.sketch_size} has no effect on --rows {self.rows}: "
+                "add --rows sketch"
+            )
         usable_device(self.device)
         if self.tensorboard and not _installed("tensorboard"):
             raise UsageError(
                 "--tensorboard: tensorboard is not installed: pip install 'gradherd[tensorboard]'"
             )
         own = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
-        more = ("rows", "limit", "virtual", "device")
+        more = ("rows", "sketch_size", "limit", "virtual", "device")
         chosen = {key: getattr(self, key) for key in (*own, *more)}
         return chosen | self._world_size()
 

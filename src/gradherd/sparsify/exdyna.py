@@ -37,6 +37,16 @@ class State:
 
 
 @dataclass(frozen=True)
+class _Still(Place):
+    """A place whose partition does not depend on the step."""
+
+    @property
+    def parts(self) -> list[int]:
+        """The partition of each worker: its own."""
+        return list(range(self.size))
+
+
+@dataclass(frozen=True)
 class ExDyna:
     """Exclusive partitions of equal loads, one threshold for all.
 
@@ -56,6 +66,10 @@ class ExDyna:
     """About how many blocks borders move by."""
     memory: float = 0.9
     """Weight of the loads of a step before the last against the last one's ("recut")."""
+    rotate: bool = True
+    """Partitions go round, one worker further at every step, as in the paper. False lets every
+    worker keep its own for ever, to see what rotation is worth: what only the others find large
+    there is never looked for."""
 
     exclusive = True
 
@@ -68,6 +82,8 @@ class ExDyna:
             raise ValueError(f"blocks must be at least 1, got {self.blocks}")
         if not 0 <= self.memory < 1:
             raise ValueError(f"memory must be in [0, 1), got {self.memory}")
+        if not isinstance(self.rotate, bool):
+            raise ValueError(f"rotate must be True or False, got {self.rotate!r}")
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
         """Cut the vector into as many partitions of equal size as there are workers."""
@@ -99,8 +115,11 @@ class ExDyna:
         return Chosen(pick.indices, pick.counts, after, pick.threshold)
 
     def _step(self, acc: Tensor, k: int, state: State, place: Place) -> Exclusive:
-        bounds = self.bounds(len(acc), state)
-        return Exclusive(self.threshold, self.capacity, state.start, bounds, k, place)
+        bounds, here = self.bounds(len(acc), state), self._place(place)
+        return Exclusive(self.threshold, self.capacity, state.start, bounds, k, here)
+
+    def _place(self, place: Place) -> Place:
+        return place if self.rotate else _Still(place.step, place.rank, place.size)
 
     def _learn(self, dim: int, state: State, pick: Pick, place: Place) -> State:
         cuts, loads = state.cuts, state.loads
@@ -114,7 +133,7 @@ class ExDyna:
             loads = found + self.memory * loads
             cuts = recut(loads, place.size)
         elif self.balance == "diffusive":
-            by_part = dict(zip(place.parts, pick.loads, strict=True))
+            by_part = dict(zip(self._place(place).parts, pick.loads, strict=True))
             cuts = diffuse(cuts, [by_part[part] for part in range(place.size)])
         return State(pick.following, cuts, loads)
 

@@ -2,8 +2,8 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from gradherd.sparsify.gtopk import GTopK
 from gradherd.sparsify.selector import SPARSIFIERS, Selector
@@ -70,12 +70,24 @@ class Sparsify:
         return float(self.warmup_from * (last / self.warmup_from) ** (step / self.warmup_steps))
 
 
-def make_sparsifier(name: str, density: float | None = None) -> Selector:
-    """Return the method of that name.
+def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> Selector:
+    """Return the method of that name, with settings of its own.
 
-    >>> make_sparsifier("exdyna", 0.01).density
-    0.01
+    >>> make_sparsifier("exdyna", 0.01, blocks=64)
+    ExDyna(density=0.01, threshold='consensus', capacity=1.05, balance='recut', blocks=64, \
+memory=0.9, rotate=True)
     """
     if name not in SPARSIFIERS:
         raise ValueError(f"unknown sparsifier {name!r}; known are {', '.join(SPARSIFIERS)}")
-    return SPARSIFIERS[name]() if density is None else SPARSIFIERS[name](density=density)
+    made: Any = SPARSIFIERS[name]
+    known = [field.name for field in fields(made) if field.name != "density"]
+    for one in settings:
+        if one not in known:
+            more = f"known are {', '.join(known)}" if known else "it has none but its density"
+            raise ValueError(f"unknown setting {one!r} of {name}; {more}")
+    given = settings if density is None else {"density": density, **settings}
+    try:
+        method: Selector = made(**given)
+    except TypeError as error:  # It compared a word with a number, say.
+        raise ValueError(f"{name} cannot have {given}: {error}") from None
+    return method

@@ -67,7 +67,10 @@ class Workers:
         mean = self.workers[0].mean_of(outcome)
         self.metrics = outcome.metrics(self._sparse) | {
             "residual_norm": statistics.fmean(
-                float(torch.linalg.vector_norm(worker.feedback.kept)) for worker in self.workers
+                # Asked of a GPU once, not for each worker.
+                torch.stack(
+                    [torch.linalg.vector_norm(worker.feedback.kept) for worker in self.workers]
+                ).tolist()
             ),
             "bytes": round(statistics.fmean(one.bytes for one in told)),
         }

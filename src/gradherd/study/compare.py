@@ -4,7 +4,6 @@ All workers of a run are in one process: losses, orders and bytes are those of r
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +15,9 @@ from gradherd.study.compact import about, columns
 from gradherd.study.file import Study
 from gradherd.study.kind import Found, Number, Piece, Where, checked
 from gradherd.tasks.registry import find_task
-from gradherd.train.batched import why_not
 from gradherd.train.config import RunConfig
 from gradherd.train.plan import run_all
-
-AWAITED = {"sketch_size": int, "method": dict}
-"""Settings that arms may ask for before runs can have them; such arms are refused, not dropped."""
+from gradherd.train.stacks import stacks
 
 
 @dataclass(frozen=True)
@@ -32,10 +28,12 @@ class Compare:
         "order": str,
         "sparsify": str,
         "density": Number,
+        "method": dict,
         "workers": int,
         "batch_size": int,
         "unit": int,
         "rows": str,
+        "sketch_size": int,
         "epochs": int,
         "optimizer": str,
         "lr": Number,
@@ -45,42 +43,28 @@ class Compare:
         "lr_drop": Number,
         "lr_drop_every": int,
         "limit": int,
-        **AWAITED,
     }
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of RunConfig, and those that it cannot hold yet."""
+        """Return the settings of RunConfig."""
         if study.task is None:
             raise ValueError("a study of kind compare needs a task")
         given = checked(self.keys, dict.fromkeys(self.keys), {**study.settings, **arm})
         if given.get("sparsify") in (None, "dense"):
             given["density"] = None
         chosen = {name: value for name, value in given.items() if value is not None}
-        ahead = {name: chosen.pop(name) for name in _missing(chosen)}
         defaults = find_task(_path(study.task, study.folder)).defaults
         config = RunConfig.of(study.task, defaults, **chosen)
         own = dataclasses.asdict(config)
-        return {k: v for k, v in own.items() if k not in ("seed", "virtual", "device")} | ahead
-
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Return what RunConfig lacks."""
-        missing = _missing(settings)
-        return f"runs have no {' and no '.join(missing)} yet" if missing else None
+        return {k: v for k, v in own.items() if k not in ("seed", "virtual", "device")}
 
     def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
-        """Put runs together that differ in order and seed alone, if they can go side by side."""
-        groups: dict[str, list[Piece]] = {}
-        alone = []
+        """Put runs together that can go side by side."""
         if not pieces:
             return []
         model = find_task(_path(pieces[0].settings["task"], where.folder)).model()
-        for piece in pieces:
-            if why_not(_config(piece, where), model) is None:
-                shared = {k: v for k, v in piece.settings.items() if k != "order"}
-                groups.setdefault(json.dumps(shared, sort_keys=True), []).append(piece)
-            else:
-                alone.append([piece])
-        return [*groups.values(), *alone]
+        configs = [_config(piece, where) for piece in pieces]
+        return [[pieces[at] for at in places] for places in stacks(configs, model)]
 
     def run(self, pieces: Sequence[Piece], where: Where) -> list[Found]:
         """Train them."""
@@ -92,11 +76,6 @@ class Compare:
         finally:
             torch.set_num_threads(before)
         return [Found(figures=columns(one), about=about(one), status=one.status) for one in records]
-
-
-def _missing(settings: Mapping[str, Any]) -> list[str]:
-    known = {field.name for field in dataclasses.fields(RunConfig)}
-    return [name for name in settings if name not in known]
 
 
 def _config(piece: Piece, where: Where) -> RunConfig:

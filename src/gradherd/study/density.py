@@ -9,14 +9,14 @@ Letters: T steps, R workers, D coordinates.
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradherd.sparsify.selector import SPARSIFIERS, Selector
-from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.settings import Sparsify, make_sparsifier
 from gradherd.sparsify.virtual import Workers
 from gradherd.study.compact import thinned
 from gradherd.study.file import Study
@@ -24,8 +24,6 @@ from gradherd.study.kind import Found, Number, Piece, Where, checked, positive
 from gradherd.tasks.registry import find_task
 from gradherd.train.steps import flat_grad
 
-AWAITED = ("rotate",)
-"""Settings of methods that arms may ask for before methods have them."""
 _POINTS = 32
 """Points of a series."""
 _STREAM = ("task", "workers", "batch_size", "steps", "lr", "momentum")
@@ -62,16 +60,8 @@ class Density:
         found = checked(self.keys, base, {**study.settings, **arm})
         positive(found, "workers", "steps", "batch_size")
         found["task"] = study.task
-        if self.refusal(found) is None:
-            _method(found)
+        _method(found)
         return found
-
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Return what the method lacks."""
-        wanted = [name for name in settings["method"] or {} if name in AWAITED]
-        missing = [name for name in wanted if name not in _fields(settings["sparsify"])]
-        sparsify = settings["sparsify"]
-        return f"{sparsify} has no {' and no '.join(missing)} yet" if missing else None
 
     def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
         """Put together what looks at the same gradients: they are computed once."""
@@ -164,23 +154,12 @@ def figures(steps: Sequence[Mapping[str, Any]], target: float) -> dict[str, Any]
 
 
 def _method(settings: Mapping[str, Any]) -> Selector:
-    name, more = settings["sparsify"], dict(settings["method"] or {})
-    if name not in SPARSIFIERS:
-        raise ValueError(f"unknown sparsify {name!r}; known are {', '.join(SPARSIFIERS)}")
-    for one in more:
-        if one not in _fields(name):
-            known = ", ".join(_fields(name))
-            raise ValueError(f"unknown setting {one!r} of {name}; known are {known}")
+    name, density = settings["sparsify"], settings["density"]
     if name == "dense":
-        return SPARSIFIERS[name](**more)
-    if settings["density"] is None:
+        density = None
+    elif density is None and name in SPARSIFIERS:
         raise ValueError(f"nothing says the density of {name}")
-    return SPARSIFIERS[name](density=settings["density"], **more)
-
-
-def _fields(name: str) -> tuple[str, ...]:
-    made: Any = SPARSIFIERS.get(name)
-    return tuple(field.name for field in fields(made)) if made is not None else ()
+    return make_sparsifier(name, density, **(settings["method"] or {}))
 
 
 def _path(task: str, folder: Any) -> str:

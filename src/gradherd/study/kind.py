@@ -60,10 +60,6 @@ class Kind(Protocol):
         """Return all settings of an arm's runs, or raise ValueError."""
         ...
 
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Return why such runs cannot be made yet; None if they can."""
-        ...
-
     def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
         """Return which runs are made together: results are written after each batch."""
         ...
@@ -75,10 +71,6 @@ class Kind(Protocol):
 
 class OneByOne:
     """What kinds have in common that train nothing: no task, and each run for itself."""
-
-    def refusal(self, settings: Mapping[str, Any]) -> str | None:
-        """Refuse nothing."""
-        return None
 
     def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
         """Make runs one by one."""

@@ -31,10 +31,8 @@ def kind_of(study: Study) -> Kind:
     return KINDS[study.kind]
 
 
-def planned(
-    study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()
-) -> tuple[list[Piece], dict[str, str]]:
-    """Return the runs of a study, and the arms that cannot be run yet with the reason.
+def planned(study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Piece]:
+    """Return the runs of a study, or raise ValueError if one of its arms cannot be run.
 
     Arms of one seed stand together: a study that is broken off has whole pairs.
 
@@ -47,30 +45,24 @@ def planned(
     if foreign:
         known = ", ".join(map(str, study.seeds))
         raise ValueError(f"there is no seed {foreign[0]}; there are {known}")
-    kind, chosen, refused = kind_of(study), {}, {}
+    kind, chosen = kind_of(study), {}
     for arm in study.arms:
         if only and not any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in only):
             continue
         try:
-            settings = kind.settings(study, arm.settings)
+            chosen[arm.name] = kind.settings(study, arm.settings)
         except (ValueError, TypeError) as error:
             raise ValueError(f"arm {arm.name!r}: {error}") from None
-        why = kind.refusal(settings)
-        if why is None:
-            chosen[arm.name] = settings
-        else:
-            refused[arm.name] = why
     for pattern in only:
         if not any(fnmatch.fnmatchcase(arm.name, pattern) for arm in study.arms):
             names = ", ".join(repr(arm.name) for arm in study.arms)
             raise ValueError(f"there is no arm {pattern!r}; there are {names}")
-    pieces = [
+    return [
         Piece(arm=name, seed=seed, settings=settings)
         for seed in study.seeds
         if not seeds or seed in seeds
         for name, settings in chosen.items()
     ]
-    return pieces, refused
 
 
 def left(pieces: Sequence[Piece], there: Mapping[str, Sequence[Result]]) -> list[Piece]:

@@ -110,4 +110,6 @@ def read_phrases(found: Found, name: str) -> tuple[list[list[str]], list[int]]:
 
 def _trimmed(words: Tensor) -> Tensor:
     """Leave out the columns that are padding in all phrases: most phrases are short."""
+    if words.is_cuda:
+        return words  # Asking how many there are would make the GPU wait at every step.
     return words[:, : int((words != PADDING).sum(1).max())]

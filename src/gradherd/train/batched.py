@@ -1,115 +1,123 @@
-"""Many virtual runs of a small model side by side: seeds and orders of one comparison.
+"""Many virtual runs of a model side by side: seeds, orders and learning rates of one study.
 
 The maths of `virtual`, but gradients come from other kernels, so numbers differ from it in their
-last bits and orders may part after some time where a sign hangs on them.
+last bits and orders may part after some time where a sign hangs on them. Sketched rows have the
+same accuracy, but come from another hash: here the whole gradient is at hand and is folded.
 
-Letters: S runs, R workers, B examples of a worker in a step, U units of them, D parameters.
+Letters: S runs, R workers, B examples of a worker in a step, U units of them, T steps,
+D parameters, k numbers of a row.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.comm.world import World
+from gradherd.ordering.gather import seen_batches
+from gradherd.ordering.policy import make_policy
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.settings import BatchRows, ExactRows
 from gradherd.tasks.task import Split, Task
 from gradherd.train.config import RunConfig
 from gradherd.train.evaluate import chunk_size, full_loss, metric
 from gradherd.train.fleet import Quality, Tally, Tick
 from gradherd.train.mean import mean_bytes
-from gradherd.train.stacked import Rule, StackedStep, unfit
-from gradherd.train.turns import Portions
-from gradherd.train.virtual import make_ordering, row_settings
+from gradherd.train.rules import Rule
+from gradherd.train.shown import shown_of
+from gradherd.train.stacked import StackedStep
+from gradherd.train.turns import Exchange, Portions
+from gradherd.train.virtual import make_ordering
 from gradherd.train.watch import Bins, cheap, prefix_bound
 
 # Rows of several steps are shown to the orders together, up to so many steps and numbers.
-_STEPS, _NUMBERS = 512, 8_000_000
-# Beyond this many parameters arithmetic counts, not calls, and rows get large.
-_SMALL = 20_000
-
-
-def why_not(config: RunConfig, model: nn.Module) -> str | None:
-    """Return why runs like this one cannot go side by side; None if they can."""
-    size = FlatSpec.of(model).size
-    if config.density is not None:
-        return "it is sparsified"
-    if size > _SMALL:
-        return f"{size:,} parameters are many"
-    if config.optimizer != "sgd" or config.clip is not None:
-        return "only plain SGD can be stacked"
-    if not isinstance(row_settings(config, True, size), ExactRows | BatchRows):
-        return "its rows are sketches"
-    return unfit(model)
+_STEPS, _NUMBERS, _GPU_NUMBERS = 512, 8_000_000, 1 << 31
 
 
 class BatchedFleet:
-    """S runs of R workers each; settings may differ in order and seed only."""
+    """S runs of R workers each; settings may differ as `stacks` allows."""
 
     def __init__(self, configs: Sequence[RunConfig], task: Task, split: Split) -> None:
         self._configs, self._task = list(configs), task
         first, device = self._configs[0], torch.device(configs[0].device)
         self._split = split.to(device)
-        self.series = [Bins() for _ in configs]
         starts = []
         for config in self._configs:
             torch.manual_seed(config.seed)
             self.model = task.model().to(device)
             starts.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
         self._parameters = torch.stack(starts)
-        self._velocity = torch.zeros_like(self._parameters)
-        rule = Rule(momentum=first.momentum, weight_decay=first.weight_decay)
-        self._step = StackedStep(task, self.model, self._split.train, rule)
+        self._size = self._parameters.shape[1]
         dealt = [make_ordering(config, len(split.train[0])) for config in self._configs]
         self.deal, self.orderings = dealt[0][0], [ordering for _, ordering in dealt]
         self._portions = [Portions(ordering, first.workers) for ordering in self.orderings]
-        # Whole batches of several workers: what is exchanged is the row.
-        self._rides = first.unit == first.batch_size and first.workers > 1
-        numbers = self._parameters.numel() * first.workers * first.batch_size
-        self._together = max(1, min(_STEPS, _NUMBERS // numbers))
+        self._shown = shown_of(self._configs, self._size)
+        self._step = StackedStep(
+            task,
+            self.model,
+            self._split.train,
+            Rule.of(first),
+            self._parameters,
+            lambda rows: tuple(shown.fold(rows) for shown in self._shown),
+            first.workers,
+        )
+        self._sparse: list[SparseMean] = []
+        if first.density is not None:
+            self._sparse = [SparseMean(config, self.model) for config in self._configs]
+        self.series = [one.series for one in self._sparse] or [Bins() for _ in configs]
+        # Whole batches of several dense workers: what is exchanged is the row.
+        self._rides = first.unit == first.batch_size and first.workers > 1 and not self._sparse
+        self._ride_bytes = [
+            ride_bytes(config, len(split.train[0])) if self._rides else 0
+            for config in self._configs
+        ]
         batches = -(-self.deal.length * first.unit // first.batch_size)
-        self._watches = cheap(batches, self._parameters.shape[1])
+        self._watches = not self._sparse and cheap(batches, self._size)
 
-    @torch.inference_mode()
     def epoch(self, number: int, tick: Tick) -> list[Tally]:
         """Train one epoch of all runs."""
+        with _quiet(self._parameters.device):
+            return self._epoch(number, tick)
+
+    def _epoch(self, number: int, tick: Tick) -> list[Tally]:
         config, runs = self._configs[0], len(self._configs)
         tallies = [Tally() for _ in self._configs]
         begin = time.perf_counter()
-        indices = self._indices()
-        rate = torch.tensor(config.lr_at(number), device=self._parameters.device)
-        rows: list[Tensor] = []
+        batches = self._indices().split(config.batch_size, dim=2)
+        rates = [[config.lr_at(number)] for config in self._configs]
+        rate = torch.tensor(rates, device=self._parameters.device)
         means: list[Tensor] = []
         sent_before = [portion.bytes for portion in self._portions]
         data_seconds = time.perf_counter() - begin
-        batches = [b.reshape(runs, -1) for b in indices.split(config.batch_size, dim=2)]
+        waiting, together = 0, self._together(batches[0].shape[2])
         for done, batch in enumerate(batches, 1):
-            found, mean = self._step(self._parameters, self._velocity, rate, batch)
-            rows.append(found)
+            kept, mean = self._advance(rate, batch, tallies)
             if self._watches:
-                means.append(mean)
+                means.append(mean.clone())
+            for shown, rows in zip(self._shown, kept, strict=True):
+                shown.hold(rows, waiting, together)
+            waiting += 1
             # The last batch may be a short one: it goes by itself.
-            if len(rows) == self._together or done >= len(batches) - 1:
-                self._show(rows, tallies)
-                tick(len(rows) * runs)
-                rows = []
+            if waiting == together or done >= len(batches) - 1:
+                self._show(waiting, tallies)
+                tick(waiting * runs)
+                waiting = 0
         self._end(tallies)
+        self._watch(means, tallies)
         seconds = time.perf_counter() - begin
-        ordering = sum(tally.ordering_seconds for tally in tallies)
-        visited = torch.stack(means) if means else torch.empty(0)
+        apart = sum(tally.ordering_seconds + tally.exchange_seconds for tally in tallies)
         for at, tally in enumerate(tallies):
             tally.steps = len(batches)
             # What the runs did together is shared out evenly.
-            tally.seconds = (seconds - ordering) / runs + tally.ordering_seconds
+            own = tally.ordering_seconds + tally.exchange_seconds
+            tally.seconds = (seconds - apart) / runs + own
             tally.data_seconds = data_seconds / runs
             tally.ordering_bytes = self._portions[at].bytes - sent_before[at]
-            size = self._parameters.shape[1]
-            tally.bytes = tally.ordering_bytes + len(batches) * mean_bytes(size, config.workers)
-            if means:
-                examples = config.batch_size * config.workers
-                tally.herding_bound = prefix_bound(visited[:, at], examples)
+            tally.ordering_bytes += self._ride_bytes[at]
+            tally.bytes += tally.ordering_bytes
+            if not self._sparse:
+                tally.bytes += len(batches) * mean_bytes(self._size, config.workers)
         return tallies
 
     def _indices(self) -> Tensor:
@@ -121,27 +129,64 @@ class BatchedFleet:
             ]
         ).to(self._parameters.device)
 
-    def _show(self, rows: list[Tensor], tallies: list[Tally]) -> None:
-        """Show rows, (S, R * B, D) of each step, to the orders that look at them."""
-        unit, workers = self._configs[0].unit, self._configs[0].workers
-        steps = torch.stack(rows, dim=1).unflatten(2, (workers, -1, unit))  # (S, T, R, U, unit, D)
-        of_units = steps.mean(4) if unit > 1 else steps.squeeze(4)
-        for at, (ordering, portion) in enumerate(zip(self.orderings, self._portions, strict=True)):
-            if ordering.policy.needs_rows:
+    def _advance(
+        self, rate: Tensor, batch: Tensor, tallies: list[Tally]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Step on (S, R, B) examples; return what is shown of gradients, and their (S, D) mean."""
+        groups = batch.reshape(len(batch), -1, self._group_size(batch))
+        if not self._sparse:
+            return self._step(rate, groups)
+        kept, grads = self._step.gradients(groups)
+        found = [
+            sparse(own, tally)
+            for sparse, own, tally in zip(self._sparse, grads, tallies, strict=True)
+        ]
+        mean = torch.stack(found)
+        self._step.move(rate, mean)
+        return kept, mean
+
+    def _group_size(self, batch: Tensor) -> int:
+        """Return of how many of (S, R, B) examples a gradient is taken."""
+        if self._shown:
+            return self._configs[0].unit
+        return batch.shape[2] if self._sparse else batch[0].numel()
+
+    def _together(self, examples: int) -> int:
+        """Return how many steps' rows wait for each other."""
+        units = self._configs[0].workers * max(1, examples // self._configs[0].unit)
+        most = _GPU_NUMBERS if self._parameters.is_cuda else _NUMBERS
+        numbers = sum(len(shown.runs) * shown.columns for shown in self._shown) * units
+        return max(1, min(_STEPS, most // max(1, numbers)))
+
+    def _show(self, steps: int, tallies: list[Tally]) -> None:
+        """Show the rows that were kept of so many steps to the orders."""
+        workers = self._configs[0].workers
+        for shown in self._shown:
+            for at, held in shown.held(steps):
                 begin = time.perf_counter()
-                own = of_units[at].transpose(1, 2)  # (T, U, R, D)
-                if self._rides:
-                    for step in own:
-                        portion.ride(step[0])
+                rows = held.unflatten(1, (workers, -1)).transpose(1, 2)  # (T, U, R, k)
+                sizes = [rows.shape[1]] * steps
+                rows = rows.flatten(0, 1)
+                if self._rides and shown.columns == self._size:
+                    self.orderings[at].observe(rows, seen_batches(rows, sizes))
                 else:
-                    portion.show(own.flatten(0, 1), [own.shape[1]] * len(own))
+                    self._portions[at].show(rows, sizes)
                 tallies[at].ordering_seconds += time.perf_counter() - begin
 
     def _end(self, tallies: list[Tally]) -> None:
+        for sparse, tally in zip(self._sparse, tallies, strict=bool(self._sparse)):
+            sparse.end_epoch(tally)
         for portion, tally in zip(self._portions, tallies, strict=True):
             begin = time.perf_counter()
             portion.end_epoch()
             tally.ordering_seconds += time.perf_counter() - begin
+
+    def _watch(self, means: list[Tensor], tallies: list[Tally]) -> None:
+        if means:
+            examples = self._configs[0].batch_size * self._configs[0].workers
+            visited = torch.stack(means, dim=1)
+            for at, tally in enumerate(tallies):
+                tally.herding_bound = prefix_bound(visited[at], examples)
 
     def quality(self) -> list[Quality]:
         """Measure the models one after the other."""
@@ -155,3 +200,54 @@ class BatchedFleet:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class SparseMean:
+    """Averages the workers' gradients of one run, sparsified."""
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self._exchange = Exchange(config, dict(model.named_parameters()))
+        self.series = self._exchange.series
+        spec = FlatSpec.of(model)
+        spans = dict(zip(spec.names, zip(spec.offsets, spec.numels, strict=True), strict=True))
+        # What is sparsified lies in another order than what is stepped.
+        self._places = torch.cat(
+            [
+                torch.arange(begin, begin + count)
+                for begin, count in (spans[name] for name in self._exchange.layout.names)
+            ]
+        ).to(config.device)
+
+    def __call__(self, grads: Tensor, tally: Tally) -> Tensor:
+        """Return (D,) the mean of (R, D) gradients, zero where nothing travelled."""
+        begin = time.perf_counter()
+        self._exchange.average(grads[:, self._places], tally)
+        mean = self._exchange.mean
+        placed = torch.empty_like(mean).index_copy_(0, self._places, mean)
+        tally.exchange_seconds += time.perf_counter() - begin
+        return placed
+
+    def end_epoch(self, tally: Tally) -> None:
+        """Take down what worker 0 keeps after the last step."""
+        self._exchange.end_epoch(tally)
+
+
+def ride_bytes(config: RunConfig, examples: int) -> int:
+    """Return what ordering sends in an epoch where whole batches are rows.
+
+    Counted on rows of one number: what is sent are products of rows, whatever their length.
+    """
+    if not make_policy(config.order).needs_rows or config.rows == "sketch":
+        return 0
+    _, ordering = make_ordering(config, examples)
+    portions, rows = Portions(ordering, config.workers), torch.zeros(config.workers, 1)
+    for _ in range(ordering.length):
+        portions.ride(rows)
+    return portions.bytes
+
+
+@contextlib.contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """Record nothing for gradients; a captured graph cannot be made in inference mode."""
+    with torch.inference_mode(device.type == "cpu"), torch.no_grad():
+        yield

@@ -1,13 +1,17 @@
 """The settings of one run, checked when built."""
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gradherd.ordering.policy import POLICIES
+from gradherd.rows.settings import RowSettings, SketchRows
 from gradherd.sparsify.choice import check_density
 from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.settings import make_sparsifier
 from gradherd.tasks.task import Defaults
 
 ROWS = ("auto", "batch", "exact", "sketch")
@@ -25,6 +29,8 @@ class RunConfig:
     """Name of a sparsifier; "dense" averages all of the gradient, as DDP does."""
     density: float | None = None
     """Share of the gradient that should travel; None for dense runs."""
+    method: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """Settings of the sparsifier's own, as JSON values; None for its defaults and dense runs."""
     seed: int = 0
     """Of the model, the order, and everything else that is drawn."""
     workers: int
@@ -35,6 +41,8 @@ class RunConfig:
     """Consecutive examples ordered as one."""
     rows: str = "auto"
     """How gradients are read for ordering: auto, batch, exact or sketch."""
+    sketch_size: int | None = None
+    """Numbers of a sketched row; None is the default of SketchRows. Only with rows="sketch"."""
     epochs: int
     """Number of epochs."""
     optimizer: Literal["sgd", "adamw"]
@@ -62,12 +70,20 @@ class RunConfig:
         _known("order", self.order, tuple(POLICIES))
         _known("sparsify", self.sparsify, tuple(SPARSIFIERS))
         _known("rows", self.rows, ROWS)
+        if self.sketch_size is not None and self.rows != "sketch":
+            raise ValueError(
+                f"sketch_size goes with rows='sketch', got {self.sketch_size} with {self.rows!r}"
+            )
+        if self.sketch_size is not None and self.sketch_size < 1:
+            raise ValueError(f"sketch_size must be at least 1 or None, got {self.sketch_size}")
         if (self.sparsify == "dense") != (self.density is None):
             raise ValueError(
                 f"density goes with a sparsifier, got {self.density} with {self.sparsify}"
             )
         if self.density is not None:
             check_density(self.density)
+        if self.method is not None:
+            _check_method(self.sparsify, self.density, self.method)
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
         if self.limit is not None and self.limit < 1:
@@ -97,6 +113,10 @@ class RunConfig:
         """What is compared: order, sparsifier and density."""
         return self.order, self.sparsify, self.density
 
+    def row_choice(self) -> str | RowSettings:
+        """Return how rows are read, as `attach` takes it: a name, or settings."""
+        return self.rows if self.sketch_size is None else SketchRows(size=self.sketch_size)
+
     def lr_at(self, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 1.
 
@@ -119,6 +139,17 @@ class RunConfig:
         """
         sent = self.sparsify if self.density is None else f"{self.sparsify}-{self.density:g}"
         return Path(f"{self.order}_{sent}") / f"seed-{self.seed}"
+
+
+def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any]) -> None:
+    """Raise unless there is such a sparsifier, and a record can hold its settings."""
+    if density is None:
+        raise ValueError(f"method goes with a sparsifier, got {method} with {sparsify}")
+    try:
+        json.dumps(method, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
+    make_sparsifier(sparsify, density, **method)
 
 
 def _known(what: str, name: str, known: tuple[str, ...]) -> None:

@@ -12,12 +12,16 @@ from gradherd.tasks.task import Task, Tensors
 from gradherd.train.record import finite
 
 # Small models take many examples at once; for large ones a chunk is what a few steps would take.
+# A GPU has the memory for more, and would wait for the host otherwise.
 _SMALL, _MANY, _STEPS = 100_000, 1000, 8
+_GPU_MANY, _GPU_LARGE = 10_000, 512
 
 
 def chunk_size(model: nn.Module, batch_size: int) -> int:
     """Return how many examples are looked at together."""
     small = sum(p.numel() for p in model.parameters()) < _SMALL
+    if next(model.parameters()).is_cuda:
+        return _GPU_MANY if small else _GPU_LARGE
     return _MANY if small else min(256, max(8, _STEPS * batch_size))
 
 

@@ -9,7 +9,7 @@ from gradherd.comm.world import World
 from gradherd.ordering.deal import Deal
 from gradherd.tasks.registry import find_task
 from gradherd.tasks.task import Defaults, Task
-from gradherd.train.batched import BatchedFleet, why_not
+from gradherd.train.batched import BatchedFleet
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Fleet
 from gradherd.train.journal import Journal
@@ -17,6 +17,7 @@ from gradherd.train.loop import Progress, new_record, run_epochs
 from gradherd.train.ranks import RankFleet
 from gradherd.train.record import RunRecord
 from gradherd.train.resume import Saving, run_saved
+from gradherd.train.stacks import stacks, why_not
 from gradherd.train.virtual import VirtualFleet
 
 log = logging.getLogger("gradherd")
@@ -122,17 +123,17 @@ def run_all(
 
 def _groups(configs: Sequence[RunConfig], task: Task) -> list[tuple[list[RunConfig], bool]]:
     """Return the runs in groups, and whether a group's go side by side."""
-    together: list[RunConfig] = []
-    alone: list[tuple[list[RunConfig], bool]] = []
-    model = task.model() if configs[0].virtual else None
-    for config in configs:
-        why = "it is on real ranks" if model is None else why_not(config, model)
-        if why is None:
-            together.append(config)
-        else:
-            log.info("%s trains alone: %s", config.folder(), why)
-            alone.append(([config], False))
-    return [*([(together, True)] if together else []), *alone]
+    if not configs[0].virtual:
+        return [([config], False) for config in configs]
+    model = task.model()
+    groups = []
+    for places in stacks(configs, model):
+        first = configs[places[0]]
+        why = why_not(first, model)
+        if why is not None:
+            log.info("%s trains alone: %s", first.folder(), why)
+        groups.append(([configs[at] for at in places], why is None))
+    return groups
 
 
 def _folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:

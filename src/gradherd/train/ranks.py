@@ -82,10 +82,10 @@ class RankFleet:
 
     def _attached(self) -> tuple[Herd, MeanHook | None]:
         config = self._config
-        method = (
-            None if config.density is None else make_sparsifier(config.sparsify, config.density)
-        )
-        herd = attach(self._ddp, order=self.sampler, sparsify=method, rows=config.rows)
+        method = None
+        if config.density is not None:
+            method = make_sparsifier(config.sparsify, config.density, **(config.method or {}))
+        herd = attach(self._ddp, order=self.sampler, sparsify=method, rows=config.row_choice())
         # Ordering whole batches and sparsifying both have a hook of their own.
         taken = bool(self._ddp._comm_hooks)
         return herd, None if taken else MeanHook(self._ddp, self._world)

@@ -4,7 +4,6 @@ Letters: R workers, D parameters, U units of a batch, k numbers of a row.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -41,16 +40,26 @@ class Turns:
         self._shared: list[Tensor] = []
         self._ahead: list[Tensor] = []
 
+    def resume(self) -> None:
+        """Let generators stand where the last worker left them, whatever was drawn since."""
+        set_generator_states(self._states[-1], self._device)
+
     @contextlib.contextmanager
     def of(self, worker: int) -> Iterator[None]:
-        """Let `worker` run a forward and a backward."""
+        """Let `worker` run a forward and a backward.
+
+        While that is captured as a CUDA graph generators are left alone: nothing is drawn then.
+        """
+        captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if worker == 0:
             self._shared = [buffer.clone() for buffer in self._buffers]
         else:
             self._put(self._shared)
-        set_generator_states(self._states[worker], self._device)
+        if not captures:
+            set_generator_states(self._states[worker], self._device)
         yield
-        self._states[worker] = generator_states(self._device)
+        if not captures:
+            self._states[worker] = generator_states(self._device)
         if worker == 0:
             self._ahead = [buffer.clone() for buffer in self._buffers]
         if worker == len(self._states) - 1:
@@ -69,7 +78,8 @@ class Exchange:
         counts = [(name, p.numel()) for name, p in named.items()]
         settings = None
         if config.density is not None:
-            settings = Sparsify(method=make_sparsifier(config.sparsify, config.density))
+            method = make_sparsifier(config.sparsify, config.density, **(config.method or {}))
+            settings = Sparsify(method=method)
         self.layout = Layout.of(counts, 0 if settings is None else settings.dense_below)
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
@@ -93,7 +103,6 @@ class Exchange:
 
     def average(self, grads: Tensor, tally: Tally) -> None:
         """Give the model the average of (R, D) gradients."""
-        begin = time.perf_counter()
         if self._sparse is None:
             self.mean = mean_of(grads)
             tally.bytes += mean_bytes(grads.shape[1], self._workers, grads.element_size())
@@ -103,12 +112,16 @@ class Exchange:
             tally.add_sparse(told)
             self.series.add(told.get("density", 0.0))
             tally.bytes += told.get("bytes", 0)
-            kept = self._sparse.workers[0]
-            tally.residual_norm = float(torch.linalg.vector_norm(kept.feedback.kept))
-        pieces = self.mean.split(list(self.layout.counts))
+        # Whoever clips writes to the model's gradient, not to the average.
+        pieces = self.mean.clone().split(list(self.layout.counts))
         for parameter, piece in zip(self.parameters, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter).clone()
-        tally.exchange_seconds += time.perf_counter() - begin
+            parameter.grad = piece.view_as(parameter)
+
+    def end_epoch(self, tally: Tally) -> None:
+        """Take down what worker 0 keeps after the last step."""
+        if self._sparse is not None:
+            kept = self._sparse.workers[0].feedback.kept
+            tally.residual_norm = float(torch.linalg.vector_norm(kept))
 
 
 class Portions:

@@ -23,12 +23,13 @@ from gradherd.readers import Reader
 from gradherd.rows.choose import auto_rows, named_rows
 from gradherd.rows.settings import BatchRows, RowSettings
 from gradherd.tasks.task import Split, Task
+from gradherd.train.capture import Captured, drops
 from gradherd.train.config import RunConfig
 from gradherd.train.evaluate import chunk_size, full_loss, metric
 from gradherd.train.fleet import Quality, Tally, Tick
 from gradherd.train.steps import clip_and_step, make_optimizer, set_rate
 from gradherd.train.turns import Exchange, Portions, Turns
-from gradherd.train.watch import cheap, prefix_bound
+from gradherd.train.watch import Stretches, cheap, prefix_bound
 
 
 def make_ordering(config: RunConfig, examples: int) -> tuple[Deal, Ordering]:
@@ -40,7 +41,7 @@ def make_ordering(config: RunConfig, examples: int) -> tuple[Deal, Ordering]:
 
 def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
     """Return how `attach` would read rows of a DDP model."""
-    named = named_rows(config.rows, config.unit, config.batch_size)
+    named = named_rows(config.row_choice(), config.unit, config.batch_size)
     free = config.workers == 1 or config.density is None
     if isinstance(named, BatchRows) and not free:
         raise ValueError("rows='batch' cannot be had with a sparsifier: use 'sketch'")
@@ -49,11 +50,25 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
 
 
 class VirtualFleet:
-    """R workers of one run, one after the other."""
+    """R workers of one run, one after the other.
 
-    def __init__(self, config: RunConfig, task: Task, split: Split) -> None:
+    On a GPU the passes of all workers in a step are replayed as one CUDA graph, unless numbers
+    are drawn in them or rows are read by hooks.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: Task, split: Split, *, capture: bool = True
+    ) -> None:
+        """Build the model.
+
+        Args:
+            config: The settings.
+            task: What is trained.
+            split: Its examples.
+            capture: Whether steps may be replayed; that changes how long they take only.
+        """
         self._config, self._task = config, task
-        device = torch.device(config.device)
+        device = self._device = torch.device(config.device)
         self._split = Split(
             *(tuple(c.to(device) for c in part) for part in (split.train, split.test))
         )
@@ -77,6 +92,10 @@ class VirtualFleet:
         self._parameters = list(named.values())
         self._optimizer = make_optimizer(self._parameters, config)
         self._turns = Turns(self.model, config)
+        self._captured: Captured | None = None
+        if capture and device.type == "cuda" and self._reader is None and not drops(self.model):
+            self._captured = Captured(self._passes, restore=list(self.model.buffers()))
+        self._exchange_time, self._ordering_time = Stretches(device), Stretches(device)
         batches = -(-self.deal.length * config.unit // config.batch_size)
         self._watches = config.density is None and cheap(batches, size)
 
@@ -87,28 +106,32 @@ class VirtualFleet:
         set_rate(self._optimizer, config.lr_at(number))
         indices = torch.stack(
             [self.deal.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
-        )
+        ).to(self._device)
         self.model.train()
+        self._turns.resume()
         sent_before = self._portions.bytes
         for at in range(0, indices.shape[1], config.batch_size):
             batch = indices[:, at : at + config.batch_size]
             grads, rows = self._gradients(batch, tally)
-            self._exchange.average(grads, tally)
+            with self._exchange_time.one():
+                self._exchange.average(grads, tally)
             if self._watches:
                 means.append(self._exchange.mean)
-            ordering = time.perf_counter()
-            if self._rides:
-                self._portions.ride(grads)
-            elif rows:
-                self._portions.add(torch.stack(rows, dim=1))
-            tally.ordering_seconds += time.perf_counter() - ordering
+            with self._ordering_time.one():
+                if self._rides:
+                    self._portions.ride(grads)
+                elif rows:
+                    self._portions.add(torch.stack(rows, dim=1))
             clip_and_step(self._optimizer, self._parameters, config.clip)
             tally.steps += 1
             tick()
-        ordering = time.perf_counter()
-        self._portions.end_epoch()
-        tally.ordering_seconds += time.perf_counter() - ordering
+        with self._ordering_time.one():
+            self._portions.end_epoch()
+        # These wait for the GPU.
+        tally.exchange_seconds = self._exchange_time.take()
+        tally.ordering_seconds = self._ordering_time.take()
         tally.seconds = time.perf_counter() - begin
+        self._exchange.end_epoch(tally)
         tally.ordering_bytes = self._portions.bytes - sent_before
         tally.bytes += tally.ordering_bytes
         if means:
@@ -118,7 +141,19 @@ class VirtualFleet:
         return [tally]
 
     def _gradients(self, batch: Tensor, tally: Tally) -> tuple[Tensor, list[Tensor]]:
-        """Return every worker's (R, D) gradient of its own (R, B) examples, and (U, k) rows."""
+        """Return every worker's (R, D) gradient of its own (R, B) examples, and (U, k) rows.
+
+        The gradients may be overwritten by those of the next step.
+        """
+        if self._captured is not None and self._captured.why_not is None:
+            return self._captured(batch)[0], []
+        return self._one_by_one(batch, tally)
+
+    def _passes(self, batch: Tensor) -> tuple[Tensor]:
+        """Return the (R, D) gradients alone, as what is captured."""
+        return (self._one_by_one(batch, Tally())[0],)
+
+    def _one_by_one(self, batch: Tensor, tally: Tally) -> tuple[Tensor, list[Tensor]]:
         grads, rows = [], []
         for worker, own in enumerate(batch):
             fetch = time.perf_counter()
@@ -129,9 +164,8 @@ class VirtualFleet:
                 self._task.loss(self.model, *columns).backward()
             grads.append(self._exchange.flat())
             if self._reader is not None:
-                reading = time.perf_counter()
-                rows.append(self._reader.take(len(own), 1.0))
-                tally.ordering_seconds += time.perf_counter() - reading
+                with self._ordering_time.one():
+                    rows.append(self._reader.take(len(own), 1.0))
         return torch.stack(grads), rows
 
     def quality(self) -> list[Quality]:
@@ -142,5 +176,6 @@ class VirtualFleet:
 
     def close(self) -> None:
         """Leave the model."""
+        self._captured = None  # It holds on to this fleet, and the graphs to their memory.
         if self._reader is not None:
             self._reader.close()

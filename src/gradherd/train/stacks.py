@@ -1,0 +1,67 @@
+"""Which runs are trained side by side."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+
+from gradherd.ordering.policy import make_policy
+from gradherd.rows.flat import FlatSpec
+from gradherd.train.config import RunConfig
+from gradherd.train.forms import why_unfit
+
+# Beyond this many parameters arithmetic counts, not calls: other kernels would be no faster.
+_SMALL = {"cpu": 100_000, "cuda": 20_000_000}
+# Gradients of all groups of a step of all runs of a stack, in numbers.
+_MOST = {"cpu": 1 << 24, "cuda": 1 << 29}
+# With so few groups a run that needs no gradients of groups costs little beside those that do.
+_FEW_GROUPS = 8
+
+
+def why_not(config: RunConfig, model: nn.Module) -> str | None:
+    """Return why runs like this one cannot go side by side; None if they can."""
+    size, device = FlatSpec.of(model).size, config.device.partition(":")[0]
+    if size > _SMALL[device]:
+        return f"{size:,} parameters are many"
+    return why_unfit(model)
+
+
+def groups_of(config: RunConfig) -> int:
+    """Return how many gradients are taken in a step of a run: of units, of workers, or one."""
+    if make_policy(config.order).needs_rows:
+        return config.workers * (config.batch_size // config.unit)
+    return 1 if config.density is None else config.workers
+
+
+def _reading(config: RunConfig) -> tuple[bool, str, int]:
+    needs = make_policy(config.order).needs_rows
+    return (needs, config.rows, config.sketch_size or 0) if needs else (False, "", 0)
+
+
+def stacks(configs: Sequence[RunConfig], model: nn.Module) -> list[list[int]]:
+    """Return the places of runs that go side by side, and of each other run alone.
+
+    Those of a stack differ in order, seed, learning rate and how rows are read.
+    """
+    size = FlatSpec.of(model).size
+    found: dict[str, list[int]] = {}
+    alone: list[list[int]] = []
+    for at, config in enumerate(configs):
+        if why_not(config, model) is not None:
+            alone.append([at])
+            continue
+        shared = dataclasses.replace(
+            config, order="d-rr", seed=0, lr=1.0, rows="auto", sketch_size=None
+        )
+        units = config.workers * (config.batch_size // config.unit)
+        needs = groups_of(config) if units > _FEW_GROUPS else None
+        found.setdefault(f"{shared} {needs}", []).append(at)
+    parts = []
+    for places in found.values():
+        # Runs that are shown the same of their gradients stand together.
+        places.sort(key=lambda at: _reading(configs[at]))
+        most_groups = max(groups_of(configs[at]) for at in places)
+        device = configs[places[0]].device.partition(":")[0]
+        most = max(1, _MOST[device] // (most_groups * size))
+        parts += [places[at : at + most] for at in range(0, len(places), most)]
+    return [*parts, *alone]
