@@ -103,6 +103,7 @@ def test_bench_signs_json(capsys):
         (["bench", "signs", "--dim", "inf"], "--dim: 'inf' is not a positive whole number"),
         (["bench", "signs", "--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
         (["bench", "rows", "--params", "1e4,1e5"], "--params must be one number"),
+        (["bench", "virtual", "--steps", "1"], "--steps must be at least 2, got 1"),
         (["replay", "ordre"], "no command 'replay ordre'; there are: replay order"),
         (["replay", "order"], "FILE"),
         (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; known are d-rr"),

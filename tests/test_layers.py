@@ -14,7 +14,17 @@ ALLOWED = {
     "ordering": {"ordering", "comm"},
     "sparsify": {"sparsify", "comm"},
     "replay": {"replay", "ordering", "sparsify"},
-    "bench": {"bench", "attach", "herd", "ordering", "sparsify", "comm", "rows"},
+    "bench": {
+        "bench",
+        "train",
+        "tasks",
+        "attach",
+        "herd",
+        "ordering",
+        "sparsify",
+        "comm",
+        "rows",
+    },
     "advise": {"advise", "comm"},
     "tasks": {"tasks"},
     "train": {

@@ -48,6 +48,7 @@ COMMANDS = {
         "picking against torch.topk, a sparse exchange against all-reduce and PowerSGD",
     ),
     "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
+    "bench virtual": ("bench_virtual:BenchVirtual", "virtual runs of LeNet against a plain loop"),
     "advise": ("advise:Advise", "will a sparse exchange pay here? predicted step times"),
     "report": ("report:Report", "records of runs -> what they show, and one HTML page"),
     "data list": ("data_list:DataList", "which data sets are there, and how to get the others"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gradherd.bench import virtual
 from gradherd.bench.coordination import CASES
 from gradherd.bench.rows import Bench, mlp
 from gradherd.bench.signs import published_loop
@@ -67,6 +68,32 @@ def test_sparsify_compares_picking_and_whole_exchanges(capsys):
     assert dense["bytes"] == 2 * 4 * 20_500 * 2 // 3
     assert fp16["bytes"] == dense["bytes"] // 2
     assert 0 < exdyna["bytes"] < dense["bytes"] / 50
+
+
+def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
+    # On the CPU a graph is traced run by run: nine take 17 seconds, twice.
+    monkeypatch.setattr(virtual, "_SEEDS", 1)
+    found = result(
+        capsys, "bench", "virtual", "--workers", 4, "--batch", 2, "--steps", 2, "--repeats", 1
+    )
+    rows = found["rows"]
+    assert found["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
+    cases = ["plain loop", "turns", "one run", "nine runs", "nine runs, d-rr"]
+    assert [row["case"] for row in rows] == cases and rows[0]["ratio"] == 1
+    assert [row["runs"] for row in rows] == [1, 1, 1, 3, 3]
+    assert {(row["workers"], row["dim"], row["batch"]) for row in rows} == {(4, 62_006, 2)}
+    for row in rows:
+        assert row["steps_per_second"] * row["seconds"] == pytest.approx(1)
+
+
+def test_virtual_cases_take_the_steps_that_are_asked():
+    cpu = torch.device("cpu")
+    for case, steps in (("plain loop", 20), ("turns", 2), ("one run", 20)):
+        assert virtual.make_case(case, 2, 1, 20, cpu).epoch() == steps
+    for case, needs in (("nine runs", True), ("nine runs, d-rr", False)):
+        loop = virtual.make_case(case, 2, 1, 2, cpu)
+        assert loop.runs == len(loop.fleet.orderings) == 9
+        assert {one.policy.needs_rows for one in loop.fleet.orderings} == {needs}
 
 
 @pytest.mark.parametrize("params", [9000, 100_000, 2_000_000])

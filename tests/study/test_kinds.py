@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradherd.bench import virtual
 from gradherd.ordering.deal import Deal
 from gradherd.study.cost import Cost
 from gradherd.study.density import figures
@@ -124,6 +125,22 @@ def test_cost_is_measured_on_real_ranks(tmp_path):
     with pytest.raises(ValueError, match="unknown case 'odd'; known are coordination"):
         Cost().settings(one, {"case": "odd", "workers": 2, "dim": 9})
     assert left(planned(one), {found.arm: [found]}) == []
+
+
+def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
+    monkeypatch.setattr(virtual, "CASES", virtual.CASES[:3])  # Nine runs take long to trace.
+    arm = {"case": "virtual", "workers": 2, "steps": 2}
+    one = study("cost", [arm], {"repeats": 1})
+    (found,) = results_of(one, tmp_path).values()
+    summary = found.figures["summary"]
+    assert summary["plain loop.ratio"] == 1 and summary["one run.steps_per_second"] > 0
+    assert found.settings == {**arm, "repeats": 1, "batch_size": 1}
+    assert left(planned(one), {found.arm: [found]}) == []
+    for more, says in (({"dim": 9}, "unknown setting 'dim'"), ({"steps": 1}, "steps must be at")):
+        with pytest.raises(ValueError, match=says):
+            Cost().settings(one, {**arm, **more})
+    with pytest.raises(ValueError, match="unknown setting 'steps'"):
+        Cost().settings(one, {"case": "signs", "workers": 2, "dim": 9, "steps": 2})
 
 
 def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):

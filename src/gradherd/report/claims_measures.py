@@ -39,6 +39,7 @@ NAMES = {
     "herding_bound": "herding bound",
     "epochs_share": "epochs to the other's best mean loss / epochs it took itself",
     "density_error": "share that the density is off, mean over steps",
+    "density_off": "share that the density of an epoch is off, the largest",
     "build_up": "density / wanted, last half of the steps",
 }
 """Measures in words, where their name does not tell."""
@@ -92,14 +93,24 @@ def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int
     if name in _SUMS:
         sums = [sum(_SUMS[name](row) for row in run.epochs[:end]) for run in runs]
         return dict(zip(seeds, sums, strict=True))
+    if name == "density_off":
+        return {run.seed: _density_off(run, end) for run in runs}
     field = _FIELDS.get(name.removeprefix("late_"))
     if field is None:
-        known = [*_FIELDS, *(f"late_{one}" for one in _FIELDS), *_SUMS, "epochs_share"]
+        others = (*_SUMS, "density_off", "epochs_share")
+        known = [*_FIELDS, *(f"late_{one}" for one in _FIELDS), *others]
         raise ValueError(f"unknown measure {name!r}; known are {', '.join(known)}")
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
     by_epoch = [values_at(runs, one, field) for one in epochs]
     means = [spread(values).mean for values in zip(*by_epoch, strict=True)]
     return dict(zip(seeds, means, strict=True))
+
+
+def _density_off(run: RunRecord, end: int) -> float | None:
+    """Return how far the density of an epoch is from the wanted one, as a share, at most."""
+    if run.density is None:
+        return None
+    return max(abs(row.density / run.density - 1) for row in run.epochs[:end])
 
 
 def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict[int, float | None]:

@@ -32,7 +32,7 @@ from gradherd.train.virtual import make_ordering
 from gradherd.train.watch import Bins, cheap, prefix_bound
 
 # Rows of several steps are shown to the orders together, up to so many steps and numbers.
-_STEPS, _NUMBERS, _GPU_NUMBERS = 512, 8_000_000, 1 << 31
+_STEPS, _NUMBERS, _GPU_NUMBERS = 512, 8_000_000, 1 << 30
 
 
 class BatchedFleet:
