@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradherd.report.claims import judge, paper_effect, word_of
-from gradherd.report.claims_measures import epochs_share, of_runs
+from gradherd.report.claims_measures import epochs_share, epochs_to_final, of_runs
 from gradherd.report.evidence import IMAGES, PAGE, gather
 from gradherd.report.figures import Axis, Line, chart
 from gradherd.report.figures_study import drawn
@@ -126,6 +126,35 @@ def test_epochs_to_the_best_mean_loss_of_the_other():
     assert epochs_share(slow, quick) == {0: None, 1: None}
     lost = [record(seed=0, epochs=2, losses=[None, None])]
     assert epochs_share(quick, lost) == {0: None, 1: None}
+
+
+def test_epochs_to_the_final_loss_of_the_same_seed():
+    quick = [record(seed=s, epochs=4, losses=[1.0, 0.5, 0.4, 0.3]) for s in (0, 1, 2)]
+    slow = [
+        record(seed=s, epochs=4, losses=[2.0, 1.0, 0.1, end]) for s, end in ((0, 1.0), (1, 0.4))
+    ]
+    assert epochs_to_final(quick, slow) == {0: 1, 1: 3}
+    assert epochs_to_final(slow, quick) == {0: 3, 1: 3}
+    lost = [record(seed=0, epochs=2, losses=[None, None])]
+    assert epochs_to_final(quick, lost) == {0: None}
+    found = arms([0.8, 0.9], [1.2, 1.5])
+    given = {"measure": "epochs_to_final", "test": "at-most"}
+    told = judge(claim(**given, value=4), found)
+    assert (
+        told.word == "weaker" and "same seed: 2.50 \N{PLUS-MINUS SIGN} 0.71; 2 seeds" in told.ours
+    )
+    assert judge(claim(**given, value=2), found).word == "not confirmed"
+
+
+def test_the_epoch_whose_density_is_furthest_off_counts():
+    run = record(seed=0, epochs=3, sparsify="topk", density=0.01)
+    rows = [
+        replace(row, density=d) for row, d in zip(run.epochs, (0.01, 0.0097, 0.0102), strict=True)
+    ]
+    found = of_runs("density_off", None, [replace(run, epochs=rows)])
+    assert found == {0: pytest.approx(0.03)}
+    assert of_runs("density_off", 1, [replace(run, epochs=rows)]) == {0: 0.0}
+    assert of_runs("density_off", None, [record(seed=0, epochs=3)]) == {0: None}
 
 
 def test_measures_of_runs():

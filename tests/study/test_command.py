@@ -3,6 +3,7 @@ import json
 import pytest
 
 from gradherd.cli import main
+from gradherd.commands.usage import UsageError
 
 SMALL = """
 kind = "compare"
@@ -126,6 +127,7 @@ def test_the_plan_shows_what_is_left(root, capsys):
         (["none.toml"], "none.toml: No such file"),
         (["studies/small.toml", "--only", "odd"], "there is no arm 'odd'; there are 'd-rr'"),
         (["studies/small.toml", "--device", "odd"], "--device 'odd' cannot be used"),
+        (["studies/small.toml", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["studies/bad.toml"], "bad.toml: unknown key 'task2'; known are kind, theme"),
     ],
 )
@@ -142,3 +144,53 @@ def test_evidence_needs_studies_and_one_place(tmp_path, capsys):
     assert code == 2 and "no --out" in err
     code, _, err = run(capsys, "report")
     assert code == 2 and "name at least one folder" in err
+
+
+def results_of(folder):
+    """Return lines of runs by file, without what differs from one making to the next."""
+    kept = {}
+    for path in sorted(folder.iterdir()):
+        found = json.loads(path.read_text())
+        kept[path.name] = [(r["seed"], r["figures"]["train_loss"]) for r in found["runs"]]
+    return kept
+
+
+def test_processes_side_by_side_find_the_same(root, capsys):
+    code, out, err = run(capsys, "study", "studies/small.toml", "--jobs", "2", "--out", "two")
+    assert (code, err) == (0, "") and "6 runs" in out
+    run(capsys, "study", "studies/small.toml", "--out", "one")
+    assert results_of(root / "two") == results_of(root / "one")
+    assert len(results_of(root / "two")) == 3
+
+
+def test_runs_that_another_study_has_are_taken_over(root, capsys):
+    run(capsys, "study", "studies/small.toml", "--only", "d-rr")
+    other = SMALL.replace('order = ["d-rr", "cd-grab"]', 'order = "d-rr"\nlabel = "again"')
+    other = other.replace('arm = "cd-grab"', 'arm = "d-rr, again"').replace(
+        'against = "d-rr"', "against = 'd-rr, again'"
+    )
+    (root / "studies" / "other.toml").write_text(other)
+    only = ["--only", "d-rr*", "--resume", "--json"]
+    code, out, err = run(capsys, "study", "studies/other.toml", *only)
+    told = json.loads(out)
+    assert (code, err, told["runs"], told["skipped"]) == (0, "", [], 2)
+    there = root / "benchmarks" / "results"
+    assert (
+        results_of(there / "other")["d-rr_again.json"] == results_of(there / "small")["d-rr.json"]
+    )
+    # Other settings are other runs.
+    (root / "studies" / "third.toml").write_text(other.replace("limit = 300", "limit = 200"))
+    _, out, _ = run(capsys, "study", "studies/third.toml", *only)
+    assert len(json.loads(out)["runs"]) == 2
+
+
+def test_a_study_for_a_gpu_says_so_where_there_is_none(root, capsys, monkeypatch):
+    monkeypatch.setattr("gradherd.commands.study.usable_device", no_device)
+    (root / "studies" / "gpu.toml").write_text(SMALL.replace("seeds", 'device = "cuda"\nseeds', 1))
+    code, out, err = run(capsys, "study", "studies/gpu.toml")
+    assert (code, out) == (2, "") and "--device cpu" in err and err.count("\n") == 1
+    assert not (root / "benchmarks").exists()
+
+
+def no_device(name):
+    raise UsageError(f"--device {name!r} cannot be used here")

@@ -11,17 +11,18 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gradherd.commands.bench_show import usable_device
+from gradherd.commands.study_bar import Bar
 from gradherd.commands.train_options import AnyPath, check_data, known_task
-from gradherd.commands.usage import Failed, UsageError, print_json
-from gradherd.study.archive import read_arms
+from gradherd.commands.usage import Failed, UsageError, at_least, print_json
+from gradherd.study.archive import read_arms, read_others
 from gradherd.study.file import Study as StudyFile
 from gradherd.study.file import read_study
-from gradherd.study.kind import Piece, Told, Where
-from gradherd.study.run import left, planned, run_pieces
+from gradherd.study.jobs import ProcessDied
+from gradherd.study.kind import Piece, Where
+from gradherd.study.run import add, kind_of, left, planned, run_pieces, twins
 from gradherd.tasks.read import DamagedData
 
 RESULTS = Path("benchmarks") / "results"
@@ -33,7 +34,8 @@ class Study:
 
     Each arm has one file with a line for each seed. A study may be run in pieces: --only and
     --seeds pick runs, --resume leaves out what is there already with the same settings; a run that
-    was interrupted left nothing and is run again. `gradherd report --evidence` makes the page.
+    was interrupted left nothing and is run again. --resume also takes over what another study in
+    benchmarks/results has run with the same settings. `gradherd report --evidence` makes the page.
 
     Example: gradherd study studies/hmda.toml --resume
     """
@@ -48,8 +50,10 @@ class Study:
     """Only these seeds of the file's."""
     plan: bool = False
     """Show what would be run and what is there; run nothing."""
-    device: str = "cpu"
-    """Where: cpu or cuda."""
+    device: str | None = None
+    """Where: cpu or cuda; as the file says if not given."""
+    jobs: int = 1
+    """Processes that make runs side by side: on a CPU as many as it has cores."""
     data_dir: AnyPath = None
     """Folder to look for data in first; then come GRADHERD_DATA and the cache folder."""
     out: AnyPath = None
@@ -59,15 +63,18 @@ class Study:
 
     def run(self) -> None:
         """Read, plan, run, tell."""
-        usable_device(self.device)
+        at_least("--jobs", self.jobs, 1)
+        if self.device is not None:
+            usable_device(self.device)
         try:
             study = read_study(self.file)
             pieces = planned(study, self.only, self.seeds)
             out = RESULTS / study.name if self.out is None else self.out
             there = read_arms(out, dict.fromkeys(piece.arm for piece in pieces), study.kind)
+            todo = left(pieces, there)
+            others = read_others(RESULTS, study.name, study.kind) if self._takes_over else []
         except ValueError as error:
             raise UsageError(str(error)) from None
-        todo = left(pieces, there)
         if self.plan:
             self._show_plan(study, pieces, todo)
             return
@@ -77,11 +84,22 @@ class Study:
                 f"{out} holds results of {arms}{' ...' if len(there) > 3 else ''}: --resume adds "
                 "what is missing; or remove them, or name another --out"
             )
+        if kind_of(study).alone and self.jobs > 1:
+            raise UsageError(f"--jobs: kind {study.kind} measures time, its runs go one by one")
+        taken = {(one.arm, one.seed) for one in add(study, out, twins(todo, others))}
+        todo = [piece for piece in todo if (piece.arm, piece.seed) not in taken]
         made = self._made(study, todo, out)
         self._end(study, out, made, len(pieces) - len(todo))
 
+    @property
+    def _takes_over(self) -> bool:
+        """Only where results of studies are known to be, side by side."""
+        return self.resume and self.out is None
+
     def _made(self, study: StudyFile, todo: Sequence[Piece], out: Path) -> list[dict[str, Any]]:
-        if study.task is not None and todo:
+        if not todo:
+            return []
+        if study.task is not None:
             task = str(study.folder / study.task) if ":" in study.task else study.task
             check_data(known_task(task), self.data_dir)
         made: list[dict[str, Any]] = []
@@ -90,14 +108,17 @@ class Study:
         try:
             with Bar(len(todo)) as bar:
                 where = Where(
-                    folder=study.folder, device=self.device, data_dir=self.data_dir, told=bar
+                    folder=study.folder,
+                    device=_device(study, self.device),
+                    data_dir=self.data_dir,
+                    told=bar,
                 )
-                for results in run_pieces(study, todo, out, where):
+                for results in run_pieces(study, todo, out, where, self.jobs):
                     made += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
         except KeyboardInterrupt:
             print(f"gradherd: {len(made)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
-        except DamagedData as error:
+        except (DamagedData, ProcessDied) as error:
             raise Failed(str(error)) from None
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -141,52 +162,18 @@ class Study:
         Console().print(table)
 
 
+def _device(study: StudyFile, asked: str | None) -> str:
+    """Return where to run: as asked, or as the file says, if that can be used."""
+    if asked is not None:
+        return asked
+    try:
+        usable_device(study.device)
+    except UsageError:
+        raise UsageError(
+            f"{study.name} is meant for a GPU and there is none: --device cpu takes much longer"
+        ) from None
+    return study.device
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-class Bar(Told):
-    """One bar on stderr if that is a terminal: the steps of the batch at hand, and which it is."""
-
-    def __init__(self, runs: int) -> None:
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[loss]}"),
-            TextColumn("left of it"),
-            TimeRemainingColumn(),
-        )
-        quiet = not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, disable=quiet)
-        self._task = self._bar.add_task("", total=None, loss="")
-        self._runs, self._done = runs, 0
-
-    def __enter__(self) -> "Bar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def pieces(self, batch: Sequence[Piece]) -> None:
-        """Name what goes on."""
-        first, self._done = self._done + 1, self._done + len(batch)
-        span = f"{first}" if len(batch) == 1 else f"{first}-{self._done}"
-        what = f"{batch[0].arm}, seed {batch[0].seed}" if len(batch) == 1 else "together"
-        text = f"run {span} of {self._runs}: {escape(what)}"
-        self._bar.reset(self._task, total=None, description=text, loss="")
-
-    def begin(self, runs: int, steps: int) -> None:
-        """Draw an empty bar."""
-        self._bar.reset(self._task, total=steps)
-
-    def step(self, steps: int = 1) -> None:
-        """Move on."""
-        self._bar.advance(self._task, steps)
-
-    def epoch(self, number: int, losses: list[float | None]) -> None:
-        """Show the loss after an epoch: that of the last run."""
-        loss = "not finite" if losses[-1] is None else f"{losses[-1]:.4g}"
-        self._bar.update(self._task, loss=f"epoch {number}, loss {loss}")

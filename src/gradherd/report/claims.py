@@ -22,7 +22,7 @@ from gradherd.report.claims_measures import ALWAYS, Measured, measured
 from gradherd.report.stats import difference
 from gradherd.report.text import counted, figure, fixed, with_std
 from gradherd.study.archive import Result
-from gradherd.study.file import Claim
+from gradherd.study.file import PAIRED, Claim
 
 CONFIRMED, WEAKER, NOT = "confirmed", "weaker", "not confirmed"
 
@@ -123,9 +123,9 @@ def _short(result: Result, epoch: int | None) -> bool:
 
 def _ours(claim: Claim, found: Measured, effects: Mapping[int, float | None]) -> str:
     """Return our figures in words."""
-    lost = "never there" if claim.measure == "epochs_share" else "not finite"
+    lost = "never there" if claim.measure in PAIRED else "not finite"
     text = f"{found.of}: {_spread(found.arm, lost)}"
-    if found.against is not None and claim.measure != "epochs_share":
+    if found.against is not None and claim.measure not in PAIRED:
         text += f" against {_spread(found.against, lost)}"
     if found.against is not None and None not in effects.values():
         pairs = [(found.arm[seed] or 0.0, found.against[seed] or 0.0) for seed in effects]

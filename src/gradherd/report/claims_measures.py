@@ -11,6 +11,7 @@ from gradherd.report.arms import late_epochs, values_at
 from gradherd.report.pairs import first_at_or_below
 from gradherd.report.stats import number, spread
 from gradherd.study.archive import Result
+from gradherd.study.file import PAIRED
 from gradherd.train.record import EpochRow, RunRecord
 
 BySeed = Mapping[int, float | None]
@@ -28,7 +29,7 @@ _SUMS: dict[str, Callable[[EpochRow], float]] = {
     "ordering_bytes": lambda row: row.ordering_bytes,
     "seconds": lambda row: row.seconds,
 }
-ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", "epochs_share")
+ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", *PAIRED)
 """Measures that every run has unless it diverged or never got there: lacking them is a finding."""
 NAMES = {
     "bound": "herding bound after the last round",
@@ -38,6 +39,7 @@ NAMES = {
     "late_herding_bound": "mean herding bound over the last half of the epochs",
     "herding_bound": "herding bound",
     "epochs_share": "epochs to the other's best mean loss / epochs it took itself",
+    "epochs_to_final": "epochs to the other's final loss of the same seed",
     "density_error": "share that the density is off, mean over steps",
     "density_off": "share that the density of an epoch is off, the largest",
     "build_up": "density / wanted, last half of the steps",
@@ -74,9 +76,11 @@ def measured(
     higher = name == "metric" and runs[0].higher_is_better
     words = runs[0].metric_name if name == "metric" else NAMES.get(name, name.replace("_", " "))
     words = words.replace("the last epoch", f"epoch {epoch}") if epoch else words
-    if name == "epochs_share":
+    if name in PAIRED:
         if others is None:
-            raise ValueError("epochs_share needs an arm to be held against")
+            raise ValueError(f"{name} needs an arm to be held against")
+        if name == "epochs_to_final":
+            return Measured(epochs_to_final(runs, others), None, False, words)
         shares = epochs_share(runs, others)
         return Measured(shares, dict.fromkeys(shares, 1.0), False, words)
     there = None if others is None else of_runs(name, epoch, others)
@@ -97,7 +101,7 @@ def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int
         return {run.seed: _density_off(run, end) for run in runs}
     field = _FIELDS.get(name.removeprefix("late_"))
     if field is None:
-        others = (*_SUMS, "density_off", "epochs_share")
+        others = (*_SUMS, "density_off", *PAIRED)
         known = [*_FIELDS, *(f"late_{one}" for one in _FIELDS), *others]
         raise ValueError(f"unknown measure {name!r}; known are {', '.join(known)}")
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
@@ -132,6 +136,23 @@ def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict
         for run in runs
     }
     return {seed: None if at is None else at / took for seed, at in reached.items()}
+
+
+def epochs_to_final(
+    runs: Sequence[RunRecord], others: Sequence[RunRecord]
+) -> dict[int, float | None]:
+    """Return after how many epochs each run is at the final loss of the other with its seed.
+
+    None for a run that never is, or whose other diverged.
+    """
+    final = {run.seed: run.epochs[-1].train_loss if run.epochs else None for run in others}
+    found: dict[int, float | None] = {}
+    for run in runs:
+        if run.seed in final:
+            loss = final[run.seed]
+            losses = [row.train_loss for row in run.epochs]
+            found[run.seed] = None if loss is None else first_at_or_below(losses, loss)
+    return found
 
 
 def _summary(name: str, results: Sequence[Result]) -> dict[int, float | None]:

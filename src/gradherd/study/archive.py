@@ -108,10 +108,20 @@ def _json(value: Any) -> str:
 
 def read_results(path: Path, kind: str) -> list[Result]:
     """Read the results of one arm; ValueError names the file if it is damaged."""
+    kind_there, results = _read(path)
+    if kind_there != kind:
+        raise ValueError(
+            plain(f"{path}: results of kind {kind_there}, not {kind}; remove the file")
+        )
+    return results
+
+
+def _read(path: Path) -> tuple[str, list[Result]]:
+    """Return the kind of study, and results."""
     try:
         found = json.loads(read_text(path))
-        if found["format"] != FORMAT or found["kind"] != kind:
-            raise ValueError(f"expected format {FORMAT} and kind {kind}")
+        if found["format"] != FORMAT or not isinstance(found["kind"], str):
+            raise ValueError(f"expected format {FORMAT}")
         results = [Result(**{**found["shared"], **run}) for run in found["runs"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = " ".join(str(error).split())
@@ -119,10 +129,20 @@ def read_results(path: Path, kind: str) -> list[Result]:
     for one in results:
         if type(one.seed) is not int or not isinstance(one.figures, dict):
             raise ValueError(plain(f"{path}: damaged results (seed, figures); remove the file"))
-    return results
+    return found["kind"], results
 
 
 def read_arms(folder: Path, names: Iterable[str], kind: str) -> dict[str, list[Result]]:
     """Return the results of those arms that have some."""
     paths = {name: file_of(folder, name) for name in names}
     return {name: read_results(path, kind) for name, path in paths.items() if path.exists()}
+
+
+def read_others(folder: Path, name: str, kind: str) -> list[Result]:
+    """Return the results of all studies of a kind but one, each in a folder of its own."""
+    found: list[Result] = []
+    for path in sorted(folder.glob("*/*.json")):
+        if path.parent.name != name:
+            kind_there, results = _read(path)
+            found += results if kind_there == kind else []
+    return found

@@ -24,6 +24,7 @@ from gradherd.train.stacks import stacks
 class Compare:
     """Trains."""
 
+    alone: ClassVar = False
     keys: ClassVar[Mapping[str, Any]] = {
         "order": str,
         "sparsify": str,

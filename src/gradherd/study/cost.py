@@ -27,6 +27,7 @@ _DEADLINE = 1800.0
 class Cost(OneByOne):
     """Measures: exchange and whole steps on real ranks, signs and virtual runs in one process."""
 
+    alone: ClassVar = True
     keys: ClassVar[Mapping[str, Any]] = {
         "case": str,
         "workers": int,

@@ -34,6 +34,7 @@ _STREAM = ("task", "workers", "batch_size", "steps", "lr", "momentum")
 class Density:
     """Shows recorded gradients to sparsifiers."""
 
+    alone: ClassVar = False
     keys: ClassVar[Mapping[str, Any]] = {
         "sparsify": str,
         "density": Number,

@@ -12,9 +12,13 @@ from gradherd.train.record import plain, read_text
 
 TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
 """What a claim can say: see `report.claims`."""
+PAIRED = ("epochs_share", "epochs_to_final")
+"""Measures of an arm that are taken against another, whatever the test."""
 THEMES = ("ordering", "open", "sparsifying", "together")
 """Parts of the page, in its order."""
-_TOP = ("kind", "theme", "title", "task", "seeds", "note", "settings", "sources")
+DEVICES = ("cpu", "cuda")
+"""Where a study can be made to run."""
+_TOP = ("kind", "theme", "title", "task", "seeds", "device", "note", "settings", "sources")
 _LONGEST = 400
 """Letters of a complaint."""
 _TABLES = ("arms", "claim", "figure")
@@ -41,7 +45,7 @@ class Claim:
     arm: str
     """Name of the arm."""
     against: str | None = None
-    """Name of the arm that it is held against, with less, greater and no-worse."""
+    """Name of the arm that it is held against: with less, greater and no-worse, and if PAIRED."""
     value: float | None = None
     """The bound of at-most and at-least; the share that no-worse allows."""
     epoch: int | None = None
@@ -81,6 +85,8 @@ class Study:
     title: str
     task: str | None
     seeds: tuple[int, ...]
+    device: str
+    """Where it is meant to run: on a CPU it may take days."""
     note: str
     settings: Mapping[str, Any]
     """Of all arms."""
@@ -117,6 +123,7 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         if not isinstance(found.get(key), str):
             raise ValueError(f"{key} must be a text, got {found.get(key)!r}")
     _check_one("theme", found["theme"], THEMES)
+    _check_one("device", found.get("device", "cpu"), DEVICES)
     for key in _TABLES:
         tables = found.get(key, [])
         if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
@@ -133,6 +140,7 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         title=found["title"],
         task=found.get("task"),
         seeds=_seeds(found.get("seeds", 1)),
+        device=found.get("device", "cpu"),
         note=found.get("note", ""),
         settings=found.get("settings", {}),
         sources=found.get("sources", {}),
@@ -157,9 +165,10 @@ def _claim(found: Mapping[str, Any]) -> Claim:
     claim: Claim = _made(Claim, "claim", found)
     where = f"claim {claim.id}"
     _check_one(f"test of {where}", claim.test, TESTS)
-    compared = claim.test in ("less", "greater", "no-worse")
+    compared = claim.test in ("less", "greater", "no-worse") or claim.measure in PAIRED
     if compared != (claim.against is not None):
-        raise ValueError(f"{where}: against goes with less, greater and no-worse")
+        also = " and ".join(PAIRED)
+        raise ValueError(f"{where}: against goes with less, greater and no-worse, and with {also}")
     if (claim.test in ("no-worse", "at-most", "at-least")) != (claim.value is not None):
         raise ValueError(f"{where}: value goes with no-worse, at-most and at-least")
     return claim

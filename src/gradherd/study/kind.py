@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from gradherd.study.file import Study
 from gradherd.train.loop import Progress
@@ -36,6 +36,9 @@ class Told(Progress):
     def pieces(self, batch: Sequence[Piece]) -> None:
         """These go on now, together."""
 
+    def side_by_side(self, runs: int, jobs: int) -> None:
+        """So many runs go on in several processes; each step from now on is one that has ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
@@ -50,6 +53,11 @@ class Where:
 
 class Kind(Protocol):
     """A way to make runs. What it is asked for, apart from `run`, is pure."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing may run beside a run, since it measures time."""
+        ...
 
     @property
     def keys(self) -> Mapping[str, Any]:
@@ -71,6 +79,8 @@ class Kind(Protocol):
 
 class OneByOne:
     """What kinds have in common that train nothing: no task, and each run for itself."""
+
+    alone: ClassVar = False
 
     def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
         """Make runs one by one."""

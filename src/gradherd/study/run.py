@@ -1,8 +1,10 @@
 """From a study to results: which runs are left, and making them."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from gradherd.study.cost import Cost
 from gradherd.study.density import Density
 from gradherd.study.file import Study
 from gradherd.study.herding import Herding
+from gradherd.study.jobs import run_jobs
 from gradherd.study.kind import Kind, Piece, Where
 from gradherd.train.surroundings import hardware, versions
 
@@ -72,34 +75,63 @@ def left(pieces: Sequence[Piece], there: Mapping[str, Sequence[Result]]) -> list
     ]
 
 
+def twins(pieces: Sequence[Piece], others: Sequence[Result]) -> list[Result]:
+    """Return the results of those runs that another study made with the same settings."""
+    found = []
+    for piece in pieces:
+        same = (one for one in others if done([one], piece.seed, piece.settings))
+        if (twin := next(same, None)) is not None:
+            found.append(dataclasses.replace(twin, arm=piece.arm, settings=piece.settings))
+    return found
+
+
 def run_pieces(
-    study: Study, pieces: Sequence[Piece], out: Path, where: Where
+    study: Study, pieces: Sequence[Piece], out: Path, where: Where, jobs: int = 1
 ) -> Iterator[list[Result]]:
     """Make runs, write their results into `out`, and yield them batch by batch.
 
     Results of other seeds of the same arm stay; those of other settings are replaced.
+
+    Args:
+        study: The study.
+        pieces: Its runs.
+        out: Folder for results.
+        where: What they depend on.
+        jobs: Processes to make them in, side by side; see `study.jobs`.
     """
     kind = kind_of(study)
-    for batch in kind.batches(pieces, where):
-        where.told.pieces(batch)
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        found = kind.run(batch, where)
-        results = [
-            Result(
-                arm=piece.arm,
-                seed=piece.seed,
-                settings=piece.settings,
-                status=one.status,
-                about=one.about,
-                figures=one.figures,
-                versions=versions(),
-                hardware=_machine(where.device),
-                started=started,
-            )
-            for piece, one in zip(batch, found, strict=True)
-        ]
-        _add(study, out, results)
-        yield results
+    batches = kind.batches(pieces, where)
+    if jobs == 1:
+        for batch in batches:
+            where.told.pieces(batch)
+            yield add(study, out, made(study, batch, where))
+        return
+    if kind.alone:
+        raise ValueError(f"a study of kind {study.kind} measures time: its runs go one by one")
+    where.told.side_by_side(len(pieces), jobs)
+    for results in run_jobs(partial(made, study), batches, where, jobs):
+        where.told.step(len(results))
+        yield add(study, out, results)
+
+
+def made(study: Study, batch: Sequence[Piece], where: Where) -> list[Result]:
+    """Make the runs of a batch."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    found = kind_of(study).run(batch, where)
+    return [
+        Result(
+            arm=piece.arm,
+            seed=piece.seed,
+            settings=piece.settings,
+            status=one.status,
+            about=one.about,
+            figures=one.figures,
+            versions=versions(),
+            hardware=_machine(where.device),
+            started=started,
+        )
+        for piece, one in zip(batch, found, strict=True)
+    ]
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -108,7 +140,7 @@ def _machine(device: str) -> dict[str, Any]:
     return {name: known[name] for name in ("cpu", "cores", "accelerator")}
 
 
-def _add(study: Study, out: Path, results: Sequence[Result]) -> None:
+def add(study: Study, out: Path, results: list[Result]) -> list[Result]:
     """Add to what is there now: other arms or seeds may have been run meanwhile."""
     there = read_arms(out, {one.arm for one in results}, study.kind)
     for arm in dict.fromkeys(one.arm for one in results):
@@ -120,3 +152,4 @@ def _add(study: Study, out: Path, results: Sequence[Result]) -> None:
             if one.seed not in new and done([one], one.seed, settings)
         ]
         write_results(out, study.name, study.kind, [*kept, *new.values()])
+    return results
