@@ -42,6 +42,7 @@ ALLOWED = {
     },
     "study": {
         "study",
+        "advise",
         "train",
         "tasks",
         "replay",

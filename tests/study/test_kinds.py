@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradherd.advise.choices import Setting, predict
+from gradherd.advise.link import Link
+from gradherd.advise.overheads import usual
 from gradherd.bench import virtual
 from gradherd.ordering.deal import Deal
 from gradherd.study.cost import Cost
@@ -141,6 +144,28 @@ def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
             Cost().settings(one, {**arm, **more})
     with pytest.raises(ValueError, match="unknown setting 'steps'"):
         Cost().settings(one, {"case": "signs", "workers": 2, "dim": 9, "steps": 2})
+
+
+def test_steps_of_many_workers_are_predicted(tmp_path):
+    arm = {"case": "advise", "workers": 64, "dim": 25_000_000, "bandwidth": 1e10, "backward": 0.06}
+    one = study("cost", [arm], {"repeats": 1})
+    (found,) = results_of(one, tmp_path).values()
+    summary, link = found.figures["summary"], Link(bandwidth=1e10, latency=50e-6)
+    assert found.settings == arm  # Nothing is repeated here.
+    setting = Setting(
+        params=25e6,
+        workers=64,
+        link=link,
+        backward=0.06,
+        forward=0.03,
+        overheads=usual("cuda", 25e6),
+    )
+    assert summary["cd-grab.seconds"] == predict(setting, "dense", "cd-grab").step_seconds
+    assert summary["d-rr.ratio"] == 1 < summary["cd-grab.ratio"]
+    with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
+        Cost().settings(one, {**arm, "bandwidth": 0})
+    with pytest.raises(ValueError, match="unknown setting 'odd'; known are case, workers"):
+        Cost().settings(study("cost", [arm], {"odd": 1}), arm)
 
 
 def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):

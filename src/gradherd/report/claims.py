@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.report.claims_measures import ALWAYS, Measured, measured
+from gradherd.report.claims_words import scale_of
 from gradherd.report.stats import difference
 from gradherd.report.text import counted, figure, fixed, with_std
 from gradherd.study.archive import Result
@@ -124,9 +125,10 @@ def _short(result: Result, epoch: int | None) -> bool:
 def _ours(claim: Claim, found: Measured, effects: Mapping[int, float | None]) -> str:
     """Return our figures in words."""
     lost = "never there" if claim.measure in PAIRED else "not finite"
-    text = f"{found.of}: {_spread(found.arm, lost)}"
+    scale = scale_of(claim.measure, [*found.arm.values(), *(found.against or {}).values()])
+    text = f"{found.of}: {_spread(found.arm, lost, scale)}"
     if found.against is not None and claim.measure not in PAIRED:
-        text += f" against {_spread(found.against, lost)}"
+        text += f" against {_spread(found.against, lost, scale)}"
     if found.against is not None and None not in effects.values():
         pairs = [(found.arm[seed] or 0.0, found.against[seed] or 0.0) for seed in effects]
         more = [here / there - 1 if there else 0.0 for here, there in pairs]
@@ -156,13 +158,14 @@ def _changed(more: Sequence[float], seeds: Sequence[int]) -> str:
     return f"{text} (95 % interval {_percent(ends[0])} to {_percent(ends[1])})"
 
 
-def _spread(values: Mapping[int, float | None], lost: str) -> str:
-    known = [value for value in values.values() if value is not None]
+def _spread(values: Mapping[int, float | None], lost: str, scale: tuple[float, str]) -> str:
+    divisor, unit = scale
+    known = [value / divisor for value in values.values() if value is not None]
     if len(known) < len(values):
         return f"{lost} in {len(values) - len(known)} of {counted(len(values), 'run')}"
     mean = statistics.fmean(known)
     std = statistics.stdev(known) if len(known) > 1 else 0.0
-    return with_std(mean, std, len(known))
+    return with_std(mean, std, len(known)) + unit
 
 
 def _percent(share: float) -> str:

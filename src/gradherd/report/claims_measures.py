@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.report.arms import late_epochs, values_at
+from gradherd.report.claims_words import words_of
 from gradherd.report.pairs import first_at_or_below
 from gradherd.report.stats import number, spread
 from gradherd.study.archive import Result
@@ -31,20 +32,6 @@ _SUMS: dict[str, Callable[[EpochRow], float]] = {
 }
 ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", *PAIRED)
 """Measures that every run has unless it diverged or never got there: lacking them is a finding."""
-NAMES = {
-    "bound": "herding bound after the last round",
-    "mean": "herding bound, mean over rounds",
-    "train_loss": "train loss after the last epoch",
-    "late_train_loss": "mean train loss over the last half of the epochs",
-    "late_herding_bound": "mean herding bound over the last half of the epochs",
-    "herding_bound": "herding bound",
-    "epochs_share": "epochs to the other's best mean loss / epochs it took itself",
-    "epochs_to_final": "epochs to the other's final loss of the same seed",
-    "density_error": "share that the density is off, mean over steps",
-    "density_off": "share that the density of an epoch is off, the largest",
-    "build_up": "density / wanted, last half of the steps",
-}
-"""Measures in words, where their name does not tell."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +57,12 @@ def measured(
     """Return a measure of each seed; ValueError if there is no such measure."""
     if "summary" in arm[0].figures:
         there = None if against is None else _summary(name, against)
-        return Measured(_summary(name, arm), there, False, NAMES.get(name, name.replace("_", " ")))
+        return Measured(_summary(name, arm), there, False, words_of(name))
     runs = [one.record() for one in arm]
     others = None if against is None else [one.record() for one in against]
-    higher = name == "metric" and runs[0].higher_is_better
-    words = runs[0].metric_name if name == "metric" else NAMES.get(name, name.replace("_", " "))
-    words = words.replace("the last epoch", f"epoch {epoch}") if epoch else words
+    higher = name in ("metric", "late_metric") and runs[0].higher_is_better
+    when = "after the last epoch" if epoch is None else f"after epoch {epoch}"
+    words = words_of(name, runs[0].metric_name, when)
     if name in PAIRED:
         if others is None:
             raise ValueError(f"{name} needs an arm to be held against")

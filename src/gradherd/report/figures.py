@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
 from gradherd.report.text import figure, plain
@@ -24,6 +24,8 @@ class Line:
     points: Sequence[tuple[float, float]]
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high): where single runs lie."""
+    colour: int | None = None
+    """Its place in COLOURS, beyond them dashed; None is its place among the lines."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def chart(title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = Fals
 def _kept(line: Line, log: bool) -> Line:
     points = [(x, y) for x, y in line.points if math.isfinite(y) and (y > 0 or not log)]
     band = [b for b in line.band if math.isfinite(b[2]) and (b[1] > 0 or not log)]
-    return Line(line.name, points, band)
+    return replace(line, points=points, band=band)
 
 
 def _room(low: float, high: float, log: bool) -> tuple[float, float]:
@@ -130,8 +132,9 @@ def _grid(across: Axis, up: Axis, x: str, y: str) -> list[str]:
 
 
 def _drawn(number: int, line: Line, across: Axis, up: Axis) -> list[str]:
-    colour = COLOURS[number % len(COLOURS)]
-    dash = _DASHES[number // len(COLOURS) % len(_DASHES)]
+    place = number if line.colour is None else line.colour
+    colour = COLOURS[place % len(COLOURS)]
+    dash = _DASHES[place // len(COLOURS) % len(_DASHES)]
     style = f'fill="none" stroke="{colour}" stroke-width="2"'
     style += f' stroke-dasharray="{dash}"' if dash else ""
     parts = []

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gradherd.report.claims_measures import NAMES, mean_by_seed, measured
+from gradherd.report.claims_measures import mean_by_seed, measured
+from gradherd.report.claims_words import words_of
 from gradherd.report.figures import Line, chart
 from gradherd.study.archive import Result
 from gradherd.study.file import Figure, Study
@@ -13,6 +14,9 @@ from gradherd.study.file import Figure, Study
 Results = Mapping[str, Sequence[Result]]
 _SERIES = ("epoch", "step", "round", "bytes")
 _TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
+_ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
+_SPARSIFIERS = ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco")
+"""Methods by their colour."""
 Series = tuple[list[float], list[float | None]]
 
 
@@ -26,12 +30,15 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
             continue
         over = figure.x in _SERIES
         lines = over_time(figure, there) if over else across(figure, there)
-        y = next(iter(there.values()))[0].about.get("metric_name", "metric")
-        known = NAMES.get(figure.y) if not over else None
-        words = y if figure.y == "metric" else known or figure.y.replace("_", " ")
+        metric = next(iter(there.values()))[0].about.get("metric_name", "metric")
+        words = words_of(figure.y, metric)
         file = f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
         short = short_names([line.name for line in lines])
-        lines = [replace(line, name=name) for line, name in zip(lines, short, strict=True)]
+        colours = own_colours(short)
+        lines = [
+            replace(line, name=name, colour=colour)
+            for line, name, colour in zip(lines, short, colours, strict=True)
+        ]
         if any(line.points for line in lines):
             found[file] = chart(figure.title, _x(figure.x), words, lines, log=figure.log)
     return found
@@ -49,6 +56,19 @@ def short_names(names: Sequence[str]) -> list[str]:
     while len(parts) > 1 and min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
         parts = [one[:-1] for one in parts]
     return [", ".join(one) for one in parts]
+
+
+def own_colours(names: Sequence[str]) -> list[int]:
+    """Return a colour for each line: methods have the same in all charts that name each once.
+
+    >>> own_colours(["d-rr", "always-plus"]), own_colours(["cd-grab, a", "cd-grab, b"])
+    ([0, 5], [0, 1])
+    """
+    firsts = [name.split(", ")[0].split(" ")[0] for name in names]
+    for known in (_ORDERS, _SPARSIFIERS):
+        if len(set(firsts)) == len(firsts) and all(first in known for first in firsts):
+            return [known.index(first) for first in firsts]
+    return list(range(len(names)))
 
 
 def _x(name: str) -> str:
