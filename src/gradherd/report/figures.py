@@ -95,7 +95,7 @@ def chart(title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = Fals
         f"{_safe(title)}</text>",
         *_grid(across, up, x, y),
     ]
-    for number, line in enumerate(kept):
+    for number, line in reversed(list(enumerate(kept))):  # The first is on top of the others.
         parts += _drawn(number, line, across, up)
     return "\n".join([*parts, "</svg>"]) + "\n"
 

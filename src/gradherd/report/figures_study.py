@@ -15,7 +15,10 @@ Results = Mapping[str, Sequence[Result]]
 _SERIES = ("epoch", "step", "round", "bytes")
 _TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 _ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
-_SPARSIFIERS = ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco")
+_SPARSIFIERS = (
+    *("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco"),
+    *("gtopk", "randomk", "sage"),
+)
 """Methods by their colour."""
 Series = tuple[list[float], list[float | None]]
 
@@ -45,30 +48,33 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Leave out what all names begin or end with: there is little room beside a chart.
+    """Leave out what all names share: there is little room beside a chart.
 
-    >>> short_names(["d-rr, 64 workers", "cd-grab, 64 workers"]), short_names(["cd-grab, a"])
-    (['d-rr', 'cd-grab'], ['cd-grab, a'])
+    >>> short_names(["d-rr, 64 workers", "cd-grab, 64 workers", "cd-grab, 64 workers, sketch"])
+    ['d-rr', 'cd-grab', 'cd-grab, sketch']
+    >>> short_names(["cd-grab, a"]), short_names(["a, b", "b, a"])
+    (['cd-grab, a'], ['a, b', 'b, a'])
     """
     parts = [name.split(", ") for name in names]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({one[0] for one in parts}) == 1:
-        parts = [one[1:] for one in parts]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({one[-1] for one in parts}) == 1:
-        parts = [one[:-1] for one in parts]
-    return [", ".join(one) for one in parts]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    short = [", ".join(part for part in one if part not in shared) for one in parts]
+    return short if all(short) and len(set(short)) == len(short) else list(names)
 
 
 def own_colours(names: Sequence[str]) -> list[int]:
-    """Return a colour for each line: methods have the same in all charts that name each once.
+    """Return a colour for each line: methods have the same in all charts, others what is left.
 
-    >>> own_colours(["d-rr", "always-plus"]), own_colours(["cd-grab, a", "cd-grab, b"])
-    ([0, 5], [0, 1])
+    >>> own_colours(["d-rr", "always-plus"]), own_colours(["exdyna 0.01", "exdyna 0.01, online"])
+    ([0, 5], [1, 0])
     """
-    firsts = [name.split(", ")[0].split(" ")[0] for name in names]
-    for known in (_ORDERS, _SPARSIFIERS):
-        if len(set(firsts)) == len(firsts) and all(first in known for first in firsts):
-            return [known.index(first) for first in firsts]
-    return list(range(len(names)))
+    methods = [name.split(", ")[0].split(" ")[0] for name in names]
+    known = next((k for k in (_ORDERS, _SPARSIFIERS) if any(m in k for m in methods)), ())
+    taken = {m: known.index(m) for m in reversed(methods) if m in known}
+    free = (place for place in itertools.count() if place not in taken.values())
+    return [
+        taken[method] if method in taken and methods.index(method) == at else next(free)
+        for at, method in enumerate(methods)
+    ]
 
 
 def _x(name: str) -> str:
