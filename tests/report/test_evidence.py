@@ -7,12 +7,13 @@ import pytest
 
 from gradherd.report.claims import judge, paper_effect, word_of
 from gradherd.report.claims_measures import epochs_share, epochs_to_final, of_runs
-from gradherd.report.evidence import IMAGES, PAGE, gather
+from gradherd.report.evidence import IMAGES, PAGE, fits, gather
 from gradherd.report.figures import Axis, Line, chart
 from gradherd.report.figures_study import drawn
 from gradherd.study.archive import Result, write_results
 from gradherd.study.compact import about, columns
 from gradherd.study.file import Claim, read_study
+from gradherd.study.run import planned
 from tests.report.made import record
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,6 @@ def summaries(**named):
         ([0.99, 0.5, 0.9], [1.0, 1.0, 1.0], None, "weaker"),
         ([1.01, 0.5, 0.9], [1.0, 1.0, 1.0], None, "not confirmed"),
         ([1.2, 1.2, 1.2], [1.0, 1.0, 1.0], None, "not confirmed"),
-        ([0.8], [1.0], None, "weaker"),
         ([0.8, None, 0.8], [1.0, 1.0, 1.0], None, "not confirmed"),
         ([None, None], [1.0, 1.0], None, "not confirmed"),
     ],
@@ -79,7 +79,10 @@ def test_seeds_are_pairs():
     """What all seeds share does not hide the difference."""
     found = judge(claim(), arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.03]))
     assert found.word == "confirmed" and "0.99 % less" in found.ours and "3 seeds" in found.ours
-    assert judge(claim(), arms([1.0, 2.0], [1.01])).ours.endswith("1 seed")
+    assert judge(claim(), arms([1.0, 2.0], [1.01])) is None  # One pair has no spread.
+    # Figures and shares are of the same seeds.
+    uneven = judge(claim(), arms([1.0, 2.0], [1.01, 2.02, 99.0]))
+    assert "1.50 \N{PLUS-MINUS SIGN} 0.71 against 1.52" in uneven.ours
 
 
 def test_verdicts_on_bounds_and_margins():
@@ -119,13 +122,14 @@ def test_what_was_not_measured_has_no_verdict():
         judge(claim(measure="odd"), summaries(a=[1.0], b=[1.0]))
 
 
-def test_epochs_to_the_best_mean_loss_of_the_other():
+def test_epochs_to_the_best_loss_of_the_other():
     quick = [record(seed=s, epochs=4, losses=[1.0, 0.5, 0.4, 0.3]) for s in (0, 1)]
     slow = [record(seed=s, epochs=4, losses=[2.0, 1.0, 0.5, 0.6]) for s in (0, 1)]
-    assert epochs_share(quick, slow) == {0: 2 / 3, 1: 2 / 3}
+    slow[1] = record(seed=1, epochs=4, losses=[2.0, 1.0, 0.5, 0.35])
+    assert epochs_share(quick, slow) == {0: 2 / 3, 1: 1.0}
     assert epochs_share(slow, quick) == {0: None, 1: None}
-    lost = [record(seed=0, epochs=2, losses=[None, None])]
-    assert epochs_share(quick, lost) == {0: None, 1: None}
+    lost = [record(seed=0, epochs=2, losses=[1.0, None])]
+    assert epochs_share(quick, lost) == {0: None}
 
 
 def test_epochs_to_the_final_loss_of_the_same_seed():
@@ -140,9 +144,8 @@ def test_epochs_to_the_final_loss_of_the_same_seed():
     found = arms([0.8, 0.9], [1.2, 1.5])
     given = {"measure": "epochs_to_final", "test": "at-most"}
     told = judge(claim(**given, value=4), found)
-    assert (
-        told.word == "weaker" and "same seed: 2.50 \N{PLUS-MINUS SIGN} 0.71; 2 seeds" in told.ours
-    )
+    assert told.word == "weaker"
+    assert "first time: 2.50 \N{PLUS-MINUS SIGN} 0.71 against" in told.ours
     assert judge(claim(**given, value=2), found).word == "not confirmed"
 
 
@@ -239,9 +242,13 @@ def root(tmp_path):
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "small.toml").write_text(STUDY)
     for order in ("d-rr", "cd-grab"):
+        pieces = planned(read_study(tmp_path / "studies" / "small.toml"), [f"{order}, few"])
         made = [
-            result(f"{order}, few", seed, [2.0, 1.5, 1.2, 1.0 + 0.1 * seed], order=order)
-            for seed in (0, 1)
+            replace(
+                result(piece.arm, piece.seed, [2.0, 1.5, 1.2, 1.0 + 0.1 * piece.seed]),
+                settings=piece.settings,
+            )
+            for piece in pieces
         ]
         write_results(tmp_path / "benchmarks/results/small", "small", "compare", made)
     return tmp_path
@@ -260,7 +267,7 @@ def test_results_of_other_settings_do_not_count(root):
     (root / "studies" / "small.toml").write_text(text)
     found = gather(root)
     assert (found.verdicts, found.unmeasured) == ([], {"small": ["one"]})
-    assert list(found.files) == [PAGE] and "No claim has been measured yet" in found.files[PAGE]
+    assert list(found.files) == [PAGE] and "1 claim of `studies" in found.files[PAGE]
 
 
 def test_charts_that_cannot_be_drawn_are_refused(root):
@@ -285,3 +292,15 @@ def test_the_page_in_the_tree_is_what_its_records_give():
         )
     there = {path.relative_to(ROOT) for path in (ROOT / IMAGES).glob("*.svg")}
     assert there == {path for path in made if path.parent == IMAGES}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.toml")), ids=lambda p: p.stem)
+def test_runs_of_a_study_are_on_its_page(path):
+    """What is planned fits the file; what had other settings does not."""
+    study = read_study(path)
+    arms = {arm.name: arm for arm in study.arms}
+    for piece in planned(study):
+        made = replace(result(piece.arm, piece.seed, [1.0]), settings=piece.settings)
+        assert fits(study, arms[piece.arm], made), piece
+        other = replace(made, settings={**piece.settings, "limit": 7, "dim": 7})
+        assert not fits(study, arms[piece.arm], other)

@@ -178,6 +178,13 @@ def test_runs_that_another_study_has_are_taken_over(root, capsys):
     assert (
         results_of(there / "other")["d-rr_again.json"] == results_of(there / "small")["d-rr.json"]
     )
+    # A file of another study that cannot be read is no reason to stop.
+    (there / "small" / "cd-grab.json").write_text("{")
+    code, out, err = run(capsys, "study", "studies/other.toml", *only, "--plan")
+    assert code == 0 and not json.loads(out)["left"] and err == ""
+    (root / "studies" / "again.toml").write_text(other)
+    code, out, err = run(capsys, "study", "studies/again.toml", *only, "--plan")
+    assert json.loads(out)["left"] == [] and "passed over:" in err and "cd-grab.json" in err
     # Other settings are other runs.
     (root / "studies" / "third.toml").write_text(other.replace("limit = 300", "limit = 200"))
     _, out, _ = run(capsys, "study", "studies/third.toml", *only)

@@ -72,7 +72,14 @@ def test_a_study_is_what_its_file_says(tmp_path):
 WRONG = [
     ("kind =", "kind 1", "Expected '='"),
     ('theme = "ordering"', 'theme = "odd"', "unknown theme 'odd'; known are ordering, open,"),
-    ("seeds = 2", "seeds = 0", "seeds must be a number of them, or a list of some, got 0"),
+    (
+        "seeds = 2",
+        "seeds = 0",
+        "or a list of some below 2**31, got 0",
+    ),
+    ("seeds = 2", "seeds = 1000000000", "seeds must be a number of them, up to 1000"),
+    ("seeds = 2", "seeds = true", "seeds must be a number of them"),
+    ("seeds = 2", "seeds = [2147483648]", "seeds must be a number of them"),
     ("seeds = 2", "seeds = [1, 1]", "seeds must be a number of them"),
     ("seeds = 2", "seedz = 2", "unknown key 'seedz'; known are kind, theme"),
     ("[[figure]]", "[figure]", "figure must be tables, each under [[figure]]"),

@@ -1,4 +1,7 @@
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,32 @@ def test_one_that_fails_does_not_stop_the_others():
 def test_a_process_that_dies_is_told_of():
     with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer --jobs than 2"):
         list(run_jobs(dies, [[piece(0)], [piece(1)]], WHERE, 2))
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    """Also if that one was killed and could not tell them."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_jobs import WHERE, piece, run_jobs, sleeps\n"
+        "if __name__ == '__main__':\n"
+        "    list(run_jobs(sleeps, [[piece(0)], [piece(1)]], WHERE, 2))\n"
+    )
+    environment = {**os.environ, "TOLD": str(tmp_path)}
+    with subprocess.Popen([sys.executable, script], env=environment, cwd=tmp_path) as parent:
+        numbers = waited_for(lambda: [int(p.name) for p in tmp_path.glob("[0-9]*")], 2)
+        parent.kill()
+    waited_for(lambda: [n for n in numbers if not Path(f"/proc/{n}/stat").exists()], 2)
+
+
+def sleeps(part, where):
+    (Path(os.environ["TOLD"]) / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def waited_for(look, count):
+    """Return what is seen once there are so many; against hangs the test has its own limit."""
+    while len(seen := look()) < count:
+        time.sleep(0.05)
+    return seen

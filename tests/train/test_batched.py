@@ -1,14 +1,21 @@
 """Many runs side by side: the same orders and losses as one after the other."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn
 
+from gradherd.comm.world import World
+from gradherd.tasks.digits import Digits
 from gradherd.tasks.registry import find_task
+from gradherd.tasks.task import Split
 from gradherd.train.batched import BatchedFleet
-from gradherd.train.stacks import stacks, why_not
+from gradherd.train.plan import run_all
+from gradherd.train.stacks import stacks, why_no_mean, why_not
 from gradherd.train.virtual import VirtualFleet
+from tests.gpu import only_gpu
 from tests.train.work import HERE, config_of, no_tick
 
 
@@ -148,3 +155,85 @@ def test_why_runs_cannot_go_side_by_side():
     assert "GRU" in why_not(config, nn.GRU(2, 2))
     assert "LSTM" in why_not(config, nn.LSTM(2, 2, bidirectional=True))
     assert why_not(config, nn.LSTM(2, 2)) is None
+    frozen = find_task("digits").model()
+    next(frozen.parameters()).requires_grad_(False)
+    assert "not trained" in why_not(config, frozen)
+    assert "BatchNorm" in why_not(config, nn.BatchNorm1d(2, track_running_stats=False))
+    assert "attention" in why_not(config, nn.MultiheadAttention(2, 1, dropout=0.1))
+    assert why_not(config, nn.MultiheadAttention(2, 1)) is None
+
+
+@pytest.mark.parametrize("name", ["digits", "digits-mlp"])
+def test_losses_of_tasks_are_means(name):
+    task = find_task(name)
+    assert why_no_mean(task, task.model(), task.load(None, 200).train) is None
+
+
+def test_a_loss_that_is_no_mean_is_trained_alone():
+    task = find_task(f"{HERE}:Weighted")
+    split = task.load(None, 96)
+    assert "the mean of their losses" in why_no_mean(task, task.model(), split.train)
+    configs = [
+        config_of(f"{HERE}:Weighted", order=order, seed=1, limit=96, epochs=2, virtual=True)
+        for order in ("cd-grab", "d-rr")
+    ]
+    records = run_all(configs, World.single())
+    assert [record.order for record in records] == ["cd-grab", "d-rr"]
+    for record, config in zip(records, configs, strict=True):
+        fleet = VirtualFleet(config, task, split)
+        for row in record.epochs:
+            fleet.epoch(row.epoch, no_tick)
+            assert row.train_loss == fleet.quality()[0].loss
+
+
+def test_a_loss_that_draws_is_seen():
+    @dataclass(frozen=True)
+    class Drawing(Digits):
+        def loss(self, model, *tensors):
+            images, labels = tensors
+            return F.cross_entropy(model(F.dropout(images)), labels)
+
+    task = Drawing()
+    model, columns = task.model(), task.load(None, 96).train
+    before = torch.get_rng_state()
+    assert why_no_mean(task, model, columns) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_that_diverges_beside_others_ends_as_it_does_alone():
+    configs = [
+        config_of("digits", seed=0, lr=lr, limit=96, epochs=3, virtual=True) for lr in (0.05, 1e30)
+    ]
+    together = run_all(configs, World.single())
+    alone = [run_all([config], World.single())[0] for config in configs]
+    assert [record.status for record in together] == ["done", "diverged"]
+    for one, other in zip(together, alone, strict=True):
+        assert [row.bytes for row in one.epochs] == [row.bytes for row in other.epochs]
+        assert one.status == other.status
+
+
+@only_gpu
+@pytest.mark.parametrize("name", ["digits", "cifar10-lenet"])
+@pytest.mark.parametrize("sparsify", ["dense", "exdyna"])
+def test_replayed_steps_of_stacks_are_those_of_a_cpu(name, sparsify):
+    """On a GPU steps are replayed as graphs, convolutions in streams of their own."""
+    task, limit = find_task(name), 160
+    generator = torch.Generator().manual_seed(0)
+    shape = (64,) if name == "digits" else (3, 32, 32)
+    images = torch.rand(limit, *shape, generator=generator)
+    labels = torch.randint(10, (limit,), generator=generator)
+    split = Split((images, labels), (images[:40], labels[:40]))
+    density = None if sparsify == "dense" else 0.05
+    configs = [
+        config_of(name, order=order, seed=seed, batch_size=4, unit=1, workers=4, limit=limit,
+                  rows="exact", sparsify=sparsify, density=density, virtual=True, lr=0.01)
+        for order in ("d-rr", "cd-grab") for seed in (0, 5)
+    ]  # fmt: skip
+    here = BatchedFleet(configs, task, split)
+    there = BatchedFleet([replace(config, device="cuda") for config in configs], task, split)
+    for number in (1, 2):
+        tallies, others = here.epoch(number, no_tick), there.epoch(number, no_tick)
+        for one, other in zip(tallies, others, strict=True):
+            assert other.bytes == pytest.approx(one.bytes, rel=1e-2)
+        for one, other in zip(here.quality(), there.quality(), strict=True):
+            assert other.loss == pytest.approx(one.loss, rel=1e-2)

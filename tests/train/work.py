@@ -4,9 +4,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gradherd.comm.world import World
+from gradherd.tasks.digits import Digits
 from gradherd.tasks.evaluate import evaluating
 from gradherd.tasks.registry import find_task
 from gradherd.tasks.task import Defaults, Split
@@ -97,3 +99,14 @@ def config_of(task, **chosen):
 
 
 HERE = __file__
+
+
+@dataclass(frozen=True)
+class Weighted(Digits):
+    """Digits whose loss weighs classes: the loss of a batch is not the mean over its examples."""
+
+    name: ClassVar = "weighted"
+
+    def loss(self, model, *tensors):
+        images, labels = tensors
+        return F.cross_entropy(model(images), labels, weight=torch.arange(1.0, 11.0))

@@ -151,14 +151,15 @@ def _fp16(setting: Setting) -> tuple[float, float]:
 def _ride(setting: Setting) -> tuple[float, float]:
     """CD-GraB on the dense exchange: slices go out as buckets are ready, means after the last.
 
-    Every second step the workers add up R x R products and R more, as doubles, beside the step.
+    Every second step the workers add up the products of all pairs, of each with itself and with the
+    running sum, R (R + 3) / 2 doubles, beside the step.
     """
     ranks, link, count = setting.workers, setting.link, _buckets(setting)
     size = 4 * setting.params
     whole, last = all_to_all(size, ranks, link), all_to_all(size / count, ranks, link)
     waited = exposed(setting, whole, last, count) + all_gather(size / ranks, ranks, link)
     waited = max(waited, _dense(setting)[0])  # direct messages may save hops, but promise nothing
-    products = 4 * ranks * (ranks + 1)
+    products = 2 * ranks * (ranks + 3)  # bytes of a step
     beside = products * (ranks - 1) * (1 if ranks <= _FEW_RANKS else 2 / ranks)
     return waited, 2 * size * (ranks - 1) / ranks + beside
 

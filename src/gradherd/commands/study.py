@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from gradherd.commands.bench_show import usable_device
 from gradherd.commands.study_bar import Bar
 from gradherd.commands.train_options import AnyPath, check_data, known_task
 from gradherd.commands.usage import Failed, UsageError, at_least, print_json
-from gradherd.study.archive import read_arms, read_others
+from gradherd.study.archive import Result, read_arms, read_others
 from gradherd.study.file import Study as StudyFile
 from gradherd.study.file import read_study
 from gradherd.study.jobs import ProcessDied
@@ -72,9 +73,11 @@ class Study:
             out = RESULTS / study.name if self.out is None else self.out
             there = read_arms(out, dict.fromkeys(piece.arm for piece in pieces), study.kind)
             todo = left(pieces, there)
-            others = read_others(RESULTS, study.name, study.kind) if self._takes_over else []
         except ValueError as error:
             raise UsageError(str(error)) from None
+        found = self._elsewhere(study, todo)
+        taken = {(one.arm, one.seed) for one in found}
+        todo = [piece for piece in todo if (piece.arm, piece.seed) not in taken]
         if self.plan:
             self._show_plan(study, pieces, todo)
             return
@@ -86,15 +89,20 @@ class Study:
             )
         if kind_of(study).alone and self.jobs > 1:
             raise UsageError(f"--jobs: kind {study.kind} measures time, its runs go one by one")
-        taken = {(one.arm, one.seed) for one in add(study, out, twins(todo, others))}
-        todo = [piece for piece in todo if (piece.arm, piece.seed) not in taken]
+        add(study, out, found)
         made = self._made(study, todo, out)
         self._end(study, out, made, len(pieces) - len(todo))
 
-    @property
-    def _takes_over(self) -> bool:
-        """Only where results of studies are known to be, side by side."""
-        return self.resume and self.out is None
+    def _elsewhere(self, study: StudyFile, todo: Sequence[Piece]) -> list[Result]:
+        """Return results of these runs that another study has.
+
+        Only where results of studies are known to be side by side, and not of those that measure
+        time: they are of one machine.
+        """
+        if not self.resume or self.out is not None or kind_of(study).alone or not todo:
+            return []
+        told = partial(print, "gradherd: passed over:", file=sys.stderr)
+        return twins(todo, read_others(RESULTS, study.name, study.kind, told))
 
     def _made(self, study: StudyFile, todo: Sequence[Piece], out: Path) -> list[dict[str, Any]]:
         if not todo:

@@ -145,9 +145,24 @@ def _products(
     else:
         both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
     if reduce is not None:
-        both = reduce(both.flatten()).view(both.shape)
+        both = _reduced(both, reduce)
     host = both.numpy()
     return host[..., 0].copy(), host[..., 1:]
+
+
+def _reduced(both: Tensor, reduce: Reduce) -> Tensor:
+    """Return the sums over shards of (W, P, 1 + P) products.
+
+    A product of two vectors is sent once, and stands where the recursion looks for it: in the row
+    of the earlier vector.
+    """
+    count = both.shape[1]
+    earlier, later = torch.triu_indices(count, count)
+    places = torch.cat([torch.arange(count) * (1 + count), earlier * (1 + count) + 1 + later])
+    flat = both.flatten(1)
+    whole = torch.zeros_like(flat)
+    whole[:, places] = reduce(flat[:, places].flatten()).view(len(flat), -1)
+    return whole.view(both.shape)
 
 
 def _few_products(z: Tensor, running: Tensor, *, squares: bool) -> Tensor:

@@ -26,6 +26,8 @@ from gradherd.study.archive import Result
 from gradherd.study.file import PAIRED, Claim
 
 CONFIRMED, WEAKER, NOT = "confirmed", "weaker", "not confirmed"
+_LEAST_SEEDS = 2
+"""One run has no spread to hold a difference against."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | No
         return None
     found = measured(claim.measure, claim.epoch, arm, against)
     effects = effects_of(claim, found)
-    if not effects or not (found.there or claim.measure in ALWAYS):
+    if len(effects) < _LEAST_SEEDS or not (found.there or claim.measure in ALWAYS):
         return None
     word = word_of(list(effects.values()), paper_effect(claim))
     return Verdict(claim, word, _ours(claim, found, effects))
@@ -61,7 +63,8 @@ def effects_of(claim: Claim, found: Measured) -> dict[int, float | None]:
     effects: dict[int, float | None] = {}
     for seed in seeds:
         here = found.arm[seed]
-        there = claim.value if found.against is None else found.against[seed]
+        bounded = claim.test in ("at-most", "at-least")
+        there = claim.value if bounded or found.against is None else found.against[seed]
         if here is None or there is None:
             effects[seed] = None
             continue
@@ -125,10 +128,12 @@ def _short(result: Result, epoch: int | None) -> bool:
 def _ours(claim: Claim, found: Measured, effects: Mapping[int, float | None]) -> str:
     """Return our figures in words."""
     lost = "never there" if claim.measure in PAIRED else "not finite"
-    scale = scale_of(claim.measure, [*found.arm.values(), *(found.against or {}).values()])
-    text = f"{found.of}: {_spread(found.arm, lost, scale)}"
-    if found.against is not None and claim.measure not in PAIRED:
-        text += f" against {_spread(found.against, lost, scale)}"
+    arm = {seed: found.arm[seed] for seed in effects}
+    against = {} if found.against is None else {seed: found.against[seed] for seed in effects}
+    scale = scale_of(claim.measure, [*arm.values(), *against.values()])
+    text = f"{found.of}: {_spread(arm, lost, scale)}"
+    if against and claim.measure != "epochs_share":
+        text += f" against {_spread(against, lost, scale)}"
     if found.against is not None and None not in effects.values():
         pairs = [(found.arm[seed] or 0.0, found.against[seed] or 0.0) for seed in effects]
         more = [here / there - 1 if there else 0.0 for here, there in pairs]

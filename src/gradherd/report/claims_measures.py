@@ -67,7 +67,8 @@ def measured(
         if others is None:
             raise ValueError(f"{name} needs an arm to be held against")
         if name == "epochs_to_final":
-            return Measured(epochs_to_final(runs, others), None, False, words)
+            reached = epochs_to_final(runs, others)
+            return Measured(reached, epochs_to_final(others, others), False, words)
         shares = epochs_share(runs, others)
         return Measured(shares, dict.fromkeys(shares, 1.0), False, words)
     there = None if others is None else of_runs(name, epoch, others)
@@ -105,24 +106,29 @@ def _density_off(run: RunRecord, end: int) -> float | None:
 
 
 def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict[int, float | None]:
-    """Return how soon each run reaches the others' best mean loss, of the epochs they took to it.
+    """Return how soon each run is at its other's best loss, as a share of what that one took.
 
-    None for a run that never does.
+    The other of a run is the one with its seed. None for a run that never is there, or whose
+    other diverged.
     """
-    end = max(len(run.epochs) for run in others)
-    means = [
-        spread(values_at(others, epoch, lambda row: row.train_loss)).mean
-        for epoch in range(1, end + 1)
-    ]
-    known = [mean for mean in means if mean is not None]
-    if not known:
-        return {run.seed: None for run in runs}
-    took = means.index(min(known)) + 1
-    reached = {
-        run.seed: first_at_or_below([row.train_loss for row in run.epochs], min(known))
-        for run in runs
-    }
-    return {seed: None if at is None else at / took for seed, at in reached.items()}
+    best = {run.seed: _best(run) for run in others}
+    found: dict[int, float | None] = {}
+    for run in runs:
+        if run.seed in best:
+            took, loss = best[run.seed]
+            losses = [row.train_loss for row in run.epochs]
+            at = None if loss is None else first_at_or_below(losses, loss)
+            found[run.seed] = None if at is None else at / took
+    return found
+
+
+def _best(run: RunRecord) -> tuple[int, float | None]:
+    """Return after which epoch the loss was lowest, and that loss; None if the run diverged."""
+    losses = [row.train_loss for row in run.epochs]
+    known = [loss for loss in losses if loss is not None]
+    if not known or len(known) < len(losses):
+        return 0, None
+    return losses.index(min(known)) + 1, min(known)
 
 
 def epochs_to_final(

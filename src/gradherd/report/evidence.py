@@ -11,10 +11,10 @@ from typing import Any
 from gradherd.report.claims import CONFIRMED, NOT, WEAKER, Verdict, judge
 from gradherd.report.figures_study import drawn
 from gradherd.report.text import counted, listed, plain
-from gradherd.study.archive import Result, read_arms
+from gradherd.study.archive import Result, read_arms, same
 from gradherd.study.arms import Arm
-from gradherd.study.compact import rounded
 from gradherd.study.file import THEMES, Study, read_study
+from gradherd.study.run import kind_of
 
 PAGE = Path("docs") / "evidence.md"
 IMAGES = Path("docs") / "images" / "evidence"
@@ -70,20 +70,20 @@ def gather(root: Path) -> Evidence:
         if section.results:
             sections.append(section)
     files = {IMAGES / name: svg for one in sections for name, svg in one.images.items()}
-    files[PAGE] = page(sections)
+    files[PAGE] = page(sections, sum(map(len, unmeasured.values())))
     verdicts = [verdict for one in sections for verdict in one.verdicts]
     return Evidence(files, verdicts, unmeasured)
 
 
 def _section(study: Study, root: Path) -> Section:
     found = read_arms(root / RESULTS / study.name, [a.name for a in study.arms], study.kind)
-    fitting = {
-        arm.name: [one for one in found[arm.name] if fits(study, arm, one)]
-        for arm in study.arms
-        if arm.name in found
-    }
-    results = {name: runs for name, runs in fitting.items() if runs}
     try:
+        fitting = {
+            arm.name: [one for one in found[arm.name] if fits(study, arm, one)]
+            for arm in study.arms
+            if arm.name in found
+        }
+        results = {name: runs for name, runs in fitting.items() if runs}
         verdicts = [one for claim in study.claims if (one := judge(claim, results)) is not None]
         return Section(study, results, verdicts, drawn(study, results))
     except ValueError as error:
@@ -92,11 +92,8 @@ def _section(study: Study, root: Path) -> Section:
 
 def fits(study: Study, arm: Arm, result: Result) -> bool:
     """Return whether a result is of what the file says now: it may have changed since."""
-    wanted = {**study.settings, **arm.settings}
-    if wanted.get("sparsify", "dense") == "dense":
-        wanted.pop("density", None)
-    same = all(rounded(result.settings.get(k)) == rounded(v) for k, v in wanted.items())
-    return same and result.seed in study.seeds
+    wanted = kind_of(study).settings(study, arm.settings)
+    return same(result.settings, wanted) and result.seed in study.seeds
 
 
 def write_evidence(root: Path) -> Evidence:
@@ -111,9 +108,9 @@ def write_evidence(root: Path) -> Evidence:
     return made
 
 
-def page(sections: Sequence[Section]) -> str:
-    """Return the page."""
-    lines = [_INTRODUCTION + _score(sections), ""]
+def page(sections: Sequence[Section], unmeasured: int = 0) -> str:
+    """Return the page; `unmeasured` claims have no row."""
+    lines = [_INTRODUCTION + _score(sections, unmeasured), ""]
     for theme in THEMES:
         these = [section for section in sections if section.study.theme == theme]
         if these:
@@ -123,12 +120,22 @@ def page(sections: Sequence[Section]) -> str:
     return "\n".join(lines)
 
 
-def _score(sections: Sequence[Section]) -> str:
-    words = [verdict.word for section in sections for verdict in section.verdicts]
-    if not words:
-        return "No claim has been measured yet."
-    counts = listed([f"{words.count(word)} {word}" for word in _MARKS])
-    return f"{counted(len(words), 'claim')} measured: {counts}."
+def _score(sections: Sequence[Section], unmeasured: int) -> str:
+    """Return how many claims were borne out, those of the papers and ours apart."""
+    verdicts = [verdict for section in sections for verdict in section.verdicts]
+    lines = []
+    for own, whose in ((False, "of the papers"), (True, "of our own")):
+        words = [verdict.word for verdict in verdicts if _own(verdict) == own]
+        if words:
+            counts = listed([f"{words.count(word)} {word}" for word in _MARKS])
+            lines.append(f"{counted(len(words), 'claim')} {whose}: {counts}.")
+    if unmeasured:
+        lines.append(f"{counted(unmeasured, 'claim')} of `studies/*.toml` not measured yet.")
+    return " ".join(lines)
+
+
+def _own(verdict: Verdict) -> bool:
+    return verdict.claim.source.startswith("ours")
 
 
 def _told(section: Section) -> list[str]:
@@ -204,6 +211,8 @@ What the two papers claim, and what they left open, measured again with this lib
   effect is at least half of the paper's where the paper gives numbers;
 - *weaker*: only one of the two, or all seeds agree but the interval reaches zero;
 - not confirmed: all else, also where a run diverged or never got there.
+
+A claim with a single seed has no row. In rows "X / Y" are the arm and what it is held against.
 
 Where our budget is smaller than the paper's (fewer seeds or epochs) or the data are others, the row
 or the lines above it say so. Bands in charts span all seeds. Workers of studies that train are in

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,19 @@ def read_arms(folder: Path, names: Iterable[str], kind: str) -> dict[str, list[R
     return {name: read_results(path, kind) for name, path in paths.items() if path.exists()}
 
 
-def read_others(folder: Path, name: str, kind: str) -> list[Result]:
-    """Return the results of all studies of a kind but one, each in a folder of its own."""
+def read_others(folder: Path, name: str, kind: str, damaged: Callable[[str], None]) -> list[Result]:
+    """Return the results of all studies of a kind but one, each in a folder of its own.
+
+    `damaged` is told of files that cannot be read: they are the others' business.
+    """
     found: list[Result] = []
     for path in sorted(folder.glob("*/*.json")):
-        if path.parent.name != name:
+        if path.parent.name == name:
+            continue
+        try:
             kind_there, results = _read(path)
-            found += results if kind_there == kind else []
+        except ValueError as error:
+            damaged(str(error))
+            continue
+        found += results if kind_there == kind else []
     return found

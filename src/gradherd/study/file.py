@@ -19,6 +19,7 @@ THEMES = ("ordering", "open", "sparsifying", "together")
 DEVICES = ("cpu", "cuda")
 """Where a study can be made to run."""
 _TOP = ("kind", "theme", "title", "task", "seeds", "device", "note", "settings", "sources")
+_MOST_SEEDS = 1000
 _LONGEST = 400
 """Letters of a complaint."""
 _TABLES = ("arms", "claim", "figure")
@@ -154,10 +155,14 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
 
 
 def _seeds(found: Any) -> tuple[int, ...]:
-    seeds = list(range(found)) if isinstance(found, int) else found
-    whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    many = type(found) is int and found > _MOST_SEEDS
+    seeds = list(range(found)) if type(found) is int and not many else found
+    whole = isinstance(seeds, list) and all(type(s) is int and 0 <= s < 2**31 for s in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be a number of them, or a list of some, got {found!r}")
+        raise ValueError(
+            f"seeds must be a number of them, up to {_MOST_SEEDS}, or a list of some below 2**31, "
+            f"got {found!r}"
+        )
     return tuple(seeds)
 
 

@@ -3,7 +3,10 @@
 import dataclasses
 import math
 import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,8 +28,9 @@ def run_jobs(
 ) -> Iterator[list[Result]]:
     """Make batches in so many processes, and yield what each gave when it ends.
 
-    One that fails does not stop the others; the first error is raised after the last of them. To be
-    interrupted ends the processes at once.
+    One that fails does not stop the others; the first error is raised after the last of them. A
+    process that is killed ends them all, and what they were at is to be run again; to be
+    interrupted does so, too.
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -73,7 +77,16 @@ def shared_out(batches: Sequence[Sequence[Piece]], jobs: int) -> list[list[Piece
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started this one ends it.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """End when the process that started this one does, also if it was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _one(make: Made, part: Sequence[Piece], where: Where) -> list[Result]:

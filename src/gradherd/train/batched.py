@@ -184,9 +184,9 @@ class BatchedFleet:
     def _watch(self, means: list[Tensor], tallies: list[Tally]) -> None:
         if means:
             examples = self._configs[0].batch_size * self._configs[0].workers
-            visited = torch.stack(means, dim=1)
             for at, tally in enumerate(tallies):
-                tally.herding_bound = prefix_bound(visited[at], examples)
+                visited = torch.stack([mean[at] for mean in means])
+                tally.herding_bound = prefix_bound(visited, examples)
 
     def quality(self) -> list[Quality]:
         """Measure the models one after the other."""

@@ -102,7 +102,7 @@ class Captured:
     def _give_up(self, why: str) -> None:
         self.why_not = why
         self._replays.clear()
-        log.info("a step is not captured as a CUDA graph: %s", why)
+        log.warning("a step is not captured as a CUDA graph: %s", why)
 
     def _captured(self, tensors: tuple[Tensor, ...]) -> _Replay:
         """Warm up and capture. Raises RuntimeError where that is not possible."""

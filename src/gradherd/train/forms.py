@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # These draw numbers, or carry state from batch to batch.
-_UNFIT = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.RNNCellBase)
+_UNFIT = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._BatchNorm,  # Without buffers, too: it looks at a whole batch.
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
 
 
 class _ByPatches(torch.autograd.Function):
@@ -120,7 +125,11 @@ def why_unfit(model: nn.Module) -> str | None:
     """Return why many models like this one cannot be stacked; None if they can."""
     if any(True for _ in model.buffers()):
         return "it has buffers"
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        return "some of its parameters are not trained"
     for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and module.dropout:
+            return "it has attention with dropout"
         if isinstance(module, _UNFIT) and not _plain_lstm(module):
             return f"it has a {type(module).__name__}"
     return None

@@ -96,6 +96,8 @@ def _epochs(
         found = fleet.quality()
         seconds = (time.perf_counter() - begin) / len(found)
         for at, (tally, quality) in enumerate(zip(tallies, found, strict=True)):
+            if _diverged(journals[at].record):
+                continue  # It ended there; those beside it go on.
             row = _row(number, configs[at], tally, quality, seconds)
             journals[at].add(row, fleet.series[at].listed())
         progress.epoch(number, [quality.loss for quality in found])
@@ -103,8 +105,12 @@ def _epochs(
             break  # Nothing is left to be learned.
 
 
+def _diverged(record: RunRecord) -> bool:
+    return bool(record.epochs) and record.epochs[-1].train_loss is None
+
+
 def _status(record: RunRecord) -> str:
-    return "diverged" if record.epochs[-1].train_loss is None else "done"
+    return "diverged" if _diverged(record) else "done"
 
 
 def _row(

@@ -8,7 +8,7 @@ from typing import Any
 from gradherd.comm.world import World
 from gradherd.ordering.deal import Deal
 from gradherd.tasks.registry import find_task
-from gradherd.tasks.task import Defaults, Task
+from gradherd.tasks.task import Defaults, Split, Task
 from gradherd.train.batched import BatchedFleet
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Fleet
@@ -17,7 +17,7 @@ from gradherd.train.loop import Progress, new_record, run_epochs
 from gradherd.train.ranks import RankFleet
 from gradherd.train.record import RunRecord
 from gradherd.train.resume import Saving, run_saved
-from gradherd.train.stacks import stacks, why_not
+from gradherd.train.stacks import stacks, why_no_mean, why_not
 from gradherd.train.virtual import VirtualFleet
 
 log = logging.getLogger("gradherd")
@@ -90,13 +90,14 @@ def run_all(
     split = task.load(data_dir, configs[0].limit)
     told = progress or Progress()
     total = sum(steps_of(config, len(split.train[0])) for config in configs)
-    records = []
+    records: dict[int, RunRecord] = {}
     told.begin(len(configs), total)
     if saving is not None and out is not None and not configs[0].virtual:
         told.group(configs)
         (config,) = configs
         return [run_saved(config, task, split, world, out, saving, told, tensorboard=tensorboard)]
-    for group, side_by_side in _groups(configs, task):
+    for places, side_by_side in _groups(configs, task, split):
+        group = [configs[at] for at in places]
         fleet: Fleet
         if side_by_side:
             fleet = BatchedFleet(group, task, split)
@@ -115,24 +116,27 @@ def run_all(
         ]
         told.group(group)
         try:
-            records += run_epochs(fleet, group, journals, told)
+            made = run_epochs(fleet, group, journals, told)
         finally:
             fleet.close()
-    return records
+        records.update(zip(places, made, strict=True))
+    return [records[at] for at in range(len(configs))]
 
 
-def _groups(configs: Sequence[RunConfig], task: Task) -> list[tuple[list[RunConfig], bool]]:
-    """Return the runs in groups, and whether a group's go side by side."""
+def _groups(configs: Sequence[RunConfig], task: Task, split: Split) -> list[tuple[list[int], bool]]:
+    """Return the places of runs in groups, and whether a group's go side by side."""
     if not configs[0].virtual:
-        return [([config], False) for config in configs]
+        return [([at], False) for at in range(len(configs))]
     model = task.model()
-    groups = []
+    groups: list[tuple[list[int], bool]] = []
     for places in stacks(configs, model):
         first = configs[places[0]]
-        why = why_not(first, model)
-        if why is not None:
-            log.info("%s trains alone: %s", first.folder(), why)
-        groups.append(([configs[at] for at in places], why is None))
+        why = why_not(first, model) or why_no_mean(task, model, split.train)
+        if why is None:
+            groups.append((places, True))
+            continue
+        log.info("%s trains alone: %s", first.folder(), why)
+        groups += [([at], False) for at in places]
     return groups
 
 

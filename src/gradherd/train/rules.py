@@ -41,7 +41,8 @@ class Rule:
     def start(self, parameters: Tensor) -> State:
         """Return what is remembered before the first step of (S, D) parameters."""
         if self.optimizer == "adamw":
-            taken = parameters.new_zeros((len(parameters), 1))
+            # In double precision, as torch has it: 1 - 0.999 loses digits otherwise.
+            taken = parameters.new_zeros((len(parameters), 1), dtype=torch.float64)
             return torch.zeros_like(parameters), torch.zeros_like(parameters), taken
         return (torch.zeros_like(parameters),)
 
@@ -78,6 +79,7 @@ class Rule:
         taken = taken + 1
         first = torch.lerp(first, grads, 1 - _BETAS[0])
         second = _BETAS[1] * second + (1 - _BETAS[1]) * grads * grads
-        size = (second / (1 - _BETAS[1] ** taken)).sqrt() + _SMALLEST
+        parts = [(1 - beta**taken).to(parameters.dtype) for beta in _BETAS]
+        size = (second / parts[1]).sqrt() + _SMALLEST
         moved = parameters * (1 - rate * self.weight_decay)
-        return moved - rate / (1 - _BETAS[0] ** taken) * first / size, (first, second, taken)
+        return moved - rate / parts[0] * first / size, (first, second, taken)

@@ -1,12 +1,15 @@
 """Which runs are trained side by side."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gradherd.ordering.policy import make_policy
 from gradherd.rows.flat import FlatSpec
+from gradherd.tasks.task import Task
 from gradherd.train.config import RunConfig
 from gradherd.train.forms import why_unfit
 
@@ -14,6 +17,9 @@ from gradherd.train.forms import why_unfit
 _SMALL = {"cpu": 100_000, "cuda": 20_000_000}
 # Gradients of all groups of a step of all runs of a stack, in numbers.
 _MOST = {"cpu": 1 << 24, "cuda": 1 << 29}
+# On a CPU, parameters of all runs of a stack: their averaged gradients of an epoch are kept.
+_MOST_PARAMETERS = 1 << 20
+_LOOKED_AT = 16
 # With so few groups a run that needs no gradients of groups costs little beside those that do.
 _FEW_GROUPS = 8
 
@@ -24,6 +30,26 @@ def why_not(config: RunConfig, model: nn.Module) -> str | None:
     if size > _SMALL[device]:
         return f"{size:,} parameters are many"
     return why_unfit(model)
+
+
+def why_no_mean(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> str | None:
+    """Return why the loss of a batch is not the mean over its examples; None if it is.
+
+    Gradients of workers and units are taken of one pass over all their examples: with a loss that
+    weighs examples against each other, or draws numbers, they would be others.
+    """
+    some = torch.linspace(0, len(columns[0]) - 1, _LOOKED_AT).long().unique()
+    model = copy.deepcopy(model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in model.parameters():  # Fresh ones may give every example the same loss.
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        whole = task.loss(model, *(column[some] for column in columns))
+        each = [task.loss(model, *(column[at : at + 1] for column in columns)) for at in some]
+    mean = torch.stack(each).mean()
+    if torch.isclose(whole, mean, rtol=1e-4, atol=1e-6):
+        return None
+    return f"the loss of {len(some)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
 
 
 def groups_of(config: RunConfig) -> int:
@@ -63,5 +89,7 @@ def stacks(configs: Sequence[RunConfig], model: nn.Module) -> list[list[int]]:
         most_groups = max(groups_of(configs[at]) for at in places)
         device = configs[places[0]].device.partition(":")[0]
         most = max(1, _MOST[device] // (most_groups * size))
+        if device == "cpu":
+            most = min(most, max(8, _MOST_PARAMETERS // size))
         parts += [places[at : at + most] for at in range(0, len(places), most)]
     return [*parts, *alone]
