@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Tests start many processes that wait for each other: two at a time take half the time.
 JOBS ?= 2
 
-.PHONY: help demo test stress lint format example bench clean
+.PHONY: help demo test stress lint format example bench evidence clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -49,6 +49,10 @@ bench: $(STAMP) ## What ordering costs, side by side with what one would do inst
 	@$(BIN)/gradherd bench step
 	@$(BIN)/gradherd bench rows
 	@$(BIN)/gradherd bench signs
+
+evidence: $(STAMP) ## Run what is left of all studies, most of them for a GPU, and make docs/evidence.md
+	@for study in studies/*.toml; do $(BIN)/gradherd study $$study --resume || exit 1; done
+	@$(BIN)/gradherd report --evidence
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

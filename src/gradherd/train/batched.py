@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from gradherd.comm.world import World
 from gradherd.ordering.gather import seen_batches
 from gradherd.ordering.policy import make_policy
-from gradherd.rows.flat import FlatSpec
 from gradherd.tasks.task import Split, Task
 from gradherd.train.config import RunConfig
 from gradherd.train.evaluate import chunk_size, full_loss, metric
@@ -26,8 +25,9 @@ from gradherd.train.fleet import Quality, Tally, Tick
 from gradherd.train.mean import mean_bytes
 from gradherd.train.rules import Rule
 from gradherd.train.shown import shown_of
+from gradherd.train.sparse_mean import SparseMean
 from gradherd.train.stacked import StackedStep
-from gradherd.train.turns import Exchange, Portions
+from gradherd.train.turns import Portions
 from gradherd.train.virtual import make_ordering
 from gradherd.train.watch import Bins, cheap, prefix_bound
 
@@ -200,36 +200,6 @@ class BatchedFleet:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class SparseMean:
-    """Averages the workers' gradients of one run, sparsified."""
-
-    def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self._exchange = Exchange(config, dict(model.named_parameters()))
-        self.series = self._exchange.series
-        spec = FlatSpec.of(model)
-        spans = dict(zip(spec.names, zip(spec.offsets, spec.numels, strict=True), strict=True))
-        # What is sparsified lies in another order than what is stepped.
-        self._places = torch.cat(
-            [
-                torch.arange(begin, begin + count)
-                for begin, count in (spans[name] for name in self._exchange.layout.names)
-            ]
-        ).to(config.device)
-
-    def __call__(self, grads: Tensor, tally: Tally) -> Tensor:
-        """Return (D,) the mean of (R, D) gradients, zero where nothing travelled."""
-        begin = time.perf_counter()
-        self._exchange.average(grads[:, self._places], tally)
-        mean = self._exchange.mean
-        placed = torch.empty_like(mean).index_copy_(0, self._places, mean)
-        tally.exchange_seconds += time.perf_counter() - begin
-        return placed
-
-    def end_epoch(self, tally: Tally) -> None:
-        """Take down what worker 0 keeps after the last step."""
-        self._exchange.end_epoch(tally)
 
 
 def ride_bytes(config: RunConfig, examples: int) -> int:
