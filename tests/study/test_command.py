@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -76,6 +77,7 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
     code, out, err = run(capsys, "study", "studies/small.toml", *only, "--json")
     told = json.loads(out)
     assert (code, err) == (0, "")
+    assert [one["id"] for one in told["claims"]] == ["small-loss"]
     assert sorted((r["arm"], r["seed"]) for r in told["runs"]) == [
         ("cd-grab", 0),
         ("cd-grab", 1),
@@ -104,7 +106,10 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
     assert (code, err) == (0, "gradherd: not measured yet: small: small-sketch\n")
     page = (root / "docs" / "evidence.md").read_text()
     assert "cd-grab \\| is &lt; better" in page and "never measured here" not in page
-    assert "gradherd study studies/small.toml" in page and "2 seeds" in page
+    again = "gradherd study studies/small.toml --only cd-grab d-rr --out again/small"
+    assert f"`{again}`" in page and "2 seeds" in page
+    code, out, err = run(capsys, *again.split()[1:])
+    assert (code, err) == (0, "") and "small-loss: train loss after the last epoch" in out
     assert "(images/evidence/small.svg)" in page
     (root / "docs" / "images" / "evidence" / "old.svg").write_text("<svg/>")
     run(capsys, "report", "--evidence")
@@ -201,3 +206,10 @@ def test_a_study_for_a_gpu_says_so_where_there_is_none(root, capsys, monkeypatch
 
 def no_device(name):
     raise UsageError(f"--device {name!r} cannot be used here")
+
+
+def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradherd.report.evidence", None)
+    code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
+    assert code == 0 and "1 runs" in out and "pip install 'gradherd[report]'" in err
+    assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()

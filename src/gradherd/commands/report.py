@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from gradherd.commands.claims_show import as_claims, print_claims
 from gradherd.commands.compare_show import (
     as_json,
     compare_all,
@@ -82,14 +83,10 @@ class Report:
             print(f"gradherd: not measured yet: {study}: {', '.join(claims)}", file=sys.stderr)
         files = [str(path) for path in made.files]
         if self.json:
-            judged = [
-                {"id": one.claim.id, "verdict": one.word, "ours": one.ours} for one in made.verdicts
-            ]
-            told = {"claims": judged, "unmeasured": dict(made.unmeasured), "files": files}
-            print_json(told)
+            waits = {study: list(claims) for study, claims in made.unmeasured.items()}
+            print_json({"claims": as_claims(made.verdicts), "unmeasured": waits, "files": files})
             return
-        for one in made.verdicts:
-            print(f"{one.word:13}  {one.claim.id}: {one.ours}")
+        print_claims(made.verdicts)
         waiting = sum(len(claims) for claims in made.unmeasured.values())
         print(f"{len(made.verdicts)} claims measured, {waiting} not yet: {files[-1]}")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradherd.commands.bench_show import usable_device
+from gradherd.commands.claims_show import as_claims, print_claims
 from gradherd.commands.study_bar import Bar
 from gradherd.commands.train_options import AnyPath, check_data, known_task
 from gradherd.commands.usage import Failed, UsageError, at_least, print_json
@@ -26,6 +27,9 @@ from gradherd.study.kind import Piece, Where
 from gradherd.study.run import add, kind_of, left, planned, run_pieces, twins
 from gradherd.tasks.read import DamagedData
 
+if TYPE_CHECKING:
+    from gradherd.report.claims import Verdict
+
 RESULTS = Path("benchmarks") / "results"
 
 
@@ -33,7 +37,8 @@ RESULTS = Path("benchmarks") / "results"
 class Study:
     """Run the arms and seeds that a TOML file describes; results are small files to be committed.
 
-    Each arm has one file with a line for each seed. A study may be run in pieces: --only and
+    It ends with the verdict on each claim that the file makes and its results can tell about. Each
+    arm has one file with a line for each seed. A study may be run in pieces: --only and
     --seeds pick runs, --resume leaves out what is there already with the same settings; a run that
     was interrupted left nothing and is run again. --resume also takes over what another study in
     benchmarks/results has run with the same settings. `gradherd report --evidence` makes the page.
@@ -60,7 +65,8 @@ class Study:
     out: AnyPath = None
     """Folder for results; benchmarks/results/NAME if not given."""
     json: bool = False
-    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped"}."""
+    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped",
+    "claims": [{"id", "verdict", "ours"}]}."""
 
     def run(self) -> None:
         """Read, plan, run, tell."""
@@ -139,10 +145,12 @@ class Study:
         made: list[dict[str, Any]],
         skipped: int,
     ) -> None:
+        verdicts = _verdicts(study, out)
         if self.json:
             told = {"study": study.name, "kind": study.kind, "out": str(out), "runs": made}
-            print_json({**told, "skipped": skipped})
+            print_json({**told, "skipped": skipped, "claims": as_claims(verdicts)})
             return
+        print_claims(verdicts)
         lost = sum(one["status"] == "diverged" for one in made)
         more = f", {skipped} were there" if skipped else ""
         more += f", {lost} diverged" if lost else ""
@@ -168,6 +176,17 @@ class Study:
             there = [p.seed for p in pieces if p.arm == arm and p.seed not in open_]
             table.add_row(escape(arm), " ".join(map(str, there)), " ".join(map(str, open_)))
         Console().print(table)
+
+
+def _verdicts(study: StudyFile, out: Path) -> "list[Verdict]":
+    """Return what the results tell about the claims; without what reports need, nothing."""
+    try:
+        from gradherd.report.evidence import judged
+    except ModuleNotFoundError as error:
+        lacking = f"verdicts need {error.name}: pip install 'gradherd[report]'"
+        print(f"gradherd: {lacking}", file=sys.stderr)
+        return []
+    return judged(study, out)[1]
 
 
 def _device(study: StudyFile, asked: str | None) -> str:

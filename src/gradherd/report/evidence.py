@@ -3,6 +3,7 @@
 The same records give the same bytes. A claim without records has no row.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,16 +76,21 @@ def gather(root: Path) -> Evidence:
     return Evidence(files, verdicts, unmeasured)
 
 
+def judged(study: Study, folder: Path) -> tuple[dict[str, list[Result]], list[Verdict]]:
+    """Return the results of a study in a folder, by arm, and what they say about its claims."""
+    found = read_arms(folder, [arm.name for arm in study.arms], study.kind)
+    fitting = {
+        arm.name: [one for one in found[arm.name] if fits(study, arm, one)]
+        for arm in study.arms
+        if arm.name in found
+    }
+    results = {name: runs for name, runs in fitting.items() if runs}
+    return results, [one for claim in study.claims if (one := judge(claim, results)) is not None]
+
+
 def _section(study: Study, root: Path) -> Section:
-    found = read_arms(root / RESULTS / study.name, [a.name for a in study.arms], study.kind)
     try:
-        fitting = {
-            arm.name: [one for one in found[arm.name] if fits(study, arm, one)]
-            for arm in study.arms
-            if arm.name in found
-        }
-        results = {name: runs for name, runs in fitting.items() if runs}
-        verdicts = [one for claim in study.claims if (one := judge(claim, results)) is not None]
+        results, verdicts = judged(study, root / RESULTS / study.name)
         return Section(study, results, verdicts, drawn(study, results))
     except ValueError as error:
         raise ValueError(f"{STUDIES / study.name}.toml: {error}") from None
@@ -159,9 +165,17 @@ def _row(verdict: Verdict, study: Study) -> str:
         claim.paper,
         f"{arms}: {ours}",
         _MARKS[verdict.word],
-        f"`gradherd study {(STUDIES / study.name).as_posix()}.toml`",
+        f"`{_again(verdict, study)}`",
     )
     return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _again(verdict: Verdict, study: Study) -> str:
+    """Return the command that runs what a row is made of, beside the results that are there."""
+    arms = [arm for arm in (verdict.claim.arm, verdict.claim.against) if arm is not None]
+    named = " ".join(shlex.quote(arm) for arm in arms)
+    file = f"{(STUDIES / study.name).as_posix()}.toml"
+    return f"gradherd study {file} --only {named} --out again/{study.name}"
 
 
 def _setup(section: Section) -> str:
