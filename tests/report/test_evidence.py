@@ -196,6 +196,14 @@ def test_charts_of_odd_numbers(points, log):
     ET.fromstring(chart("t", "x", "y", lines, log=log))
 
 
+def test_a_logarithmic_axis_across():
+    lines = [Line("a", [(0, 1.0), (1, 2.0), (100, 3.0)]), Line("b", [(10, 1.0)])]
+    text = chart("t", "x", "y", lines, log_x=True)
+    assert text.count("<circle") == 3  # 0 has no place.
+    middle = (64 + 800 - 280) / 2
+    assert f'cx="{middle:g}"' in text  # 10 is half way from 1 to 100.
+
+
 def test_marks_of_an_axis():
     assert Axis(1, 4, 0, 1, whole=True).ticks() == [1, 2, 3, 4]
     assert Axis(2, 2, 0, 1).ticks() == [2] and Axis(2, 2, 0, 1).at(2) == 0.5

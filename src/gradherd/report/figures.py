@@ -73,9 +73,11 @@ class Axis:
         return [round(float(n * step), 12) for n in range(first, last + 1)]
 
 
-def chart(title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = False) -> str:
-    """Return a line chart as SVG; lines without points, or not above zero on a log axis, drop."""
-    kept = [_kept(line, log) for line in lines]
+def chart(
+    title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = False, log_x: bool = False
+) -> str:
+    """Return a line chart as SVG; what is not above zero on a log axis drops, and empty lines."""
+    kept = [_kept(line, log, log_x) for line in lines]
     kept = [line for line in kept if line.points]
     if not kept:
         raise ValueError(f"{title}: there is nothing to draw")
@@ -83,8 +85,8 @@ def chart(title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = Fals
     ys = [py for line in kept for _, py in line.points]
     ys += [end for line in kept for _, low, high in line.band for end in (low, high)]
     low, high = _room(min(ys), max(ys), log)
-    whole = all(px == int(px) for px in xs)
-    across = Axis(min(xs), max(xs), _LEFT, WIDE - _LEGEND, whole=whole)
+    whole = all(px == int(px) for px in xs) and not log_x
+    across = Axis(min(xs), max(xs), _LEFT, WIDE - _LEGEND, log_x, whole=whole)
     up = Axis(low, high, HIGH - _BOTTOM, _TOP, log)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" '
@@ -100,9 +102,12 @@ def chart(title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = Fals
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _kept(line: Line, log: bool) -> Line:
-    points = [(x, y) for x, y in line.points if math.isfinite(y) and (y > 0 or not log)]
-    band = [b for b in line.band if math.isfinite(b[2]) and (b[1] > 0 or not log)]
+def _kept(line: Line, log: bool, log_x: bool) -> Line:
+    def fits(x: float, low: float, high: float) -> bool:
+        return math.isfinite(high) and (low > 0 or not log) and (x > 0 or not log_x)
+
+    points = [(x, y) for x, y in line.points if fits(x, y, y)]
+    band = [one for one in line.band if fits(*one)]
     return replace(line, points=points, band=band)
 
 

@@ -13,6 +13,8 @@ from gradherd.study.file import Figure, Study
 
 Results = Mapping[str, Sequence[Result]]
 _SERIES = ("epoch", "step", "round", "bytes")
+_MANIFOLD = ("bytes", "lr")
+"""What arms differ in many times over: told on a logarithmic axis."""
 _TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 _ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
 _SPARSIFIERS = (
@@ -43,7 +45,14 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
             for line, name, colour in zip(lines, short, colours, strict=True)
         ]
         if any(line.points for line in lines):
-            found[file] = chart(figure.title, _x(figure.x), words, lines, log=figure.log)
+            found[file] = chart(
+                figure.title,
+                _x(figure.x),
+                words,
+                lines,
+                log=figure.log,
+                log_x=figure.x in _MANIFOLD,
+            )
     return found
 
 
