@@ -121,6 +121,8 @@ class Namespaces:
 
         A delay, in seconds, is put before what each one sends, where the kernel has netem.
         """
+        if rate is not None and not rate > 0:  # tc may take it for a very fast one.
+            raise NetworkError(f"a rate must be above 0 bits per second, got {rate}")
         for rank in range(self.count):
             inside = ("tc", "-n", self.namespace(rank), "qdisc")
             outside = ("tc", "qdisc")

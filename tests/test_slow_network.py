@@ -1,6 +1,7 @@
 """The slow network: real namespaces, real limits, and nothing left of them."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.netns import Namespaces, NetworkError, missing
+from benchmarks.netns import INTERFACE, Namespaces, NetworkError, missing
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "slow_network.py"
 TINY = ("--workers", "2", "--params", "2e5", "--rates", "20M", "--seconds", "0.1", "--no-training")
@@ -81,8 +82,17 @@ def test_nothing_is_left_when_it_is_stopped(number):
 def test_a_failure_leaves_nothing():
     with pytest.raises(NetworkError, match="tbf"), Namespaces(1) as net:
         assert len(left(os.getpid())) >= 3
-        net.limit(-8.0)
+        space = net.namespace(0)
+        subprocess.run(["ip", "-n", space, "link", "del", INTERFACE], check=True)
+        net.limit(1e6)
     assert left(os.getpid()) == []
+
+
+@needs_network
+@pytest.mark.parametrize("rate", [0.0, -8.0, math.nan])
+def test_rates_are_above_zero(rate):
+    with pytest.raises(NetworkError, match="above 0"), Namespaces(1) as net:
+        net.limit(rate)
 
 
 @needs_network

@@ -44,8 +44,11 @@ def why_no_mean(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> str 
         torch.manual_seed(0)
         for parameter in model.parameters():  # Fresh ones may give every example the same loss.
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        whole = task.loss(model, *(column[some] for column in columns))
-        each = [task.loss(model, *(column[at : at + 1] for column in columns)) for at in some]
+        try:
+            whole = task.loss(model, *(column[some] for column in columns))
+            each = [task.loss(model, *(column[at : at + 1] for column in columns)) for at in some]
+        except Exception as error:  # Training will fail of it, and write that down.
+            return f"its loss fails: {type(error).__name__}: {error}"
     mean = torch.stack(each).mean()
     if torch.isclose(whole, mean, rtol=1e-4, atol=1e-6):
         return None
