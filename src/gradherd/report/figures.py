@@ -120,13 +120,13 @@ def _room(low: float, high: float, log: bool) -> tuple[float, float]:
 
 def _grid(across: Axis, up: Axis, x: str, y: str) -> list[str]:
     parts = []
-    for value in up.ticks():
+    for value, label in _labelled(up):
         at = _n(up.at(value))
         rule = f'stroke="{_INK}" stroke-opacity=".25"'
         parts.append(f'<path d="M{across.start:g} {at}H{across.end:g}" {rule}/>')
-        parts.append(_text(across.start - 8, up.at(value) + 4, figure(value, 3), "end"))
-    for value in across.ticks():
-        parts.append(_text(across.at(value), up.start + 18, figure(value, 3), "middle"))
+        parts.append(_text(across.start - 8, up.at(value) + 4, label, "end"))
+    for value, label in _labelled(across):
+        parts.append(_text(across.at(value), up.start + 18, label, "middle"))
     parts.append(_text((across.start + across.end) / 2, up.start + 38, x, "middle"))
     middle = _n((up.start + up.end) / 2)
     parts.append(
@@ -134,6 +134,20 @@ def _grid(across: Axis, up: Axis, x: str, y: str) -> list[str]:
         f'fill="{_INK}">{_safe(y)}</text>'
     )
     return parts
+
+
+def _labelled(axis: Axis) -> list[tuple[float, str]]:
+    """Return what is marked on an axis, with as many digits as tell the marks apart.
+
+    >>> _labelled(Axis(1, 1.0004, 0, 1))[:3]
+    [(1.0, '1'), (1.0001, '1.0001'), (1.0002, '1.0002')]
+    """
+    marks = axis.ticks()
+    for digits in range(3, 12):
+        labels = [figure(mark, digits) for mark in marks]
+        if len(set(labels)) == len(labels):
+            break
+    return list(zip(marks, labels, strict=True))
 
 
 def _drawn(number: int, line: Line, across: Axis, up: Axis) -> list[str]:
