@@ -168,7 +168,8 @@ def mean_epoch(orders, rows, means, *, rule="greedy", epoch=1, seen=None, draws=
                 out.inners.append(inner)
             sums[p:, i] = running
         out.orders.append(following)
-        following_means.append(total / max(1, len(slots)))
+        # Where nothing was seen there is no new mean: the last one stands.
+        following_means.append(total / len(slots) if slots else means[i])
     out.sums = list(sums)
     return out, following_means
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradherd.ordering import Kernel, Ordering, PairGraB, Walk
@@ -58,6 +58,7 @@ class Slow:
 
 
 @given(seed=seeds, name=names, rule=rules, sizes=many_sizes, share=st.sampled_from([1.0, 0.8, 0.3]))
+@example(seed=221291042, name="grab", rule="walk", sizes=[0, 0, 0, 2], share=0.3)  # An empty epoch.
 @settings(max_examples=150, deadline=None)
 def test_orders_are_those_of_the_reference(seed, name, rule, sizes, share):
     vectors = whole_vectors(seed, sizes)
