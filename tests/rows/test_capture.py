@@ -1,14 +1,13 @@
 """Whole models: shared and tied weights, attention, recurrence, and what users do around them."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradherd.comm.ranks import run_ranks
 from gradherd.rows import Capture, describe
 from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
 
@@ -422,17 +421,17 @@ def test_describe_names_the_slow_ones() -> None:
     assert describe(Tied()) == "rows: 3 modules by rule (Embedding, LayerNorm, Linear)"
 
 
-def test_inside_ddp(tmp_path: Path) -> None:
+def inside_ddp() -> None:
+    """Work of a rank: DDP is gone before its group is, or their ends may wait for each other."""
     model = Tied().double()
     x = tokens(BATCH, 6)
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        capture = Capture(wrapped)
-        per_example(wrapped(x)).mean().backward()
-        check_verbs(capture.take(BATCH), expected)
-        close(batch_gradient(model), expected.mean(0))
-    finally:
-        dist.destroy_process_group()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    capture = Capture(wrapped)
+    per_example(wrapped(x)).mean().backward()
+    check_verbs(capture.take(BATCH), expected)
+    close(batch_gradient(model), expected.mean(0))
+
+
+def test_inside_ddp() -> None:
+    run_ranks(inside_ddp, 1)
