@@ -1,7 +1,6 @@
 """`gradherd compare`: several orders or sparsifiers on one task, over several seeds."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -73,7 +72,7 @@ class Compare:
                 report_so_far(out, len(configs))
                 raise
             if World.detect().rank == 0:
-                self._tell(in_order(records, configs), out / "report.html")
+                self._tell(records, out / "report.html")
 
     def _tell(self, records: list[RunRecord], page: Path) -> None:
         comparison = compare(records)
@@ -110,12 +109,6 @@ class Compare:
             raise UsageError(str(error)) from None
         check_data(task, self.training.data_dir)
         return configs
-
-
-def in_order(records: Sequence[RunRecord], configs: Sequence[RunConfig]) -> list[RunRecord]:
-    """Return the records as their runs were planned: the baseline comes first."""
-    places = {(*config.arm, config.seed): at for at, config in enumerate(configs)}
-    return sorted(records, key=lambda r: places[r.order, r.sparsify, r.density, r.seed])
 
 
 def report_so_far(out: Path, planned: int) -> None:

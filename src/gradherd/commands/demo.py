@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from gradherd.commands.compare import in_order, report_so_far
+from gradherd.commands.compare import report_so_far
 from gradherd.commands.compare_show import as_json, compare, show, write_report
 from gradherd.commands.train_folder import new_folder
 from gradherd.commands.train_options import AnyPath, Options
@@ -57,7 +57,7 @@ class Demo:
             console.print(f"[bold]{part.title}[/bold] ({self.workers} worker processes)")
             configs = part.configs(self.workers, self.seeds)
             try:
-                found = in_order(execute(configs, out / part.task, Options()), configs)
+                found = execute(configs, out / part.task, Options())
             except KeyboardInterrupt:
                 report_so_far(out, len(_PARTS) * len(configs))
                 raise

@@ -23,7 +23,7 @@ from gradherd.study.archive import Result, read_arms, read_others
 from gradherd.study.file import Study as StudyFile
 from gradherd.study.file import read_study
 from gradherd.study.jobs import ProcessDied
-from gradherd.study.kind import Piece, Where
+from gradherd.study.kind import Piece, Where, task_path
 from gradherd.study.run import add, kind_of, left, planned, run_pieces, twins
 from gradherd.tasks.read import DamagedData
 
@@ -114,8 +114,7 @@ class Study:
         if not todo:
             return []
         if study.task is not None:
-            task = str(study.folder / study.task) if ":" in study.task else study.task
-            check_data(known_task(task), self.data_dir)
+            check_data(known_task(task_path(study.task, study.folder)), self.data_dir)
         made: list[dict[str, Any]] = []
         # To be ended is to be interrupted: what is written so far is whole.
         before = signal.signal(signal.SIGTERM, _interrupt)

@@ -106,46 +106,45 @@ def _density_off(run: RunRecord, end: int) -> float | None:
 
 
 def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict[int, float | None]:
-    """Return how soon each run is at its other's best loss, as a share of what that one took.
-
-    The other of a run is the one with its seed. None for a run that never is there, or whose
-    other diverged.
-    """
-    best = {run.seed: _best(run) for run in others}
-    found: dict[int, float | None] = {}
-    for run in runs:
-        if run.seed in best:
-            took, loss = best[run.seed]
-            losses = [row.train_loss for row in run.epochs]
-            at = None if loss is None else first_at_or_below(losses, loss)
-            found[run.seed] = None if at is None else at / took
-    return found
-
-
-def _best(run: RunRecord) -> tuple[int, float | None]:
-    """Return after which epoch the loss was lowest, and that loss; None if the run diverged."""
-    losses = [row.train_loss for row in run.epochs]
-    known = [loss for loss in losses if loss is not None]
-    if not known or len(known) < len(losses):
-        return 0, None
-    return losses.index(min(known)) + 1, min(known)
+    """Return how soon each run is at its other's best loss, as a share of what that one took."""
+    reached, took = (_epochs_to(some, others, _best) for some in (runs, others))
+    both = {seed: (at, took[seed]) for seed, at in reached.items()}
+    return {seed: at / own if at and own else None for seed, (at, own) in both.items()}
 
 
 def epochs_to_final(
     runs: Sequence[RunRecord], others: Sequence[RunRecord]
 ) -> dict[int, float | None]:
-    """Return after how many epochs each run is at the final loss of the other with its seed.
+    """Return after how many epochs each run is at its other's final loss for the first time."""
+    return dict(_epochs_to(runs, others, _final))
 
-    None for a run that never is, or whose other diverged.
+
+def _epochs_to(
+    runs: Sequence[RunRecord],
+    others: Sequence[RunRecord],
+    target: Callable[[RunRecord], float | None],
+) -> dict[int, int | None]:
+    """Return when each run is at a loss of its other, the run with the same seed.
+
+    None for a run that never is there, or whose other diverged.
     """
-    final = {run.seed: run.epochs[-1].train_loss if run.epochs else None for run in others}
-    found: dict[int, float | None] = {}
+    losses = {run.seed: target(run) for run in others}
+    found: dict[int, int | None] = {}
     for run in runs:
-        if run.seed in final:
-            loss = final[run.seed]
-            losses = [row.train_loss for row in run.epochs]
-            found[run.seed] = None if loss is None else first_at_or_below(losses, loss)
+        if run.seed in losses:
+            loss = losses[run.seed]
+            mine = [row.train_loss for row in run.epochs]
+            found[run.seed] = None if loss is None else first_at_or_below(mine, loss)
     return found
+
+
+def _best(run: RunRecord) -> float | None:
+    known = [row.train_loss for row in run.epochs if row.train_loss is not None]
+    return min(known) if known and _final(run) is not None else None
+
+
+def _final(run: RunRecord) -> float | None:
+    return run.epochs[-1].train_loss if run.epochs else None
 
 
 def _summary(name: str, results: Sequence[Result]) -> dict[int, float | None]:

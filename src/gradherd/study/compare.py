@@ -13,7 +13,7 @@ import torch
 from gradherd.comm.world import World
 from gradherd.study.compact import about, columns
 from gradherd.study.file import Study
-from gradherd.study.kind import Found, Number, Piece, Where, checked
+from gradherd.study.kind import Found, Number, Piece, Where, checked, task_path
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig
 from gradherd.train.plan import run_all
@@ -54,7 +54,7 @@ class Compare:
         if given.get("sparsify") in (None, "dense"):
             given["density"] = None
         chosen = {name: value for name, value in given.items() if value is not None}
-        defaults = find_task(_path(study.task, study.folder)).defaults
+        defaults = find_task(task_path(study.task, study.folder)).defaults
         config = RunConfig.of(study.task, defaults, **chosen)
         own = dataclasses.asdict(config)
         return {k: v for k, v in own.items() if k not in ("seed", "virtual", "device")}
@@ -63,7 +63,7 @@ class Compare:
         """Put runs together that can go side by side."""
         if not pieces:
             return []
-        model = find_task(_path(pieces[0].settings["task"], where.folder)).model()
+        model = find_task(task_path(pieces[0].settings["task"], where.folder)).model()
         configs = [_config(piece, where) for piece in pieces]
         return [[pieces[at] for at in places] for places in stacks(configs, model)]
 
@@ -80,10 +80,5 @@ class Compare:
 
 
 def _config(piece: Piece, where: Where) -> RunConfig:
-    settings = {**piece.settings, "task": _path(piece.settings["task"], where.folder)}
+    settings = {**piece.settings, "task": task_path(piece.settings["task"], where.folder)}
     return RunConfig(**settings, seed=piece.seed, virtual=True, device=where.device)
-
-
-def _path(task: str, folder: Any) -> str:
-    """Return a task of the study's own with the path from here; files are named from the study."""
-    return str(folder / task) if ":" in task else task

@@ -20,7 +20,7 @@ from gradherd.sparsify.settings import Sparsify, make_sparsifier
 from gradherd.sparsify.virtual import Workers
 from gradherd.study.compact import thinned
 from gradherd.study.file import Study
-from gradherd.study.kind import Found, Number, Piece, Where, checked, positive
+from gradherd.study.kind import Found, Number, Piece, Where, checked, positive, task_path
 from gradherd.tasks.registry import find_task
 from gradherd.train.steps import flat_grad
 
@@ -50,7 +50,7 @@ class Density:
         """Return them; what the training needs and nothing says comes from the task."""
         if study.task is None:
             raise ValueError("a study of kind density needs a task")
-        task = find_task(_path(study.task, study.folder)).defaults
+        task = find_task(task_path(study.task, study.folder)).defaults
         base = {
             "density": None,
             "method": None,
@@ -106,7 +106,7 @@ def gradients(
     settings: Mapping[str, Any], seed: int, where: Where
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """Train with plain averaging; yield (R, D) gradients of each step, and the layers' lengths."""
-    task = find_task(_path(settings["task"], where.folder))
+    task = find_task(task_path(settings["task"], where.folder))
     split = task.load(where.data_dir, None).to(torch.device(where.device))
     torch.manual_seed(seed)
     model = task.model().to(where.device).train()
@@ -161,7 +161,3 @@ def _method(settings: Mapping[str, Any]) -> Selector:
     elif density is None and name in SPARSIFIERS:
         raise ValueError(f"nothing says the density of {name}")
     return make_sparsifier(name, density, **(settings["method"] or {}))
-
-
-def _path(task: str, folder: Any) -> str:
-    return str(folder / task) if ":" in task else task

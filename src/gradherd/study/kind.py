@@ -87,6 +87,15 @@ class OneByOne:
         return [[piece] for piece in pieces]
 
 
+def task_path(task: str, folder: Path) -> str:
+    """Return a task's name; a file with a task of the study's own is named from the study.
+
+    >>> task_path("digits", Path("studies")), task_path("tasks/mine.py:Task", Path("studies"))
+    ('digits', 'studies/tasks/mine.py:Task')
+    """
+    return (folder / task).as_posix() if ":" in task else task
+
+
 def no_task(study: Study) -> None:
     """Raise ValueError if a study names a task."""
     if study.task is not None:

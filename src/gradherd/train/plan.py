@@ -77,6 +77,8 @@ def run_all(
 ) -> list[RunRecord]:
     """Run all of them, one after the other (small virtual ones side by side), on every rank.
 
+    Records come in the order of `configs`, however the runs were put together.
+
     Args:
         configs: Runs of one task with the same data; at least one.
         world: The ranks that take part; one rank alone for virtual runs.
