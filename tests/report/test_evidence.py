@@ -112,6 +112,16 @@ def test_no_worse_goes_by_what_is_better():
     assert judge(claim(**given, arm="b", against="a"), made).word == "not confirmed"
 
 
+def test_figures_in_percent_differ_by_points():
+    made = {
+        name: [result(name, seed, [1.0], metrics=[value]) for seed, value in enumerate(values)]
+        for name, values in (("a", [90.0, 91.0]), ("b", [80.0, 80.8]))
+    }
+    found = judge(claim(measure="metric", test="greater"), made)
+    assert "10.1 points more (95 % interval 8.8 to 11.4)" in found.ours
+    assert "points" not in judge(claim(), arms([0.8, 0.81], [1.0, 1.0])).ours
+
+
 def test_what_was_not_measured_has_no_verdict():
     found = arms([0.8, 0.8], [1.0, 1.0])
     assert judge(claim(arm="c"), found) is None
@@ -268,6 +278,15 @@ def test_a_page_is_made_of_records_alone(root):
     images = {path.name for path in first.files if path.parent == IMAGES}
     assert images == {"small.svg", "small-2.svg"}
     assert "A &lt;study>" in first.files[PAGE] and "Made-up 3000" in first.files[PAGE]
+
+
+def test_rows_of_the_papers_claims_tell_our_budget(root):
+    """Our own claims were never made on another."""
+    own = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"two"').replace('"s"', '"ours"')
+    text = STUDY.replace('title = "A', 'budget = "4 epochs of 90"\ntitle = "A', 1)
+    (root / "studies" / "small.toml").write_text(text + own)
+    rows = [row for row in gather(root).files[PAGE].splitlines() if row.startswith("| less")]
+    assert ["4 epochs of 90" in row for row in rows] == [True, False]
 
 
 def test_results_of_other_settings_do_not_count(root):

@@ -15,7 +15,7 @@ Then, over seeds:
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.report.claims_measures import ALWAYS, Measured, measured
@@ -136,31 +136,55 @@ def _ours(claim: Claim, found: Measured, effects: Mapping[int, float | None]) ->
         text += f" against {_spread(against, lost, scale)}"
     if found.against is not None and None not in effects.values():
         pairs = [(found.arm[seed] or 0.0, found.against[seed] or 0.0) for seed in effects]
-        more = [here / there - 1 if there else 0.0 for here, there in pairs]
-        text += f"; {_changed(more, list(effects))}"
+        in_percent = "%" in found.of and claim.measure not in PAIRED
+        text += f"; {_points(pairs) if in_percent else _changed(_shares(pairs))}"
     return f"{text}; {counted(len(effects), 'seed')}"
 
 
-def _changed(more: Sequence[float], seeds: Sequence[int]) -> str:
+def _shares(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    return [here / there - 1 if there else 0.0 for here, there in pairs]
+
+
+def _points(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return by how many points one is more than the other, of figures in percent.
+
+    >>> _points([(60.0, 62.0), (61.0, 64.0)])
+    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
+    """
+    by = [here - there for here, there in pairs]
+    return _more(by, lambda part: fixed(part, 1 if abs(part) >= 0.995 else 2), " points")
+
+
+def _changed(more: Sequence[float]) -> str:
     """Return by which share one is more than the other, with the interval.
 
-    >>> _changed([-0.29, -0.3, -0.31], [0, 1, 2]), _changed([4.0], [0])
+    >>> _changed([-0.29, -0.3, -0.31]), _changed([4.0])
     ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
     """
-    mean = statistics.fmean(more)
-    interval = difference(more, [0.0] * len(more), seeds)
-    low, high = (None, None) if interval is None else (interval.low, interval.high)
-    if mean >= 2:
-        text = f"{figure(1 + mean, 3)} times as much"
-        if low is None or high is None:
-            return text
-        return f"{text} (95 % interval {figure(1 + low, 3)} to {figure(1 + high, 3)})"
-    turn = 1 if mean >= 0 else -1
-    text = f"{_percent(turn * mean)} {'more' if turn > 0 else 'less'}"
-    if low is None or high is None:
+    if statistics.fmean(more) < 2:
+        return _more(more, _percent)
+    interval = _interval(more)
+    text = f"{figure(1 + statistics.fmean(more), 3)} times as much"
+    if interval is None:
         return text
-    ends = sorted((turn * low, turn * high))
-    return f"{text} (95 % interval {_percent(ends[0])} to {_percent(ends[1])})"
+    return f"{text} (95 % interval {figure(1 + interval[0], 3)} to {figure(1 + interval[1], 3)})"
+
+
+def _more(more: Sequence[float], written: Callable[[float], str], unit: str = "") -> str:
+    mean, interval = statistics.fmean(more), _interval(more)
+    turn = 1 if mean >= 0 else -1
+    text = f"{written(turn * mean)}{unit} {'more' if turn > 0 else 'less'}"
+    if interval is None:
+        return text
+    low, high = sorted(turn * end for end in interval)
+    return f"{text} (95 % interval {written(low)} to {written(high)})"
+
+
+def _interval(more: Sequence[float]) -> tuple[float, float] | None:
+    found = difference(more, [0.0] * len(more), range(len(more)))
+    if found is None or found.low is None or found.high is None:
+        return None
+    return found.low, found.high
 
 
 def _spread(values: Mapping[int, float | None], lost: str, scale: tuple[float, str]) -> str:

@@ -158,7 +158,11 @@ def _told(section: Section) -> list[str]:
 
 def _row(verdict: Verdict, study: Study) -> str:
     claim = verdict.claim
-    ours = verdict.ours + (f". {claim.note}" if claim.note else "")
+    ours = verdict.ours
+    if study.budget and not _own(verdict):
+        ours += f"; {study.budget}"
+    if claim.note:
+        ours += f". {claim.note}"
     arms = claim.arm if claim.against is None else f"{claim.arm} / {claim.against}"
     cells = (
         f"{claim.text} ({claim.source})",
@@ -195,8 +199,9 @@ def _setup(section: Section) -> str:
     machines = dict.fromkeys(_machine(run.hardware) for run in runs)
     torches = dict.fromkeys(f"torch {run.versions.get('torch')}" for run in runs)
     where = listed([*machines, *torches])
+    budget = f" Against the paper: {study.budget}." if study.budget else ""
     note = f" {study.note}" if study.note else ""
-    return _cell(f"{', '.join(words)}; {where}.{note}")
+    return _cell(f"{', '.join(words)}; {where}.{budget}{note}")
 
 
 def _span(values: set[Any]) -> str:
@@ -229,7 +234,7 @@ What the two papers claim, and what they left open, measured again with this lib
 A claim with a single seed has no row. In rows "X / Y" are the arm and what it is held against.
 
 Where our budget is smaller than the paper's (fewer seeds or epochs) or the data are others, the row
-or the lines above it say so. Bands in charts span all seeds. Workers of studies that train are in
+says so. Bands in charts span all seeds. Workers of studies that train are in
 one process: losses, orders and bytes are those of real workers, seconds are not.
 
 """

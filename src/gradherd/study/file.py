@@ -18,7 +18,18 @@ THEMES = ("ordering", "open", "sparsifying", "together")
 """Parts of the page, in its order."""
 DEVICES = ("cpu", "cuda")
 """Where a study can be made to run."""
-_TOP = ("kind", "theme", "title", "task", "seeds", "device", "note", "settings", "sources")
+_TOP = (
+    "kind",
+    "theme",
+    "title",
+    "task",
+    "seeds",
+    "device",
+    "budget",
+    "note",
+    "settings",
+    "sources",
+)
 _MOST_SEEDS = 1000
 _LONGEST = 400
 """Letters of a complaint."""
@@ -52,7 +63,7 @@ class Claim:
     epoch: int | None = None
     """Read after so many epochs; None is the end."""
     note: str = ""
-    """Where our budget is smaller, or our data are others."""
+    """What else a reader of the row should know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,8 @@ class Study:
     seeds: tuple[int, ...]
     device: str
     """Where it is meant to run: on a CPU it may take days."""
+    budget: str
+    """Where it has less than the paper, or other data: told in the rows of the paper's claims."""
     note: str
     settings: Mapping[str, Any]
     """Of all arms."""
@@ -142,6 +155,7 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         task=found.get("task"),
         seeds=_seeds(found.get("seeds", 1)),
         device=found.get("device", "cpu"),
+        budget=found.get("budget", ""),
         note=found.get("note", ""),
         settings=found.get("settings", {}),
         sources=found.get("sources", {}),
