@@ -13,7 +13,7 @@ from gradherd.tasks.registry import find_task
 from gradherd.tasks.task import Split
 from gradherd.train.batched import BatchedFleet
 from gradherd.train.plan import run_all
-from gradherd.train.stacks import stacks, why_no_mean, why_not
+from gradherd.train.stacks import kept_by, stacks, why_no_mean, why_not
 from gradherd.train.virtual import VirtualFleet
 from tests.gpu import only_gpu
 from tests.train.work import HERE, config_of, no_tick
@@ -143,6 +143,19 @@ def test_which_runs_go_side_by_side():
     # So many that a step's gradients would not fit are trained in several stacks.
     many = [config_of("digits", order="cd-grab", seed=seed, workers=64) for seed in range(9)]
     assert [len(stack) for stack in stacks(many, nn.Linear(100, 640))] == [1] * 9
+
+
+def test_a_stack_is_as_large_as_what_its_steps_keep_allows():
+    """Scores of a vocabulary take more of a GPU than all that is counted in parameters."""
+    task, model = find_task("digits"), find_task("digits").model()
+    kept = kept_by(task, model, task.load(None, 20).train)
+    # Pixels for the gradient of weights, ten scores for that of the loss, and the label.
+    assert 64 + 10 <= kept <= 64 + 10 + 11
+    runs = [config_of("digits", seed=seed, device="cuda", virtual=True) for seed in range(6)]
+    assert [len(stack) for stack in stacks(runs, model, kept)] == [6]
+    most = (1 << 30) // (runs[0].workers * runs[0].batch_size)
+    assert [len(stack) for stack in stacks(runs, model, most // 4)] == [4, 2]
+    assert [len(stack) for stack in stacks(runs, model, 100 * most)] == [1] * 6
 
 
 def test_why_runs_cannot_go_side_by_side():

@@ -17,7 +17,7 @@ from gradherd.study.kind import Found, Number, Piece, Where, checked, task_path
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig
 from gradherd.train.plan import run_all
-from gradherd.train.stacks import stacks
+from gradherd.train.stacks import kept_by, stacks
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,13 @@ class Compare:
         """Put runs together that can go side by side."""
         if not pieces:
             return []
-        model = find_task(task_path(pieces[0].settings["task"], where.folder)).model()
+        task = find_task(task_path(pieces[0].settings["task"], where.folder))
+        model, kept = task.model(), 0
+        if where.device != "cpu":  # A GPU holds whole steps of a stack at once.
+            split = task.load(where.data_dir, pieces[0].settings["limit"])
+            kept = kept_by(task, model, split.train)
         configs = [_config(piece, where) for piece in pieces]
-        return [[pieces[at] for at in places] for places in stacks(configs, model)]
+        return [[pieces[at] for at in places] for places in stacks(configs, model, kept)]
 
     def run(self, pieces: Sequence[Piece], where: Where) -> list[Found]:
         """Train them."""

@@ -28,11 +28,12 @@ def average(
     >>> average(nn.Identity(), lambda model, x: model(x) > 1, torch.arange(5), chunk=2)
     0.6
     """
-    total = 0.0
+    # Added up where the numbers are: a GPU need not wait for anybody between chunks.
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     with evaluating(model):
         for parts in zip(*(tensor.split(chunk) for tensor in tensors), strict=True):
-            total += float(score(model, *parts).double().sum())
-    return total / len(tensors[0])
+            total = total + score(model, *parts).double().sum()
+    return float(total) / len(tensors[0])
 
 
 def accuracy(

@@ -14,7 +14,7 @@ from gradherd.train.record import finite
 # Small models take many examples at once; for large ones a chunk is what a few steps would take.
 # A GPU has the memory for more, and would wait for the host otherwise.
 _SMALL, _MANY, _STEPS = 100_000, 1000, 8
-_GPU_MANY, _GPU_LARGE = 10_000, 256
+_GPU_MANY, _GPU_LARGE = 10_000, 64
 
 
 def chunk_size(model: nn.Module, batch_size: int) -> int:

@@ -17,7 +17,7 @@ from gradherd.train.loop import Progress, new_record, run_epochs
 from gradherd.train.ranks import RankFleet
 from gradherd.train.record import RunRecord
 from gradherd.train.resume import Saving, run_saved
-from gradherd.train.stacks import stacks, why_no_mean, why_not
+from gradherd.train.stacks import kept_by, stacks, why_no_mean, why_not
 from gradherd.train.virtual import VirtualFleet
 
 log = logging.getLogger("gradherd")
@@ -131,7 +131,7 @@ def _groups(configs: Sequence[RunConfig], task: Task, split: Split) -> list[tupl
         return [([at], False) for at in range(len(configs))]
     model = task.model()
     groups: list[tuple[list[int], bool]] = []
-    for places in stacks(configs, model):
+    for places in stacks(configs, model, kept_by(task, model, split.train)):
         first = configs[places[0]]
         why = why_not(first, model) or why_no_mean(task, model, split.train)
         if why is None:

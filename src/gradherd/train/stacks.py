@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradherd.ordering.policy import make_policy
 from gradherd.rows.flat import FlatSpec
@@ -17,6 +18,9 @@ from gradherd.train.forms import why_unfit
 _SMALL = {"cpu": 100_000, "cuda": 20_000_000}
 # Gradients of all groups of a step of all runs of a stack, in numbers.
 _MOST = {"cpu": 1 << 24, "cuda": 1 << 29}
+# What passes over all examples of a step of a stack keep for gradients, in numbers. A GPU takes
+# about twice as much for a while, and beyond it arithmetic counts, too.
+_MOST_KEPT = 1 << 30
 # On a CPU, parameters of all runs of a stack: their averaged gradients of an epoch are kept.
 _MOST_PARAMETERS = 1 << 20
 _LOOKED_AT = 16
@@ -55,6 +59,29 @@ def why_no_mean(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> str 
     return f"the loss of {len(some)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
 
 
+def kept_by(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> int:
+    """Return how many numbers a pass over an example keeps for its gradient.
+
+    Of a language model, these are mostly scores of the vocabulary: many more than parameters.
+    """
+    model = copy.deepcopy(model)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    some = [column[:2] for column in columns]
+    kept = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += 0 if tensor.data_ptr() in own else tensor.numel()
+        return tensor
+
+    with torch.random.fork_rng(devices=[]), saved_tensors_hooks(count, lambda tensor: tensor):
+        try:
+            task.loss(model, *some)
+        except Exception:  # Training will fail of it, and write that down.
+            return 0
+    return kept // len(some[0])
+
+
 def groups_of(config: RunConfig) -> int:
     """Return how many gradients are taken in a step of a run: of units, of workers, or one."""
     if make_policy(config.order).needs_rows:
@@ -67,10 +94,15 @@ def _reading(config: RunConfig) -> tuple[bool, str, int]:
     return (needs, config.rows, config.sketch_size or 0) if needs else (False, "", 0)
 
 
-def stacks(configs: Sequence[RunConfig], model: nn.Module) -> list[list[int]]:
+def stacks(configs: Sequence[RunConfig], model: nn.Module, kept: int = 0) -> list[list[int]]:
     """Return the places of runs that go side by side, and of each other run alone.
 
     Those of a stack differ in order, seed, learning rate and how rows are read.
+
+    Args:
+        configs: The runs.
+        model: A model of their task.
+        kept: What `kept_by` tells of it; 0 if memory is no matter.
     """
     size = FlatSpec.of(model).size
     found: dict[str, list[int]] = {}
@@ -94,5 +126,8 @@ def stacks(configs: Sequence[RunConfig], model: nn.Module) -> list[list[int]]:
         most = max(1, _MOST[device] // (most_groups * size))
         if device == "cpu":
             most = min(most, max(8, _MOST_PARAMETERS // size))
+        elif kept:
+            examples = configs[places[0]].workers * configs[places[0]].batch_size
+            most = min(most, max(1, _MOST_KEPT // (kept * examples)))
         parts += [places[at : at + most] for at in range(0, len(places), most)]
     return [*parts, *alone]
