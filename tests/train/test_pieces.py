@@ -58,6 +58,12 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({**EXDYNA, "method": {"blocks": 0}}, "blocks must be at least 1, got 0"),
         ({**EXDYNA, "method": {"capacity": math.inf}}, "method must be a dict of JSON values"),
         ({**EXDYNA, "method": {"threshold": Online()}}, "method must be a dict of JSON values"),
+        ({**EXDYNA, "method": {"warmup": 9}}, "run with values, .*, momentum, warmup_steps"),
+        ({**EXDYNA, "method": {"momentum": "a"}}, "exdyna cannot be run with {'momentum': 'a'}"),
+        (
+            {**EXDYNA, "momentum": 0.5, "method": {"momentum": 0.9}},
+            "method has momentum 0.9, which replaces .*: momentum must be 0, got 0.5",
+        ),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"unit": 3}, "unit must divide batch_size 4, got 3"),

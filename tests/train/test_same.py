@@ -48,6 +48,12 @@ def arms(workers):
         {"order": "cd-grab"},
         {"sparsify": "exdyna", "density": 0.01},
         {"sparsify": "exdyna", "density": 0.01, "method": {"rotate": False, "blocks": 64}},
+        {
+            "sparsify": "exdyna",
+            "density": 0.01,
+            "momentum": 0.0,
+            "method": {"momentum": 0.9, "warmup_steps": 5, "dense_below": 12},
+        },
         {"sparsify": "topk", "density": 0.02, "order": "cd-grab", "unit": 8},
         {"sparsify": "micro", "density": 0.01, "order": "pair-grab"},
     ]

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from gradherd.sparsify.gtopk import GTopK
 from gradherd.sparsify.selector import SPARSIFIERS, Selector
 
+_AROUND = ("values", "dense_below", "momentum", "warmup_steps", "warmup_from")
+"""Settings of `Sparsify` that a file can hold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsify:
@@ -70,6 +73,21 @@ class Sparsify:
         return float(self.warmup_from * (last / self.warmup_from) ** (step / self.warmup_steps))
 
 
+def make_settings(name: str, density: float | None = None, /, **settings: Any) -> Sparsify:
+    """Return the method of that name, with settings of its own and of how it is run.
+
+    >>> made = make_settings("exdyna", 0.01, blocks=64, momentum=0.9)
+    >>> made.method.blocks, made.momentum
+    (64, 0.9)
+    """
+    around = {one: settings.pop(one) for one in _AROUND if one in settings}
+    method = make_sparsifier(name, density, **settings)
+    try:
+        return Sparsify(method=method, **around)
+    except TypeError as error:  # It compared a word with a number, say.
+        raise ValueError(f"{name} cannot be run with {around}: {error}") from None
+
+
 def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> Selector:
     """Return the method of that name, with settings of its own.
 
@@ -84,7 +102,8 @@ memory=0.9, rotate=True)
     for one in settings:
         if one not in known:
             more = f"known are {', '.join(known)}" if known else "it has none but its density"
-            raise ValueError(f"unknown setting {one!r} of {name}; {more}")
+            every = f"every method can be run with {', '.join(_AROUND)}"
+            raise ValueError(f"unknown setting {one!r} of {name}; {more}; {every}")
     given = settings if density is None else {"density": density, **settings}
     try:
         method: Selector = made(**given)

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.selector import SPARSIFIERS, Selector
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.settings import Sparsify, make_settings
 from gradherd.sparsify.virtual import Workers
 from gradherd.study.compact import thinned
 from gradherd.study.file import Study
@@ -61,7 +61,7 @@ class Density:
         found = checked(self.keys, base, {**study.settings, **arm})
         positive(found, "workers", "steps", "batch_size")
         found["task"] = study.task
-        _method(found)
+        _settings(found)
         return found
 
     def batches(self, pieces: Sequence[Piece], where: Where) -> list[list[Piece]]:
@@ -84,7 +84,7 @@ class Density:
             if not herds:
                 herds = [
                     Workers(
-                        Sparsify(method=_method(piece.settings)),
+                        _settings(piece.settings),
                         dim,
                         len(grads),
                         layers=layers,
@@ -154,10 +154,10 @@ def figures(steps: Sequence[Mapping[str, Any]], target: float) -> dict[str, Any]
     }
 
 
-def _method(settings: Mapping[str, Any]) -> Selector:
+def _settings(settings: Mapping[str, Any]) -> Sparsify:
     name, density = settings["sparsify"], settings["density"]
     if name == "dense":
         density = None
     elif density is None and name in SPARSIFIERS:
         raise ValueError(f"nothing says the density of {name}")
-    return make_sparsifier(name, density, **(settings["method"] or {}))
+    return make_settings(name, density, **(settings["method"] or {}))

@@ -11,7 +11,7 @@ from gradherd.ordering.policy import POLICIES
 from gradherd.rows.settings import RowSettings, SketchRows
 from gradherd.sparsify.choice import check_density
 from gradherd.sparsify.selector import SPARSIFIERS
-from gradherd.sparsify.settings import make_sparsifier
+from gradherd.sparsify.settings import make_settings
 from gradherd.tasks.task import Defaults
 
 ROWS = ("auto", "batch", "exact", "sketch")
@@ -84,6 +84,11 @@ class RunConfig:
             check_density(self.density)
         if self.method is not None:
             _check_method(self.sparsify, self.density, self.method)
+            if self.method.get("momentum") and self.momentum:
+                raise ValueError(
+                    f"method has momentum {self.method['momentum']}, which replaces that of the "
+                    f"optimizer: momentum must be 0, got {self.momentum}"
+                )
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
         if self.limit is not None and self.limit < 1:
@@ -149,7 +154,7 @@ def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any
         json.dumps(method, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
-    make_sparsifier(sparsify, density, **method)
+    make_settings(sparsify, density, **method)
 
 
 def _known(what: str, name: str, known: tuple[str, ...]) -> None:

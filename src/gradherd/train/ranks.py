@@ -15,7 +15,7 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.herd import Herd
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.sparsify.settings import make_sparsifier
+from gradherd.sparsify.settings import make_settings
 from gradherd.stateful import merge_states
 from gradherd.tasks.task import Split, Task
 from gradherd.train.checkpoint import Loaded
@@ -82,10 +82,10 @@ class RankFleet:
 
     def _attached(self) -> tuple[Herd, MeanHook | None]:
         config = self._config
-        method = None
+        sparsify = None
         if config.density is not None:
-            method = make_sparsifier(config.sparsify, config.density, **(config.method or {}))
-        herd = attach(self._ddp, order=self.sampler, sparsify=method, rows=config.row_choice())
+            sparsify = make_settings(config.sparsify, config.density, **(config.method or {}))
+        herd = attach(self._ddp, order=self.sampler, sparsify=sparsify, rows=config.row_choice())
         # Ordering whole batches and sparsifying both have a hook of their own.
         taken = bool(self._ddp._comm_hooks)
         return herd, None if taken else MeanHook(self._ddp, self._world)

@@ -13,7 +13,7 @@ from gradherd.comm.collectives import gather_bytes, sum_few_bytes
 from gradherd.ordering.gather import enough, seen_batches
 from gradherd.ordering.ordering import Ordering
 from gradherd.sparsify.layout import Layout
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual import Workers
 from gradherd.train.config import RunConfig
 from gradherd.train.fleet import Tally
@@ -78,8 +78,7 @@ class Exchange:
         counts = [(name, p.numel()) for name, p in named.items()]
         settings = None
         if config.density is not None:
-            method = make_sparsifier(config.sparsify, config.density, **(config.method or {}))
-            settings = Sparsify(method=method)
+            settings = make_settings(config.sparsify, config.density, **(config.method or {}))
         self.layout = Layout.of(counts, 0 if settings is None else settings.dense_below)
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
