@@ -50,7 +50,7 @@ def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
     )
     peaks = [row["peak_bytes"] / (4 * dim) for row in found["rows"] if row["case"] == "sharded"]
     # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `Peak`.
-    assert max(peaks) < 3.2
+    assert all(1 < peak < 3.2 for peak in peaks)
 
 
 def test_rows_shows_every_way_to_them(capsys):

@@ -95,10 +95,13 @@ def test_settings_of_partitions(make, setting):
         {"values": "fp16"},
         {"values": ""},
         {"dense_below": -1},
+        {"dense_below": 1.5},
         {"momentum": -0.1},
         {"momentum": 1.0},
         {"momentum": math.nan},
         {"warmup_steps": -1},
+        {"warmup_steps": 2.5},
+        {"warmup_steps": True},
         {"warmup_from": 0.0},
         {"warmup_from": 1.5},
         {"warmup_from": math.nan},
@@ -179,5 +182,6 @@ def test_warm_up_falls_by_equal_factors_and_then_stays():
     factors = [after / before for before, after in pairwise(found[:6])]
     assert factors == pytest.approx([(0.001 / 0.25) ** 0.2] * 5)
     # Nothing to warm up from, or no steps to do it in.
-    assert Sparsify(method=ExDyna(0.5), warmup_steps=5).density(0) == 0.5
+    with pytest.warns(UserWarning, match=r"a warm-up from 0.25 has no effect: the density is 0.5"):
+        assert Sparsify(method=ExDyna(0.5), warmup_steps=5).density(0) == 0.5
     assert Sparsify(method=ExDyna(0.001), warmup_from=0.25).density(0) == 0.001

@@ -62,7 +62,11 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({**EXDYNA, "method": {"momentum": "a"}}, "exdyna cannot be run with {'momentum': 'a'}"),
         (
             {**EXDYNA, "momentum": 0.5, "method": {"momentum": 0.9}},
-            "method has momentum 0.9, which replaces .*: momentum must be 0, got 0.5",
+            "method has momentum 0.9, which replaces .* with momentum 0, got sgd with 0.5",
+        ),
+        (
+            {**EXDYNA, "momentum": 0.0, "optimizer": "adamw", "method": {"momentum": 0.9}},
+            "must be sgd with momentum 0, got adamw with 0.0",
         ),
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),

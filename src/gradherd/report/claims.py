@@ -15,15 +15,14 @@ Then, over seeds:
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.report.claims_measures import ALWAYS, Measured, measured
-from gradherd.report.claims_words import scale_of
+from gradherd.report.claims_text import ours
 from gradherd.report.stats import difference
-from gradherd.report.text import counted, figure, fixed, with_std
 from gradherd.study.archive import Result
-from gradherd.study.file import PAIRED, Claim
+from gradherd.study.file import Claim
 
 CONFIRMED, WEAKER, NOT = "confirmed", "weaker", "not confirmed"
 _LEAST_SEEDS = 2
@@ -54,7 +53,10 @@ def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | No
     if len(effects) < _LEAST_SEEDS or not (found.there or claim.measure in ALWAYS):
         return None
     word = word_of(list(effects.values()), paper_effect(claim))
-    return Verdict(claim, word, _ours(claim, found, effects))
+    at_end = None
+    if claim.measure in ("late_train_loss", "late_metric") and against is not None:
+        at_end = measured(claim.measure.removeprefix("late_"), claim.epoch, arm, against)
+    return Verdict(claim, word, ours(claim, found, list(effects), at_end))
 
 
 def effects_of(claim: Claim, found: Measured) -> dict[int, float | None]:
@@ -123,85 +125,3 @@ def _short(result: Result, epoch: int | None) -> bool:
     """Return whether a run ended in peace before the epoch that is asked for."""
     there = result.figures.get("epochs")
     return epoch is not None and there is not None and result.status == "done" and there < epoch
-
-
-def _ours(claim: Claim, found: Measured, effects: Mapping[int, float | None]) -> str:
-    """Return our figures in words."""
-    lost = "never there" if claim.measure in PAIRED else "not finite"
-    arm = {seed: found.arm[seed] for seed in effects}
-    against = {} if found.against is None else {seed: found.against[seed] for seed in effects}
-    scale = scale_of(claim.measure, [*arm.values(), *against.values()])
-    text = f"{found.of}: {_spread(arm, lost, scale)}"
-    if against and claim.measure != "epochs_share":
-        text += f" against {_spread(against, lost, scale)}"
-    if found.against is not None and None not in effects.values():
-        pairs = [(found.arm[seed] or 0.0, found.against[seed] or 0.0) for seed in effects]
-        in_percent = "%" in found.of and claim.measure not in PAIRED
-        text += f"; {_points(pairs) if in_percent else _changed(_shares(pairs))}"
-    return f"{text}; {counted(len(effects), 'seed')}"
-
-
-def _shares(pairs: Sequence[tuple[float, float]]) -> list[float]:
-    return [here / there - 1 if there else 0.0 for here, there in pairs]
-
-
-def _points(pairs: Sequence[tuple[float, float]]) -> str:
-    """Return by how many points one is more than the other, of figures in percent.
-
-    >>> _points([(60.0, 62.0), (61.0, 64.0)])
-    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
-    """
-    by = [here - there for here, there in pairs]
-    return _more(by, lambda part: fixed(part, 1 if abs(part) >= 0.995 else 2), " points")
-
-
-def _changed(more: Sequence[float]) -> str:
-    """Return by which share one is more than the other, with the interval.
-
-    >>> _changed([-0.29, -0.3, -0.31]), _changed([4.0])
-    ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
-    """
-    if statistics.fmean(more) < 2:
-        return _more(more, _percent)
-    interval = _interval(more)
-    text = f"{figure(1 + statistics.fmean(more), 3)} times as much"
-    if interval is None:
-        return text
-    return f"{text} (95 % interval {figure(1 + interval[0], 3)} to {figure(1 + interval[1], 3)})"
-
-
-def _more(more: Sequence[float], written: Callable[[float], str], unit: str = "") -> str:
-    mean, interval = statistics.fmean(more), _interval(more)
-    turn = 1 if mean >= 0 else -1
-    text = f"{written(turn * mean)}{unit} {'more' if turn > 0 else 'less'}"
-    if interval is None:
-        return text
-    low, high = sorted(turn * end for end in interval)
-    return f"{text} (95 % interval {written(low)} to {written(high)})"
-
-
-def _interval(more: Sequence[float]) -> tuple[float, float] | None:
-    found = difference(more, [0.0] * len(more), range(len(more)))
-    if found is None or found.low is None or found.high is None:
-        return None
-    return found.low, found.high
-
-
-def _spread(values: Mapping[int, float | None], lost: str, scale: tuple[float, str]) -> str:
-    divisor, unit = scale
-    known = [value / divisor for value in values.values() if value is not None]
-    if len(known) < len(values):
-        return f"{lost} in {len(values) - len(known)} of {counted(len(values), 'run')}"
-    mean = statistics.fmean(known)
-    std = statistics.stdev(known) if len(known) > 1 else 0.0
-    return with_std(mean, std, len(known)) + unit
-
-
-def _percent(share: float) -> str:
-    """Return a share in percent, with two digits that count.
-
-    >>> _percent(0.1234), _percent(0.00123), _percent(-0.5), _percent(3.4)
-    ('12 %', '0.12 %', '\N{MINUS SIGN}50 %', '340 %')
-    """
-    places = 0 if abs(share) >= 0.0995 else 1 if abs(share) >= 0.00995 else 2
-    return f"{fixed(100 * share, places)} %"

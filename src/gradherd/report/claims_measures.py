@@ -43,6 +43,8 @@ class Measured:
     higher_is_better: bool
     of: str
     """What it is, in words."""
+    in_percent: bool = False
+    """Whether its figures are, so that they differ by points."""
 
     @property
     def there(self) -> bool:
@@ -72,7 +74,8 @@ def measured(
         shares = epochs_share(runs, others)
         return Measured(shares, dict.fromkeys(shares, 1.0), False, words)
     there = None if others is None else of_runs(name, epoch, others)
-    return Measured(of_runs(name, epoch, runs), there, higher, words)
+    in_percent = name in ("metric", "late_metric") and "%" in runs[0].metric_name
+    return Measured(of_runs(name, epoch, runs), there, higher, words, in_percent)
 
 
 def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int, float | None]:
@@ -140,7 +143,7 @@ def _epochs_to(
 
 def _best(run: RunRecord) -> float | None:
     known = [row.train_loss for row in run.epochs if row.train_loss is not None]
-    return min(known) if known and _final(run) is not None else None
+    return min(known) if known and len(known) == len(run.epochs) else None
 
 
 def _final(run: RunRecord) -> float | None:

@@ -130,7 +130,7 @@ def _score(sections: Sequence[Section], unmeasured: int) -> str:
     """Return how many claims were borne out, those of the papers and ours apart."""
     verdicts = [verdict for section in sections for verdict in section.verdicts]
     lines = []
-    for own, whose in ((False, "of the papers"), (True, "of our own")):
+    for own, whose in ((False, "of papers"), (True, "of our own")):
         words = [verdict.word for verdict in verdicts if _own(verdict) == own]
         if words:
             counts = listed([f"{words.count(word)} {word}" for word in _MARKS])
@@ -221,13 +221,15 @@ def _cell(text: str) -> str:
 _INTRODUCTION = """\
 # Evidence
 
-What the two papers claim, and what they left open, measured again with this library on real data.
+What the two papers and their peers claim, and what they left open, measured again with this library
+on real data.
 `gradherd report --evidence` writes this page from `studies/*.toml` and the records in
-`benchmarks/results` alone; nothing here is typed by hand, and a claim without records has no row.
+`benchmarks/results` alone: no figure of ours is typed by hand, a claim without records has no row.
 [study.md](study.md) tells how to run a study and how verdicts are made:
 
-- **confirmed**: the 95 % interval over seeds (paired by seed) is on the claimed side, and the
-  effect is at least half of the paper's where the paper gives numbers;
+- **confirmed**: the 95 % interval over seeds (paired by seed) is on the claimed side (where
+  something is to be no worse: within what is allowed, which the row tells), and the effect is at
+  least half of the paper's where the paper gives numbers;
 - *weaker*: only one of the two, or all seeds agree but the interval reaches zero;
 - not confirmed: all else, also where a run diverged or never got there.
 

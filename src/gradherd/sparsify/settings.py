@@ -51,6 +51,9 @@ class Sparsify:
                 "values='bf16' has no effect on gtopk: it adds values up on their way",
                 stacklevel=3,
             )
+        for name in ("dense_below", "warmup_steps"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
         if self.dense_below < 0:
             raise ValueError(f"dense_below must be at least 0, got {self.dense_below}")
         if not 0 <= self.momentum < 1:
@@ -59,6 +62,12 @@ class Sparsify:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
         if not 0 < self.warmup_from <= 1:
             raise ValueError(f"warmup_from must be in (0, 1], got {self.warmup_from}")
+        if self.warmup_steps and self.warmup_from <= self.method.density:
+            warnings.warn(
+                f"a warm-up from {self.warmup_from} has no effect: the density is "
+                f"{self.method.density}",
+                stacklevel=3,
+            )
 
     def density(self, step: int) -> float:
         """Return the density of a step.

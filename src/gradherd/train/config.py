@@ -84,10 +84,11 @@ class RunConfig:
             check_density(self.density)
         if self.method is not None:
             _check_method(self.sparsify, self.density, self.method)
-            if self.method.get("momentum") and self.momentum:
+            if self.method.get("momentum") and (self.momentum or self.optimizer != "sgd"):
                 raise ValueError(
                     f"method has momentum {self.method['momentum']}, which replaces that of the "
-                    f"optimizer: momentum must be 0, got {self.momentum}"
+                    "optimizer: that must be sgd with momentum 0, "
+                    f"got {self.optimizer} with {self.momentum}"
                 )
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")

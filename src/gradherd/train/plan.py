@@ -131,7 +131,9 @@ def _groups(configs: Sequence[RunConfig], task: Task, split: Split) -> list[tupl
         return [([at], False) for at in range(len(configs))]
     model = task.model()
     groups: list[tuple[list[int], bool]] = []
-    for places in stacks(configs, model, kept_by(task, model, split.train)):
+    on_gpu = configs[0].device != "cpu"
+    kept = kept_by(task, model, split.train) if on_gpu else 0
+    for places in stacks(configs, model, kept):
         first = configs[places[0]]
         why = why_not(first, model) or why_no_mean(task, model, split.train)
         if why is None:

@@ -42,8 +42,7 @@ def why_no_mean(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> str 
     Gradients of workers and units are taken of one pass over all their examples: with a loss that
     weighs examples against each other, or draws numbers, they would be others.
     """
-    some = torch.linspace(0, len(columns[0]) - 1, _LOOKED_AT).long().unique()
-    model = copy.deepcopy(model)
+    some, model = _some(columns), copy.deepcopy(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in model.parameters():  # Fresh ones may give every example the same loss.
@@ -59,6 +58,12 @@ def why_no_mean(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> str 
     return f"the loss of {len(some)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
 
 
+def _some(columns: Sequence[Tensor]) -> Tensor:
+    """Return the places of a few examples from all over; neighbours may be alike, or short."""
+    places: Tensor = torch.linspace(0, len(columns[0]) - 1, _LOOKED_AT).long().unique()
+    return places
+
+
 def kept_by(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> int:
     """Return how many numbers a pass over an example keeps for its gradient.
 
@@ -66,8 +71,7 @@ def kept_by(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> int:
     """
     model = copy.deepcopy(model)
     own = {parameter.data_ptr() for parameter in model.parameters()}
-    some = [column[:2] for column in columns]
-    kept = 0
+    some, kept = _some(columns), 0
 
     def count(tensor: Tensor) -> Tensor:
         nonlocal kept
@@ -76,10 +80,10 @@ def kept_by(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> int:
 
     with torch.random.fork_rng(devices=[]), saved_tensors_hooks(count, lambda tensor: tensor):
         try:
-            task.loss(model, *some)
-        except Exception:  # Training will fail of it, and write that down.
+            task.loss(model, *(column[some] for column in columns))
+        except Exception:  # `why_no_mean` tells of it, and such a run goes alone.
             return 0
-    return kept // len(some[0])
+    return kept // len(some)
 
 
 def groups_of(config: RunConfig) -> int:
