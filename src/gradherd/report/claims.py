@@ -6,6 +6,8 @@ Every claim becomes an *effect* of each seed, a share that is above zero if the 
 - at-most:   1 - arm / value            - at-least:  arm / value - 1
 - no-worse:  value - (share by which the arm is worse than against)
 
+Of figures in percent, such as accuracies, the difference in points counts instead of the share.
+
 Then, over seeds:
 
 - **confirmed**: the 95 % t interval of the mean effect is above zero (or the effect is the same
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.report.claims_measures import ALWAYS, Measured, measured
-from gradherd.report.claims_text import ours
+from gradherd.report.claims_text import ours, share_more
 from gradherd.report.stats import difference
 from gradherd.study.archive import Result
 from gradherd.study.file import Claim
@@ -52,7 +54,7 @@ def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | No
     effects = effects_of(claim, found)
     if len(effects) < _LEAST_SEEDS or not (found.there or claim.measure in ALWAYS):
         return None
-    word = word_of(list(effects.values()), paper_effect(claim))
+    word = word_of(list(effects.values()), paper_effect(claim, found.in_percent))
     at_end = None
     if claim.measure in ("late_train_loss", "late_metric") and against is not None:
         at_end = measured(claim.measure.removeprefix("late_"), claim.epoch, arm, against)
@@ -70,19 +72,19 @@ def effects_of(claim: Claim, found: Measured) -> dict[int, float | None]:
         if here is None or there is None:
             effects[seed] = None
             continue
-        ratio = here / there if there else (1.0 if here == there else None)
-        effects[seed] = None if ratio is None else _effect(claim, ratio, found.higher_is_better)
+        more = share_more(here, there, found.in_percent)
+        effects[seed] = None if more is None else _effect(claim, more, found.higher_is_better)
     return effects
 
 
-def _effect(claim: Claim, ratio: float, higher_is_better: bool) -> float:
+def _effect(claim: Claim, more: float, higher_is_better: bool) -> float:
     if claim.test == "no-worse":
         assert claim.value is not None
-        return claim.value - (1 - ratio if higher_is_better else ratio - 1)
-    return 1 - ratio if claim.test in ("less", "at-most") else ratio - 1
+        return claim.value + (more if higher_is_better else -more)
+    return -more if claim.test in ("less", "at-most") else more
 
 
-def paper_effect(claim: Claim) -> float | None:
+def paper_effect(claim: Claim, in_percent: bool = False) -> float | None:
     """Return the paper's effect, if it gives numbers.
 
     >>> claim = Claim(id="a", text="", source="", paper="9 of 36", paper_values=(9, 36),
@@ -92,7 +94,8 @@ def paper_effect(claim: Claim) -> float | None:
     """
     if claim.paper_values is None:
         return None
-    return _effect(claim, claim.paper_values[0] / claim.paper_values[1], False)
+    more = share_more(*claim.paper_values, in_percent)
+    return None if more is None else _effect(claim, more, False)
 
 
 def word_of(effects: Sequence[float | None], paper: float | None = None) -> str:

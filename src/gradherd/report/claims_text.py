@@ -26,7 +26,11 @@ def ours(claim: Claim, found: Measured, seeds: Sequence[int], at_end: Measured |
     parts = [f"{found.of}: {_spread(arm, lost, scale)}"]
     if against and claim.measure != "epochs_share":
         parts[0] += f" against {_spread(against, lost, scale)}"
-    parts += [change for change in (_change(found, seeds), _asked(claim, scale)) if change]
+    parts += [
+        change
+        for change in (_change(found, seeds), _asked(claim, scale, found.in_percent))
+        if change
+    ]
     if at_end is not None and (last := _change(at_end, seeds)):
         parts.append(f"after the last epoch alone {last}")
     return "; ".join([*parts, counted(len(seeds), "seed")])
@@ -36,35 +40,49 @@ def _change(found: Measured, seeds: Sequence[int]) -> str:
     """Return how the arm differs from what it is held against; nothing where a figure lacks."""
     if found.against is None:
         return ""
-    pairs: list[tuple[float, float]] = []
+    more: list[float] = []
     for seed in seeds:
         here, there = found.arm[seed], found.against[seed]
-        if here is None or there is None or (there == 0 and here != 0):
+        if here is None or there is None:
             return ""
-        pairs.append((here, there))
-    if found.in_percent:
-        return _points(pairs)
-    return _changed([here / there - 1 if there else 0.0 for here, there in pairs])
+        share = share_more(here, there, found.in_percent)
+        if share is None:
+            return ""
+        more.append(share)
+    return _more(more, _points, " points") if found.in_percent else _changed(more)
 
 
-def _asked(claim: Claim, scale: tuple[float, str]) -> str:
+def share_more(here: float, there: float, in_percent: bool = False) -> float | None:
+    """Return by which share one is more than the other; None if that cannot be said.
+
+    >>> share_more(3.0, 2.0), share_more(62.0, 60.0, in_percent=True), share_more(1.0, 0.0)
+    (0.5, 0.02, None)
+    """
+    if in_percent:
+        return (here - there) / 100
+    if there:
+        return here / there - 1
+    return 0.0 if here == there else None
+
+
+def _asked(claim: Claim, scale: tuple[float, str], in_percent: bool) -> str:
     """Return what the verdict hangs on, where that is a number of the claim."""
     if claim.value is None:
         return ""
     if claim.test == "no-worse":
-        return f"up to {_percent(claim.value)} worse is allowed"
+        allowed = f"{_points(claim.value)} points" if in_percent else _percent(claim.value)
+        return f"up to {allowed} worse is allowed"
     words = {"at-most": "at most", "at-least": "at least"}[claim.test]
     return f"{words} {figure(claim.value / scale[0], 3)}{scale[1]} is asked"
 
 
-def _points(pairs: Sequence[tuple[float, float]]) -> str:
-    """Return by how many points one is more than the other, of figures in percent.
+def _points(share: float) -> str:
+    """Return a share as points.
 
-    >>> _points([(60.0, 62.0), (61.0, 64.0)])
+    >>> _more([-0.02, -0.03], _points, " points")
     '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
     """
-    by = [here - there for here, there in pairs]
-    return _more(by, lambda part: fixed(part, 1 if abs(part) >= 0.995 else 2), " points")
+    return fixed(100 * share, 1 if abs(share) >= 0.00995 else 2)
 
 
 def _changed(more: Sequence[float]) -> str:
