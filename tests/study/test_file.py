@@ -72,6 +72,8 @@ def test_a_study_is_what_its_file_says(tmp_path):
 WRONG = [
     ("kind =", "kind 1", "Expected '='"),
     ('theme = "ordering"', 'theme = "odd"', "unknown theme 'odd'; known are ordering, open,"),
+    ('theme = "ordering"', 'theme = "ordering"\nbudget = 5', "budget must be a text, got 5"),
+    ('theme = "ordering"', 'theme = "ordering"\nnote = ["a"]', "note must be a text, got ['a']"),
     (
         "seeds = 2",
         "seeds = 0",

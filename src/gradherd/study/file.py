@@ -133,9 +133,10 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"a study is called by small letters, digits and -, got {name!r}")
     _check_keys("key", found, (*_TOP, *_TABLES))
-    for key in ("kind", "theme", "title"):
-        if not isinstance(found.get(key), str):
-            raise ValueError(f"{key} must be a text, got {found.get(key)!r}")
+    for key in ("kind", "theme", "title", "budget", "note"):
+        there = found.get(key, "" if key in ("budget", "note") else None)
+        if not isinstance(there, str):
+            raise ValueError(f"{key} must be a text, got {there!r}")
     _check_one("theme", found["theme"], THEMES)
     _check_one("device", found.get("device", "cpu"), DEVICES)
     for key in _TABLES:
