@@ -20,8 +20,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradherd.report.claims_measures import ALWAYS, Measured, measured
-from gradherd.report.claims_text import ours, share_more
+from gradherd.report.claims_measures import ALWAYS, Measured, measured, share_more
+from gradherd.report.claims_text import ours
 from gradherd.report.stats import difference
 from gradherd.study.archive import Result
 from gradherd.study.file import Claim

@@ -78,6 +78,19 @@ def measured(
     return Measured(of_runs(name, epoch, runs), there, higher, words, in_percent)
 
 
+def share_more(here: float, there: float, in_percent: bool = False) -> float | None:
+    """Return by which share one is more than the other; None if that cannot be said.
+
+    >>> share_more(3.0, 2.0), share_more(62.0, 60.0, in_percent=True), share_more(1.0, 0.0)
+    (0.5, 0.02, None)
+    """
+    if in_percent:
+        return (here - there) / 100
+    if there:
+        return here / there - 1
+    return 0.0 if here == there else None
+
+
 def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int, float | None]:
     """Return a measure of runs that trained.
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from gradherd.report.claims_measures import Measured
+from gradherd.report.claims_measures import Measured, share_more
 from gradherd.report.claims_words import scale_of
 from gradherd.report.stats import difference
 from gradherd.report.text import counted, figure, fixed, with_std
@@ -50,19 +50,6 @@ def _change(found: Measured, seeds: Sequence[int]) -> str:
             return ""
         more.append(share)
     return _more(more, _points, " points") if found.in_percent else _changed(more)
-
-
-def share_more(here: float, there: float, in_percent: bool = False) -> float | None:
-    """Return by which share one is more than the other; None if that cannot be said.
-
-    >>> share_more(3.0, 2.0), share_more(62.0, 60.0, in_percent=True), share_more(1.0, 0.0)
-    (0.5, 0.02, None)
-    """
-    if in_percent:
-        return (here - there) / 100
-    if there:
-        return here / there - 1
-    return 0.0 if here == there else None
 
 
 def _asked(claim: Claim, scale: tuple[float, str], in_percent: bool) -> str:
