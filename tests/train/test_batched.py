@@ -1,5 +1,7 @@
 """Many runs side by side: the same orders and losses as one after the other."""
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 
 import pytest
@@ -156,6 +158,45 @@ def test_a_stack_is_as_large_as_what_its_steps_keep_allows():
     most = (1 << 30) // (runs[0].workers * runs[0].batch_size)
     assert [len(stack) for stack in stacks(runs, model, most // 4)] == [4, 2]
     assert [len(stack) for stack in stacks(runs, model, 100 * most)] == [1] * 6
+
+
+@pytest.mark.parametrize("kind", [BatchedFleet, VirtualFleet])
+@pytest.mark.parametrize("sparsify", ["dense", "exdyna"])
+def test_a_fleet_that_was_closed_is_gone(kind, sparsify):
+    """At once: one that waits for the garbage collector keeps gigabytes of a GPU from the next."""
+    config = config_of("digits", order="cd-grab", sparsify=sparsify, limit=64, virtual=True,
+                       density=None if sparsify == "dense" else 0.1)  # fmt: skip
+    task = find_task("digits")
+    gc.disable()
+    try:
+        fleet = kind([config] if kind is BatchedFleet else config, task, task.load(None, 64))
+        fleet.epoch(1, no_tick)
+        fleet.quality()
+        fleet.close()
+        there = weakref.ref(fleet)
+        del fleet
+        assert there() is None
+    finally:
+        gc.enable()
+
+
+def test_runs_one_after_the_other_are_not_all_there(monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    class Counted(BatchedFleet):
+        def __init__(self, *args):
+            most.append(len(alive))
+            alive.add(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr("gradherd.train.plan.BatchedFleet", Counted)
+    configs = [config_of("digits", limit=64, batch_size=b, epochs=1, virtual=True) for b in (2, 4)]
+    gc.disable()
+    try:
+        run_all(configs, World.single())
+    finally:
+        gc.enable()
+    assert most == [0, 0]
 
 
 def test_why_runs_cannot_go_side_by_side():

@@ -52,14 +52,15 @@ class BatchedFleet:
         dealt = [make_ordering(config, len(split.train[0])) for config in self._configs]
         self.deal, self.orderings = dealt[0][0], [ordering for _, ordering in dealt]
         self._portions = [Portions(ordering, first.workers) for ordering in self.orderings]
-        self._shown = shown_of(self._configs, self._size)
+        self._shown = shown = shown_of(self._configs, self._size)
         self._step = StackedStep(
             task,
             self.model,
             self._split.train,
             Rule.of(first),
             self._parameters,
-            lambda rows: tuple(shown.fold(rows) for shown in self._shown),
+            # Not of `self`: a step that holds on to its fleet keeps a GPU full after the end.
+            lambda rows: tuple(one.fold(rows) for one in shown),
             first.workers,
         )
         self._sparse: list[SparseMean] = []

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gradherd.comm.world import World
 from gradherd.ordering.deal import Deal
 from gradherd.tasks.registry import find_task
@@ -100,29 +102,50 @@ def run_all(
         return [run_saved(config, task, split, world, out, saving, told, tensorboard=tensorboard)]
     for places, side_by_side in _groups(configs, task, split):
         group = [configs[at] for at in places]
-        fleet: Fleet
-        if side_by_side:
-            fleet = BatchedFleet(group, task, split)
-        elif group[0].virtual:
-            fleet = VirtualFleet(group[0], task, split)
-        else:
-            fleet = RankFleet(group[0], task, split, world)
-        size = sum(p.numel() for p in fleet.model.parameters())
-        journals = [
-            Journal(
-                new_record(config, task, split, size),
-                _folder(out, config, saving is not None, world),
-                tensorboard=tensorboard,
-            )
-            for config in group
-        ]
-        told.group(group)
-        try:
-            made = run_epochs(fleet, group, journals, told)
-        finally:
-            fleet.close()
+        folders = [_folder(out, config, saving is not None, world) for config in group]
+        # No name for the fleet: it would be there until the next one is.
+        made = _run_group(
+            _fleet(group, task, split, world, side_by_side=side_by_side),
+            *(group, task, split, folders, told),
+            tensorboard=tensorboard,
+        )
+        if group[0].device != "cpu":  # For the next group, and for others on the same GPU.
+            torch.cuda.empty_cache()
         records.update(zip(places, made, strict=True))
     return [records[at] for at in range(len(configs))]
+
+
+def _run_group(
+    fleet: Fleet,
+    group: Sequence[RunConfig],
+    task: Task,
+    split: Split,
+    folders: Sequence[Path | None],
+    told: Progress,
+    *,
+    tensorboard: bool,
+) -> list[RunRecord]:
+    """Run a group to its end, and let go of what its fleet holds."""
+    size = sum(p.numel() for p in fleet.model.parameters())
+    journals = [
+        Journal(new_record(config, task, split, size), folder, tensorboard=tensorboard)
+        for config, folder in zip(group, folders, strict=True)
+    ]
+    told.group(group)
+    try:
+        return run_epochs(fleet, group, journals, told)
+    finally:
+        fleet.close()
+
+
+def _fleet(
+    group: Sequence[RunConfig], task: Task, split: Split, world: World, *, side_by_side: bool
+) -> Fleet:
+    if side_by_side:
+        return BatchedFleet(group, task, split)
+    if group[0].virtual:
+        return VirtualFleet(group[0], task, split)
+    return RankFleet(group[0], task, split, world)
 
 
 def _groups(configs: Sequence[RunConfig], task: Task, split: Split) -> list[tuple[list[int], bool]]:
