@@ -9,10 +9,10 @@ from gradherd.report.claims import judge, paper_effect, word_of
 from gradherd.report.claims_measures import epochs_share, epochs_to_final, of_runs
 from gradherd.report.evidence import IMAGES, PAGE, fits, gather
 from gradherd.report.figures import Axis, Line, chart
-from gradherd.report.figures_study import drawn
+from gradherd.report.figures_study import against, drawn
 from gradherd.study.archive import Result, write_results
 from gradherd.study.compact import about, columns
-from gradherd.study.file import Claim, read_study
+from gradherd.study.file import Claim, Figure, read_study
 from gradherd.study.run import planned
 from tests.report.made import record
 
@@ -303,6 +303,39 @@ def test_charts_that_cannot_be_drawn_are_refused(root):
     some = {"d-rr, few": [result("d-rr, few", 0, [1.0])]}
     with pytest.raises(ValueError, match="unknown y 'odd'; known are train_loss"):
         drawn(odd, some)
+
+
+def test_arms_are_drawn_against_another_seed_by_seed():
+    """Seeds differ by more than arms do; one that the other arm lacks is left out."""
+    base = [result("b", 0, [2.0, 1.0]), result("b", 1, [4.0, 2.0, 1.0])]
+    arm = [result("a", 0, [1.0, 1.1]), result("a", 1, [3.0, 1.8, 9.0]), result("a", 2, [7.0])]
+    figure = Figure(title="t", y="train_loss", against="b")
+    (line,) = against(figure, {"b": base, "a": arm}, base, points=False)
+    assert line.name == "a" and [x for x, _ in line.points] == [1, 2]
+    assert [y for _, y in line.points] == pytest.approx([(-50 - 25) / 2, (10 - 10) / 2])
+    assert [band[1:] for band in line.band] == [pytest.approx((-50, -25)), pytest.approx((-10, 10))]
+    (line,) = against(figure, {"a": arm}, base, points=True)
+    assert line.points[0][1] == pytest.approx(-1)
+    assert against(figure, {"a": arm[2:]}, base, points=False) == []
+    with pytest.raises(ValueError, match="t: against needs x = epoch or step, got 'bytes'"):
+        against(replace(figure, x="bytes"), {"a": arm}, base, points=False)
+
+
+def test_a_figure_against_an_arm_says_so(root):
+    path = root / "studies" / "small.toml"
+    path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr, few"', 1))
+    image = gather(root).files[IMAGES / "small.svg"]
+    assert "train loss, % from d-rr, few" in image and ">cd-grab, few<" in image
+    path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr"', 1))
+    with pytest.raises(ValueError, match="unknown arm of a figure 'd-rr'; known are d-rr, few"):
+        read_study(path)
+
+
+def test_few_values_of_a_logarithmic_axis_are_all_marked():
+    some = [Line("a", [(4, 1.0), (16, 2.0), (64, 3.0)])]
+    image = ET.fromstring(chart("t", "workers", "y", some, log_x=True))
+    marks = {one.text for one in image.iter()}
+    assert {"4", "16", "64"} <= marks and "10" not in marks
 
 
 def test_a_claim_is_told_once(root):

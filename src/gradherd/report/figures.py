@@ -14,6 +14,8 @@ _LEGEND = 280
 COLOURS = ("#8a8f98", "#2f81d6", "#d9731a", "#2e9e5b", "#b0569e", "#c9a20c", "#1fa5a5", "#d0484f")
 _DASHES = ("", "6 3", "2 2", "8 3 2 3")
 _INK = "#80868f"
+_FEW = 8
+"""So many values of a logarithmic axis are all marked."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Axis:
     log: bool = False
     whole: bool = False
     """Whether only whole numbers mean something, as with epochs."""
+    only: tuple[float, ...] = ()
+    """Values to mark, if it is known which."""
 
     def at(self, value: float) -> float:
         """Return the place of a value."""
@@ -55,6 +59,8 @@ class Axis:
         >>> Axis(0, 30, 0, 1).ticks(), Axis(0.5, 400, 0, 1, log=True).ticks()
         ([0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0], [1.0, 10.0, 100.0])
         """
+        if self.only:
+            return list(self.only)
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             marks = (1, 2, 5) if len(powers) < 5 else (1,)
@@ -86,7 +92,8 @@ def chart(
     ys += [end for line in kept for _, low, high in line.band for end in (low, high)]
     low, high = _room(min(ys), max(ys), log)
     whole = all(px == int(px) for px in xs) and not log_x
-    across = Axis(min(xs), max(xs), _LEFT, WIDE - _LEGEND, log_x, whole=whole)
+    few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _FEW else ()
+    across = Axis(min(xs), max(xs), _LEFT, WIDE - _LEGEND, log_x, whole=whole, only=few)
     up = Axis(low, high, HIGH - _BOTTOM, _TOP, log)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" '

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gradherd.report.claims_measures import mean_by_seed, measured
+from gradherd.report.claims_measures import mean_by_seed, measured, share_more
 from gradherd.report.claims_words import words_of
 from gradherd.report.figures import Line, chart
 from gradherd.study.archive import Result
@@ -13,7 +13,7 @@ from gradherd.study.file import Figure, Study
 
 Results = Mapping[str, Sequence[Result]]
 _SERIES = ("epoch", "step", "round", "bytes")
-_MANIFOLD = ("bytes", "lr")
+_MANIFOLD = ("bytes", "lr", "workers")
 """What arms differ in many times over: told on a logarithmic axis."""
 _TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 _ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
@@ -34,9 +34,14 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
         if not there:
             continue
         over = figure.x in _SERIES
-        lines = over_time(figure, there) if over else across(figure, there)
         metric = next(iter(there.values()))[0].about.get("metric_name", "metric")
         words = words_of(figure.y, metric)
+        if figure.against is not None:
+            points = figure.y == "metric" and "%" in metric
+            lines = against(figure, there, results.get(figure.against, ()), points)
+            words = f"{words}, {'points' if points else '%'} from {figure.against}"
+        else:
+            lines = over_time(figure, there) if over else across(figure, there)
         file = f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
         short = short_names([line.name for line in lines])
         colours = own_colours(short)
@@ -74,12 +79,14 @@ def own_colours(names: Sequence[str]) -> list[int]:
     """Return a colour for each line: methods have the same in all charts, others what is left.
 
     >>> own_colours(["d-rr", "always-plus"]), own_colours(["exdyna 0.01", "exdyna 0.01, online"])
-    ([0, 5], [1, 0])
+    ([0, 5], [1, 2])
     """
     methods = [name.split(", ")[0].split(" ")[0] for name in names]
     known = next((k for k in (_ORDERS, _SPARSIFIERS) if any(m in k for m in methods)), ())
     taken = {m: known.index(m) for m in reversed(methods) if m in known}
-    free = (place for place in itertools.count() if place not in taken.values())
+    # The first colour is the baseline's: nobody else's where methods are known.
+    first = 1 if taken else 0
+    free = (place for place in itertools.count(first) if place not in taken.values())
     return [
         taken[method] if method in taken and methods.index(method) == at else next(free)
         for at, method in enumerate(methods)
@@ -92,20 +99,49 @@ def _x(name: str) -> str:
 
 def over_time(figure: Figure, results: Results) -> list[Line]:
     """Return a line for each arm: the mean over seeds, and where single seeds lie."""
+    return [_line(name, [_series(figure, run) for run in runs]) for name, runs in results.items()]
+
+
+def against(figure: Figure, results: Results, base: Sequence[Result], points: bool) -> list[Line]:
+    """Return a line for each other arm: how far it is from `base`, in percent, pairs of seeds.
+
+    Args:
+        figure: What is drawn.
+        results: The arms.
+        base: The arm that they are held against.
+        points: Whether values are in percent themselves and differ by points.
+    """
+    if figure.x not in ("epoch", "step"):
+        raise ValueError(f"{figure.title}: against needs x = epoch or step, got {figure.x!r}")
+    bases = {run.seed: _series(figure, run)[1] for run in base}
     lines = []
     for name, runs in results.items():
-        every = [_series(figure, run) for run in runs]
-        length = min(len(xs) for xs, _ in every)
-        points, band = [], []
-        for at in range(length):
-            values = [ys[at] for _, ys in every]
-            known = [value for value in values if value is not None]
-            if known and len(known) == len(values):
-                x = statistics.fmean(xs[at] for xs, _ in every)
-                points.append((x, statistics.fmean(known)))
-                band.append((x, min(known), max(known)))
-        lines.append(Line(name, points, band if len(runs) > 1 else ()))
+        pairs = [(_series(figure, run), bases[run.seed]) for run in runs if run.seed in bases]
+        if pairs and name != figure.against:
+            lines.append(_line(name, [_far(own, other, points) for own, other in pairs]))
     return lines
+
+
+def _far(series: Series, base: Sequence[float | None], points: bool) -> Series:
+    """Return how far a series is from another one in percent, as long as both go on."""
+    shares = [
+        None if here is None or there is None else share_more(here, there, points)
+        for here, there in zip(series[1], base, strict=False)
+    ]
+    return series[0], [None if share is None else 100 * share for share in shares]
+
+
+def _line(name: str, every: Sequence[Series]) -> Line:
+    """Return the mean of several series and where each of them lies, while all of them go on."""
+    points, band = [], []
+    for at in range(min(len(ys) for _, ys in every)):
+        values = [ys[at] for _, ys in every]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            x = statistics.fmean(xs[at] for xs, _ in every)
+            points.append((x, statistics.fmean(known)))
+            band.append((x, min(known), max(known)))
+    return Line(name, points, band if len(every) > 1 else ())
 
 
 def _series(figure: Figure, result: Result) -> Series:

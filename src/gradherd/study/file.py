@@ -82,6 +82,8 @@ class Figure:
     """What makes a line: each arm, or each value of a setting."""
     log: bool = False
     """Whether the y axis is logarithmic."""
+    against: str | None = None
+    """Name of an arm: others are drawn by how far they are from it, seed by seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,7 @@ def _check_names(study: Study) -> None:
             if arm is not None:
                 _check_one(f"arm of claim {claim.id}", arm, known)
     for figure in study.figures:
-        for arm in figure.arms:
+        for arm in (*figure.arms, *([] if figure.against is None else [figure.against])):
             _check_one("arm of a figure", arm, known)
 
 
