@@ -280,6 +280,15 @@ def test_a_page_is_made_of_records_alone(root):
     assert "A &lt;study>" in first.files[PAGE] and "Made-up 3000" in first.files[PAGE]
 
 
+def test_the_page_begins_with_all_studies_and_how_they_came_out(root):
+    page = gather(root).files[PAGE]
+    assert "| [A &lt;study>](#a-study) | 0 / 0 / 1 |  |" in page.splitlines()
+    assert "### A &lt;study>" in page and "![Late loss](images/evidence/small-2.svg)" in page
+    own = STUDY.replace('source = "s"', 'source = "ours"')
+    (root / "studies" / "small.toml").write_text(own)
+    assert "| [A &lt;study>](#a-study) |  | 0 / 0 / 1 |" in gather(root).files[PAGE].splitlines()
+
+
 def test_rows_of_the_papers_claims_tell_our_budget(root):
     """Our own claims were never made on another."""
     own = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"two"').replace('"s"', '"ours"')

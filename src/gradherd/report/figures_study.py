@@ -42,7 +42,6 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
             words = f"{words}, {'points' if points else '%'} from {figure.against}"
         else:
             lines = over_time(figure, there) if over else across(figure, there)
-        file = f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
         short = short_names([line.name for line in lines])
         colours = own_colours(short)
         lines = [
@@ -50,7 +49,7 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
             for line, name, colour in zip(lines, short, colours, strict=True)
         ]
         if any(line.points for line in lines):
-            found[file] = chart(
+            found[file_name(study, number)] = chart(
                 figure.title,
                 _x(figure.x),
                 words,
@@ -59,6 +58,11 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
                 log_x=figure.x in _MANIFOLD,
             )
     return found
+
+
+def file_name(study: Study, number: int) -> str:
+    """Return the name of a chart, counted from 1."""
+    return f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
 
 
 def short_names(names: Sequence[str]) -> list[str]:
