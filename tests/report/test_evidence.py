@@ -326,8 +326,6 @@ def test_arms_are_drawn_against_another_seed_by_seed():
     (line,) = against(figure, {"a": arm}, base, points=True)
     assert line.points[0][1] == pytest.approx(-1)
     assert against(figure, {"a": arm[2:]}, base, points=False) == []
-    with pytest.raises(ValueError, match="t: against needs x = epoch or step, got 'bytes'"):
-        against(replace(figure, x="bytes"), {"a": arm}, base, points=False)
 
 
 def test_a_figure_against_an_arm_says_so(root):
@@ -338,6 +336,22 @@ def test_a_figure_against_an_arm_says_so(root):
     path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr"', 1))
     with pytest.raises(ValueError, match="unknown arm of a figure 'd-rr'; known are d-rr, few"):
         read_study(path)
+    for line, told in (
+        ('x = "bytes"', "unknown x of a figure with against 'bytes'"),
+        ("log = true", "figure 'Loss': against gives values below zero: no log"),
+    ):
+        wrong = f'y = "train_loss"\nagainst = "d-rr, few"\n{line}'
+        path.write_text(STUDY.replace('y = "train_loss"', wrong, 1))
+        with pytest.raises(ValueError, match=told):
+            read_study(path)
+
+
+def test_without_the_arm_that_others_are_held_against_there_is_no_figure(root):
+    path = root / "studies" / "small.toml"
+    path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr, few"', 1))
+    for file in (root / "benchmarks/results/small").glob("d-rr*"):
+        file.unlink()
+    assert IMAGES / "small.svg" not in gather(root).files
 
 
 def test_few_values_of_a_logarithmic_axis_are_all_marked():

@@ -115,8 +115,6 @@ def against(figure: Figure, results: Results, base: Sequence[Result], points: bo
         base: The arm that they are held against.
         points: Whether values are in percent themselves and differ by points.
     """
-    if figure.x not in ("epoch", "step"):
-        raise ValueError(f"{figure.title}: against needs x = epoch or step, got {figure.x!r}")
     bases = {run.seed: _series(figure, run)[1] for run in base}
     lines = []
     for name, runs in results.items():

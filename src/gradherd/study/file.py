@@ -164,7 +164,7 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         sources=found.get("sources", {}),
         arms=arms,
         claims=tuple(_claim(one) for one in found.get("claim", [])),
-        figures=tuple(_made(Figure, "figure", one) for one in found.get("figure", [])),
+        figures=tuple(_figure(one) for one in found.get("figure", [])),
     )
     _check_sources(study)
     _check_names(study)
@@ -194,6 +194,15 @@ def _claim(found: Mapping[str, Any]) -> Claim:
     if (claim.test in ("no-worse", "at-most", "at-least")) != (claim.value is not None):
         raise ValueError(f"{where}: value goes with no-worse, at-most and at-least")
     return claim
+
+
+def _figure(found: Mapping[str, Any]) -> Figure:
+    figure: Figure = _made(Figure, "figure", found)
+    if figure.against is not None:
+        _check_one("x of a figure with against", figure.x, ("epoch", "step", "round"))
+        if figure.log:
+            raise ValueError(f"figure {figure.title!r}: against gives values below zero: no log")
+    return figure
 
 
 def _made(kind: Any, what: str, found: Mapping[str, Any]) -> Any:
