@@ -9,7 +9,7 @@ from gradherd.report.claims import judge, paper_effect, word_of
 from gradherd.report.claims_measures import epochs_share, epochs_to_final, of_runs
 from gradherd.report.evidence import IMAGES, PAGE, fits, gather
 from gradherd.report.figures import Axis, Line, chart
-from gradherd.report.figures_study import against, drawn
+from gradherd.report.figures_study import against, drawn, over_time
 from gradherd.study.archive import Result, write_results
 from gradherd.study.compact import about, columns
 from gradherd.study.file import Claim, Figure, read_study
@@ -110,6 +110,25 @@ def test_no_worse_goes_by_what_is_better():
     given = {"measure": "metric", "test": "no-worse", "value": 0.01}
     assert judge(claim(**given), made).word == "confirmed"
     assert judge(claim(**given, arm="b", against="a"), made).word == "not confirmed"
+
+
+def test_a_row_tells_the_end_and_the_last_half_whichever_was_chosen():
+    """Losses of the last half are 10 % less, of the last epoch alone 20 % more."""
+    results = {
+        "a": [result("a", seed, [3.0, 3.0, 0.6, 1.2]) for seed in (0, 1)],
+        "b": [result("b", seed, [3.0, 3.0, 1.0, 1.0]) for seed in (0, 1)],
+    }
+    end = "after the last epoch alone 20 % more"
+    half = "over the last half of the epochs 10 % less"
+    for given, told, other in (
+        ({"measure": "late_train_loss"}, end, half),
+        ({}, half, end),
+        ({"epoch": 4}, half, end),
+    ):
+        ours = judge(claim(**given), results).ours
+        assert told in ours and other not in ours
+    early = judge(claim(epoch=3), results).ours
+    assert "40 % less" in early and half not in early and end not in early
 
 
 def test_figures_in_percent_differ_by_points():
@@ -338,7 +357,8 @@ def test_a_figure_against_an_arm_says_so(root):
         read_study(path)
     for line, told in (
         ('x = "bytes"', "unknown x of a figure with against 'bytes'"),
-        ("log = true", "figure 'Loss': against gives values below zero: no log"),
+        ('lines = "order"', "figure 'Loss': with against each arm is a line: no lines"),
+        ("log = true", "figure 'Loss': log goes with neither zero nor against"),
     ):
         wrong = f'y = "train_loss"\nagainst = "d-rr, few"\n{line}'
         path.write_text(STUDY.replace('y = "train_loss"', wrong, 1))
@@ -352,6 +372,46 @@ def test_without_the_arm_that_others_are_held_against_there_is_no_figure(root):
     for file in (root / "benchmarks/results/small").glob("d-rr*"):
         file.unlink()
     assert IMAGES / "small.svg" not in gather(root).files
+
+
+def test_accuracies_against_another_differ_by_points(root):
+    path = root / "studies" / "small.toml"
+    path.write_text(STUDY.replace('y = "train_loss"', 'y = "metric"\nagainst = "d-rr, few"', 1))
+    study = read_study(path)
+    made = {
+        f"{order}, few": [
+            replace(one, figures={**one.figures, "metric": [metric] * 4})
+            for seed in (0, 1)
+            for one in [result(f"{order}, few", seed, [1.0] * 4)]
+        ]
+        for order, metric in (("d-rr", 50.0), ("cd-grab", 60.0))
+    }
+    words = {one.text for one in ET.fromstring(drawn(study, made)["small.svg"]).iter()}
+    assert "test accuracy (%), points from d-rr, few" in words
+    assert {"0", "10"} <= words and "20" not in words
+
+
+def test_arms_that_are_measured_at_other_times_cannot_be_drawn_against_each_other():
+    few, many = result("a", 0, [1.0, 1.0]), result("b", 0, [1.0, 1.0])
+    many = replace(many, figures={**many.figures, "steps": [7, 7]})
+    figure = Figure(title="t", x="step", y="train_loss", against="b")
+    with pytest.raises(ValueError, match="against needs arms measured at the same times, got"):
+        against(figure, {"a": [few]}, [many], points=False)
+
+
+def test_a_figure_of_a_series_that_is_not_there_is_refused():
+    one = replace(result("a", 0, [1.0]), figures={"series": {"round": [1]}, "summary": {}})
+    with pytest.raises(ValueError, match="t: no series 'epoch'; known are round"):
+        over_time(Figure(title="t", y="bound"), {"a": [one]})
+
+
+def test_an_axis_reaches_to_zero_if_it_should():
+    def marks(lines, zero):
+        return {one.text for one in ET.fromstring(chart("t", "x", "y", lines, zero=zero)).iter()}
+
+    for sign in (1, -1):
+        line = [Line("a", [(1, sign * 10.0), (2, sign * 11.0)])]
+        assert "0" in marks(line, True) and "0" not in marks(line, False)
 
 
 def test_few_values_of_a_logarithmic_axis_are_all_marked():

@@ -55,10 +55,23 @@ def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | No
     if len(effects) < _LEAST_SEEDS or not (found.there or claim.measure in ALWAYS):
         return None
     word = word_of(list(effects.values()), paper_effect(claim, found.in_percent))
-    at_end = None
-    if claim.measure in ("late_train_loss", "late_metric") and against is not None:
-        at_end = measured(claim.measure.removeprefix("late_"), claim.epoch, arm, against)
-    return Verdict(claim, word, ours(claim, found, list(effects), at_end))
+    beside = None if against is None else _beside(claim, arm, against)
+    return Verdict(claim, word, ours(claim, found, list(effects), beside))
+
+
+def _beside(
+    claim: Claim, arm: Sequence[Result], against: Sequence[Result]
+) -> tuple[str, Measured] | None:
+    """Return how else the same could be read, when: nobody should have to trust our choice."""
+    name, plain = claim.measure, claim.measure.removeprefix("late_")
+    if plain not in ("train_loss", "metric"):
+        return None
+    if name != plain:
+        return "after the last epoch alone", measured(plain, claim.epoch, arm, against)
+    last = max(one.figures.get("epochs", 0) for one in arm)
+    if claim.epoch not in (None, last):
+        return None
+    return "over the last half of the epochs", measured(f"late_{plain}", None, arm, against)
 
 
 def effects_of(claim: Claim, found: Measured) -> dict[int, float | None]:

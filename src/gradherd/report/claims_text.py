@@ -10,14 +10,16 @@ from gradherd.report.text import counted, figure, fixed, with_std
 from gradherd.study.file import PAIRED, Claim
 
 
-def ours(claim: Claim, found: Measured, seeds: Sequence[int], at_end: Measured | None) -> str:
+def ours(
+    claim: Claim, found: Measured, seeds: Sequence[int], beside: tuple[str, Measured] | None
+) -> str:
     """Return what was measured.
 
     Args:
         claim: What it is about.
         found: Its measure.
         seeds: Those that count.
-        at_end: The same after the last epoch, if the measure is a mean over epochs.
+        beside: The same at another time or over another one, with words for it.
     """
     lost = "never there" if claim.measure in PAIRED else "not finite"
     arm = {seed: found.arm[seed] for seed in seeds}
@@ -31,8 +33,8 @@ def ours(claim: Claim, found: Measured, seeds: Sequence[int], at_end: Measured |
         for change in (_change(found, seeds), _asked(claim, scale, found.in_percent))
         if change
     ]
-    if at_end is not None and (last := _change(at_end, seeds)):
-        parts.append(f"after the last epoch alone {last}")
+    if beside is not None and (change := _change(beside[1], seeds)):
+        parts.append(f"{beside[0]} {change}")
     return "; ".join([*parts, counted(len(seeds), "seed")])
 
 

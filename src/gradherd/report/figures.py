@@ -12,7 +12,7 @@ _LEFT, _TOP, _BOTTOM = 64, 34, 46
 _LEGEND = 280
 # Of middling lightness, told apart also by those who see few colours; the first is the baseline's.
 COLOURS = ("#8a8f98", "#2f81d6", "#d9731a", "#2e9e5b", "#b0569e", "#c9a20c", "#1fa5a5", "#d0484f")
-_DASHES = ("", "6 3", "2 2", "8 3 2 3")
+DASHES = ("", "6 3", "2 2", "8 3 2 3")
 _INK = "#80868f"
 _FEW = 8
 """So many values of a logarithmic axis are all marked."""
@@ -80,9 +80,26 @@ class Axis:
 
 
 def chart(
-    title: str, x: str, y: str, lines: Sequence[Line], *, log: bool = False, log_x: bool = False
+    title: str,
+    x: str,
+    y: str,
+    lines: Sequence[Line],
+    *,
+    log: bool = False,
+    log_x: bool = False,
+    zero: bool = False,
 ) -> str:
-    """Return a line chart as SVG; what is not above zero on a log axis drops, and empty lines."""
+    """Return a line chart as SVG; what is not above zero on a log axis drops, and empty lines.
+
+    Args:
+        title: Above it.
+        x: Below the x axis.
+        y: Beside the y axis.
+        lines: What is drawn.
+        log: Whether the y axis is logarithmic.
+        log_x: Whether the x axis is.
+        zero: Whether the y axis reaches to zero, which is marked.
+    """
     kept = [_kept(line, log, log_x) for line in lines]
     kept = [line for line in kept if line.points]
     if not kept:
@@ -91,6 +108,8 @@ def chart(
     ys = [py for line in kept for _, py in line.points]
     ys += [end for line in kept for _, low, high in line.band for end in (low, high)]
     low, high = _room(min(ys), max(ys), log)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
     whole = all(px == int(px) for px in xs) and not log_x
     few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _FEW else ()
     across = Axis(min(xs), max(xs), _LEFT, WIDE - _LEGEND, log_x, whole=whole, only=few)
@@ -102,7 +121,7 @@ def chart(
         f"<title>{_safe(title)}</title>",
         f'<text x="{_LEFT}" y="18" fill="{_INK}" font-size="14" font-weight="600">'
         f"{_safe(title)}</text>",
-        *_grid(across, up, x, y),
+        *_grid(across, up, x, y, zero=zero),
     ]
     for number, line in reversed(list(enumerate(kept))):  # The first is on top of the others.
         parts += _drawn(number, line, across, up)
@@ -125,11 +144,11 @@ def _room(low: float, high: float, log: bool) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _grid(across: Axis, up: Axis, x: str, y: str) -> list[str]:
+def _grid(across: Axis, up: Axis, x: str, y: str, *, zero: bool) -> list[str]:
     parts = []
     for value, label in _labelled(up):
         at = _n(up.at(value))
-        rule = f'stroke="{_INK}" stroke-opacity=".25"'
+        rule = f'stroke="{_INK}" stroke-opacity="{".8" if zero and value == 0 else ".25"}"'
         parts.append(f'<path d="M{across.start:g} {at}H{across.end:g}" {rule}/>')
         parts.append(_text(across.start - 8, up.at(value) + 4, label, "end"))
     for value, label in _labelled(across):
@@ -160,7 +179,7 @@ def _labelled(axis: Axis) -> list[tuple[float, str]]:
 def _drawn(number: int, line: Line, across: Axis, up: Axis) -> list[str]:
     place = number if line.colour is None else line.colour
     colour = COLOURS[place % len(COLOURS)]
-    dash = _DASHES[place // len(COLOURS) % len(_DASHES)]
+    dash = DASHES[place // len(COLOURS) % len(DASHES)]
     style = f'fill="none" stroke="{colour}" stroke-width="2"'
     style += f' stroke-dasharray="{dash}"' if dash else ""
     parts = []

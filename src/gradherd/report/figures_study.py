@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradherd.report.claims_measures import mean_by_seed, measured, share_more
 from gradherd.report.claims_words import words_of
-from gradherd.report.figures import Line, chart
+from gradherd.report.figures import COLOURS, DASHES, Line, chart
 from gradherd.study.archive import Result
 from gradherd.study.file import Figure, Study
 
@@ -15,6 +15,8 @@ Results = Mapping[str, Sequence[Result]]
 _SERIES = ("epoch", "step", "round", "bytes")
 _MANIFOLD = ("bytes", "lr", "workers")
 """What arms differ in many times over: told on a logarithmic axis."""
+_IN_SERIES = {"bound": "herding_bound"}
+"""What has a value at every time in a series, and otherwise is that of the last."""
 _TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 _ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
 _SPARSIFIERS = (
@@ -31,33 +33,37 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
     for number, figure in enumerate(study.figures, 1):
         names = [arm.name for arm in study.arms if not figure.arms or arm.name in figure.arms]
         there = {name: results[name] for name in names if name in results}
-        if not there:
-            continue
-        over = figure.x in _SERIES
-        metric = next(iter(there.values()))[0].about.get("metric_name", "metric")
-        words = words_of(figure.y, metric)
-        if figure.against is not None:
-            points = figure.y == "metric" and "%" in metric
-            lines = against(figure, there, results.get(figure.against, ()), points)
-            words = f"{words}, {'points' if points else '%'} from {figure.against}"
-        else:
-            lines = over_time(figure, there) if over else across(figure, there)
-        short = short_names([line.name for line in lines])
-        colours = own_colours(short)
-        lines = [
-            replace(line, name=name, colour=colour)
-            for line, name, colour in zip(lines, short, colours, strict=True)
-        ]
-        if any(line.points for line in lines):
-            found[file_name(study, number)] = chart(
-                figure.title,
-                _x(figure.x),
-                words,
-                lines,
-                log=figure.log,
-                log_x=figure.x in _MANIFOLD,
-            )
+        base = () if figure.against is None else results.get(figure.against, ())
+        if there and (svg := _chart(figure, there, base)) is not None:
+            found[file_name(study, number)] = svg
     return found
+
+
+def _chart(figure: Figure, results: Results, base: Sequence[Result]) -> str | None:
+    """Return a chart of some arms; None if there is nothing to draw."""
+    metric = next(iter(results.values()))[0].about.get("metric_name", "metric")
+    if figure.against is not None:
+        points = figure.y == "metric" and "%" in metric
+        lines = against(figure, results, base, points)
+        words = f"{words_of(figure.y, metric)}, {'points' if points else '%'} from {figure.against}"
+    elif figure.x in _SERIES:
+        lines = over_time(figure, results)
+        words = words_of(_IN_SERIES.get(figure.y, figure.y), metric)
+    else:
+        lines, words = across(figure, results), words_of(figure.y, metric)
+    if not any(line.points for line in lines):
+        return None
+    short = short_names([line.name for line in lines])
+    coloured = zip(lines, short, own_colours(short), strict=True)
+    return chart(
+        figure.title,
+        _x(figure.x),
+        words,
+        [replace(line, name=name, colour=colour) for line, name, colour in coloured],
+        log=figure.log,
+        log_x=figure.x in _MANIFOLD,
+        zero=figure.zero or figure.against is not None,
+    )
 
 
 def file_name(study: Study, number: int) -> str:
@@ -82,19 +88,25 @@ def short_names(names: Sequence[str]) -> list[str]:
 def own_colours(names: Sequence[str]) -> list[int]:
     """Return a colour for each line: methods have the same in all charts, others what is left.
 
+    Further lines of a method have its colour in dashes, if there are kinds of them for all.
+
     >>> own_colours(["d-rr", "always-plus"]), own_colours(["exdyna 0.01", "exdyna 0.01, online"])
-    ([0, 5], [1, 2])
+    ([0, 5], [1, 9])
+    >>> own_colours(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
+    [1, 2, 3, 4, 5]
     """
     methods = [name.split(", ")[0].split(" ")[0] for name in names]
     known = next((k for k in (_ORDERS, _SPARSIFIERS) if any(m in k for m in methods)), ())
-    taken = {m: known.index(m) for m in reversed(methods) if m in known}
+    taken = {m: known.index(m) for m in methods if m in known}
     # The first colour is the baseline's: nobody else's where methods are known.
-    first = 1 if taken else 0
-    free = (place for place in itertools.count(first) if place not in taken.values())
-    return [
-        taken[method] if method in taken and methods.index(method) == at else next(free)
-        for at, method in enumerate(methods)
-    ]
+    free = (n for n in itertools.count(1 if taken else 0) if n not in taken.values())
+    dashed = max(map(methods.count, methods), default=0) <= len(DASHES)
+    places = []
+    for at, method in enumerate(methods):
+        before = methods[:at].count(method)
+        own = method in taken and (dashed or not before)
+        places.append(taken[method] + before * len(COLOURS) if own else next(free))
+    return places
 
 
 def _x(name: str) -> str:
@@ -115,7 +127,7 @@ def against(figure: Figure, results: Results, base: Sequence[Result], points: bo
         base: The arm that they are held against.
         points: Whether values are in percent themselves and differ by points.
     """
-    bases = {run.seed: _series(figure, run)[1] for run in base}
+    bases = {run.seed: _series(figure, run) for run in base}
     lines = []
     for name, runs in results.items():
         pairs = [(_series(figure, run), bases[run.seed]) for run in runs if run.seed in bases]
@@ -124,13 +136,17 @@ def against(figure: Figure, results: Results, base: Sequence[Result], points: bo
     return lines
 
 
-def _far(series: Series, base: Sequence[float | None], points: bool) -> Series:
+def _far(series: Series, base: Series, points: bool) -> Series:
     """Return how far a series is from another one in percent, as long as both go on."""
-    shares = [
-        None if here is None or there is None else share_more(here, there, points)
-        for here, there in zip(series[1], base, strict=False)
-    ]
-    return series[0], [None if share is None else 100 * share for share in shares]
+    xs: list[float] = []
+    far: list[float | None] = []
+    for x, here, other, there in zip(*series, *base, strict=False):
+        if x != other:
+            raise ValueError(f"against needs arms measured at the same times, got {x} and {other}")
+        share = None if here is None or there is None else share_more(here, there, points)
+        xs.append(x)
+        far.append(None if share is None else 100 * share)
+    return xs, far
 
 
 def _line(name: str, every: Sequence[Series]) -> Line:
@@ -149,7 +165,11 @@ def _line(name: str, every: Sequence[Series]) -> Line:
 def _series(figure: Figure, result: Result) -> Series:
     if "summary" in result.figures:
         series = result.figures.get("series", {})
-        return list(series.get(figure.x, ())), list(series.get(figure.y, ()))
+        for name in (figure.x, figure.y):
+            if name not in series:
+                known = ", ".join(series) or "none"
+                raise ValueError(f"{figure.title}: no series {name!r}; known are {known}")
+        return list(series[figure.x]), list(series[figure.y])
     record = result.record()
     if figure.x == "step" and figure.y == "density" and record.density_by_step:
         points = record.density_by_step

@@ -82,6 +82,8 @@ class Figure:
     """What makes a line: each arm, or each value of a setting."""
     log: bool = False
     """Whether the y axis is logarithmic."""
+    zero: bool = False
+    """Whether the y axis shows zero, so that heights can be compared."""
     against: str | None = None
     """Name of an arm: others are drawn by how far they are from it, seed by seed."""
 
@@ -200,8 +202,10 @@ def _figure(found: Mapping[str, Any]) -> Figure:
     figure: Figure = _made(Figure, "figure", found)
     if figure.against is not None:
         _check_one("x of a figure with against", figure.x, ("epoch", "step", "round"))
-        if figure.log:
-            raise ValueError(f"figure {figure.title!r}: against gives values below zero: no log")
+        if figure.lines != "arm":
+            raise ValueError(f"figure {figure.title!r}: with against each arm is a line: no lines")
+    if figure.log and (figure.zero or figure.against is not None):
+        raise ValueError(f"figure {figure.title!r}: log goes with neither zero nor against")
     return figure
 
 

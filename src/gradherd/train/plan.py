@@ -1,5 +1,6 @@
 """Which runs make a comparison, and running them all."""
 
+import gc
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,10 +107,17 @@ def run_all(
         # No name for the fleet: it would be there until the next one is.
         made = _run_group(
             _fleet(group, task, split, world, side_by_side=side_by_side),
-            *(group, task, split, folders, told),
+            group=group,
+            task=task,
+            split=split,
+            folders=folders,
+            told=told,
             tensorboard=tensorboard,
         )
-        if group[0].device != "cpu":  # For the next group, and for others on the same GPU.
+        if group[0].device != "cpu":
+            # For the next group, and for others on the same GPU. Torch's first imports of a
+            # process leave a cycle that holds who asked for them, and with it the first fleet.
+            gc.collect()
             torch.cuda.empty_cache()
         records.update(zip(places, made, strict=True))
     return [records[at] for at in range(len(configs))]
@@ -117,12 +125,12 @@ def run_all(
 
 def _run_group(
     fleet: Fleet,
+    *,
     group: Sequence[RunConfig],
     task: Task,
     split: Split,
     folders: Sequence[Path | None],
     told: Progress,
-    *,
     tensorboard: bool,
 ) -> list[RunRecord]:
     """Run a group to its end, and let go of what its fleet holds."""
