@@ -12,8 +12,9 @@ from gradherd.report.figures import Axis, Line, chart
 from gradherd.report.figures_study import against, drawn, over_time
 from gradherd.study.archive import Result, write_results
 from gradherd.study.compact import about, columns
-from gradherd.study.file import Claim, Figure, read_study
+from gradherd.study.file import read_study
 from gradherd.study.run import planned
+from gradherd.study.spec import Claim, Figure
 from tests.report.made import record
 
 ROOT = Path(__file__).parents[2]
@@ -353,7 +354,9 @@ def test_a_figure_against_an_arm_says_so(root):
     image = gather(root).files[IMAGES / "small.svg"]
     assert "train loss, % from d-rr, few" in image and ">cd-grab, few<" in image
     path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr"', 1))
-    with pytest.raises(ValueError, match="unknown arm of a figure 'd-rr'; known are d-rr, few"):
+    with pytest.raises(
+        ValueError, match="unknown arm of figure Loss 'd-rr'; known are 'd-rr, few'"
+    ):
         read_study(path)
     for line, told in (
         ('x = "bytes"', "unknown x of a figure with against 'bytes'"),
@@ -412,6 +415,27 @@ def test_an_axis_reaches_to_zero_if_it_should():
     for sign in (1, -1):
         line = [Line("a", [(1, sign * 10.0), (2, sign * 11.0)])]
         assert "0" in marks(line, True) and "0" not in marks(line, False)
+
+
+def test_a_chart_has_room_for_all_its_lines_and_words():
+    many = [Line(f"line {n}", [(1, n), (2, n)]) for n in range(30)]
+    image = ET.fromstring(chart("t", "x", "y", many))
+    height = float(image.get("height"))
+    places = [float(one.get("y")) for one in image.iter() if (one.text or "").startswith("line ")]
+    assert len(places) == 30 and max(places) < height
+    small = ET.fromstring(chart("t", "x", "train loss", many[:3]))
+    assert small.get("height") == "340"
+    assert [one.get("font-size") for one in small.iter() if one.text == "train loss"] == [None]
+    wordy = ET.fromstring(chart("t", "x", "y" * 60, many[:3]))
+    (size,) = [one.get("font-size") for one in wordy.iter() if one.text == "y" * 60]
+    assert 60 * float(size) / 2 <= 340 - 34 - 46
+
+
+def test_the_papers_effect_of_an_accuracy_that_is_no_worse():
+    """Two points less of an accuracy are worse by two points; of a loss they would be better."""
+    one = claim(test="no-worse", value=0.01, paper_values=(60.0, 62.0))
+    assert paper_effect(one, in_percent=True, higher_is_better=True) == pytest.approx(-0.01)
+    assert paper_effect(one, in_percent=True) == pytest.approx(0.03)
 
 
 def test_few_values_of_a_logarithmic_axis_are_all_marked():

@@ -111,10 +111,12 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
     code, out, err = run(capsys, *again.split()[1:])
     assert (code, err) == (0, "") and "small-loss: train loss after the last epoch" in out
     assert "(images/evidence/small.svg)" in page
-    (root / "docs" / "images" / "evidence" / "old.svg").write_text("<svg/>")
+    for name in ("small-9.svg", "by-hand.svg"):
+        (root / "docs" / "images" / "evidence" / name).write_text("<svg/>")
     run(capsys, "report", "--evidence")
     assert (root / "docs" / "evidence.md").read_text() == page
-    assert [p.name for p in (root / "docs" / "images" / "evidence").iterdir()] == ["small.svg"]
+    left = {path.name for path in (root / "docs" / "images" / "evidence").iterdir()}
+    assert left == {"small.svg", "by-hand.svg"}
 
 
 def test_the_plan_shows_what_is_left(root, capsys):
@@ -131,15 +133,49 @@ def test_the_plan_shows_what_is_left(root, capsys):
     [
         (["none.toml"], "none.toml: No such file"),
         (["studies/small.toml", "--only", "odd"], "there is no arm 'odd'; there are 'd-rr'"),
-        (["studies/small.toml", "--device", "odd"], "--device 'odd' cannot be used"),
+        (["studies/small.toml", "--device", "odd"], "--device must be cpu or cuda, got 'odd'"),
         (["studies/small.toml", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["studies/bad.toml"], "bad.toml: unknown key 'task2'; known are kind, theme"),
+        (["studies/small.toml", "--out", "studies/bad.toml"], "bad.toml' is a file, not a folder"),
+        (
+            ["studies/small.toml", "--out", "studies/bad.toml/x"],
+            "bad.toml' is a file, not a folder",
+        ),
     ],
 )
 def test_wrong_calls_end_with_one_line(root, capsys, args, says):
     (root / "studies" / "bad.toml").write_text(SMALL.replace("task =", "task2 =", 1))
     code, out, err = run(capsys, "study", *args)
     assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+FIGURE = '\n[[figure]]\ntitle = "F"\n'
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (
+            '"train_loss"',
+            '"train_los"',
+            "unknown measure of claim small-loss 'train_los'",
+        ),
+        ('y = "train_loss"', 'y = "late_metric"', "unknown y of figure Loss & more 'late_metric'"),
+        (None, 'x = "worker"\ny = "metric"', "unknown x of figure F 'worker'; known are epoch,"),
+        (None, 'x = "lr"\ny = "metrics"', "unknown y of figure F 'metrics'; known are train_loss"),
+        (None, 'x = "lr"\ny = "metric"\nlines = "ordr"', "unknown lines of figure F 'ordr'; known"),
+        (None, 'x = "density"\ny = "metric"', "figure F: density is no number in 'd-rr', got None"),
+    ],
+)
+def test_what_no_result_could_show_is_refused_before_anything_is_run(root, capsys, old, new, says):
+    text = SMALL + FIGURE + new + "\n" if old is None else SMALL.replace(old, new, 1)
+    (root / "studies" / "small.toml").write_text(text)
+    for more in ([], ["--plan"]):
+        code, out, err = run(capsys, "study", "studies/small.toml", *more)
+        assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+    assert not (root / "benchmarks").exists()
+    code, _, err = run(capsys, "report", "--evidence")
+    assert code == 2 and says in err
 
 
 def test_evidence_needs_studies_and_one_place(tmp_path, capsys):
@@ -211,5 +247,5 @@ def no_device(name):
 def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradherd.report.evidence", None)
     code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
-    assert code == 0 and "1 runs" in out and "pip install 'gradherd[report]'" in err
+    assert code == 0 and "1 run;" in out and "pip install 'gradherd[report]'" in err
     assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()

@@ -43,12 +43,12 @@ def _size(row: dict[str, Any]) -> tuple[int, int]:
 
 def usable_device(name: str) -> torch.device:
     """Return the device of that name, or raise UsageError if it cannot be used here."""
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu or cuda, got {name!r}")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name!r} cannot be used here: {reason}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device must be cpu or cuda, got {name!r}")
     return device

@@ -1,5 +1,6 @@
 """`gradherd study`: run what a file describes, and keep small results."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from gradherd.commands.study_bar import Bar
 from gradherd.commands.train_options import AnyPath, check_data, known_task
 from gradherd.commands.usage import Failed, UsageError, at_least, print_json
 from gradherd.study.archive import Result, read_arms, read_others
-from gradherd.study.file import Study as StudyFile
 from gradherd.study.file import read_study
 from gradherd.study.jobs import ProcessDied
 from gradherd.study.kind import Piece, Where, task_path
 from gradherd.study.run import add, kind_of, left, planned, run_pieces, twins
+from gradherd.study.spec import Study as StudyFile
 from gradherd.tasks.read import DamagedData
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Study:
         try:
             study = read_study(self.file)
             pieces = planned(study, self.only, self.seeds)
+            _check_told(study)
             out = RESULTS / study.name if self.out is None else self.out
             there = read_arms(out, dict.fromkeys(piece.arm for piece in pieces), study.kind)
             todo = left(pieces, there)
@@ -95,6 +97,7 @@ class Study:
             )
         if kind_of(study).alone and self.jobs > 1:
             raise UsageError(f"--jobs: kind {study.kind} measures time, its runs go one by one")
+        _check_out(out)
         add(study, out, found)
         made = self._made(study, todo, out)
         self._end(study, out, made, len(pieces) - len(todo))
@@ -153,7 +156,8 @@ class Study:
         lost = sum(one["status"] == "diverged" for one in made)
         more = f", {skipped} were there" if skipped else ""
         more += f", {lost} diverged" if lost else ""
-        print(f"{study.name}: {len(made)} runs{more}; results in {out}")
+        runs = "run" if len(made) == 1 else "runs"
+        print(f"{study.name}: {len(made)} {runs}{more}; results in {out}")
 
     def _show_plan(
         self,
@@ -175,6 +179,24 @@ class Study:
             there = [p.seed for p in pieces if p.arm == arm and p.seed not in open_]
             table.add_row(escape(arm), " ".join(map(str, there)), " ".join(map(str, open_)))
         Console().print(table)
+
+
+def _check_told(study: StudyFile) -> None:
+    """Refuse claims and figures that no result can serve, as long as nothing has been run."""
+    try:
+        from gradherd.report.told import check_told
+    except ModuleNotFoundError:  # `_verdicts` says what is missing.
+        return
+    check_told(study)
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a folder that cannot be written to, before there is something to lose."""
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise UsageError(f"--out {str(out)!r}: {str(there)!r} is a file, not a folder")
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"--out {str(out)!r}: the folder {str(there)!r} cannot be written to")
 
 
 def _verdicts(study: StudyFile, out: Path) -> "list[Verdict]":

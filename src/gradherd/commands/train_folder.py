@@ -33,7 +33,11 @@ def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Iterator
     try:
         ours = resume and ((out / FILE).exists() or (out / FOLDER).exists())
         if out.exists() and any(out.iterdir()) and not ours:
-            raise UsageError(f"--out {str(out)!r} is not empty: name a new folder, or remove it")
+            saved = not resume and (out / FOLDER).exists()
+            more = "; --resume goes on with its run" if saved else ""
+            raise UsageError(
+                f"--out {str(out)!r} is not empty: name a new folder, or remove it{more}"
+            )
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None

@@ -24,7 +24,7 @@ from gradherd.report.claims_measures import ALWAYS, Measured, measured, share_mo
 from gradherd.report.claims_text import ours
 from gradherd.report.stats import difference
 from gradherd.study.archive import Result
-from gradherd.study.file import Claim
+from gradherd.study.spec import Claim
 
 CONFIRMED, WEAKER, NOT = "confirmed", "weaker", "not confirmed"
 _LEAST_SEEDS = 2
@@ -54,7 +54,8 @@ def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | No
     effects = effects_of(claim, found)
     if len(effects) < _LEAST_SEEDS or not (found.there or claim.measure in ALWAYS):
         return None
-    word = word_of(list(effects.values()), paper_effect(claim, found.in_percent))
+    paper = paper_effect(claim, found.in_percent, found.higher_is_better)
+    word = word_of(list(effects.values()), paper)
     beside = None if against is None else _beside(claim, arm, against)
     return Verdict(claim, word, ours(claim, found, list(effects), beside))
 
@@ -97,7 +98,9 @@ def _effect(claim: Claim, more: float, higher_is_better: bool) -> float:
     return -more if claim.test in ("less", "at-most") else more
 
 
-def paper_effect(claim: Claim, in_percent: bool = False) -> float | None:
+def paper_effect(
+    claim: Claim, in_percent: bool = False, higher_is_better: bool = False
+) -> float | None:
     """Return the paper's effect, if it gives numbers.
 
     >>> claim = Claim(id="a", text="", source="", paper="9 of 36", paper_values=(9, 36),
@@ -108,7 +111,7 @@ def paper_effect(claim: Claim, in_percent: bool = False) -> float | None:
     if claim.paper_values is None:
         return None
     more = share_more(*claim.paper_values, in_percent)
-    return None if more is None else _effect(claim, more, False)
+    return None if more is None else _effect(claim, more, higher_is_better)
 
 
 def word_of(effects: Sequence[float | None], paper: float | None = None) -> str:

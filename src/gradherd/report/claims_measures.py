@@ -12,7 +12,7 @@ from gradherd.report.claims_words import words_of
 from gradherd.report.pairs import first_at_or_below
 from gradherd.report.stats import number, spread
 from gradherd.study.archive import Result
-from gradherd.study.file import PAIRED
+from gradherd.study.spec import PAIRED
 from gradherd.train.record import EpochRow, RunRecord
 
 BySeed = Mapping[int, float | None]
@@ -30,6 +30,14 @@ _SUMS: dict[str, Callable[[EpochRow], float]] = {
     "ordering_bytes": lambda row: row.ordering_bytes,
     "seconds": lambda row: row.seconds,
 }
+MEASURES = (
+    *_FIELDS,
+    *(f"late_{one}" for one in _FIELDS),
+    *_SUMS,
+    "density_off",
+    *PAIRED,
+)
+"""All of runs that train."""
 ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", *PAIRED)
 """Measures that every run has unless it diverged or never got there: lacking them is a finding."""
 
@@ -105,9 +113,7 @@ def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int
         return {run.seed: _density_off(run, end) for run in runs}
     field = _FIELDS.get(name.removeprefix("late_"))
     if field is None:
-        others = (*_SUMS, "density_off", *PAIRED)
-        known = [*_FIELDS, *(f"late_{one}" for one in _FIELDS), *others]
-        raise ValueError(f"unknown measure {name!r}; known are {', '.join(known)}")
+        raise ValueError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
     by_epoch = [values_at(runs, one, field) for one in epochs]
     means = [spread(values).mean for values in zip(*by_epoch, strict=True)]

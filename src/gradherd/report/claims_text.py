@@ -7,7 +7,7 @@ from gradherd.report.claims_measures import Measured, share_more
 from gradherd.report.claims_words import scale_of
 from gradherd.report.stats import difference
 from gradherd.report.text import counted, figure, fixed, with_std
-from gradherd.study.file import PAIRED, Claim
+from gradherd.study.spec import PAIRED, Claim
 
 
 def ours(

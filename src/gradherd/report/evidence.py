@@ -3,6 +3,7 @@
 The same records give the same bytes. A claim without records has no row.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 from gradherd.report.claims import Verdict, judge
 from gradherd.report.evidence_page import STUDIES, Section, page
 from gradherd.report.figures_study import drawn
+from gradherd.report.told import check_told
 from gradherd.study.archive import Result, read_arms, same
 from gradherd.study.arms import Arm
-from gradherd.study.file import Study, read_study
+from gradherd.study.file import read_study
 from gradherd.study.run import kind_of
+from gradherd.study.spec import Study
 
 PAGE = Path("docs") / "evidence.md"
 IMAGES = Path("docs") / "images" / "evidence"
@@ -71,6 +74,7 @@ def judged(study: Study, folder: Path) -> tuple[dict[str, list[Result]], list[Ve
 
 def _section(study: Study, root: Path) -> Section:
     try:
+        check_told(study)
         results, verdicts = judged(study, root / RESULTS / study.name)
         return Section(study, results, verdicts, drawn(study, results))
     except ValueError as error:
@@ -84,12 +88,14 @@ def fits(study: Study, arm: Arm, result: Result) -> bool:
 
 
 def write_evidence(root: Path) -> Evidence:
-    """Write the page and its charts; charts that are no longer made are removed."""
+    """Write the page and its charts; charts of these studies that are not made now are removed."""
     made = gather(root)
+    names = "|".join(re.escape(path.stem) for path in (root / STUDIES).glob("*.toml"))
     for path, text in made.files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text, encoding="utf-8")
     for old in (root / IMAGES).glob("*.svg"):
-        if old.relative_to(root) not in made.files:
+        ours = re.fullmatch(rf"({names})(-\d+)?\.svg", old.name)
+        if ours and old.relative_to(root) not in made.files:
             old.unlink()
     return made

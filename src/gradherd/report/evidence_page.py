@@ -11,7 +11,7 @@ from gradherd.report.claims import CONFIRMED, NOT, WEAKER, Verdict
 from gradherd.report.figures_study import file_name
 from gradherd.report.text import counted, listed, plain
 from gradherd.study.archive import Result
-from gradherd.study.file import THEMES, Study
+from gradherd.study.spec import THEMES, Study
 
 STUDIES = Path("studies")
 _HEADINGS = {

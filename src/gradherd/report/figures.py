@@ -9,7 +9,7 @@ from gradherd.report.text import figure, plain
 
 WIDE, HIGH = 800, 340
 _LEFT, _TOP, _BOTTOM = 64, 34, 46
-_LEGEND = 280
+_LEGEND, _EACH = 280, 18
 # Of middling lightness, told apart also by those who see few colours; the first is the baseline's.
 COLOURS = ("#8a8f98", "#2f81d6", "#d9731a", "#2e9e5b", "#b0569e", "#c9a20c", "#1fa5a5", "#d0484f")
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
@@ -113,10 +113,11 @@ def chart(
     whole = all(px == int(px) for px in xs) and not log_x
     few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _FEW else ()
     across = Axis(min(xs), max(xs), _LEFT, WIDE - _LEGEND, log_x, whole=whole, only=few)
-    up = Axis(low, high, HIGH - _BOTTOM, _TOP, log)
+    tall = max(HIGH, _TOP + _EACH * len(kept))
+    up = Axis(low, high, tall - _BOTTOM, _TOP, log)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" '
-        f'width="{WIDE}" height="{HIGH}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {tall}" '
+        f'width="{WIDE}" height="{tall}" role="img" '
         'font-family="system-ui, sans-serif" font-size="12">',
         f"<title>{_safe(title)}</title>",
         f'<text x="{_LEFT}" y="18" fill="{_INK}" font-size="14" font-weight="600">'
@@ -157,9 +158,15 @@ def _grid(across: Axis, up: Axis, x: str, y: str, *, zero: bool) -> list[str]:
     middle = _n((up.start + up.end) / 2)
     parts.append(
         f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle" '
-        f'fill="{_INK}">{_safe(y)}</text>'
+        f'fill="{_INK}"{_small(y, up.start - up.end)}>{_safe(y)}</text>'
     )
     return parts
+
+
+def _small(words: str, room: float) -> str:
+    """Return a smaller font for words that would not fit; letters are about half as wide."""
+    size = 2 * room / max(1, len(words))
+    return f' font-size="{max(size, 7):.1f}"' if size < 10.6 else ""
 
 
 def _labelled(axis: Axis) -> list[tuple[float, str]]:
@@ -195,7 +202,7 @@ def _drawn(number: int, line: Line, across: Axis, up: Axis) -> list[str]:
             f'<circle cx="{_n(across.at(x))}" cy="{_n(up.at(y))}" r="3" fill="{colour}"/>'
             for x, y in line.points
         ]
-    at = _TOP + 8 + 18 * number
+    at = _TOP + 8 + _EACH * number
     parts.append(f'<path d="M{across.end + 16:g} {at}h22" {style}/>')
     parts.append(_text(across.end + 44, at + 4, plain(line.name, 36), "start"))
     return parts

@@ -9,15 +9,15 @@ from gradherd.report.claims_measures import mean_by_seed, measured, share_more
 from gradherd.report.claims_words import words_of
 from gradherd.report.figures import COLOURS, DASHES, Line, chart
 from gradherd.study.archive import Result
-from gradherd.study.file import Figure, Study
+from gradherd.study.spec import Figure, Study
 
 Results = Mapping[str, Sequence[Result]]
-_SERIES = ("epoch", "step", "round", "bytes")
+SERIES = ("epoch", "step", "round", "bytes")
 _MANIFOLD = ("bytes", "lr", "workers")
 """What arms differ in many times over: told on a logarithmic axis."""
 _IN_SERIES = {"bound": "herding_bound"}
 """What has a value at every time in a series, and otherwise is that of the last."""
-_TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
+TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 _ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
 _SPARSIFIERS = (
     *("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco"),
@@ -46,7 +46,7 @@ def _chart(figure: Figure, results: Results, base: Sequence[Result]) -> str | No
         points = figure.y == "metric" and "%" in metric
         lines = against(figure, results, base, points)
         words = f"{words_of(figure.y, metric)}, {'points' if points else '%'} from {figure.against}"
-    elif figure.x in _SERIES:
+    elif figure.x in SERIES:
         lines = over_time(figure, results)
         words = words_of(_IN_SERIES.get(figure.y, figure.y), metric)
     else:
@@ -174,8 +174,8 @@ def _series(figure: Figure, result: Result) -> Series:
     if figure.x == "step" and figure.y == "density" and record.density_by_step:
         points = record.density_by_step
         return [one["step"] for one in points], [one["mean"] for one in points]
-    if figure.y not in _TRAINED:
-        raise ValueError(f"unknown y {figure.y!r}; known are {', '.join(_TRAINED)}")
+    if figure.y not in TRAINED:
+        raise ValueError(f"unknown y {figure.y!r}; known are {', '.join(TRAINED)}")
     values = [getattr(row, figure.y) for row in record.epochs]
     sizes = {
         "epoch": (1.0 for _ in record.epochs),
@@ -195,7 +195,7 @@ def across(figure: Figure, results: Results) -> list[Line]:
         settings = runs[0].settings
         x = settings.get(figure.x)
         if not isinstance(x, int | float):
-            raise ValueError(f"{figure.x!r} is no number that arms differ in")
+            raise ValueError(f"{figure.x!r} is no number in {name!r}, got {x!r}")
         values = measured(figure.y, None, runs, None).arm
         mean = mean_by_seed(values)
         known = [value for value in values.values() if value is not None]

@@ -34,11 +34,16 @@ def arms_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
     for group in groups:
         for settings in _expanded(group):
             label = settings.pop("label", None)
+            if label is not None and not isinstance(label, str):
+                raise ValueError(f"label of an [[arms]] table must be a text, got {label!r}")
             if settings.get("sparsify") == "dense":  # All of it travels: there is no density.
                 settings.pop("density", None)
             arm = Arm(name=name_of(settings, label), settings=settings)
             if found.setdefault(arm.name, arm).settings != settings:
-                raise ValueError(f"two arms are called {arm.name!r}: give one group a label")
+                way = "give one group a label"
+                if label is not None:
+                    way = "a label hides what lists make different, so give each its own group"
+                raise ValueError(f"two arms are called {arm.name!r}: {way}")
     if not found:
         raise ValueError("there is no arm: a study needs at least one [[arms]] table")
     return tuple(found.values())
@@ -67,7 +72,7 @@ def name_of(settings: Mapping[str, Any], label: str | None) -> str:
     """
     sent = settings.get("sparsify")
     if sent is not None and "density" in settings:
-        sent = f"{sent} {settings['density']:g}"
+        sent = f"{sent} {_word(settings['density'])}"
     head = [str(one) for one in (settings.get("order"), sent, settings.get("case")) if one]
     others = {name: value for name, value in settings.items() if name not in HEAD}
     rest = [label] if label is not None else _told(others)
@@ -81,5 +86,9 @@ def _told(settings: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             words += _told(value)
         else:
-            words.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+            words.append(f"{name} {_word(value)}")
     return words
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

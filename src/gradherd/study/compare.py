@@ -12,8 +12,8 @@ import torch
 
 from gradherd.comm.world import World
 from gradherd.study.compact import about, columns
-from gradherd.study.file import Study
 from gradherd.study.kind import Found, Number, Piece, Where, checked, task_path
+from gradherd.study.spec import Study
 from gradherd.tasks.registry import find_task
 from gradherd.train.config import RunConfig
 from gradherd.train.plan import run_all

@@ -17,8 +17,8 @@ from gradherd.bench.signs import bench_signs
 from gradherd.bench.step import bench_step
 from gradherd.bench.virtual import LEAST_STEPS, bench_virtual
 from gradherd.comm.ranks import run_ranks
-from gradherd.study.file import Study
 from gradherd.study.kind import Found, Number, OneByOne, Piece, Where, checked, no_task, positive
+from gradherd.study.spec import Study
 
 CASES: Mapping[str, tuple[str, ...]] = {
     "coordination": ("workers", "dim", "repeats"),

@@ -19,8 +19,8 @@ from gradherd.sparsify.selector import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify, make_settings
 from gradherd.sparsify.virtual import Workers
 from gradherd.study.compact import thinned
-from gradherd.study.file import Study
 from gradherd.study.kind import Found, Number, Piece, Where, checked, positive, task_path
+from gradherd.study.spec import Study
 from gradherd.tasks.registry import find_task
 from gradherd.train.steps import flat_grad
 

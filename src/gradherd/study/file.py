@@ -2,22 +2,17 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradherd.study.archive import file_of
 from gradherd.study.arms import Arm, arms_of
+from gradherd.study.checks import check_keys, check_one, made
+from gradherd.study.spec import DEVICES, PAIRED, TESTS, THEMES, Claim, Figure, Study
 from gradherd.train.record import plain, read_text
 
-TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
-"""What a claim can say: see `report.claims`."""
-PAIRED = ("epochs_share", "epochs_to_final")
-"""Measures of an arm that are taken against another, whatever the test."""
-THEMES = ("ordering", "open", "sparsifying", "together")
-"""Parts of the page, in its order."""
-DEVICES = ("cpu", "cuda")
-"""Where a study can be made to run."""
 _TOP = (
     "kind",
     "theme",
@@ -34,85 +29,6 @@ _MOST_SEEDS = 1000
 _LONGEST = 400
 """Letters of a complaint."""
 _TABLES = ("arms", "claim", "figure")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A sentence that the records of a study bear out or not."""
-
-    id: str
-    """A name of its own among all studies."""
-    text: str
-    """What is claimed."""
-    source: str
-    """Who says so, and where."""
-    paper: str
-    """The figure that is given there, in words."""
-    paper_values: tuple[float, float] | None = None
-    """... as two numbers, of the arm and of what it is held against; None if it gives none."""
-    measure: str
-    """What is measured of each run."""
-    test: str
-    """How the arm must compare: less, greater, no-worse, at-most, at-least."""
-    arm: str
-    """Name of the arm."""
-    against: str | None = None
-    """Name of the arm that it is held against: with less, greater and no-worse, and if PAIRED."""
-    value: float | None = None
-    """The bound of at-most and at-least; the share that no-worse allows."""
-    epoch: int | None = None
-    """Read after so many epochs; None is the end."""
-    note: str = ""
-    """What else a reader of the row should know."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A chart of a study."""
-
-    title: str
-    """What it shows."""
-    y: str
-    """A series of the runs, or a measure where x is a setting."""
-    x: str = "epoch"
-    """epoch, step, round, bytes; or the name of a setting that arms differ in."""
-    arms: tuple[str, ...] = ()
-    """Names of the arms that are drawn; none is all."""
-    lines: str = "arm"
-    """What makes a line: each arm, or each value of a setting."""
-    log: bool = False
-    """Whether the y axis is logarithmic."""
-    zero: bool = False
-    """Whether the y axis shows zero, so that heights can be compared."""
-    against: str | None = None
-    """Name of an arm: others are drawn by how far they are from it, seed by seed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """Everything that a file says."""
-
-    name: str
-    """Of the file, without its ending."""
-    folder: Path
-    """Where the file is: tasks of its own are looked for from there."""
-    kind: str
-    theme: str
-    title: str
-    task: str | None
-    seeds: tuple[int, ...]
-    device: str
-    """Where it is meant to run: on a CPU it may take days."""
-    budget: str
-    """Where it has less than the paper, or other data: told in the rows of the paper's claims."""
-    note: str
-    settings: Mapping[str, Any]
-    """Of all arms."""
-    sources: Mapping[str, str]
-    """Where each setting comes from."""
-    arms: tuple[Arm, ...]
-    claims: tuple[Claim, ...]
-    figures: tuple[Figure, ...]
 
 
 def read_study(path: Path) -> Study:
@@ -136,13 +52,14 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     """Return the study that a parsed file describes; ValueError says what is wrong."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"a study is called by small letters, digits and -, got {name!r}")
-    _check_keys("key", found, (*_TOP, *_TABLES))
-    for key in ("kind", "theme", "title", "budget", "note"):
-        there = found.get(key, "" if key in ("budget", "note") else None)
-        if not isinstance(there, str):
-            raise ValueError(f"{key} must be a text, got {there!r}")
-    _check_one("theme", found["theme"], THEMES)
-    _check_one("device", found.get("device", "cpu"), DEVICES)
+    check_keys("key", found, (*_TOP, *_TABLES))
+    for key in ("kind", "theme", "title", "task", "budget", "note"):
+        if key not in found and key in ("kind", "theme", "title"):
+            raise ValueError(f"there is no {key}: a study needs one")
+        if not isinstance(found.get(key, ""), str):
+            raise ValueError(f"{key} must be a text, got {found[key]!r}")
+    check_one("theme", found["theme"], THEMES)
+    check_one("device", found.get("device", "cpu"), DEVICES)
     for key in _TABLES:
         tables = found.get(key, [])
         if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
@@ -169,6 +86,7 @@ def study_of(found: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         figures=tuple(_figure(one) for one in found.get("figure", [])),
     )
     _check_sources(study)
+    _check_files(study)
     _check_names(study)
     return study
 
@@ -186,37 +104,29 @@ def _seeds(found: Any) -> tuple[int, ...]:
 
 
 def _claim(found: Mapping[str, Any]) -> Claim:
-    claim: Claim = _made(Claim, "claim", found)
+    claim: Claim = made(Claim, "claim", found)
     where = f"claim {claim.id}"
-    _check_one(f"test of {where}", claim.test, TESTS)
+    check_one(f"test of {where}", claim.test, TESTS)
     compared = claim.test in ("less", "greater", "no-worse") or claim.measure in PAIRED
     if compared != (claim.against is not None):
         also = " and ".join(PAIRED)
         raise ValueError(f"{where}: against goes with less, greater and no-worse, and with {also}")
     if (claim.test in ("no-worse", "at-most", "at-least")) != (claim.value is not None):
         raise ValueError(f"{where}: value goes with no-worse, at-most and at-least")
+    if claim.epoch is not None and claim.epoch < 1:
+        raise ValueError(f"{where}: epochs are counted from 1, got {claim.epoch}")
     return claim
 
 
 def _figure(found: Mapping[str, Any]) -> Figure:
-    figure: Figure = _made(Figure, "figure", found)
+    figure: Figure = made(Figure, "figure", found)
     if figure.against is not None:
-        _check_one("x of a figure with against", figure.x, ("epoch", "step", "round"))
+        check_one("x of a figure with against", figure.x, ("epoch", "step", "round"))
         if figure.lines != "arm":
             raise ValueError(f"figure {figure.title!r}: with against each arm is a line: no lines")
     if figure.log and (figure.zero or figure.against is not None):
         raise ValueError(f"figure {figure.title!r}: log goes with neither zero nor against")
     return figure
-
-
-def _made(kind: Any, what: str, found: Mapping[str, Any]) -> Any:
-    """Build a Claim or a Figure from a table."""
-    _check_keys(f"key of a {what}", found, [field.name for field in fields(kind)])
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:  # It says which are missing.
-        raise ValueError(f"{what} {found.get('id', '')}: {str(error).split('() ')[-1]}") from None
 
 
 def _check_sources(study: Study) -> None:
@@ -230,22 +140,36 @@ def _check_sources(study: Study) -> None:
         raise ValueError(f"[sources] tells of {', '.join(idle)}, which nothing sets")
 
 
+def _check_files(study: Study) -> None:
+    """Every arm has a file of its own, whose name has fewer letters than an arm's may have."""
+    taken: dict[str, str] = {}
+    for arm in study.arms:
+        file = file_of(Path(), arm.name).name.lower()  # Some disks see no capitals.
+        if taken.setdefault(file, arm.name) != arm.name:
+            raise ValueError(
+                f"arms {taken[file]!r} and {arm.name!r} would share the file {file}: "
+                "give one another label"
+            )
+
+
 def _check_names(study: Study) -> None:
     known = [arm.name for arm in study.arms]
+    counts = Counter(claim.id for claim in study.claims)
+    if counts and counts.most_common(1)[0][1] > 1:
+        raise ValueError(f"two claims are called {counts.most_common(1)[0][0]!r}")
     for claim in study.claims:
-        for arm in (claim.arm, claim.against):
-            if arm is not None:
-                _check_one(f"arm of claim {claim.id}", arm, known)
+        for name in (claim.arm, claim.against):
+            if name is not None:
+                check_one(f"arm of claim {claim.id}", name, known)
+                _check_epoch(claim, study, study.arms[known.index(name)])
     for figure in study.figures:
-        for arm in (*figure.arms, *([] if figure.against is None else [figure.against])):
-            _check_one("arm of a figure", arm, known)
+        for name in (*figure.arms, *([] if figure.against is None else [figure.against])):
+            check_one(f"arm of figure {figure.title}", name, known)
 
 
-def _check_keys(what: str, found: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    for key in found:
-        _check_one(what, key, allowed)
-
-
-def _check_one(what: str, found: str, allowed: Sequence[str]) -> None:
-    if found not in allowed:
-        raise ValueError(f"unknown {what} {found!r}; known are {', '.join(allowed)}")
+def _check_epoch(claim: Claim, study: Study, arm: Arm) -> None:
+    last = {**study.settings, **arm.settings}.get("epochs")
+    if claim.epoch is not None and isinstance(last, int) and claim.epoch > last:
+        raise ValueError(
+            f"claim {claim.id}: there is no epoch {claim.epoch}, {arm.name!r} has {last}"
+        )

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from gradherd.ordering.policy import make_policy
 from gradherd.replay.order import random_vectors, replay_order
-from gradherd.study.file import Study
 from gradherd.study.kind import Found, OneByOne, Piece, Where, checked, no_task, positive
+from gradherd.study.spec import Study
 
 
 @dataclass(frozen=True)

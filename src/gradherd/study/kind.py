@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from gradherd.study.file import Study
+from gradherd.study.spec import Study
 from gradherd.train.loop import Progress
 
 Number = (int, float)

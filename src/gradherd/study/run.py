@@ -12,10 +12,10 @@ from gradherd.study.archive import Result, done, read_arms, write_results
 from gradherd.study.compare import Compare
 from gradherd.study.cost import Cost
 from gradherd.study.density import Density
-from gradherd.study.file import Study
 from gradherd.study.herding import Herding
 from gradherd.study.jobs import run_jobs
 from gradherd.study.kind import Kind, Piece, Where
+from gradherd.study.spec import Study
 from gradherd.train.surroundings import hardware, versions
 
 KINDS: dict[str, Kind] = {

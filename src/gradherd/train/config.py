@@ -88,7 +88,7 @@ class RunConfig:
                 raise ValueError(
                     f"method has momentum {self.method['momentum']}, which replaces that of the "
                     "optimizer: that must be sgd with momentum 0, "
-                    f"got {self.optimizer} with {self.momentum}"
+                    f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
                 )
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
