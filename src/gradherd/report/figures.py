@@ -165,8 +165,8 @@ def _grid(across: Axis, up: Axis, x: str, y: str, *, zero: bool) -> list[str]:
 
 def _small(words: str, room: float) -> str:
     """Return a smaller font for words that would not fit; letters are about half as wide."""
-    size = 2 * room / max(1, len(words))
-    return f' font-size="{max(size, 7):.1f}"' if size < 10.6 else ""
+    size = math.floor(20 * room / max(1, len(words))) / 10
+    return f' font-size="{max(size, 7.0)}"' if size < 10.6 else ""
 
 
 def _labelled(axis: Axis) -> list[tuple[float, str]]:
