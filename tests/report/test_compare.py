@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from gradherd.report.compare import as_json, compare, compare_all
+from gradherd.report.tables import table_of
 from tests.report.made import HARDWARE, orders, record, sparsifiers
 
 KEYS = ["order", "sparsify", "final_loss", "final_metric", "loss_by_epoch", "epochs_to_baseline"]
@@ -218,3 +219,18 @@ def test_json_keeps_its_contract():
         assert isinstance(arm["epochs_to_baseline"], int)
     assert [arm["order"] for arm in found["arms"]] == ["d-rr", "always-plus", "cd-grab"]
     assert as_json(compare(orders()), None)["report"] is None
+
+
+def test_seconds_are_best_only_where_clocks_can_be_compared():
+    """Workers in one process take turns, and another machine has another clock."""
+    runs = [record(order, seed=seed) for order in ("d-rr", "cd-grab") for seed in (0, 1)]
+
+    def marked(records):
+        found = table_of(compare(records))
+        at = [number for number, name in enumerate(found.columns) if "seconds" in name]
+        return any(row[number].best for row in found.rows for number in at)
+
+    assert marked(runs)
+    assert not marked([replace(run, config={**run.config, "virtual": True}) for run in runs])
+    other = {**HARDWARE, "cpu": "Made-up 4000"}
+    assert not marked([*runs[:2], *(replace(run, hardware=other) for run in runs[2:])])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gradherd.report.model import Comparison, Difference, Pair
 from gradherd.report.text import counted, fixed, in_bytes, in_seconds, p_value, with_std
-from gradherd.report.wording import places_for
+from gradherd.report.wording import places_for, same_clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ def table_of(comparison: Comparison) -> Table:
         f"loss − baseline{', last half' if late else ''}": _loss_difference,  # noqa: RUF001
         "metric − baseline": lambda c: [_difference(p, p.metric, c) for p in c.pairs],  # noqa: RUF001
         "epochs to baseline's final loss": _epochs_to,
-        "seconds to it": lambda c: _amounts([p.seconds_to for p in c.pairs], in_seconds),
+        "seconds to it": lambda c: _seconds([p.seconds_to for p in c.pairs], c),
         "bytes to it": lambda c: _amounts([p.bytes_to for p in c.pairs], in_bytes),
-        "seconds in all": lambda c: _amounts([arm.seconds for arm in c.arms], in_seconds),
+        "seconds in all": lambda c: _seconds([arm.seconds for arm in c.arms], c),
         "bytes in all": lambda c: _amounts([arm.bytes for arm in c.arms], in_bytes),
     }
     if any(arm.density is not None for arm in comparison.arms):
@@ -149,6 +149,15 @@ def _amounts(values: Sequence[float | None], shown: Callable[[float | None], str
         Cell(text="–" if value is None else shown(value), best=index in best)  # noqa: RUF001
         for index, value in enumerate(values)
     ]
+
+
+def _seconds(values: Sequence[float | None], comparison: Comparison) -> list[Cell]:
+    """Return seconds; none is the best where clocks cannot be compared."""
+    cells = _amounts(values, in_seconds)
+    used = [pair for pair in comparison.pairs if pair.arm.used and pair.reference.used]
+    if all(same_clock(pair) for pair in used):
+        return cells
+    return [replace(cell, best=False) for cell in cells]
 
 
 def _density(comparison: Comparison) -> list[Cell]:
