@@ -117,7 +117,7 @@ def test_bench_signs_json(capsys):
         (["herding", "--orders", ","], "--orders must name at least one of d-rr"),
         (["herding", "--oders", "d-rr"], "--oders"),
         (["bench", "signs", "--dim", "0"], "--dim: '0' is not a positive whole number"),
-        (["bench", "signs", "--device", "tpu9"], "--device 'tpu9' cannot be used here"),
+        (["bench", "signs", "--device", "tpu9"], "--device must be cpu or cuda, got 'tpu9'"),
     ],
 )
 def test_wrong_usage_gets_one_line_and_code_2(capsys, tiny, args, complaint):
