@@ -10,6 +10,7 @@ from gradherd.report.claims_measures import epochs_share, epochs_to_final, of_ru
 from gradherd.report.evidence import IMAGES, PAGE, fits, gather
 from gradherd.report.figures import Axis, Line, chart
 from gradherd.report.figures_study import against, drawn, over_time
+from gradherd.report.told import check_told
 from gradherd.study.archive import Result, write_results
 from gradherd.study.compact import about, columns
 from gradherd.study.file import read_study
@@ -326,12 +327,19 @@ def test_results_of_other_settings_do_not_count(root):
     assert list(found.files) == [PAGE] and "1 claim of `studies" in found.files[PAGE]
 
 
-def test_charts_that_cannot_be_drawn_are_refused(root):
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"y": "odd"}, "unknown y of figure Loss 'odd'; known are train_loss"),
+        ({"x": "round"}, "unknown x of figure Loss 'round'; known are epoch, step, bytes"),
+        ({"x": "order"}, "figure Loss: order is no number in 'd-rr, few', got 'd-rr'"),
+    ],
+)
+def test_charts_that_cannot_be_drawn_are_refused(root, given, says):
     study = read_study(root / "studies" / "small.toml")
-    odd = replace(study, figures=(replace(study.figures[0], y="odd"),))
-    some = {"d-rr, few": [result("d-rr, few", 0, [1.0])]}
-    with pytest.raises(ValueError, match="unknown y 'odd'; known are train_loss"):
-        drawn(odd, some)
+    check_told(study)
+    with pytest.raises(ValueError, match=says):
+        check_told(replace(study, figures=(replace(study.figures[0], **given),)))
 
 
 def test_arms_are_drawn_against_another_seed_by_seed():

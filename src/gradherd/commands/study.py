@@ -20,6 +20,7 @@ from gradherd.commands.claims_show import as_claims, print_claims
 from gradherd.commands.study_bar import Bar
 from gradherd.commands.train_options import AnyPath, check_data, known_task
 from gradherd.commands.usage import Failed, UsageError, at_least, print_json
+from gradherd.report.text import counted
 from gradherd.study.archive import Result, read_arms, read_others
 from gradherd.study.file import read_study
 from gradherd.study.jobs import ProcessDied
@@ -156,8 +157,7 @@ class Study:
         lost = sum(one["status"] == "diverged" for one in made)
         more = f", {skipped} were there" if skipped else ""
         more += f", {lost} diverged" if lost else ""
-        runs = "run" if len(made) == 1 else "runs"
-        print(f"{study.name}: {len(made)} {runs}{more}; results in {out}")
+        print(f"{study.name}: {counted(len(made), 'run')}{more}; results in {out}")
 
     def _show_plan(
         self,

@@ -6,37 +6,20 @@ Runs that train have the measures below; all others have the numbers of their su
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from gradherd.report.arms import late_epochs, values_at
-from gradherd.report.claims_words import words_of
+from gradherd.report.claims_words import OF_EPOCHS, words_of
 from gradherd.report.pairs import first_at_or_below
 from gradherd.report.stats import number, spread
 from gradherd.study.archive import Result
 from gradherd.study.spec import PAIRED
-from gradherd.train.record import EpochRow, RunRecord
+from gradherd.train.record import RunRecord
 
 BySeed = Mapping[int, float | None]
 """A figure of each seed; None where a run has none, as when it diverged."""
-_FIELDS: dict[str, Callable[[EpochRow], float | None]] = {
-    "train_loss": lambda row: row.train_loss,
-    "metric": lambda row: row.metric,
-    "herding_bound": lambda row: row.herding_bound,
-    "padding": lambda row: row.padding,
-    "residual_norm": lambda row: row.residual_norm,
-    "density": lambda row: row.density,
-}
-_SUMS: dict[str, Callable[[EpochRow], float]] = {
-    "bytes": lambda row: row.bytes,
-    "ordering_bytes": lambda row: row.ordering_bytes,
-    "seconds": lambda row: row.seconds,
-}
-MEASURES = (
-    *_FIELDS,
-    *(f"late_{one}" for one in _FIELDS),
-    *_SUMS,
-    "density_off",
-    *PAIRED,
-)
+_SUMS = ("bytes", "ordering_bytes", "seconds")
+MEASURES = (*OF_EPOCHS, *(f"late_{one}" for one in OF_EPOCHS), *_SUMS, "density_off", *PAIRED)
 """All of runs that train."""
 ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", *PAIRED)
 """Measures that every run has unless it diverged or never got there: lacking them is a finding."""
@@ -82,8 +65,13 @@ def measured(
         shares = epochs_share(runs, others)
         return Measured(shares, dict.fromkeys(shares, 1.0), False, words)
     there = None if others is None else of_runs(name, epoch, others)
-    in_percent = name in ("metric", "late_metric") and "%" in runs[0].metric_name
-    return Measured(of_runs(name, epoch, runs), there, higher, words, in_percent)
+    percent = in_percent(name, runs[0].metric_name)
+    return Measured(of_runs(name, epoch, runs), there, higher, words, percent)
+
+
+def in_percent(name: str, metric: str) -> bool:
+    """Return whether a measure is a metric in percent."""
+    return name in ("metric", "late_metric") and "%" in metric
 
 
 def share_more(here: float, there: float, in_percent: bool = False) -> float | None:
@@ -107,15 +95,15 @@ def of_runs(name: str, epoch: int | None, runs: Sequence[RunRecord]) -> dict[int
     end = max(len(run.epochs) for run in runs) if epoch is None else epoch
     seeds = [run.seed for run in runs]
     if name in _SUMS:
-        sums = [sum(_SUMS[name](row) for row in run.epochs[:end]) for run in runs]
+        sums = [sum(getattr(row, name) for row in run.epochs[:end]) for run in runs]
         return dict(zip(seeds, sums, strict=True))
     if name == "density_off":
         return {run.seed: _density_off(run, end) for run in runs}
-    field = _FIELDS.get(name.removeprefix("late_"))
-    if field is None:
+    field = name.removeprefix("late_")
+    if field not in OF_EPOCHS:
         raise ValueError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
-    by_epoch = [values_at(runs, one, field) for one in epochs]
+    by_epoch = [values_at(runs, one, attrgetter(field)) for one in epochs]
     means = [spread(values).mean for values in zip(*by_epoch, strict=True)]
     return dict(zip(seeds, means, strict=True))
 

@@ -14,7 +14,8 @@ _WORDS = {
     "density_off": "share that the density of an epoch is off, the largest",
     "build_up": "density / wanted, last half of the steps",
 }
-_OF_EPOCHS = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
+OF_EPOCHS = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
+"""What runs that train have after each epoch."""
 _OF_CASES = {
     "seconds": "seconds of {}",
     "ratio": "time of {} / that of the plain case",
@@ -38,7 +39,7 @@ def words_of(name: str, metric: str = "metric", when: str = "") -> str:
         return _OF_CASES.get(kind, f"{kind} of {{}}").format(case)
     plain = name.removeprefix("late_")
     words = metric if plain == "metric" else _WORDS.get(plain, plain.replace("_", " "))
-    if plain not in _OF_EPOCHS:
+    if plain not in OF_EPOCHS:
         return words
     if name != plain:
         return f"{words}, mean over the last half of the epochs"

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gradherd.report.claims_measures import mean_by_seed, measured, share_more
+from gradherd.report.claims_measures import in_percent, mean_by_seed, measured, share_more
 from gradherd.report.claims_words import words_of
 from gradherd.report.figures import COLOURS, DASHES, Line, chart
 from gradherd.study.archive import Result
@@ -17,7 +17,6 @@ _MANIFOLD = ("bytes", "lr", "workers")
 """What arms differ in many times over: told on a logarithmic axis."""
 _IN_SERIES = {"bound": "herding_bound"}
 """What has a value at every time in a series, and otherwise is that of the last."""
-TRAINED = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 _ORDERS = ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus")
 _SPARSIFIERS = (
     *("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco"),
@@ -28,10 +27,13 @@ Series = tuple[list[float], list[float | None]]
 
 
 def drawn(study: Study, results: Results) -> dict[str, str]:
-    """Return the charts of a study as SVG by file name; those without results are left out."""
+    """Return the charts of a study that `check_told` has found good, as SVG by file name.
+
+    Those without results are left out.
+    """
     found = {}
     for number, figure in enumerate(study.figures, 1):
-        names = [arm.name for arm in study.arms if not figure.arms or arm.name in figure.arms]
+        names = [arm.name for arm in study.drawn(figure)]
         there = {name: results[name] for name in names if name in results}
         base = () if figure.against is None else results.get(figure.against, ())
         if there and (svg := _chart(figure, there, base)) is not None:
@@ -43,7 +45,7 @@ def _chart(figure: Figure, results: Results, base: Sequence[Result]) -> str | No
     """Return a chart of some arms; None if there is nothing to draw."""
     metric = next(iter(results.values()))[0].about.get("metric_name", "metric")
     if figure.against is not None:
-        points = figure.y == "metric" and "%" in metric
+        points = in_percent(figure.y, metric)
         lines = against(figure, results, base, points)
         words = f"{words_of(figure.y, metric)}, {'points' if points else '%'} from {figure.against}"
     elif figure.x in SERIES:
@@ -174,16 +176,12 @@ def _series(figure: Figure, result: Result) -> Series:
     if figure.x == "step" and figure.y == "density" and record.density_by_step:
         points = record.density_by_step
         return [one["step"] for one in points], [one["mean"] for one in points]
-    if figure.y not in TRAINED:
-        raise ValueError(f"unknown y {figure.y!r}; known are {', '.join(TRAINED)}")
     values = [getattr(row, figure.y) for row in record.epochs]
     sizes = {
         "epoch": (1.0 for _ in record.epochs),
         "step": (float(row.steps) for row in record.epochs),
         "bytes": (row.bytes / 1e6 for row in record.epochs),
     }
-    if figure.x not in sizes:
-        raise ValueError(f"unknown x {figure.x!r} of runs that train")
     return list(itertools.accumulate(sizes[figure.x])), values
 
 
@@ -193,9 +191,7 @@ def across(figure: Figure, results: Results) -> list[Line]:
     bands: dict[str, list[tuple[float, float, float]]] = {}
     for name, runs in results.items():
         settings = runs[0].settings
-        x = settings.get(figure.x)
-        if not isinstance(x, int | float):
-            raise ValueError(f"{figure.x!r} is no number in {name!r}, got {x!r}")
+        x = settings[figure.x]
         values = measured(figure.y, None, runs, None).arm
         mean = mean_by_seed(values)
         known = [value for value in values.values() if value is not None]

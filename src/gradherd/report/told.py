@@ -1,8 +1,9 @@
 """What a study's claims and figures ask for, checked before anything is run for them."""
 
 from gradherd.report.claims_measures import MEASURES
-from gradherd.report.figures_study import SERIES, TRAINED
-from gradherd.study.checks import check_one
+from gradherd.report.claims_words import OF_EPOCHS
+from gradherd.report.figures_study import SERIES
+from gradherd.study.checks import check_one, fits
 from gradherd.study.run import kind_of
 from gradherd.study.spec import Figure, Study
 
@@ -13,27 +14,27 @@ def check_told(study: Study) -> None:
     What runs have that train nothing is known when they have been made.
     """
     trains = study.kind == "compare"
+    times = [one for one in SERIES if not trains or one != "round"]
     for claim in study.claims:
         if trains:
             check_one(f"measure of claim {claim.id}", claim.measure, MEASURES)
     for figure in study.figures:
         where = f"figure {figure.title}"
+        check_one(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
         if trains:
-            check_one(f"y of {where}", figure.y, TRAINED if figure.x in SERIES else MEASURES)
-        if figure.x not in SERIES:
+            check_one(f"y of {where}", figure.y, OF_EPOCHS if figure.x in times else MEASURES)
+        if figure.x not in times:
             _check_across(study, figure, where)
 
 
 def _check_across(study: Study, figure: Figure, where: str) -> None:
-    """A setting is drawn over another one: both must be settings, and that one a number."""
+    """What is drawn over a setting: each arm has a number of it, lines are of another."""
     kind = kind_of(study)
-    check_one(f"x of {where}", figure.x, (*SERIES, *kind.keys))
     check_one(f"lines of {where}", figure.lines, ("arm", *kind.keys))
-    drawn = [arm for arm in study.arms if not figure.arms or arm.name in figure.arms]
-    values = {arm.name: kind.settings(study, arm.settings).get(figure.x) for arm in drawn}
-    for name, value in values.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
+    for arm in study.drawn(figure):
+        value = kind.settings(study, arm.settings).get(figure.x)
+        if not fits(value, float):
             raise ValueError(
-                f"{where}: {figure.x} is no number in {name!r}, got {value!r}: "
+                f"{where}: {figure.x} is no number in {arm.name!r}, got {value!r}: "
                 "name the arms that have one in arms"
             )

@@ -94,3 +94,7 @@ class Study:
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
     figures: tuple[Figure, ...]
+
+    def drawn(self, figure: Figure) -> list[Arm]:
+        """Return the arms of a figure."""
+        return [arm for arm in self.arms if not figure.arms or arm.name in figure.arms]
