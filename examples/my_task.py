@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.tasks import Defaults, Split
-from gradherd.tasks.evaluate import accuracy
+from gradherd.lab.tasks import Defaults, Split
+from gradherd.lab.tasks.evaluate import accuracy
 
 
 @dataclass(frozen=True)

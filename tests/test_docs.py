@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradherd.cli import COMMANDS, main
+from gradherd.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

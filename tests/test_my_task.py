@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradherd.cli import main
-from gradherd.tasks import Split, find_task
-from gradherd.train.record import read_record
+from gradherd.cli.main import main
+from gradherd.lab.tasks import Split, find_task
+from gradherd.lab.train.record import read_record
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = f"{ROOT / 'examples' / 'my_task.py'}:Spirals"

@@ -1,8 +1,9 @@
 """Distributed PyTorch training in fewer epochs and fewer bytes."""
 
-from gradherd.attach import attach as attach
+from gradherd.attach.attach import attach as attach
+from gradherd.attach.herd import Herd as Herd
+from gradherd.attach.state import merge_states as merge_states
 from gradherd.comm.world import World as World
-from gradherd.herd import Herd as Herd
 from gradherd.ordering.cd_grab import CDGraB as CDGraB
 from gradherd.ordering.grab import GraB as GraB
 from gradherd.ordering.pair_grab import PairGraB as PairGraB
@@ -28,6 +29,5 @@ from gradherd.sparsify.sidco import SIDCo as SIDCo
 from gradherd.sparsify.threshold import Threshold as Threshold
 from gradherd.sparsify.thresholds import Online as Online
 from gradherd.sparsify.topk import TopK as TopK
-from gradherd.stateful import merge_states as merge_states
 
 __version__ = "0.1.0.dev0"

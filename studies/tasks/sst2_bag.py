@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.tasks.evaluate import accuracy
-from gradherd.tasks.sst2_transformer import PADDING, WORDS, SST2Transformer
-from gradherd.tasks.task import Defaults, Split
+from gradherd.lab.tasks.evaluate import accuracy
+from gradherd.lab.tasks.sst2_transformer import PADDING, WORDS, SST2Transformer
+from gradherd.lab.tasks.task import Defaults, Split
 
 WIDTH = 96
 

@@ -6,7 +6,7 @@ from gradherd.comm import run_ranks
 from gradherd.ordering import Ordering
 from gradherd.ordering.gather import Gather
 from gradherd.ordering.walks import Claim
-from tests import attach_work
+from tests.attach import attach_work
 from tests.ordering.helpers import lists
 
 

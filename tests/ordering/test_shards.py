@@ -3,7 +3,7 @@ import torch
 
 from gradherd.comm import run_ranks
 from gradherd.ordering.shards import Pool
-from tests import attach_work
+from tests.attach import attach_work
 
 LENGTHS = [1, 7, 2, 64, 3]  # odd ones, and some shorter than the number of ranks
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradherd import SPARSIFIERS, ExDyna, Online, Sparsify, TopK
-from gradherd.cli import main
+from gradherd.cli.main import main
 from gradherd.replay.sparsify import replay_sparsify
 
 KEYS = ["selected", "per_rank", "threshold", "density", "padding", "residual_norm", "bytes"]

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from gradherd.cli import main as command_line
+from gradherd.cli.main import main as command_line
 from tests.stress import mutations
 from tests.stress.targets import REFUSED, TARGETS, Target, any_edition
 

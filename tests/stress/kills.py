@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
+from gradherd.attach.pack import unpack
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
-from gradherd.pack import unpack
-from gradherd.tasks.registry import find_task
-from gradherd.train.config import RunConfig
-from gradherd.train.plan import run_all
-from gradherd.train.resume import FOLDER, Saving
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.plan import run_all
+from gradherd.lab.train.resume import FOLDER, Saving
 
 WORKERS = 4
 KILLS_OF_A_RUN = 5

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
+from gradherd.attach.pack import unpack
 from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
-from gradherd.pack import unpack
-from gradherd.tasks.registry import find_task
-from gradherd.train.config import RunConfig
-from gradherd.train.fleet import Table
-from gradherd.train.loop import Progress
-from gradherd.train.plan import run_all
-from gradherd.train.ranks import RankFleet
-from gradherd.train.resume import FOLDER, Saving
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.fleet import Table
+from gradherd.lab.train.loop import Progress
+from gradherd.lab.train.plan import run_all
+from gradherd.lab.train.ranks import RankFleet
+from gradherd.lab.train.resume import FOLDER, Saving
 
 EXAMPLES, BATCH, EPOCHS = 203, 8, 3
 

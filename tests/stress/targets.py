@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradherd.attach.pack import pack, unpack
 from gradherd.comm.world import World
-from gradherd.pack import pack, unpack
+from gradherd.lab.report.find import find_records
+from gradherd.lab.report.page import render
+from gradherd.lab.study.archive import Result, read_results, write_results
+from gradherd.lab.study.file import read_study
+from gradherd.lab.tasks import fetch
+from gradherd.lab.tasks.check import check_set
+from gradherd.lab.tasks.data import find_set
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.sets import SETS
+from gradherd.lab.tasks.wikitext2_gpt2 import keep, recall
+from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
+from gradherd.lab.train.record import write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
 from gradherd.replay.sparsify import replay_sparsify
-from gradherd.report.find import find_records
-from gradherd.report.page import render
 from gradherd.sparsify.settings import Sparsify, make_sparsifier
-from gradherd.study.archive import Result, read_results, write_results
-from gradherd.study.file import read_study
-from gradherd.tasks import fetch
-from gradherd.tasks.check import check_set
-from gradherd.tasks.data import find_set
-from gradherd.tasks.registry import find_task
-from gradherd.tasks.sets import SETS
-from gradherd.tasks.wikitext2_gpt2 import keep, recall
-from gradherd.train.checkpoint import Checkpoints, NoCheckpoint
-from gradherd.train.record import write_record
-from tests.report.made import record
+from tests.lab.report.made import record
+from tests.lab.tasks import made
 from tests.stress import mutations
 from tests.stress.mutations import BYTES, EVIL, JSON, TEXT, Mutation
-from tests.tasks import made
 
 SINGLE = World.single()
 STATE = {"step": 10, "list": [1, None, 2.5, "x"], "own": torch.arange(50), 3: (True, {})}

@@ -16,27 +16,27 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.cli import main
+from gradherd.attach.pack import unpack
+from gradherd.cli.main import main
 from gradherd.comm.world import World
-from gradherd.pack import unpack
+from gradherd.lab.report.find import find_records
+from gradherd.lab.tasks.cifar10 import load_cifar10
+from gradherd.lab.tasks.data import MissingData, find_set
+from gradherd.lab.tasks.hmda import HMDA
+from gradherd.lab.tasks.npz import npz
+from gradherd.lab.tasks.pickles import plain_pickle
+from gradherd.lab.tasks.read import MOST, DamagedData, idx, sheet
+from gradherd.lab.tasks.read import unpack as unpacked
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
+from gradherd.lab.train.record import FILE, read_record, write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
-from gradherd.report.find import find_records
-from gradherd.tasks.cifar10 import load_cifar10
-from gradherd.tasks.data import MissingData, find_set
-from gradherd.tasks.hmda import HMDA
-from gradherd.tasks.npz import npz
-from gradherd.tasks.pickles import plain_pickle
-from gradherd.tasks.read import MOST, DamagedData, idx, sheet
-from gradherd.tasks.read import unpack as unpacked
-from gradherd.tasks.registry import find_task
-from gradherd.train.checkpoint import Checkpoints, NoCheckpoint
-from gradherd.train.record import FILE, read_record, write_record
-from tests.report.made import record
+from tests.lab.report.made import record
+from tests.lab.tasks import made
 from tests.stress.fuzz import fuzz, limits
 from tests.stress.mutations import Marker, bomb
 from tests.stress.targets import TARGETS, any_edition
-from tests.tasks import made
 
 HERE = Path("some") / "file"
 pytestmark = pytest.mark.skipif(

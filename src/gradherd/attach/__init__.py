@@ -1,0 +1,1 @@
+"""What meets a user's model: attach, hooks, feedback to the sampler, saved state."""

@@ -1,0 +1,1 @@
+"""What measures the core: tasks, training, studies, reports, benchmarks."""

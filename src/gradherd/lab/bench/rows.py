@@ -1,0 +1,119 @@
+"""What the gradient of every example costs, on an MLP.
+
+Cases: `plain` is forward and backward alone. `vmap` forms all gradients with torch.func, `loop`
+walks back one example at a time: what a user would do instead. `exact` reads what balancing needs
+(products with a vector, Gram matrix, a weighted sum) off the layers, `sketch` takes 256 numbers of
+every gradient. The ceiling is `plain`: rows are read off a backward, so it is always done.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from gradherd.lab.bench.memory import Peak
+from gradherd.lab.bench.timing import against, seconds
+from gradherd.rows.capture import Capture
+
+_SKETCH = 256
+_INPUTS, _CLASSES = 784, 10
+
+
+def mlp(params: int) -> nn.Sequential:
+    """Return 784 - h - h - 10 with about `params` parameters."""
+    hidden = 1
+    while (hidden + 1) * (_INPUTS + hidden + _CLASSES + 3) <= params:
+        hidden += 1
+    return nn.Sequential(
+        nn.Linear(_INPUTS, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, _CLASSES),
+    )
+
+
+class Bench:
+    """One model, one batch, every way to its gradients."""
+
+    def __init__(self, params: int, batch: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.model = mlp(params).to(device)
+        self.x = torch.randn(batch, _INPUTS, generator=generator).to(device)
+        self.y = torch.randint(_CLASSES, (batch,), generator=generator).to(device)
+        self.size = sum(p.numel() for p in self.model.parameters())
+        self.running = torch.randn(1, self.size, generator=generator).to(device)
+        self.signs = torch.ones(1, batch, device=device)
+
+    def plain(self) -> None:
+        """Forward and backward."""
+        self.model.zero_grad()
+        nn.functional.cross_entropy(self.model(self.x), self.y).backward()
+
+    def loop(self) -> None:
+        """One example at a time."""
+        for x, y in zip(self.x.split(1), self.y.split(1), strict=True):
+            self.model.zero_grad()
+            nn.functional.cross_entropy(self.model(x), y).backward()
+
+    def vmap(self) -> None:
+        """All at once, formed."""
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            out = functional_call(self.model, weights, (x.unsqueeze(0),))
+            return nn.functional.cross_entropy(out, y.unsqueeze(0))
+
+        vmap(grad(loss), in_dims=(None, 0, 0))(weights, self.x, self.y)
+
+    def exact(self, capture: Capture) -> None:
+        """All at once, not formed."""
+        self.plain()
+        rows = capture.take(len(self.x))
+        rows.dot(self.running)
+        rows.gram()
+        rows.combine(self.signs)
+
+    def sketch(self, capture: Capture) -> None:
+        """A few numbers of each."""
+        self.plain()
+        capture.sketch(len(self.x), _SKETCH, seed=0)
+
+
+def bench_rows(
+    params: int,
+    batch: int,
+    device: torch.device,
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure every case; `peak_bytes` is on top of what is there before a step."""
+    bench = Bench(params, batch, device)
+    taken: dict[str, float] = {}
+    peaks: dict[str, int | None] = {}
+    for case in ("plain", "vmap", "loop", "exact", "sketch"):
+        capture = Capture(bench.model) if case in ("exact", "sketch") else None
+        step = getattr(bench, case)
+        call = step if capture is None else lambda step=step, own=capture: step(own)
+        with Peak(device) as peak:
+            call()
+        peaks[case], taken[case] = peak.bytes, seconds(call, device, at_least=1.0)
+        if capture is not None:
+            capture.detach()
+        bench.model.zero_grad()
+        progress()
+    return [
+        {
+            "case": case,
+            "workers": 1,
+            "dim": bench.size,
+            "batch": batch,
+            "seconds": taken[case],
+            "bytes": 0,
+            "peak_bytes": peaks[case],
+            "ratio": taken[case] / taken["plain"],
+            **against(taken["plain"], taken[case]),
+        }
+        for case in taken
+    ]

@@ -1,0 +1,78 @@
+"""Signs per second: a Gram block against a loop.
+
+Cases: `sequential` is the loop of the published CD-GraB code (one inner product, one host sync
+and one update per vector), `block-gram` the block form, `balance` the form that gradherd
+chooses for this device and size. The ceiling is one read of all vectors (their sum).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradherd.lab.bench.memory import Peak
+from gradherd.lab.bench.timing import against, seconds
+from gradherd.ordering.gram import block_gram
+from gradherd.ordering.rules import Greedy
+from gradherd.ordering.signs import balance
+
+
+def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:
+    """Sign (P, D) vectors one by one, with a decision on the host for each."""
+    signs = []
+    for vector in vectors:
+        plus = bool(torch.inner(running, vector) <= 0)
+        running = running + vector if plus else running - vector
+        signs.append(plus)
+    return signs
+
+
+def bench_signs(
+    workers: Sequence[int],
+    dims: Sequence[int],
+    device: torch.device,
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure every case at every size: one pair difference of each worker is signed."""
+    rows: list[dict[str, Any]] = []
+    for dim in dims:
+        for count in workers:
+            generator = torch.Generator(device).manual_seed(0)
+            vectors = torch.randn(1, count, dim, generator=generator, device=device)
+            rows += _compare(vectors, device)
+            progress()
+    return rows
+
+
+def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
+    _, count, dim = vectors.shape
+    running = torch.zeros_like(vectors[:, 0])
+    rest = (Greedy(), np.zeros((1, count)), np.empty((0, 1)))
+    cases: dict[str, Callable[[], object]] = {
+        "sequential": lambda: published_loop(vectors[0], running[0]),
+        "block-gram": lambda: block_gram(vectors, running, *rest, block=count),
+        "balance": lambda: balance(vectors, running, *rest),
+    }
+    taken: dict[str, float] = {}
+    peaks: dict[str, int | None] = {}
+    for case, fn in cases.items():
+        with Peak(device) as peak:
+            fn()
+        peaks[case], taken[case] = peak.bytes, seconds(fn, device)
+    ceiling = seconds(vectors.sum, device)
+    return [
+        {
+            "case": case,
+            "workers": count,
+            "dim": dim,
+            "seconds": taken[case],
+            "bytes": 0,  # Nothing travels: the vectors are where the signs are taken.
+            "peak_bytes": peaks[case],
+            "ratio": taken[case] / taken["sequential"],
+            "signs_per_second": count / taken[case],
+            **against(ceiling, taken[case]),
+        }
+        for case in cases
+    ]

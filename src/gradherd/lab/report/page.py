@@ -1,0 +1,178 @@
+"""Comparisons -> one HTML file that needs nothing else."""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
+from gradherd.lab.report import folded
+from gradherd.lab.report.charts import charts_of
+from gradherd.lab.report.compare import compare_all
+from gradherd.lab.report.model import Comparison
+from gradherd.lab.report.tables import table_of
+from gradherd.lab.report.text import counted, listed, plain
+from gradherd.lab.report.verdict import answers, caution
+from gradherd.lab.train.record import RunRecord, write_whole
+
+COLOURS = 8
+"""Arms with a colour of their own; page.css.j2 has as many. Later ones start over, dashed."""
+_TONES = {
+    "gain": ("+", "gain shown"),
+    "cost": ("\N{MINUS SIGN}", "cost shown"),
+    "mixed": ("±", "gain and cost"),
+    "open": ("?", "nothing shown"),
+}
+
+
+def write_report(
+    records: Sequence[RunRecord],
+    path: Path,
+    *,
+    title: str | None = None,
+    files: Sequence[str] | None = None,
+) -> None:
+    """Write a page about these runs, whole or not at all; tasks in the order they are given.
+
+    Args:
+        records: runs of one task or of several.
+        path: the HTML file.
+        title: of the page; made from tasks and arms if it is None.
+        files: where each record was read, to be listed.
+    """
+    write_whole(path, render(records, title=title, files=files))
+
+
+def render(
+    records: Sequence[RunRecord], *, title: str | None = None, files: Sequence[str] | None = None
+) -> str:
+    """Return the page."""
+    comparisons = compare_all(records)
+    names = {} if files is None else {id(r): f for r, f in zip(records, files, strict=True)}
+    sections = [_section(i, comparison, names) for i, comparison in enumerate(comparisons)]
+    plotly, script = (Markup(text) for text in (get_plotlyjs(), _file("page.js")))
+    text = _environment().get_template("page.html.j2").render(
+        title=plain(title) if title is not None else title_of(comparisons),
+        surroundings=folded.surroundings_line(records),
+        sections=sections,
+        charts={chart["id"]: chart for section in sections for chart in section.charts},
+        plotly=plotly,
+        script=script,
+        # With hashes no other script can run, whatever a record may hold.
+        script_hashes=[_hash(plotly), _hash(script)],
+    )  # fmt: skip
+    # Half a surrogate pair is a valid JSON string, but no text.
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def title_of(comparisons: Sequence[Comparison]) -> str:
+    """Return tasks and arms on one line."""
+    return "; ".join(
+        f"{plain(one.task, 60)}: {listed([plain(arm.label, 40) for arm in one.arms])}"
+        for one in comparisons
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What the template shows of one comparison."""
+
+    id: str
+    comparison: Comparison
+    facts: str
+    verdicts: list[dict[str, Any]]
+    caution: str | None
+    table: Any
+    legend: list[dict[str, Any]]
+    charts: list[dict[str, Any]]
+    settings: list[list[str]]
+    surroundings: list[list[str]]
+    runs: tuple[list[str], list[list[str]]]
+    numbers: tuple[list[str], list[list[str]]]
+
+
+def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> Section:
+    name = f"c{index}"
+    charts = [
+        {**chart, "id": f"{name}-{chart['kind']}", "group": name} for chart in charts_of(comparison)
+    ]
+    return Section(
+        id=name,
+        comparison=comparison,
+        facts=_facts(comparison),
+        verdicts=_verdicts(comparison),
+        caution=caution(comparison),
+        table=table_of(comparison),
+        legend=[
+            {"index": i, "colour": colour_of(i), "label": arm.label}
+            for i, arm in enumerate(comparison.arms)
+        ],
+        charts=charts,
+        settings=folded.settings_of(comparison),
+        surroundings=folded.surroundings_of(comparison),
+        runs=folded.runs_of(comparison, files),
+        numbers=folded.numbers_of(comparison),
+    )
+
+
+def colour_of(index: int) -> int:
+    """Return the colour of an arm: 0, the neutral one, is the baseline's alone.
+
+    >>> [colour_of(index) for index in (0, 1, 7, 8)]
+    [0, 1, 7, 1]
+    """
+    return 0 if index == 0 else 1 + (index - 1) % (COLOURS - 1)
+
+
+def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:
+    found = []
+    for question in comparison.questions:
+        said = answers(question, comparison.metric_name, comparison.higher_is_better)
+        lines = [
+            {"tone": one.tone, "sign": _TONES[one.tone][0], "means": _TONES[one.tone][1],
+             "text": one.text}
+            for one in said
+        ]  # fmt: skip
+        found.append({"question": question.text, "lines": lines})
+    return found
+
+
+def _facts(comparison: Comparison) -> str:
+    record, base = comparison.records[0], comparison.baseline
+    workers = record.config.get("workers")
+    size = f"{record.parameters:,} parameters"
+    parts = [
+        comparison.description,
+        "" if size in comparison.description else size,
+        f"{record.train_examples:,} examples",
+        counted(workers, "worker") if isinstance(workers, int) else "",
+        counted(base.planned, "epoch"),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("gradherd.lab.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    return environment
+
+
+def _file(name: str) -> str:
+    return resources.files("gradherd.lab.report").joinpath("templates", name).read_text("utf-8")
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,0 +1,163 @@
+"""The settings of one run, checked when built."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gradherd.lab.tasks.task import Defaults
+from gradherd.ordering.policy import POLICIES
+from gradherd.rows.settings import RowSettings, SketchRows
+from gradherd.sparsify.choice import check_density
+from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.settings import make_settings
+
+ROWS = ("auto", "batch", "exact", "sketch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: a task, an order, a sparsifier and a seed."""
+
+    task: str
+    """Name of a task, or path/to/file.py:ClassName."""
+    order: str = "d-rr"
+    """Name of an order."""
+    sparsify: str = "dense"
+    """Name of a sparsifier; "dense" averages all of the gradient, as DDP does."""
+    density: float | None = None
+    """Share of the gradient that should travel; None for dense runs."""
+    method: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """Settings of the sparsifier's own, as JSON values; None for its defaults and dense runs."""
+    seed: int = 0
+    """Of the model, the order, and everything else that is drawn."""
+    workers: int
+    """Number of workers."""
+    batch_size: int
+    """Examples of one worker in one step."""
+    unit: int
+    """Consecutive examples ordered as one."""
+    rows: str = "auto"
+    """How gradients are read for ordering: auto, batch, exact or sketch."""
+    sketch_size: int | None = None
+    """Numbers of a sketched row; None is the default of SketchRows. Only with rows="sketch"."""
+    epochs: int
+    """Number of epochs."""
+    optimizer: Literal["sgd", "adamw"]
+    """Rule of the step."""
+    lr: float
+    """Learning rate."""
+    momentum: float
+    """Momentum of SGD."""
+    weight_decay: float
+    """Weight decay."""
+    clip: float | None
+    """Largest norm of the averaged gradient; None does not clip."""
+    lr_drop: float | None
+    """The learning rate is multiplied by this now and then; None keeps it."""
+    lr_drop_every: int | None
+    """So many epochs apart."""
+    limit: int | None = None
+    """Use only so many examples of each part; None is all."""
+    virtual: bool = False
+    """All workers in one process."""
+    device: str = "cpu"
+    """Where: cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        _known("order", self.order, tuple(POLICIES))
+        _known("sparsify", self.sparsify, tuple(SPARSIFIERS))
+        _known("rows", self.rows, ROWS)
+        if self.sketch_size is not None and self.rows != "sketch":
+            raise ValueError(
+                f"sketch_size goes with rows='sketch', got {self.sketch_size} with {self.rows!r}"
+            )
+        if self.sketch_size is not None and self.sketch_size < 1:
+            raise ValueError(f"sketch_size must be at least 1 or None, got {self.sketch_size}")
+        if (self.sparsify == "dense") != (self.density is None):
+            raise ValueError(
+                f"density goes with a sparsifier, got {self.density} with {self.sparsify}"
+            )
+        if self.density is not None:
+            check_density(self.density)
+        if self.method is not None:
+            _check_method(self.sparsify, self.density, self.method)
+            if self.method.get("momentum") and (self.momentum or self.optimizer != "sgd"):
+                raise ValueError(
+                    f"method has momentum {self.method['momentum']}, which replaces that of the "
+                    "optimizer: that must be sgd with momentum 0, "
+                    f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
+                )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1 or None, got {self.limit}")
+        settings = dataclasses.asdict(self)
+        # What a task's defaults must keep, a run must keep, too.
+        shared = {
+            f.name: settings[f.name] for f in dataclasses.fields(Defaults) if f.name in settings
+        }
+        Defaults(**shared, seeds=1, source="a run")
+
+    @classmethod
+    def of(cls, task: str, defaults: Defaults, **chosen: Any) -> "RunConfig":
+        """Return the settings of a task, with those that were chosen (not None) in their place.
+
+        A batch of another size keeps whole batches whole batches.
+        """
+        own = {f.name for f in dataclasses.fields(cls)}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        base = {k: v for k, v in dataclasses.asdict(defaults).items() if k in own}
+        if "batch_size" in given and "unit" not in given and defaults.unit == defaults.batch_size:
+            given["unit"] = given["batch_size"]
+        return cls(**{**base, "task": task, **given})
+
+    @property
+    def arm(self) -> tuple[str, str, float | None]:
+        """What is compared: order, sparsifier and density."""
+        return self.order, self.sparsify, self.density
+
+    def row_choice(self) -> str | RowSettings:
+        """Return how rows are read, as `attach` takes it: a name, or settings."""
+        return self.rows if self.sketch_size is None else SketchRows(size=self.sketch_size)
+
+    def lr_at(self, epoch: int) -> float:
+        """Return the learning rate of an epoch, counted from 1.
+
+        >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, lr_drop=0.1, lr_drop_every=10,
+        ...                     epochs=20, seeds=1, source="here")
+        >>> config = RunConfig.of("digits", defaults)
+        >>> [config.lr_at(epoch) for epoch in (1, 10, 11)]
+        [1.0, 1.0, 0.1]
+        """
+        if self.lr_drop is None or self.lr_drop_every is None:
+            return self.lr
+        return float(self.lr * self.lr_drop ** ((epoch - 1) // self.lr_drop_every))
+
+    def folder(self) -> Path:
+        """Return a folder name of its own for each run of a comparison.
+
+        >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, epochs=2, seeds=1, source="here")
+        >>> RunConfig.of("digits", defaults, sparsify="topk", density=0.01, seed=3).folder()
+        PosixPath('d-rr_topk-0.01/seed-3')
+        """
+        sent = self.sparsify if self.density is None else f"{self.sparsify}-{self.density:g}"
+        return Path(f"{self.order}_{sent}") / f"seed-{self.seed}"
+
+
+def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any]) -> None:
+    """Raise unless there is such a sparsifier, and a record can hold its settings."""
+    if density is None:
+        raise ValueError(f"method goes with a sparsifier, got {method} with {sparsify}")
+    try:
+        json.dumps(method, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
+    make_settings(sparsify, density, **method)
+
+
+def _known(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")

@@ -1,0 +1,147 @@
+"""From settings to records: the epochs of one or more runs, measured and written down."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.fleet import Fleet, Quality, Tally
+from gradherd.lab.train.journal import Journal
+from gradherd.lab.train.keeper import Stopped
+from gradherd.lab.train.record import EpochRow, RunRecord, finite
+from gradherd.lab.train.surroundings import hardware, versions
+
+
+class Progress:
+    """Is told how a training goes on; this one says nothing."""
+
+    def begin(self, runs: int, steps: int) -> None:
+        """So many runs begin, with so many steps in all."""
+
+    def group(self, configs: Sequence[RunConfig]) -> None:
+        """These go side by side now."""
+
+    def step(self, steps: int = 1) -> None:
+        """So many steps were done."""
+
+    def epoch(self, number: int, losses: list[float | None]) -> None:
+        """An epoch was measured."""
+
+
+def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> RunRecord:
+    """Return the record of a run that begins now."""
+    settings: dict[str, Any] = dataclasses.asdict(config)
+    return RunRecord(
+        task=task.name,
+        description=task.description,
+        order=config.order,
+        sparsify=config.sparsify,
+        density=config.density,
+        seed=config.seed,
+        metric_name=task.metric_name,
+        higher_is_better=task.higher_is_better,
+        config=settings | {"source": task.defaults.source},
+        parameters=parameters,
+        train_examples=len(split.train[0]),
+        test_examples=len(split.test[0]),
+        versions=versions(),
+        hardware=hardware(config.device),
+        started=datetime.now(UTC).isoformat(timespec="microseconds"),
+    )
+
+
+def run_epochs(
+    fleet: Fleet,
+    configs: Sequence[RunConfig],
+    journals: Sequence[Journal],
+    progress: Progress,
+    *,
+    first: int = 1,
+    resumed: bool = False,
+) -> list[RunRecord]:
+    """Train all epochs of runs that a fleet trains side by side; return their records.
+
+    Args:
+        fleet: Who trains.
+        configs: The settings of each run.
+        journals: Where each run is written down.
+        progress: Is told how it goes on.
+        first: The epoch to go on with.
+        resumed: Whether it goes on; the start was measured before then.
+    """
+    try:
+        _epochs(fleet, configs, journals, progress, first, resumed)
+    except Stopped:
+        return [journal.end("stopped") for journal in journals]
+    return [journal.end(_status(journal.record)) for journal in journals]
+
+
+def _epochs(
+    fleet: Fleet,
+    configs: Sequence[RunConfig],
+    journals: Sequence[Journal],
+    progress: Progress,
+    first: int,
+    resumed: bool,
+) -> None:
+    if not resumed:
+        for journal, quality in zip(journals, fleet.quality(), strict=True):
+            journal.start(quality.loss, quality.metric)
+    for number in range(first, configs[0].epochs + 1):
+        tallies = fleet.epoch(number, progress.step)
+        begin = time.perf_counter()
+        found = fleet.quality()
+        seconds = (time.perf_counter() - begin) / len(found)
+        for at, (tally, quality) in enumerate(zip(tallies, found, strict=True)):
+            if _diverged(journals[at].record):
+                continue  # It ended there; those beside it go on.
+            row = _row(number, configs[at], tally, quality, seconds)
+            journals[at].add(row, fleet.series[at].listed())
+        progress.epoch(number, [quality.loss for quality in found])
+        if all(quality.loss is None for quality in found):
+            break  # Nothing is left to be learned.
+
+
+def _diverged(record: RunRecord) -> bool:
+    return bool(record.epochs) and record.epochs[-1].train_loss is None
+
+
+def _status(record: RunRecord) -> str:
+    return "diverged" if _diverged(record) else "done"
+
+
+def _row(
+    number: int, config: RunConfig, tally: Tally, quality: Quality, evaluation: float
+) -> EpochRow:
+    apart = tally.data_seconds + tally.ordering_seconds + tally.exchange_seconds
+    apart += tally.saving_seconds
+    sparse = tally.sparse_steps
+    return EpochRow(
+        epoch=number,
+        train_loss=quality.loss,
+        metric=quality.metric,
+        lr=config.lr_at(number),
+        steps=tally.steps,
+        seconds=tally.seconds,
+        data_seconds=tally.data_seconds,
+        compute_seconds=max(0.0, tally.seconds - apart),
+        ordering_seconds=tally.ordering_seconds,
+        exchange_seconds=tally.exchange_seconds,
+        saving_seconds=tally.saving_seconds,
+        evaluation_seconds=evaluation,
+        bytes=tally.bytes,
+        ordering_bytes=tally.ordering_bytes,
+        density=tally.density / sparse if sparse else 1.0,
+        padding=tally.padding / sparse if sparse else None,
+        load=[picked / tally.load_steps for picked in tally.load] if tally.load else None,
+        residual_norm=_finite(tally.residual_norm),
+        skipped_steps=tally.skipped_steps,
+        herding_bound=_finite(tally.herding_bound),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None else finite(value)

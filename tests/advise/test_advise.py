@@ -1,0 +1,336 @@
+"""`gradherd advise`: the arithmetic by hand, its directions, and the command."""
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradherd.advise
+from gradherd.advise import units
+from gradherd.advise.choices import EXCHANGES, ORDERS, Setting, all_choices, predict
+from gradherd.advise.decide import advise, break_even
+from gradherd.advise.link import Link, all_gather, all_reduce, all_to_all
+from gradherd.advise.measure import wide
+from gradherd.advise.overheads import Overheads, usual
+from gradherd.cli.main import main
+from gradherd.comm.collectives import sum_few_bytes
+from gradherd.ordering.gather import EVERY
+from gradherd.rows.settings import SketchRows
+from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.topk import TopK
+from gradherd.sparsify.virtual import Workers
+
+MEGABYTE = Link(bandwidth=8e6, latency=0.01, goodput=1.0)
+"""A link of a megabyte per second."""
+
+
+def setting(**changes) -> Setting:
+    known = {
+        "params": 25e6,
+        "workers": 4,
+        "link": Link(bandwidth=1e9, latency=50e-6),
+        "backward": 0.08,
+        "forward": 0.04,
+        "overheads": usual("cuda", changes.get("params", 25e6)),
+    }
+    return Setting(**{**known, **changes})
+
+
+def at(one: Setting, bandwidth: float) -> Setting:
+    return replace(one, link=replace(one.link, bandwidth=bandwidth))
+
+
+def test_collectives_by_hand():
+    # 4 ranks, 1 MB: ring 6 hops and 1.5 MB, tree 4 hops and 2 MB.
+    assert all_reduce(1e6, 4, MEGABYTE) == pytest.approx(0.06 + 1.5)
+    # 4 ranks, 4 bytes: ring 6 hops, tree 4.
+    assert all_reduce(4, 4, MEGABYTE) == pytest.approx(0.04 + 8e-6)
+    # 5 ranks: a tree of 3 levels; 4 x 1 MB arrive.
+    assert all_gather(1e6, 5, MEGABYTE) == pytest.approx(0.03 + 4)
+    # 8 ranks, 8 kB: directly 7 hops and 7 kB; in 3 rounds 3 hops and 12 kB.
+    assert all_to_all(8e3, 8, MEGABYTE) == pytest.approx(0.03 + 0.012)
+    assert all_to_all(8e6, 8, MEGABYTE) == pytest.approx(0.07 + 7)
+    for collective in (all_reduce, all_gather, all_to_all):
+        assert collective(1e6, 1, MEGABYTE) == 0
+
+
+def test_a_dense_step_by_hand():
+    # 4 MB in one bucket: nothing can hide behind the backward. Ring: 6 hops, 6 MB.
+    one = setting(params=1e6, link=MEGABYTE, overheads=Overheads())
+    assert predict(one, "dense").exchange_seconds == pytest.approx(0.06 + 6)
+    assert predict(one, "dense").step_seconds == pytest.approx(0.12 + 6.06)
+    assert predict(one, "dense").bytes == 6e6
+    assert predict(one, "fp16").step_seconds == pytest.approx(0.12 + 3.06)
+    # 104,857,600 bytes are 4 buckets: all but the first quarter of the backward hides them.
+    many = replace(one, params=26_214_400, backward=100.0)
+    assert predict(many, "dense").exchange_seconds == pytest.approx(0.06 + 157.2864 - 75)
+    # A long backward hides all but the last bucket: 39.3 MB at 1.5 / 4 of the whole.
+    long = replace(many, backward=1000.0)
+    assert predict(long, "dense").exchange_seconds == pytest.approx(0.06 + 157.2864 / 4)
+    # Unless nothing gets on during the backward.
+    assert predict(replace(long, overlap=0.0), "dense").exchange_seconds == pytest.approx(157.3464)
+
+
+def test_an_exdyna_step_by_hand():
+    one = setting(params=1e6, link=MEGABYTE, overheads=Overheads(exdyna=0.5))
+    # k = 1,000. Offers: 263 of each worker, 2 + 2 bytes each, 4 pages and two words: 1,076 bytes,
+    # to 3 others. Values: 4,000 bytes to 3 others, as that is less than 1 in 800 of dense.
+    found = predict(one, "exdyna")
+    assert found.bytes == 3 * (1076 + 4000)
+    assert found.exchange_seconds == pytest.approx(2 * 0.02 + 3 * 5076e-6)
+    assert found.step_seconds == pytest.approx(0.12 + 0.5 + found.exchange_seconds)
+
+
+def test_what_fp16_computes_hides_behind_what_travels():
+    slow, quick = Overheads(fp16=10.0), Overheads(fp16=1.0)
+    one = setting(params=1e6, link=MEGABYTE, overheads=slow)
+    assert predict(one, "fp16").step_seconds == pytest.approx(0.12 + 10)
+    assert predict(replace(one, overheads=quick), "fp16").step_seconds == pytest.approx(0.12 + 3.06)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 9])
+@pytest.mark.parametrize("density", [0.001, 0.02, 1.0])
+@pytest.mark.parametrize(("name", "method"), [("exdyna", ExDyna), ("topk", TopK)])
+def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
+    dim = 300_000
+    real = Workers(Sparsify(method=method(density=density)), dim, workers)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        real.step(torch.randn(workers, dim, generator=draw))
+    told = predict(setting(params=dim, workers=workers, density=density), name).bytes
+    assert told == pytest.approx(real.metrics["bytes"], rel=0.05)
+
+
+def test_bytes_of_ordering_are_those_of_the_real_one():
+    few, many = (setting(workers=workers) for workers in (4, 64))
+    for one in (few, many):
+        more = predict(one, "dense", "cd-grab").bytes - predict(one, "dense").bytes
+        products = torch.empty(one.workers * (one.workers + 3) // 2, dtype=torch.float64)
+        assert more == pytest.approx(sum_few_bytes(products, one.workers) / 2, abs=1)
+    more = predict(few, "exdyna", "cd-grab").bytes - predict(few, "exdyna").bytes
+    assert more == 3 * 4 * SketchRows().size
+    assert EVERY == 32
+
+
+@st.composite
+def some_settings(draw) -> Setting:
+    params = 10 ** draw(st.floats(1, 12))
+    return Setting(
+        params=params,
+        workers=draw(st.integers(1, 3000)),
+        link=Link(
+            bandwidth=10 ** draw(st.floats(4, 14)),
+            latency=draw(st.floats(0, 0.1)),
+        ),
+        backward=10 ** draw(st.floats(-5, 3)),
+        forward=draw(st.floats(0, 10)),
+        overheads=usual(draw(st.sampled_from(["cpu", "cuda"])), params),
+        density=draw(st.sampled_from([1e-4, 1e-3, 0.01, 0.1, 1.0])),
+        rank=draw(st.integers(1, 8)),
+        overlap=draw(st.floats(0, 1)),
+    )
+
+
+@given(some_settings(), st.sampled_from(list(EXCHANGES)), st.sampled_from(ORDERS), st.floats(1, 9))
+@settings(deadline=None)
+def test_times_go_the_right_way(one, exchange, order, factor):
+    taken = predict(one, exchange, order)
+    slack = 1 + 1e-9
+    assert taken.step_seconds >= one.compute / slack and taken.bytes >= 0
+    faster = predict(at(one, one.link.bandwidth * factor), exchange, order)
+    assert faster.step_seconds <= taken.step_seconds * slack and faster.bytes == taken.bytes
+    later = replace(one, link=replace(one.link, latency=one.link.latency * factor))
+    assert predict(later, exchange, order).step_seconds >= taken.step_seconds / slack
+    longer = replace(one, backward=one.backward * factor)
+    assert predict(longer, exchange, order).step_seconds >= taken.step_seconds / slack
+    assert predict(one, exchange, "cd-grab").step_seconds >= predict(one, exchange).step_seconds
+
+
+@given(some_settings())
+@settings(deadline=None, max_examples=60)
+def test_the_break_even_is_where_the_lines_cross(one):
+    def gain(bandwidth: float) -> float:
+        best = min(predict(at(one, bandwidth), name).step_seconds for name in ("topk", "exdyna"))
+        return predict(at(one, bandwidth), "dense").step_seconds - best
+
+    limit = break_even(one)
+    if limit is None:
+        assert gain(1e3) <= 0 or gain(1e16) > 0
+    else:
+        assert gain(limit * (1 - 1e-6)) > 0 >= gain(limit * (1 + 1e-6))
+        assert all(gain(limit * 4**step) <= 0 for step in range(1, 6))
+
+
+def test_no_on_a_fast_link_and_yes_on_a_slow_one():
+    small = setting(params=11e6, backward=0.015, forward=0.008)
+    fast = advise(replace(small, link=Link(bandwidth=2.4e12, latency=5e-6)))
+    slow = advise(small)
+    assert not fast["pays"] and fast["advice"].startswith("No: over 2.4 Tb/s, ")
+    assert slow["pays"] and slow["advice"].startswith("Yes: over 1 Gb/s, exdyna")
+    assert 1e9 < fast["break_even_bandwidth"] < 2.4e12
+    for result in (fast, slow):
+        assert "time per step only" in result["advice"] and "residual" in result["advice"]
+    alone = advise(replace(small, workers=1))
+    assert not alone["pays"] and alone["advice"].startswith("No: one worker")
+    assert alone["break_even_bandwidth"] is None
+    assert {choice["bytes"] for choice in alone["choices"]} == {0}
+
+
+def test_all_exchanges_come_with_both_orders():
+    names = [choice.name for choice in all_choices(setting())]
+    assert names == [*EXCHANGES, *(f"{name} + cd-grab" for name in EXCHANGES)]
+
+
+def test_wide_models_have_about_the_size_asked_for():
+    for params in (1e4, 3e5, 25e6):
+        with torch.device("meta"):
+            count = sum(p.numel() for p in wide(int(params)).parameters())
+        assert 0.9 * params <= count <= params
+
+
+def test_the_arithmetic_needs_no_torch():
+    for path in Path(gradherd.advise.__file__).parent.glob("*.py"):
+        modules = {
+            (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        assert path.stem == "measure" or not any(name.startswith("torch") for name in modules)
+
+
+def test_units_that_are_none_are_refused():
+    for reader, texts in (
+        (units.rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999"]),
+        (units.seconds, ["", "ms", "1h", "nan", "-5ms", "5 m s"]),
+        (units.count, ["", "M", "1.2.3", "0", "-1", "1e400", "nan"]),
+    ):
+        for text in texts:
+            with pytest.raises(ValueError):
+                reader(text)
+    assert units.rate("2.5 Gbit") == 2.5e9 and units.rate("100mb/s") == 1e8
+    assert units.rate("50GB/s") == 4e11 and units.seconds("0") == 0
+
+
+def run(capsys, *args) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["advise", *map(str, args)])
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+KNOWN = ("--workers", 4, "--bandwidth", "1G", "--latency", "100us", "--backward", "50ms")
+
+
+def test_the_command_prints_json(capsys):
+    code, out, err = run(capsys, "--params", "25e6", *KNOWN, "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert {"choices", "break_even_bandwidth", "advice"} <= set(found)
+    assert len(found["choices"]) == 10
+    for choice in found["choices"]:
+        assert {"name", "step_seconds", "bytes"} <= set(choice)
+        assert choice["step_seconds"] >= 0.075 and choice["bytes"] > 0
+    assert found["setting"]["forward"] == 0.025 and found["setting"]["link"]["latency"] == 1e-4
+
+
+def test_the_command_reads_well_for_people(capsys):
+    code, out, _ = run(capsys, "--params", "25M", *KNOWN)
+    assert code == 0 and "exdyna + cd-grab" in out and "Yes: over 1 Gb/s" in out
+
+
+def test_overheads_can_be_told(capsys):
+    told = ("--exdyna-overhead", "3s", "--topk-overhead", "4s")
+    code, out, _ = run(capsys, "--params", "25M", *KNOWN, *told, "--json")
+    found = json.loads(out)
+    assert code == 0 and not found["pays"]
+    exdyna = next(choice for choice in found["choices"] if choice["name"] == "exdyna")
+    assert exdyna["overhead_seconds"] == 3
+
+
+@pytest.mark.parametrize("params", ["7e9", "1e12"])
+def test_huge_worlds_are_answered(capsys, params):
+    code, out, _ = run(
+        capsys,
+        "--params",
+        params,
+        "--workers",
+        1024,
+        "--bandwidth",
+        "1G",
+        "--backward",
+        1,
+        "--json",
+    )
+    assert code == 0 and json.loads(out)["pays"] and json.loads(out)["break_even_bandwidth"] > 1e9
+
+
+def test_what_is_not_told_is_assumed_and_said(capsys):
+    code, out, _ = run(capsys, "--params", "7e9", "--workers", 1024, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["assumed"] == ["bandwidth", "backward"]
+    assert found["setting"]["link"]["bandwidth"] == 10e9
+    code, out, _ = run(capsys, "--params", "7e9", "--bandwidth", "1G")
+    assert code == 0 and "Not told, so assumed: --backward." in " ".join(out.split())
+    code, out, _ = run(capsys, "--params", "7e9", *KNOWN, "--json")
+    assert json.loads(out)["assumed"] == []
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--params", "many", *KNOWN], "--params: 'many' is no number of parameters"),
+        (["--params", "0.5", *KNOWN], "--params must be at least 1"),
+        (["--params", "1e6", *KNOWN, "--bandwidth", "fast"], "--bandwidth: 'fast' is no link"),
+        (["--params", "1e6", *KNOWN, "--latency", "1 week"], "--latency: '1 week' is no time"),
+        (["--params", "1e6", *KNOWN, "--workers", "0"], "--workers must be at least 1, got 0"),
+        (["--params", "1e6", *KNOWN, "--workers", "1e3"], "--workers"),
+        (["--params", "1e6", *KNOWN, "--workers", 10**9], "--workers must be at most"),
+        (["--params", "1e6", *KNOWN, "--density", "nan"], "--density must be in (0, 1], got nan"),
+        (["--params", "1e6", *KNOWN, "--rank", "0"], "--rank must be at least 1, got 0"),
+        (["--params", "1e6", *KNOWN, "--side", "0"], "--side must be at least 1"),
+        (["--params", "1e6", *KNOWN, "--overlap", "2"], "--overlap must be in [0, 1], got 2.0"),
+        (["--params", "1e6", *KNOWN, "--device", "tpu"], "--device: unknown 'tpu'"),
+        (["--params", "1e6", *KNOWN, "--fp16-overhead", "x"], "--fp16-overhead: 'x' is no time"),
+        (["--params", "1e6", "--measure"], "--measure on a GPU needs torchrun"),
+        (["--params", "1e12", "--measure", "--device", "cpu"], "--measure makes a model of 1e+12"),
+        (["--params", "1e6", "--measure", "--density", "7"], "--density must be in (0, 1]"),
+        ([], "--params"),
+    ],
+)
+def test_wrong_calls_are_told_in_one_line(capsys, args, says):
+    code, out, err = run(capsys, *args)
+    assert (code, out) == (2, "") and says in err
+    assert err.startswith("gradherd: ") and err.count("\n") == 1
+
+
+def test_local_workers_measure(capsys):
+    code, out, _ = run(
+        capsys, "--params", "3e4", "--workers", 2, "--measure", "--device", "cpu", "--json"
+    )
+    found = json.loads(out)["setting"]
+    assert code == 0 and found["workers"] == 2
+    assert found["link"]["goodput"] == 1 and found["link"]["bandwidth"] > 1e5
+    assert 0 < found["backward"] < 10 and 0 < found["link"]["latency"] < 1
+
+
+def test_workers_of_torchrun_measure_and_one_speaks():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--params", "3e4", "--measure", "--device", "cpu", "--bandwidth", "1G", "--json"]
+    ran = subprocess.run(
+        [sys.executable, *launch, "-m", "gradherd", "advise", *options],
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)["setting"]
+    assert found["workers"] == 2
+    assert found["link"]["bandwidth"] == 1e9 and found["link"]["goodput"] == 0.94

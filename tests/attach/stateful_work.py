@@ -1,0 +1,119 @@
+"""What ranks do in test_stateful."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradherd as gh
+from gradherd.attach.pack import pack, unpack
+
+STEPS, SAVED = 23, 11
+
+
+def made(num_workers=0):
+    """Return everything of a training with both halves."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(52, 20, generator=generator)
+    data = TensorDataset(x, x[:, 0] > 0)
+    net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 2))
+    ddp = DDP(net)
+    sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
+    herd = gh.attach(ddp, order=sampler, sparsify=gh.ExDyna(density=0.1))
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, ddp, herd, loader, optimizer
+
+
+def go_on(ddp, loader, optimizer, done, until, save=lambda done: None):
+    """Train from one step to another; epochs have seven. Tell `save` after each step."""
+    while done < until:
+        loader.sampler.set_epoch(done // 7)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(x), y.long()).backward()
+            optimizer.step()
+            done += 1
+            save(done)
+            if done == until:
+                break
+
+
+def stopped_twice(loader_workers, stops):
+    """Train in a fresh process of its own after each stop, as far as state goes; the same epoch."""
+    net, ddp, herd, loader, optimizer = made(loader_workers[0])
+    done = 0
+    for stop, workers in zip(stops, loader_workers[1:], strict=True):
+        go_on(ddp, loader, optimizer, done, stop)
+        done = stop
+        kept = pack([net.state_dict(), optimizer.state_dict(), herd.state_dict()])
+        herd.detach()
+        net, ddp, herd, loader, optimizer = made(workers)
+        model, optimizer_state, herd_state = unpack(kept)
+        net.load_state_dict(model)
+        optimizer.load_state_dict(optimizer_state)
+        herd.load_state_dict(herd_state)
+    go_on(ddp, loader, optimizer, done, STEPS)
+    return what_counts(net, herd)
+
+
+def one_bad_gradient(bad_step, value):
+    """Let rank 1's gradient be worthless once; return residuals around that step, and the end."""
+    net, ddp, herd, loader, optimizer = made()
+    rank, around, skipped, done = herd.place[0], [], 0, 0
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            done += 1
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), y.long())
+            (loss * value if done == bad_step and rank == 1 else loss).backward()
+            if done in (bad_step - 1, bad_step):
+                around.append(herd.state_dict()["sparsify"]["residual"])
+            finite = all(p.grad.isfinite().all() for p in net.parameters())
+            skipped += not finite
+            if finite:
+                optimizer.step()
+    orders = herd.sampler.ordering.orders
+    return around, skipped, herd.metrics()["skipped_steps"], what_counts(net, herd), orders
+
+
+def what_counts(net, herd):
+    state = herd.state_dict()
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach()
+    return weights, state["ordering"]["orders"], state["sparsify"]["residual"]
+
+
+def save_and_load(folder):
+    """Return what counts at the end of a run, and of one that was loaded in its middle."""
+    net, ddp, herd, loader, optimizer = made()
+
+    def save(done):
+        if done == SAVED:
+            parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.save({**parts, "herd": herd.stateful()}, checkpoint_id=folder)
+
+    go_on(ddp, loader, optimizer, 0, STEPS, save)
+    straight = what_counts(net, herd)
+
+    net, ddp, herd, loader, optimizer = made()
+    # Momentum buffers must be there to be loaded into.
+    for parameter in net.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load({**parts, "herd": herd.stateful()}, checkpoint_id=folder)
+    net.load_state_dict(parts["model"])
+    optimizer.load_state_dict(parts["optimizer"])
+    go_on(ddp, loader, optimizer, SAVED, STEPS)
+    return straight, what_counts(net, herd)
+
+
+def load_elsewhere(folder, saved_by=None):
+    """Load what another number of ranks has saved, and train on; return the residuals loaded."""
+    _, ddp, herd, loader, optimizer = made()
+    dcp.load({"herd": herd.stateful(saved_by)}, checkpoint_id=folder)
+    loaded = herd.state_dict()
+    go_on(ddp, loader, optimizer, 0, 2)
+    return loaded["sparsify"]["residual"], loaded["ordering"]["orders"]

@@ -1,0 +1,87 @@
+"""Both halves in a loop of one's own: stopped, saved by torch, and with a worthless gradient."""
+
+import pytest
+import torch
+
+from gradherd.attach.pack import unpack
+from gradherd.attach.state import HerdState
+from gradherd.comm.ranks import RankError, run_ranks
+from tests.attach.stateful_work import (
+    load_elsewhere,
+    one_bad_gradient,
+    save_and_load,
+    stopped_twice,
+)
+
+
+def test_a_run_goes_on_after_dcp(tmp_path):
+    ranks = run_ranks(save_and_load, 2, tmp_path)
+    kept = []
+    for straight, loaded in ranks:
+        assert torch.equal(straight[0], loaded[0])
+        assert torch.equal(straight[1], loaded[1])
+        assert straight[2].keys() == loaded[2].keys()
+        assert all(torch.equal(straight[2][name], loaded[2][name]) for name in straight[2])
+        kept.append(torch.cat([straight[2][name].flatten() for name in straight[2]]))
+    assert not torch.equal(*kept), "ranks keep different residuals, or this test shows nothing"
+    with pytest.raises(RankError, match="rank-0-of-3"):
+        run_ranks(load_elsewhere, 3, tmp_path)
+    merged = [residual for residual, _ in run_ranks(load_elsewhere, 3, tmp_path, 2)]
+    assert len(merged) == 3
+    assert all(torch.equal(merged[0][name], one[name]) for one in merged for name in one)
+
+
+def same(one, other):
+    return (
+        torch.equal(one[0], other[0])
+        and torch.equal(one[1], other[1])
+        and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+    )
+
+
+@pytest.mark.timeout(120)
+def test_twice_within_an_epoch_with_other_loader_workers():
+    # Epochs have seven steps. The state is taken at the same steps without other workers, too.
+    stops = (9, 12)
+    straight = run_ranks(stopped_twice, 2, (0, 0, 0), stops)
+    for one, other in zip(run_ranks(stopped_twice, 2, (0, 2, 1), stops), straight, strict=True):
+        assert same(one, other)
+    unbroken = run_ranks(stopped_twice, 2, (0,), ())
+    for one, other in zip(straight, unbroken, strict=True):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_worthless_gradient_on_one_rank(value):
+    ranks = run_ranks(one_bad_gradient, 2, 10, value)
+    for around, skipped, told, counts, orders in ranks:
+        before, after = around
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert skipped == told == 1, "every rank notices, once"
+        assert counts[0].isfinite().all()
+        assert all(torch.equal(o.sort().values, torch.arange(len(o))) for o in orders)
+    assert torch.equal(ranks[0][3][0], ranks[1][3][0])
+    assert torch.equal(ranks[0][3][1], ranks[1][3][1])
+
+
+class Stub:
+    """A herd of which only the state counts."""
+
+    place = (0, 2)
+    state = None
+
+    def state_dict(self):
+        return {"sampler": {"position": 7}}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_what_was_loaded_from_other_ranks_can_be_saved_again():
+    herd, stub = HerdState(Stub(), saved_by=3), Stub()
+    empty = herd.state_dict()
+    assert list(empty) == ["rank-0-of-3", "rank-1-of-3", "rank-2-of-3"]
+    with pytest.raises(ValueError, match="rank-0-of-3 is empty"):
+        herd.load_state_dict(empty)
+    herd.load_state_dict(dict.fromkeys(empty, HerdState(stub).state_dict()["rank-0-of-2"]))
+    assert unpack(herd.state_dict()["rank-0-of-2"]) == stub.state_dict()

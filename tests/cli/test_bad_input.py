@@ -1,0 +1,510 @@
+"""Wrong calls, damaged files, full disks, Ctrl-C: one line, the right code, nothing left behind."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradherd.cli.main import main
+from gradherd.lab.train.record import read_record
+
+REAL = os.environ.get("GRADHERD_DATA")
+ROOT = Path(__file__).parents[2]
+QUICK = ("--virtual", "--workers", "2", "--epochs", "1", "--limit", "16")
+"""Options of a run that takes no time and no process."""
+BAD_TASK = """
+from dataclasses import dataclass
+from gradherd.lab.tasks.digits import Digits
+
+@dataclass(frozen=True)
+class Bad(Digits):
+    def {method}(self, *args, **kwargs):
+        raise {error}("the\\nmoon is full")
+"""
+
+ONE_SIDED_TASK = """
+import time
+from dataclasses import dataclass
+import torch.distributed as dist
+from gradherd.lab.tasks.digits import Digits
+
+@dataclass(frozen=True)
+class Bad(Digits):
+    def load(self, *args, **kwargs):
+        if dist.get_rank() == 0:
+            time.sleep(50)  # is ended long before: its peer has failed
+        raise RuntimeError("the moon is full")
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder to stand in, away from the data and the cache of whoever runs the tests."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("GRADHERD_DATA", raising=False)
+    monkeypatch.delenv("GRADHERD_TRACEBACK", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return here
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file with what is in it, every folder with None."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def refused(capsys, *args, code: int = 2) -> str:
+    """Run a command that must fail in one line and leave everything as it was; return the line."""
+    before = contents(Path.cwd())
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    check_refusal(stop.value.code, out, err, code)
+    assert contents(Path.cwd()) == before
+    return err
+
+
+def refused_by_process(*args, code: int) -> str:
+    """Do the same in a process of its own, so that what worker processes say is heard, too."""
+    before = contents(Path.cwd())
+    command = [sys.executable, "-m", "gradherd", *map(str, args)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    check_refusal(ran.returncode, ran.stdout, ran.stderr, code)
+    assert contents(Path.cwd()) == before
+    return ran.stderr
+
+
+def check_refusal(found: int | str | None, out: str, err: str, code: int) -> None:
+    assert (found, out) == (code, ""), err
+    assert err.startswith("gradherd: ") and err.count("\n") == 1, err
+
+
+WRONG = {
+    "task": (["train", "digit"], ["'digit'", "digits-mlp", "file.py:ClassName"]),
+    "no task": (["train"], ["TASK"]),
+    "order": (["train", "digits", "--order", "grub"], ["--order", "'grub'", "cd-grab"]),
+    "sparsifier": (["train", "digits", "--sparsify", "top"], ["--sparsify", "'top'", "topk"]),
+    "orders": (["compare", "digits", "--orders", "d-rr,x"], ["--orders", "'x'", "cd-grab"]),
+    "sparsifiers": (["compare", "digits", "--sparsifiers", "x"], ["--sparsifiers", "'x'", "topk"]),
+    "density 0": (
+        ["train", "digits", "--sparsify", "topk", "--density", "0"],
+        ["--density", "(0, 1]", "got 0"],
+    ),
+    "density 2": (
+        ["train", "digits", "--sparsify", "topk", "--density", "2"],
+        ["--density", "(0, 1]", "got 2"],
+    ),
+    "density nan": (
+        ["compare", "digits", "--sparsifiers", "dense,topk", "--density", "nan"],
+        ["--density", "(0, 1]", "got nan"],
+    ),
+    "density, a word": (
+        ["train", "digits", "--sparsify", "topk", "--density", "few"],
+        ["--density", "'few'"],
+    ),
+    "density for nothing": (
+        ["train", "digits", "--density", "0.1"],
+        ["--density 0.1 has no effect", "nothing is sparsified"],
+    ),
+    "density for no arm": (["compare", "digits", "--density", "0.1"], ["--density 0.1"]),
+    "workers": (["train", "digits", "--workers", "0"], ["--workers", "at least 1", "got 0"]),
+    "epochs": (["train", "digits", "--epochs", "0"], ["--epochs", "at least 1", "got 0"]),
+    "batch": (["train", "digits", "--batch-size", "0"], ["--batch-size", "at least 1"]),
+    "limit": (["train", "digits", "--limit", "-5"], ["--limit", "at least 1", "got -5"]),
+    "seed": (["train", "digits", "--seed", "-1"], ["--seed", "at least 0", "got -1"]),
+    "seeds": (["compare", "digits", "--seeds", "0"], ["--seeds", "at least 1", "got 0"]),
+    "unit": (["train", "digits", "--unit", "3"], ["unit must divide batch_size 4", "got 3"]),
+    "rows": (["train", "digits", "--rows", "all"], ["--rows", "'all'", "sketch"]),
+    "lr": (["train", "digits", "--lr", "-1"], ["lr must be positive", "-1"]),
+    "lr nan": (["train", "digits", "--lr", "nan"], ["lr must be positive", "nan"]),
+    "momentum": (["train", "digits", "--momentum", "1"], ["momentum", "[0, 1)", "got 1"]),
+    "one arm": (
+        ["compare", "digits", "--orders", "cd-grab"],
+        ["only one arm (cd-grab, dense)", "at least two", "gradherd train"],
+    ),
+    "one arm, twice": (["compare", "digits", "--orders", "d-rr,d-rr"], ["only one arm"]),
+    "data folder": (["train", "hmda", "--data-dir", "away"], ["'away'", "folder"]),
+    "missing data": (["train", "m4-mlp"], ["'m4'", "gradherd data get m4", "cache"]),
+    "missing data, no download": (["compare", "hmda"], ["'hmda-2017'", "hmda-2017-NJ.npz"]),
+    "task file": (["train", "away.py:My"], ["there is no file 'away.py'"]),
+    "report of nothing": (["report"], ["gradherd report runs/"]),
+    "report, no folder": (["report", "away"], ["away: no such folder"]),
+    "report, nowhere": (["report", ".", "--out", "away/x.html"], ["--out", "away"]),
+    "demo": (["demo", "--workers", "0"], ["--workers", "at least 1"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_call_is_told_in_one_line(capsys, case):
+    args, words = WRONG[case]
+    err = refused(capsys, *args)
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_device_that_is_not_there(capsys):
+    assert "'cuda' cannot be used here" in refused(capsys, "train", "digits", "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        pytest.param(
+            option,
+            value,
+        )
+        for option, value in [("--lr", "inf"), ("--weight-decay", "nan"), ("--weight-decay", "inf")]
+    ],
+)
+def test_settings_that_are_not_finite(capsys, option, value):
+    err = refused(capsys, "train", "digits", option, value, *QUICK, "--out", "out")
+    assert option.strip("-").replace("-", "_") in err.replace("-", "_") and value in err
+
+
+def test_a_seed_that_no_generator_takes(capsys):
+    err = refused(capsys, "train", "digits", "--seed", 10**30, *QUICK, "--out", "out")
+    assert "--seed" in err and "10" in err
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "words"),
+    [
+        ("x = (", "X", ["SyntaxError", "line 1"]),
+        ("import away_from_here", "X", ["away_from_here"]),
+        ("class X: pass", "X", ["X is no task", "lacks", "defaults"]),
+        ("class X: pass", "Y", ["has no class 'Y'"]),
+        ("X = 3", "X", ["has no class 'X'"]),
+        ("class X:\n def __init__(self): raise KeyError('k')", "X", ["X() fails", "'k'"]),
+        pytest.param(
+            "import sys; sys.exit(3)",
+            "X",
+            ["mine.py", "SystemExit"],
+        ),
+    ],
+)
+def test_a_file_that_holds_no_task(capsys, place, source, kind, words):
+    (place / "mine.py").write_text(source)
+    err = refused(capsys, "train", f"mine.py:{kind}")
+    assert f"'mine.py:{kind}'" in err and all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "demo"])
+def test_an_out_that_is_not_ours(capsys, place, command):
+    task = [] if command == "demo" else ["digits"]
+    (place / "file").write_text("mine")
+    (place / "full").mkdir()
+    (place / "full" / "keep.txt").write_text("mine, too")
+    for out, words in [
+        ("file", ["--out 'file'", "is a file"]),
+        ("full", ["--out 'full'", "not empty", "name a new folder"]),
+        ("file/below", ["--out 'file/below'", "Not a directory"]),
+    ]:
+        err = refused(capsys, command, *task, "--out", out)
+        assert all(word in err for word in words), err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_out_in_a_folder_that_cannot_be_written_to(capsys, place):
+    (place / "locked").mkdir(mode=0o555)
+    err = refused(capsys, "train", "digits", "--out", "locked/out")
+    assert "--out 'locked/out'" in err and "Permission denied" in err
+
+
+@pytest.mark.parametrize("method", ["load", "model"])
+def test_a_task_that_fails_leaves_no_empty_folder(capsys, place, method):
+    (place / "mine.py").write_text(BAD_TASK.format(method=method, error="RuntimeError"))
+    err = refused(capsys, "train", "mine.py:Bad", *QUICK, "--out", "out", code=1)
+    assert "RuntimeError: the moon is full" in err
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        pytest.param([]),
+        pytest.param(["--out", "a/b/c"]),
+    ],
+    ids=["default", "deep"],
+)
+def test_a_task_that_fails_leaves_no_empty_folder_above(capsys, place, out):
+    (place / "mine.py").write_text(BAD_TASK.format(method="load", error="RuntimeError"))
+    refused(capsys, "train", "mine.py:Bad", *QUICK, *out, code=1)
+
+
+def test_a_task_that_fails_in_training_says_so_in_its_record(capsys, place):
+    (place / "mine.py").write_text(BAD_TASK.format(method="loss", error="RuntimeError"))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "mine.py:Bad", *QUICK, "--out", "out"])
+    out, err = capsys.readouterr()
+    check_refusal(stop.value.code, out, err, 1)
+    assert "RuntimeError: the moon is full" in err
+    assert read_record(place / "out" / "record.json").status == "failed"
+    assert sorted(path.name for path in (place / "out").iterdir()) == ["record.json"]
+
+
+def test_a_task_that_raises_value_error_has_failed(capsys, place):
+    (place / "mine.py").write_text(BAD_TASK.format(method="load", error="ValueError"))
+    err = refused(capsys, "train", "mine.py:Bad", *QUICK, "--out", "out", code=1)
+    assert "the moon is full" in err
+
+
+def test_a_task_that_fails_on_one_of_the_workers(place):
+    (place / "mine.py").write_text(ONE_SIDED_TASK)
+    options = ["--workers", "2", "--epochs", "1", "--out", "out"]
+    err = refused_by_process("train", "mine.py:Bad", *options, code=1)
+    assert "RuntimeError: the moon is full" in err
+
+
+def test_going_on_with_another_order_than_the_one_that_is_there(place):
+    options = ["train", "digits", "--workers", "2", "--epochs", "1", "--limit", "16", "--out", "a"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gradherd", *options], capture_output=True, text=True, timeout=55
+    )
+    assert done.returncode == 0, done.stderr
+    err = refused_by_process(*options, "--resume", "--order", "cd-grab", code=2)
+    assert "cd-grab" in err and "d-rr" in err
+
+
+def test_going_on_with_another_number_of_workers(place):
+    options = ["train", "digits", "--epochs", "1", "--limit", "16", "--out", "a"]
+    command = [sys.executable, "-m", "gradherd", *options]
+    for more in (["--workers", "2"], ["--workers", "1", "--epochs", "2", "--resume"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=55)
+        assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a state of 2 ranks goes on with 1") == 1
+    record = json.loads((place / "a" / "record.json").read_text())
+    assert [row["epoch"] for row in record["epochs"]] == [1, 2]
+    assert [workers for _, workers in record["config"]["world_sizes"]] == [2, 1]
+
+
+def cut_in_half(place: Path, name: str) -> Path:
+    """Copy a real set, with one of its files cut in half."""
+    if not REAL:
+        pytest.skip("needs the real data sets: set GRADHERD_DATA to their folder")
+    source = Path(REAL) / "m4"
+    if not source.is_dir():
+        pytest.skip("needs the real data set m4, which is not in GRADHERD_DATA")
+    target = place / "data" / "m4"
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    path = next(target.glob(f"{name}*"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path
+
+
+DAMAGED = "damage is code 2 with --virtual, 1 on workers; a cut packed file lacks the way out"
+
+
+@pytest.mark.parametrize("name", ["Weekly-train", "Weekly-test"])
+def test_data_that_was_cut_in_half(capsys, place, name):
+    path = cut_in_half(place, name)
+    err = refused(capsys, "train", "m4-mlp", "--data-dir", "data", *QUICK, "--out", "out", code=1)
+    assert path.name in err and "again" in err
+
+
+def test_data_that_was_cut_in_half_on_real_workers(place):
+    path = cut_in_half(place, "Weekly-test")
+    options = ["--data-dir", "data", "--workers", "2", "--epochs", "1", "--out", "out"]
+    err = refused_by_process("train", "m4-mlp", *options, code=1)
+    assert path.name in err and "again" in err and "gradherd.lab.tasks" not in err
+
+
+@pytest.fixture
+def small_disk(place):
+    """A disk of 64 KiB, and a way to leave so many pages of it free."""
+    disk = place / "disk"
+    disk.mkdir()
+    made = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True
+    )
+    if not made or made.returncode:
+        pytest.skip("needs to mount a small disk, which this user may not")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def leave_free(disk: Path, pages: int) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = shutil.disk_usage(disk).free
+    (disk / "other").write_bytes(bytes(free - pages * page))
+    assert shutil.disk_usage(disk).free == pages * page
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_full_disk_leaves_nothing_behind(capsys, small_disk, command):
+    leave_free(small_disk, 0)
+    err = refused(capsys, command, "digits", *QUICK, "--out", "disk/out", code=1)
+    assert "No space left on device" in err and "record.json" in err
+
+
+def test_a_disk_that_fills_up_leaves_a_whole_record(capsys, small_disk):
+    leave_free(small_disk, 2)
+    options = ["--virtual", "--workers", "2", "--limit", "16", "--epochs", "40"]
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "digits", *options, "--out", "disk/out"])
+    out, err = capsys.readouterr()
+    check_refusal(stop.value.code, out, err, 1)
+    assert "No space left on device" in err
+    left = sorted(path.name for path in (small_disk / "out").iterdir())
+    assert set(left) <= {"record.json", "metrics.jsonl"} and "record.json" in left
+    assert len(read_record(small_disk / "out" / "record.json").epochs) < 40
+    for line in (small_disk / "out" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_result_that_cannot_be_written(place):
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "gradherd", "herding", "--units", "8", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=55,
+        )
+    check_refusal(ran.returncode, "", ran.stderr, 1)
+    assert "No space left on device" in ran.stderr
+
+
+def test_tensorboard_that_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    err = refused(capsys, "train", "digits", *QUICK, "--tensorboard", "--out", "out")
+    assert "tensorboard is not installed" in err and "pip install" in err
+
+
+def test_every_extra_that_is_advised_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    places = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    advised = {
+        extra
+        for path in places
+        for found in re.findall(r"gradherd\[([a-z,]+)\]", path.read_text())
+        for extra in found.split(",")
+    }
+    assert advised and advised <= set(extras)
+
+
+def test_a_report_of_an_empty_folder(capsys, place):
+    (place / "runs").mkdir()
+    err = refused(capsys, "report", "runs")
+    assert "runs: no record.json in it or below" in err
+
+
+DAMAGE = {
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "no record": lambda text: "[1, 2]",
+    "other format": lambda text: text.replace('"format": 1', '"format": 99'),
+    "a row lacks its loss": lambda text: text.replace('"train_loss"', '"loss"'),
+    "a loss that is a word": lambda text: re.sub(
+        r'"train_loss": [^,]+', '"train_loss": "low"', text
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_report_of_a_damaged_record(capsys, place, damage):
+    with pytest.raises(SystemExit):
+        main(["train", "digits", *QUICK, "--out", "runs/a"])
+    capsys.readouterr()
+    record = place / "runs" / "a" / "record.json"
+    record.write_text(DAMAGE[damage](record.read_text()))
+    (place / "runs" / "report.html").write_text("an older page")
+    err = refused(capsys, "report", "runs")
+    assert "runs/a/record.json" in err
+
+
+def test_the_way_out_of_a_damaged_record(capsys, place):
+    (place / "record.json").write_text('{"format": 1, "epo')
+    err = refused(capsys, "report", ".")
+    assert "damaged" in err and re.search("remove|again|without it", err)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [["--workers", "2"], ["--virtual"]], ids=["workers", "virtual"])
+def test_ctrl_c_keeps_what_was_done(place, how):
+    command = ["compare", "digits", "--orders", "d-rr,cd-grab", "--seeds", "2", "--epochs", "500"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradherd", *command, *how, "--out", "out"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What is started in the background of a shell is deaf to Ctrl-C, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        wait_for(lambda: process.poll() is not None or has_epoch(place / "out"), 45)
+        assert process.poll() is None, process.communicate()
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        wait_for(lambda: not alive_in(process.pid), 10)
+    finally:
+        if alive_in(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert (process.returncode, out) == (130, "")
+    lines = err.splitlines()
+    assert 1 <= len(lines) <= 2 and all(line.startswith("gradherd: ") for line in lines), err
+    assert lines[-1] == "gradherd: interrupted"
+    records = [read_record(path) for path in (place / "out").rglob("record.json")]
+    assert records and {one.status for one in records} <= {"interrupted", "done"}
+    assert any(one.epochs for one in records)
+    assert (place / "out" / "report.html").stat().st_size > 10_000
+    assert not [path for path in (place / "out").rglob("*") if path.name.endswith(".draft")]
+
+
+def has_epoch(folder: Path) -> bool:
+    return any(read_record(path).epochs for path in folder.rglob("record.json"))
+
+
+def wait_for(condition, seconds: float) -> None:
+    """Return when something has become true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def alive_in(session: int) -> list[str]:
+    """The processes of a session that have not ended; those nobody has asked about have."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:  # It ended while we looked.
+            continue
+        state, _, _, its_session = rest.split()[:4]
+        if int(its_session) == session and state not in "ZX":
+            alive.append(name)
+    return alive
+
+
+def test_train_under_torchrun_speaks_once(place):
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradherd"]
+    options = ["train", "digits", "--epochs", "1", "--limit", "64", "--out", "X", "--json"]
+    ran = subprocess.run(
+        [sys.executable, "-m", *launch, *options], capture_output=True, text=True, timeout=55
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)  # fails if there are two of them
+    assert told["status"] == "done" and told["epochs"] == 1 and told["out"] == "X"
+    record = read_record(place / "X" / "record.json")
+    assert record.config["workers"] == 2 and record.epochs[0].train_loss == told["final_loss"]

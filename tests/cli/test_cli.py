@@ -1,0 +1,164 @@
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from gradherd.cli.main import COMMANDS, main
+from gradherd.ordering.policy import POLICIES
+from gradherd.ordering.rules import SIGN_RULES
+
+
+def run(capsys, *args) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The 2 x 6 integer example with known orders."""
+    z = [[((3 * i + 5 * j) % 7 - 3, (2 * i + 3 * j) % 5 - 2) for j in range(6)] for i in range(2)]
+    path = tmp_path / "tiny.npy"
+    np.save(path, np.array(z))
+    return path
+
+
+def test_replay_order_prints_the_golden_orders(capsys, tiny):
+    code, out, err = run(
+        capsys, "replay", "order", tiny, "--order", "cd-grab", "--rounds", 2, "--json"
+    )
+    result = json.loads(out)
+    assert (code, err) == (0, "")
+    assert list(result) == ["order", "bounds", "orders"]
+    assert result["order"] == "cd-grab" and len(result["bounds"]) == 3
+    assert result["orders"] == [[0, 4, 3, 1, 5, 2], [2, 5, 3, 1, 4, 0]]
+
+
+@pytest.mark.parametrize("order", POLICIES)
+def test_replay_order_knows_every_policy(capsys, tiny, order):
+    code, out, _ = run(
+        capsys, "replay", "order", tiny, "--order", order, "--start", "random", "--json"
+    )
+    assert code == 0
+    assert [sorted(row) for row in json.loads(out)["orders"]] == [list(range(6))] * 2
+
+
+@pytest.mark.parametrize("signs", SIGN_RULES)
+def test_replay_order_is_reproducible_for_every_sign_rule(capsys, tiny, signs):
+    runs = [run(capsys, "replay", "order", tiny, "--signs", signs, "--json") for _ in range(2)]
+    assert runs[0] == runs[1] and runs[0][0] == 0
+
+
+def test_replay_order_reads_well_for_people(capsys, tiny):
+    code, out, _ = run(capsys, "replay", "order", tiny, "--rounds", 1)
+    assert code == 0
+    assert "start  H = " in out and "round 1  H = " in out
+    assert "worker 1: 0 2 5 4 3 1" in out
+
+
+def test_herding_json_has_its_keys_and_shrinks(capsys):
+    code, out, err = run(
+        capsys, "herding", "--workers", 20, "--units", 50, "--dim", 4, "--rounds", 6,
+        "--orders", "cd-grab,d-rr", "--seed", 1, "--json",
+    )  # fmt: skip
+    result = json.loads(out)
+    assert (code, err) == (0, "")
+    assert list(result) == ["workers", "units", "dim", "orders"]
+    assert (result["workers"], result["units"], result["dim"]) == (20, 50, 4)
+    assert list(result["orders"]) == ["cd-grab", "d-rr"]
+    assert all(len(bounds) == 7 for bounds in result["orders"].values())
+    assert result["orders"]["cd-grab"][-1] < result["orders"]["d-rr"][-1] / 4
+
+
+def test_herding_table_names_every_order(capsys):
+    code, out, _ = run(capsys, "herding", "--workers", 2, "--units", 6, "--rounds", 1)
+    assert code == 0
+    assert all(name in out for name in POLICIES)
+
+
+def test_bench_signs_json(capsys):
+    code, out, _ = run(capsys, "bench", "signs", "--workers", "2", "--dim", "1e2,300", "--json")
+    result = json.loads(out)
+    assert code == 0 and result["bench"] == "signs" and result["device"] == "cpu"
+    assert [(row["case"], row["dim"]) for row in result["rows"]] == [
+        (case, dim) for dim in (100, 300) for case in ("sequential", "block-gram", "balance")
+    ]
+    keys = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}
+    assert all(keys <= set(row) for row in result["rows"])
+    assert result["rows"][0]["ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["fly"], "no command 'fly'; there are: demo"),
+        (["replay"], "replay needs to know which: replay order"),
+        (["replay", "order", "{tiny}", "--order", "cd-grab,d-rr"], "unknown 'cd-grab,d-rr'"),
+        (["replay", "order", "{tiny}", "--order", "d-rr", "--signs", "walk"], "has no effect"),
+        (["herding", "--workers", "9" * 23], "must be at most 8,589,934,592 numbers"),
+        (["bench", "signs", "--dim", "inf"], "--dim: 'inf' is not a positive whole number"),
+        (["bench", "signs", "--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
+        (["bench", "rows", "--params", "1e4,1e5"], "--params must be one number"),
+        (["bench", "virtual", "--steps", "1"], "--steps must be at least 2, got 1"),
+        (["replay", "ordre"], "no command 'replay ordre'; there are: replay order"),
+        (["replay", "order"], "FILE"),
+        (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; known are d-rr"),
+        (["replay", "order", "{tiny}", "--signs", "x"], "--signs: unknown 'x'; known are greedy"),
+        (["replay", "order", "{tiny}", "--start", "x"], "'x'"),
+        (["replay", "order", "{tiny}", "--rounds", "-1"], "--rounds must be at least 0, got -1"),
+        (["replay", "order", "{tiny}", "--rounds", "two"], "--rounds"),
+        (["replay", "order", "{tiny}x"], "tiny.npyx: no such file"),
+        (["herding", "--workers", "0"], "--workers must be at least 1, got 0"),
+        (["herding", "--seed", "-3"], "--seed must be in [0, 2**32), got -3"),
+        (["herding", "--orders", ","], "--orders must name at least one of d-rr"),
+        (["herding", "--oders", "d-rr"], "--oders"),
+        (["bench", "signs", "--dim", "0"], "--dim: '0' is not a positive whole number"),
+        (["bench", "signs", "--device", "tpu9"], "--device must be cpu or cuda, got 'tpu9'"),
+    ],
+)
+def test_wrong_usage_gets_one_line_and_code_2(capsys, tiny, args, complaint):
+    code, out, err = run(capsys, *(arg.format(tiny=tiny) for arg in args))
+    assert (code, out) == (2, "")
+    assert err.startswith("gradherd: ") and err.count("\n") == 1
+    assert complaint in err
+
+
+def test_help_everywhere(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0 and all(f"gradherd {name}" in out for name in COMMANDS)
+    for name, (_, _) in COMMANDS.items():
+        code, out, _ = run(capsys, *name.split(), "--help")
+        assert code == 0 and "--json" in out and "Example: gradherd" in out
+    code, out, _ = run(capsys, "replay", "--help")
+    assert code == 0 and "replay order" in out and "herding" not in out
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.startswith("gradherd 0.")
+
+
+def test_an_unexpected_failure_is_one_line_and_code_1(capsys, tiny, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("disk\non fire")
+
+    monkeypatch.setattr("gradherd.cli.replay_order.replay_order", broken)
+    code, _, err = run(capsys, "replay", "order", tiny)
+    assert code == 1 and err == (
+        "gradherd: failed: OSError: disk on fire (GRADHERD_TRACEBACK=1 shows where)\n"
+    )
+
+
+def test_a_reader_that_leaves_early_is_no_error(tiny):
+    command = [sys.executable, "-m", "gradherd", "replay", "order", str(tiny), "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=50)
+    os.close(write)
+    assert ran.stderr == ""
+
+
+def test_only_rank_0_speaks_under_torchrun(capsys, tiny, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run(capsys, "replay", "order", tiny, "--json") == (0, "", "")

@@ -1,0 +1,180 @@
+"""`gradherd doctor`: what it finds here, and what it says where something is wrong."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gradherd.cli import doctor_machine
+from gradherd.cli.doctor_checks import PACKAGES, Check, Package, package
+from gradherd.cli.main import main
+from gradherd.lab.tasks.sets import SETS
+
+ROOT = Path(__file__).parents[2]
+WORKS = Check(name="two local workers", status="ok", found="stubbed", essential=True)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder to stand in, without the data and the variables of whoever runs the tests."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("GRADHERD_DATA", "GLOO_SOCKET_IFNAME", *doctor_machine.LAUNCHER):
+        monkeypatch.delenv(name, raising=False)
+    return here
+
+
+@pytest.fixture
+def no_workers(monkeypatch):
+    """Start no processes where they are not the point."""
+    monkeypatch.setattr(doctor_machine, "local_workers", lambda: WORKS)
+
+
+def examined(capsys, *args) -> tuple[int, dict[str, dict[str, str]], str]:
+    """Return the exit code, every check by name, and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--json", *args])
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert list(told) == ["checks", "ok"] and told["ok"] == (stop.value.code == 0)
+    for one in told["checks"]:
+        assert list(one) == ["name", "status", "found", "hint"]
+        assert one["status"] in ("ok", "missing", "problem") and one["found"]
+        assert one["status"] == "ok" or one["hint"], f"no way out for {one['name']}"
+    checks = {one["name"]: one for one in told["checks"]}
+    assert len(checks) == len(told["checks"])
+    return stop.value.code, checks, err
+
+
+def test_all_is_well_where_the_tests_run(capsys, place):
+    code, checks, err = examined(capsys)
+    assert (code, err) == (0, "")
+    for name in ("python", "torch", "numpy", "scikit-learn", "gloo", "cores", "memory"):
+        assert checks[name]["status"] == "ok"
+    assert checks["torch"]["found"].startswith("2.")
+    assert checks["two local workers"]["status"] == "ok"
+    assert float(checks["two local workers"]["found"].split()[-2]) > 0  # seconds
+    assert str(place) in checks["disk, current folder"]["found"]
+    assert all(checks[f"data {name}"]["status"] == "missing" for name in SETS)
+    assert "gradherd data get m4" in checks["data m4"]["hint"]
+    assert not list(place.iterdir())
+
+
+def test_it_reads_well_for_people(capsys, no_workers):
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor"])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, err) == (0, "")
+    assert all(one.name in out for one in PACKAGES)
+    assert "All that is needed works" in out
+
+
+def test_packages_are_those_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for one in PACKAGES:
+        if one.essential:
+            assert any(
+                need.startswith(f"{one.name}>={one.least}") for need in project["dependencies"]
+            )
+        elif "gradherd[" in one.get:
+            extra = one.get.split("[")[1].split("]")[0]
+            assert f"{one.name}>={one.least}" in extras[extra]
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "words"),
+    [
+        (None, "missing", ["not installed", "for fun", "pip install funny"]),
+        ("__version__ = '3.1'", "ok", ["3.1", "for fun"]),
+        ("__version__ = '2.9.5'", "problem", ["2.9.5", "needs 2.10", "pip install funny"]),
+        (
+            "raise ImportError('wrong\\nABI')",
+            "problem",
+            ["cannot be imported", "wrong ABI", "anew"],
+        ),
+    ],
+)
+def test_a_package_in_every_state(tmp_path, monkeypatch, source, status, words):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "funny_one", raising=False)
+    if source is not None:
+        (tmp_path / "funny_one.py").write_text(source)
+    found = package(Package("funny-one", "funny_one", "2.10", "fun", "pip install funny"))
+    monkeypatch.delitem(sys.modules, "funny_one", raising=False)
+    assert found.status == status and not found.essential
+    assert all(word in f"{found.found} {found.hint}" for word in words)
+
+
+def test_what_is_needed_and_lacks_is_a_problem():
+    found = package(Package("a", "no_such_module_here", "1", "all", "get it", essential=True))
+    assert (found.status, found.essential) == ("problem", True)
+
+
+def test_workers_that_cannot_meet_are_code_1(capsys, monkeypatch):
+    monkeypatch.setattr(doctor_machine, "add_up", fails)
+    code, checks, err = examined(capsys)
+    found = checks["two local workers"]
+    assert code == 1 and found["status"] == "problem" and "no network today" in found["found"]
+    assert "--virtual" in found["hint"]
+    assert err.startswith("gradherd: failed: ") and "two local workers" in err
+
+
+def fails() -> float:
+    raise ConnectionError("no network today")
+
+
+def test_workers_that_take_too_long_are_a_problem(monkeypatch):
+    found = doctor_machine.local_workers(deadline=0.0)
+    assert found.status == "problem" and "TimeoutError" in found.found
+
+
+def test_variables_of_a_launcher_that_has_gone(capsys, monkeypatch, no_workers):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, checks, _ = examined(capsys)
+    found = checks["launcher variables"]
+    assert code == 0 and found["status"] == "problem"
+    assert "WORLD_SIZE=4" in found["found"] and "unset RANK WORLD_SIZE" in found["hint"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert examined(capsys)[1]["launcher variables"]["status"] == "ok"
+
+
+def test_data_is_found_where_the_variable_says(capsys, monkeypatch, place, no_workers):
+    folder = place / "sets" / "m4"
+    folder.mkdir(parents=True)
+    for name in ("Weekly-train.csv", "Weekly-test.csv"):
+        (folder / name).touch()
+    monkeypatch.setenv("GRADHERD_DATA", str(place / "sets"))
+    _, checks, _ = examined(capsys)
+    assert checks["data m4"]["found"] == f"{folder} (csv)"
+    assert str(place / "sets") in checks["data folders"]["found"]
+    monkeypatch.setenv("GRADHERD_DATA", str(place / "away"))
+    code, checks, _ = examined(capsys)
+    assert code == 0 and checks["data folders"]["status"] == "problem"
+    assert "away" in checks["data folders"]["hint"]
+
+
+def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
+    monkeypatch.setattr(doctor_machine, "LITTLE", 1 << 60)
+    code, checks, err = examined(capsys)
+    assert code == 1 and "disk, current folder" in err
+    assert "--out" in checks["disk, current folder"]["hint"]
+    assert "TMPDIR" in checks["disk, temporary folder"]["hint"]
+
+
+def test_a_folder_that_cannot_be_written_to(place):
+    found = doctor_machine.disk("disk", lambda: place / "away", "x", "go elsewhere")
+    assert found.status == "problem" and "go elsewhere" in found.hint
+    assert "cannot be written to" in found.found
+
+
+def test_no_torchrun_on_the_path(capsys, monkeypatch, place, no_workers):
+    monkeypatch.setenv("PATH", str(place))
+    _, checks, _ = examined(capsys)
+    assert checks["torchrun"]["status"] == "missing"
+    assert "torch.distributed.run" in checks["torchrun"]["hint"]

@@ -1,0 +1,147 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gradherd.cli.main import main
+from gradherd.comm import World
+from gradherd.lab.bench import virtual
+from gradherd.lab.bench.coordination import CASES
+from gradherd.lab.bench.rows import Bench, mlp
+from gradherd.lab.bench.signs import published_loop
+from gradherd.rows import Capture
+
+KEYS = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}
+
+
+def result(capsys, *args) -> dict:
+    with pytest.raises(SystemExit) as stop:
+        main([*map(str, args), "--json"])
+    assert stop.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_coordination_shows_all_schemes_and_their_bytes(capsys):
+    found = result(capsys, "bench", "coordination", "--workers", "2,3", "--dim", 3001)
+    rows = found["rows"]
+    assert found["bench"] == "coordination" and found["device"] == "cpu"
+    assert [(row["workers"], row["case"]) for row in rows] == [
+        (workers, case) for workers in (2, 3) for case in ("all-reduce", "all-gather", "sharded")
+    ]
+    assert all(KEYS <= set(row) for row in rows)
+    for ring, gather, sharded in (rows[:3], rows[3:]):
+        workers = ring["workers"]
+        assert ring["ratio"] == 1
+        assert ring["bytes"] == 2 * 4 * 3001 * (workers - 1) // workers
+        assert gather["bytes"] == 4 * 3001 * (workers - 1)
+        # Slices cost what all-reduce does; products and the odd rest come on top.
+        assert 0 <= sharded["bytes"] - ring["bytes"] < 400
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
+def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
+    dim = 2_000_000
+    found = result(
+        capsys, "bench", "coordination", "--workers", "2,4", "--dim", dim, "--repeats", 1
+    )
+    peaks = [row["peak_bytes"] / (4 * dim) for row in found["rows"] if row["case"] == "sharded"]
+    # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `Peak`.
+    assert all(1 < peak < 3.2 for peak in peaks)
+
+
+def test_rows_shows_every_way_to_them(capsys):
+    found = result(capsys, "bench", "rows", "--params", 9000, "--batch", 4)
+    assert [row["case"] for row in found["rows"]] == ["plain", "vmap", "loop", "exact", "sketch"]
+    assert all(KEYS <= set(row) for row in found["rows"])
+
+
+def test_step_compares_both_orders(capsys):
+    found = result(
+        capsys, "bench", "step", "--workers", 2, "--params", 9000, "--batch", 2, "--repeats", 1
+    )
+    drr, cd = found["rows"]
+    assert (drr["case"], cd["case"]) == ("d-rr", "cd-grab") and drr["ratio"] == 1
+    assert KEYS <= set(drr) and 0 < cd["bytes"] - drr["bytes"] < 100
+
+
+def test_sparsify_compares_picking_and_whole_exchanges(capsys):
+    found = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2)
+    rows = found["rows"]
+    assert all(KEYS <= set(row) for row in rows)
+    cases = ["copy", "eager", "topk", "fused", "dense", "fp16", "powersgd", "exdyna"]
+    assert [row["case"] for row in rows] == cases
+    assert [row["workers"] for row in rows] == [1] * 4 + [3] * 4
+    dense, fp16, _, exdyna = rows[4:]
+    assert dense["ratio"] == rows[0]["ratio"] == 1
+    assert dense["bytes"] == 2 * 4 * 20_500 * 2 // 3
+    assert fp16["bytes"] == dense["bytes"] // 2
+    assert 0 < exdyna["bytes"] < dense["bytes"] / 50
+
+
+def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
+    # On the CPU a graph is traced run by run: nine take 17 seconds, twice.
+    monkeypatch.setattr(virtual, "_SEEDS", 1)
+    found = result(
+        capsys, "bench", "virtual", "--workers", 4, "--batch", 2, "--steps", 2, "--repeats", 1
+    )
+    rows = found["rows"]
+    assert found["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
+    cases = ["plain loop", "turns", "one run", "nine runs", "nine runs, d-rr"]
+    assert [row["case"] for row in rows] == cases and rows[0]["ratio"] == 1
+    assert [row["runs"] for row in rows] == [1, 1, 1, 3, 3]
+    assert {(row["workers"], row["dim"], row["batch"]) for row in rows} == {(4, 62_006, 2)}
+    for row in rows:
+        assert row["steps_per_second"] * row["seconds"] == pytest.approx(1)
+
+
+def test_virtual_cases_take_the_steps_that_are_asked():
+    cpu = torch.device("cpu")
+    for case, steps in (("plain loop", 20), ("turns", 2), ("one run", 20)):
+        assert virtual.make_case(case, 2, 1, 20, cpu).epoch() == steps
+    for case, needs in (("nine runs", True), ("nine runs, d-rr", False)):
+        loop = virtual.make_case(case, 2, 1, 2, cpu)
+        assert loop.runs == len(loop.fleet.orderings) == 9
+        assert {one.policy.needs_rows for one in loop.fleet.orderings} == {needs}
+
+
+@pytest.mark.parametrize("params", [9000, 100_000, 2_000_000])
+def test_mlp_has_about_as_many_parameters_as_asked(params):
+    assert 0.95 * params <= sum(p.numel() for p in mlp(params).parameters()) <= params
+
+
+def test_what_is_measured_is_the_same_gradient_in_all_cases():
+    bench = Bench(5000, 3, torch.device("cpu"))
+    capture = Capture(bench.model)
+    bench.plain()
+    rows = capture.take(3).dense()
+    whole = torch.cat([p.grad.flatten() for p in bench.model.parameters()])
+    torch.testing.assert_close(rows.mean(0), whole)
+    bench.model.zero_grad()
+    F.cross_entropy(bench.model(bench.x[:1]), bench.y[:1]).backward()
+    first = torch.cat([p.grad.flatten() for p in bench.model.parameters()])
+    torch.testing.assert_close(rows[0], first)
+
+
+def test_published_loop_is_greedy():
+    signs = published_loop(torch.tensor([[1.0, 0.0], [1.0, 1.0], [-3.0, 0.0]]), torch.zeros(2))
+    assert signs == [True, False, True]  # the last one is a tie
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_worker_alone_keeps_its_gradient(name):
+    case, grad = CASES[name](World.single(), 7, 2), torch.arange(7.0)
+    for _ in range(2):
+        case.step(grad)
+        case.wait()
+    assert torch.equal(grad, torch.arange(7.0)) and case.bytes == 0
+
+
+def test_the_module_runs_as_a_program():
+    command = [sys.executable, "-m", "gradherd", "bench", "coordination", "--dim", "64", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert len(json.loads(ran.stdout)["rows"]) == 6

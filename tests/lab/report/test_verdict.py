@@ -1,0 +1,210 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from gradherd.lab.report.compare import compare
+from gradherd.lab.report.verdict import caution, verdicts_of
+from tests.lab.report.made import orders, record, sparsifiers
+
+CLAIMS = re.compile(r"\b(better|worse|balancing is what helps)\b")
+
+
+def runs(order, finals, *, seeds=None, epochs=4, **more):
+    """Runs that end at these losses, halving from 8 times as much."""
+    made = []
+    for seed, final in zip(seeds or range(len(finals)), finals, strict=True):
+        losses = [final * 2**left for left in reversed(range(epochs))]
+        made.append(record(order, seed=seed, epochs=epochs, losses=losses, **more))
+    return made
+
+
+def said(records):
+    return [(verdict.tone, verdict.text) for verdict in verdicts_of(compare(records))]
+
+
+def test_fewer_epochs_and_lower_loss():
+    arm = runs("cd-grab", [0.25, 0.26, 0.24], slower=1.0)
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *arm])
+    assert tone == "gain"
+    assert text.startswith("cd-grab reaches d-rr's final loss after 2 of 4 epochs (0.50 of them)")
+    assert re.search(
+        r", with 0\.5\d of its seconds and 0\.56 of its bytes; final loss 0\.75 lower; over the "
+        # Twice the final loss and itself: 1.5 times 0.75.
+        r"last 2 epochs the loss is 1\.1 lower on average \(95 % interval ",
+        text,
+    )
+    assert "3 seeds, paired p < 0.001: better" in text
+
+
+def test_fewer_epochs_but_no_less_time():
+    arm = runs("cd-grab", [0.25, 0.26, 0.24], slower=3.0)
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *arm])
+    assert tone == "mixed"
+    assert re.search(
+        r"with 1\.\d\d times its seconds and 0\.56 of its bytes: fewer epochs, but no less time;",
+        text,
+    )
+
+
+def test_fewer_epochs_but_more_bytes():
+    arm = [
+        replace(run, epochs=[replace(row, bytes=4 * row.bytes) for row in run.epochs])
+        for run in runs("cd-grab", [0.25, 0.26, 0.24], slower=1.0)
+    ]
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *arm])
+    assert tone == "mixed" and "2.26 times its bytes: fewer epochs, but more bytes;" in text
+
+
+@pytest.mark.parametrize(
+    "change", [{"hardware": {"cpu": "other"}}, {"config": {"epochs": 4, "virtual": True}}]
+)
+def test_seconds_of_other_clocks_are_not_compared(change):
+    arm = runs("cd-grab", [0.25, 0.26, 0.24], **change)
+    [(_, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *arm])
+    assert "seconds" not in text and "(0.50 of them), with 0.56 of its bytes; final" in text
+    sent = metrics([97.0, 97.5, 96.9], sparsify="exdyna", density=0.01, **change)
+    sent = [replace(run, config={**run.config, "epochs": 2}) for run in sent]
+    assert "seconds" not in said([*metrics([97.3, 97.4, 97.2]), *sent])[0][1]
+
+
+def test_worse_arm_is_called_worse():
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *runs("fixed", [2.0, 2.1, 1.9])])
+    assert tone == "cost"
+    assert text.startswith("fixed does not reach d-rr's final loss in 4 epochs; final loss 1.0")
+    assert "higher" in text and ": worse)" in text
+
+
+def test_nothing_shown_is_said():
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.2, 0.8]), *runs("cd-grab", [1.1, 0.9, 0.85])])
+    assert tone == "open" and "3 seeds" in text and "no difference shown" in text
+    assert not CLAIMS.search(text)
+
+
+def test_one_seed_shows_nothing():
+    [(tone, text)] = said([*runs("d-rr", [1.0]), *runs("cd-grab", [0.1])])
+    assert tone == "open" and "1 common seed: no difference can be shown" in text
+    assert not CLAIMS.search(text)
+
+
+def test_no_common_seed_shows_nothing():
+    found = said([*runs("d-rr", [1.0, 1.1]), *runs("cd-grab", [0.1, 0.2], seeds=[5, 6])])
+    assert "0 common seeds: no difference can be shown" in found[0][1]
+
+
+def test_equal_differences_show_nothing():
+    [(tone, text)] = said([*runs("d-rr", [1.0, 2.0]), *runs("cd-grab", [0.5, 1.5])])
+    assert tone == "open" and "the same with each of 2 seeds, so there is no interval" in text
+
+
+def test_baseline_that_got_worse_is_told():
+    base = [record("d-rr", seed=s, epochs=4, losses=[3, 1, 2, 2.0 + s / 10]) for s in (0, 1)]
+    found = said([*base, *runs("cd-grab", [0.25, 0.26])])
+    assert "after 1 epoch (d-rr itself first after 2 of 4)" in found[0][1]
+
+
+def test_control_that_gains_as_much_takes_the_credit():
+    found = said(
+        [
+            *runs("d-rr", [1.0, 1.02, 0.98]),
+            *runs("always-plus", [0.24, 0.26, 0.25]),
+            *runs("cd-grab", [0.25, 0.26, 0.25]),
+        ]
+    )
+    tone, text = found[-1]
+    assert len(found) == 3 and tone == "mixed"
+    assert "always-plus, which looks at no gradient, gains as much on d-rr as cd-grab" in text
+    assert text.endswith("balancing is not the reason for the gain.") and "3 seeds" in text
+
+
+def test_control_that_gains_less_leaves_the_credit():
+    tone, text = said(orders())[-1]
+    assert tone == "gain" and text.endswith("balancing is what helps.")
+
+
+def test_control_too_close_to_tell():
+    found = said(
+        [
+            *runs("d-rr", [1.0, 1.02, 0.98]),
+            *runs("always-plus", [0.3, 0.4, 0.2]),
+            *runs("cd-grab", [0.2, 0.25, 0.35]),
+        ]
+    )
+    assert found[-1][0] == "open"
+    assert found[-1][1].endswith("that balancing is the reason is not shown.")
+
+
+def test_control_is_silent_without_a_gain():
+    found = said(
+        [
+            *runs("d-rr", [1.0, 1.02, 0.98]),
+            *runs("always-plus", [0.3, 0.4, 0.2]),
+            *runs("cd-grab", [2.0, 2.1, 2.2]),
+        ]
+    )
+    assert len(found) == 2
+
+
+def metrics(finals, *, density=None, sparsify="dense", **more):
+    return [
+        record("d-rr", sparsify, density, s, epochs=2, metrics=[50.0, final], **more)
+        for s, final in enumerate(finals)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("finals", "tone", "words"),
+    [
+        ([97.0, 97.5, 96.9], "open", "no difference shown"),
+        ([90.0, 90.3, 89.6], "mixed", "worse"),
+        ([99.0, 99.1, 99.0], "gain", "better"),
+    ],
+)
+def test_sparsifier(finals, tone, words):
+    found = said([*metrics([97.3, 97.4, 97.2]), *metrics(finals, sparsify="exdyna", density=0.01)])
+    assert found[0][0] == tone
+    text = found[0][1]
+    assert text.startswith("exdyna at density 0.01: test accuracy (%) ") and words in text
+    assert "vs 97.3" in text and "3 seeds" in text and "with 2.1 % of the bytes" in text
+    assert words in ("better", "worse") or not CLAIMS.search(text)
+
+
+def test_lower_metric_can_be_the_better_one():
+    more = {"higher_is_better": False, "metric_name": "test perplexity"}
+    found = said(
+        [*metrics([80.0, 81.0, 79.0], **more),
+         *metrics([70.0, 71.0, 69.5], sparsify="topk", density=0.5, **more)]
+    )  # fmt: skip
+    assert ": better)" in found[0][1]
+    # This made-up topk sends indices, too: 0.5 of the numbers are more than all of the bytes.
+    assert found[0][0] == "mixed" and "with 1.05 times the bytes" in found[0][1]
+
+
+def test_diverged_and_empty_arms_are_told():
+    lost = metrics([90.0, 91.0], sparsify="topk", density=0.1)
+    lost[1] = record("d-rr", "topk", 0.1, 1, epochs=2, losses=[1.0, None], metrics=[50.0, None])
+    tone, text = said([*metrics([97.0, 97.1]), *lost])[0]
+    assert tone == "cost" and "with 1 of 2 seeds topk 0.1 diverged" in text
+    tone, text = said([*orders(2, names=("d-rr",)), *orders(2, names=("grab",), done=0)])[0]
+    assert tone == "open" and "grab has no finished epoch" in text
+
+
+def test_unfinished_arms_are_compared_where_both_are():
+    tone, text = said([*orders(names=("d-rr",)), *orders(names=("cd-grab",), done=3)])[0]
+    assert "; loss after 3 epochs " in text and "does not reach" in text and tone == "mixed"
+    text = said(orders(names=("d-rr", "cd-grab"), done=5))[0][1]
+    assert "cd-grab reaches d-rr's last loss after 3 of 5 epochs" in text
+
+
+def test_many_arms_are_not_corrected_for_and_that_is_said():
+    assert "not corrected for the number of comparisons: with 2 of them" in caution(
+        compare(sparsifiers())
+    )
+    assert caution(compare(orders(names=("d-rr", "cd-grab")))) is None
+    assert caution(compare(orders(1))) is None
+
+
+def test_both_changed_at_once():
+    arms = [("d-rr", "dense", None), ("cd-grab", "exdyna", 0.01)]
+    [(_, text)] = said([record(*arm, seed) for arm in arms for seed in range(3)])
+    assert text.startswith("cd-grab + exdyna 0.01 against d-rr + dense: test accuracy (%)")

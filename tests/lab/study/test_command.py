@@ -1,0 +1,251 @@
+import json
+import sys
+
+import pytest
+
+from gradherd.cli.main import main
+from gradherd.cli.usage import UsageError
+
+SMALL = """
+kind = "compare"
+theme = "ordering"
+title = "Two orders"
+task = "digits"
+seeds = 2
+
+[settings]
+epochs = 2
+limit = 300
+
+[sources]
+epochs = "ours"
+limit = "ours"
+sketch_size = "ours"
+
+[[arms]]
+order = ["d-rr", "cd-grab"]
+
+[[arms]]
+order = "cd-grab"
+rows = "sketch"
+sketch_size = 16
+label = "sketch"
+
+[[claim]]
+id = "small-loss"
+text = "cd-grab | is < better"
+source = "ours"
+paper = "none"
+measure = "train_loss"
+test = "less"
+arm = "cd-grab"
+against = "d-rr"
+
+[[claim]]
+id = "small-sketch"
+text = "never measured here"
+source = "ours"
+paper = "none"
+measure = "train_loss"
+test = "less"
+arm = "cd-grab, sketch"
+against = "d-rr"
+
+[[figure]]
+title = "Loss & more"
+y = "train_loss"
+""".replace('sketch_size = "ours"', 'sketch_size = "ours"\nrows = "ours"')
+
+
+def run(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "small.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_study_from_its_file_to_the_page(root, capsys):
+    only = ["--only", "d-rr", "cd-grab"]
+    code, out, err = run(capsys, "study", "studies/small.toml", *only, "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [one["id"] for one in told["claims"]] == ["small-loss"]
+    assert sorted((r["arm"], r["seed"]) for r in told["runs"]) == [
+        ("cd-grab", 0),
+        ("cd-grab", 1),
+        ("d-rr", 0),
+        ("d-rr", 1),
+    ]
+    results = root / "benchmarks" / "results" / "small"
+    assert {path.name for path in results.iterdir()} == {"d-rr.json", "cd-grab.json"}
+    assert all(path.stat().st_size < 4000 for path in results.iterdir())
+
+    # Again without --resume: refused. With it: nothing is left to do. One seed lost: one run.
+    code, _, err = run(capsys, "study", "studies/small.toml", *only)
+    assert code == 2 and "--resume adds what is missing" in err
+    before = {path.name: path.read_bytes() for path in results.iterdir()}
+    code, out, _ = run(capsys, "study", "studies/small.toml", *only, "--resume", "--json")
+    assert (json.loads(out)["runs"], json.loads(out)["skipped"]) == ([], 4)
+    lines = (results / "cd-grab.json").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith('{"seed":1')]
+    (results / "cd-grab.json").write_text("\n".join(lines).replace("},\n]}", "}\n]}"))
+    code, out, _ = run(capsys, "study", "studies/small.toml", *only, "--resume", "--json")
+    assert json.loads(out)["runs"] == [{"arm": "cd-grab", "seed": 1, "status": "done"}]
+    again = {path.name: path.read_bytes() for path in results.iterdir()}
+    assert before["d-rr.json"] == again["d-rr.json"] and again["cd-grab.json"].count(b'"seed"') == 2
+
+    code, out, err = run(capsys, "report", "--evidence")
+    assert (code, err) == (0, "gradherd: not measured yet: small: small-sketch\n")
+    page = (root / "docs" / "evidence.md").read_text()
+    assert "cd-grab \\| is &lt; better" in page and "never measured here" not in page
+    again = "gradherd study studies/small.toml --only cd-grab d-rr --out again/small"
+    assert f"`{again}`" in page and "2 seeds" in page
+    code, out, err = run(capsys, *again.split()[1:])
+    assert (code, err) == (0, "") and "small-loss: train loss after the last epoch" in out
+    assert "(images/evidence/small.svg)" in page
+    for name in ("small-9.svg", "by-hand.svg"):
+        (root / "docs" / "images" / "evidence" / name).write_text("<svg/>")
+    run(capsys, "report", "--evidence")
+    assert (root / "docs" / "evidence.md").read_text() == page
+    left = {path.name for path in (root / "docs" / "images" / "evidence").iterdir()}
+    assert left == {"small.svg", "by-hand.svg"}
+
+
+def test_the_plan_shows_what_is_left(root, capsys):
+    code, out, _ = run(capsys, "study", "studies/small.toml", "--plan", "--json")
+    told = json.loads(out)
+    assert code == 0 and len(told["left"]) == 6 and told["skipped"] == 0
+    assert not (root / "benchmarks").exists()
+    code, out, _ = run(capsys, "study", "studies/small.toml", "--plan")
+    assert code == 0 and "seeds to run" in out
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["none.toml"], "none.toml: No such file"),
+        (["studies/small.toml", "--only", "odd"], "there is no arm 'odd'; there are 'd-rr'"),
+        (["studies/small.toml", "--device", "odd"], "--device must be cpu or cuda, got 'odd'"),
+        (["studies/small.toml", "--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["studies/bad.toml"], "bad.toml: unknown key 'task2'; known are kind, theme"),
+        (["studies/small.toml", "--out", "studies/bad.toml"], "bad.toml' is a file, not a folder"),
+        (
+            ["studies/small.toml", "--out", "studies/bad.toml/x"],
+            "bad.toml' is a file, not a folder",
+        ),
+    ],
+)
+def test_wrong_calls_end_with_one_line(root, capsys, args, says):
+    (root / "studies" / "bad.toml").write_text(SMALL.replace("task =", "task2 =", 1))
+    code, out, err = run(capsys, "study", *args)
+    assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+FIGURE = '\n[[figure]]\ntitle = "F"\n'
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (
+            '"train_loss"',
+            '"train_los"',
+            "unknown measure of claim small-loss 'train_los'",
+        ),
+        ('y = "train_loss"', 'y = "late_metric"', "unknown y of figure Loss & more 'late_metric'"),
+        (None, 'x = "worker"\ny = "metric"', "unknown x of figure F 'worker'; known are epoch,"),
+        (None, 'x = "lr"\ny = "metrics"', "unknown y of figure F 'metrics'; known are train_loss"),
+        (None, 'x = "lr"\ny = "metric"\nlines = "ordr"', "unknown lines of figure F 'ordr'; known"),
+        (None, 'x = "density"\ny = "metric"', "figure F: density is no number in 'd-rr', got None"),
+    ],
+)
+def test_what_no_result_could_show_is_refused_before_anything_is_run(root, capsys, old, new, says):
+    text = SMALL + FIGURE + new + "\n" if old is None else SMALL.replace(old, new, 1)
+    (root / "studies" / "small.toml").write_text(text)
+    for more in ([], ["--plan"]):
+        code, out, err = run(capsys, "study", "studies/small.toml", *more)
+        assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+    assert not (root / "benchmarks").exists()
+    code, _, err = run(capsys, "report", "--evidence")
+    assert code == 2 and says in err
+
+
+def test_evidence_needs_studies_and_one_place(tmp_path, capsys):
+    code, _, err = run(capsys, "report", "--evidence", tmp_path)
+    assert code == 2 and "holds no study" in err
+    code, _, err = run(capsys, "report", "--evidence", "--out", "page.md")
+    assert code == 2 and "no --out" in err
+    code, _, err = run(capsys, "report")
+    assert code == 2 and "name at least one folder" in err
+
+
+def results_of(folder):
+    """Return lines of runs by file, without what differs from one making to the next."""
+    kept = {}
+    for path in sorted(folder.iterdir()):
+        found = json.loads(path.read_text())
+        kept[path.name] = [(r["seed"], r["figures"]["train_loss"]) for r in found["runs"]]
+    return kept
+
+
+def test_processes_side_by_side_find_the_same(root, capsys):
+    code, out, err = run(capsys, "study", "studies/small.toml", "--jobs", "2", "--out", "two")
+    assert (code, err) == (0, "") and "6 runs" in out
+    run(capsys, "study", "studies/small.toml", "--out", "one")
+    assert results_of(root / "two") == results_of(root / "one")
+    assert len(results_of(root / "two")) == 3
+
+
+def test_runs_that_another_study_has_are_taken_over(root, capsys):
+    run(capsys, "study", "studies/small.toml", "--only", "d-rr")
+    other = SMALL.replace('order = ["d-rr", "cd-grab"]', 'order = "d-rr"\nlabel = "again"')
+    other = other.replace('arm = "cd-grab"', 'arm = "d-rr, again"').replace(
+        'against = "d-rr"', "against = 'd-rr, again'"
+    )
+    (root / "studies" / "other.toml").write_text(other)
+    only = ["--only", "d-rr*", "--resume", "--json"]
+    code, out, err = run(capsys, "study", "studies/other.toml", *only)
+    told = json.loads(out)
+    assert (code, err, told["runs"], told["skipped"]) == (0, "", [], 2)
+    there = root / "benchmarks" / "results"
+    assert (
+        results_of(there / "other")["d-rr_again.json"] == results_of(there / "small")["d-rr.json"]
+    )
+    # A file of another study that cannot be read is no reason to stop.
+    (there / "small" / "cd-grab.json").write_text("{")
+    code, out, err = run(capsys, "study", "studies/other.toml", *only, "--plan")
+    assert code == 0 and not json.loads(out)["left"] and err == ""
+    (root / "studies" / "again.toml").write_text(other)
+    code, out, err = run(capsys, "study", "studies/again.toml", *only, "--plan")
+    assert json.loads(out)["left"] == [] and "passed over:" in err and "cd-grab.json" in err
+    # Other settings are other runs.
+    (root / "studies" / "third.toml").write_text(other.replace("limit = 300", "limit = 200"))
+    _, out, _ = run(capsys, "study", "studies/third.toml", *only)
+    assert len(json.loads(out)["runs"]) == 2
+
+
+def test_a_study_for_a_gpu_says_so_where_there_is_none(root, capsys, monkeypatch):
+    monkeypatch.setattr("gradherd.cli.study.usable_device", no_device)
+    (root / "studies" / "gpu.toml").write_text(SMALL.replace("seeds", 'device = "cuda"\nseeds', 1))
+    code, out, err = run(capsys, "study", "studies/gpu.toml")
+    assert (code, out) == (2, "") and "--device cpu" in err and err.count("\n") == 1
+    assert not (root / "benchmarks").exists()
+
+
+def no_device(name):
+    raise UsageError(f"--device {name!r} cannot be used here")
+
+
+def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradherd.lab.report.evidence", None)
+    code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
+    assert code == 0 and "1 run;" in out and "pip install 'gradherd[report]'" in err
+    assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()

@@ -1,0 +1,110 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradherd.lab.study.archive import Result
+from gradherd.lab.study.jobs import ProcessDied, run_jobs, shared_out
+from gradherd.lab.study.kind import Piece, Where
+
+WHERE = Where(folder=Path())
+
+
+def piece(number, arm="a"):
+    return Piece(arm=arm, seed=number, settings={})
+
+
+def result(one):
+    return Result(
+        arm=one.arm,
+        seed=one.seed,
+        settings={},
+        status="done",
+        about={},
+        figures={},
+        versions={},
+        hardware={"process": os.getpid()},
+        started="",
+    )
+
+
+def works(part, where):
+    return [result(one) for one in part]
+
+
+def fails_at_one(part, where):
+    if any(one.seed == 1 for one in part):
+        raise KeyError("one")
+    return works(part, where)
+
+
+def dies(part, where):
+    os._exit(9)
+
+
+@given(st.lists(st.integers(1, 12), max_size=8), st.integers(1, 9))
+def test_every_run_is_in_one_part_and_no_process_idles_for_want_of_cutting(sizes, jobs):
+    batches = [[piece(n, str(at)) for n in range(size)] for at, size in enumerate(sizes)]
+    parts = shared_out(batches, jobs)
+    flat = [one for part in parts for one in part]
+    assert sorted((p.arm, p.seed) for p in flat) == [(p.arm, p.seed) for b in batches for p in b]
+    assert all(len({one.arm for one in part}) == 1 for part in parts)
+    assert len(parts) >= min(jobs, len(sizes))
+    if len(sizes) == 1:
+        assert max(map(len, parts)) <= -(-sizes[0] // jobs)
+    if jobs == 1:
+        assert parts == batches
+
+
+def test_batches_are_made_in_other_processes():
+    found = list(run_jobs(works, [[piece(0), piece(1)], [piece(2)]], WHERE, 2))
+    assert sorted(one.seed for part in found for one in part) == [0, 1, 2]
+    assert os.getpid() not in {one.hardware["process"] for part in found for one in part}
+    assert list(run_jobs(works, [], WHERE, 2)) == []
+
+
+def test_one_that_fails_does_not_stop_the_others():
+    found = []
+    with pytest.raises(KeyError, match="one"):
+        for part in run_jobs(fails_at_one, [[piece(n)] for n in range(4)], WHERE, 2):
+            found += part
+    assert sorted(one.seed for one in found) == [0, 2, 3]
+
+
+def test_a_process_that_dies_is_told_of():
+    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer --jobs than 2"):
+        list(run_jobs(dies, [[piece(0)], [piece(1)]], WHERE, 2))
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    """Also if that one was killed and could not tell them."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_jobs import WHERE, piece, run_jobs, sleeps\n"
+        "if __name__ == '__main__':\n"
+        "    list(run_jobs(sleeps, [[piece(0)], [piece(1)]], WHERE, 2))\n"
+    )
+    environment = {**os.environ, "TOLD": str(tmp_path)}
+    with subprocess.Popen([sys.executable, script], env=environment, cwd=tmp_path) as parent:
+        numbers = waited_for(lambda: [int(p.name) for p in tmp_path.glob("[0-9]*")], 2)
+        parent.kill()
+    waited_for(lambda: [n for n in numbers if not Path(f"/proc/{n}/stat").exists()], 2)
+
+
+def sleeps(part, where):
+    (Path(os.environ["TOLD"]) / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def waited_for(look, count):
+    """Return what is seen once there are so many; against hangs the test has its own limit."""
+    while len(seen := look()) < count:
+        time.sleep(0.05)
+    return seen

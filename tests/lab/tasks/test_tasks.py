@@ -1,0 +1,253 @@
+"""Every task, on made-up data: loads, learns, measures, and its examples can be told apart."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradherd.lab.tasks import TASKS, Defaults, Split, find_task
+from gradherd.rows.capture import Capture
+from tests.lab.tasks.made import MAKERS
+
+PARAMETERS = {
+    "digits": 650,
+    "digits-mlp": 301_066,
+    "hmda": 19,
+    "wikitext2-lstm": 1_081_792,
+    "m4-mlp": 5_569,
+    "wikitext2-gpt2": 6_846_080,
+    "cifar10-lenet": 62_006,
+    "cifar10-resnet18": 11_173_962,
+    "fashion-lenet": 61_706,
+    "sst2-transformer": 1_382_210,
+}
+# Examples of a step: the large models get few.
+BATCH = {"wikitext2-gpt2": 2, "wikitext2-lstm": 8, "cifar10-resnet18": 2}
+
+
+@pytest.fixture
+def loaded(request, any_edition, tmp_path):
+    task = find_task(request.param)
+    for name in task.data:
+        MAKERS[name](tmp_path, "public")
+    return task, task.load(tmp_path, limit=64)
+
+
+every_task = pytest.mark.parametrize("loaded", TASKS, indirect=True)
+
+
+def batch(task, columns):
+    return tuple(column[: BATCH.get(task.name, 32)] for column in columns)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_parameters_are_counted(name):
+    assert sum(p.numel() for p in find_task(name).model().parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_models_come_from_the_global_generator(name):
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        weights.append(nn.utils.parameters_to_vector(find_task(name).model().parameters()))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2]) == (name == "digits")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_describe_themselves(name):
+    task = find_task(name)
+    assert task.name == name and task.description and task.metric_name
+    assert "\n" not in task.description and isinstance(task.higher_is_better, bool)
+    assert set(task.data) <= set(MAKERS)
+    assert isinstance(task.defaults, Defaults) and task.defaults.source.endswith(".")
+    assert task == find_task(name)
+
+
+@every_task
+def test_two_steps_on_a_slice_learn(loaded):
+    task, split = loaded
+    assert all(len(column) == 64 for column in split.train)
+    assert all(16 <= len(column) <= 64 for column in split.test)
+    columns = batch(task, split.train)
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = task.loss(model, *columns)
+        assert loss.shape == ()
+        losses.append(loss.item())
+        if len(losses) < 3:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert losses[2] < losses[0]
+
+
+@every_task
+def test_the_loss_is_the_mean_over_examples(loaded):
+    task, split = loaded
+    model = task.model().eval()  # BatchNorm ties examples together while it trains
+    columns = tuple(column[:3] for column in split.train)
+    with torch.no_grad():
+        alone = [task.loss(model, *(column[i : i + 1] for column in columns)) for i in range(3)]
+        together = task.loss(model, *columns)
+    torch.testing.assert_close(together, torch.stack(alone).mean(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loaded", [name for name in TASKS if name != "cifar10-resnet18"], indirect=True
+)
+def test_the_gradient_of_every_example_can_be_read(loaded):
+    task, split = loaded
+    model = task.model()
+    parameters = list(model.parameters())
+    columns = tuple(column[:2] for column in split.train)
+    capture = Capture(model)
+    task.loss(model, *columns).backward()
+    rows = capture.take(2).dense()
+    capture.detach()
+    for at, row in enumerate(rows):
+        loss = task.loss(model, *(column[at : at + 1] for column in columns))
+        alone = torch.autograd.grad(loss, parameters)
+        expected = torch.cat([grad.flatten() for grad in alone])
+        torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-6)
+
+
+@every_task
+def test_measuring_leaves_the_model_alone(loaded):
+    task, split = loaded
+    model = task.model()
+    modules = list(model.modules())
+    modules[-1].eval()  # one that someone froze
+    modes = [module.training for module in modules]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    value = task.metric(model, *batch(task, split.test))
+    assert isinstance(value, float) and value == value
+    assert [module.training for module in modules] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+@pytest.mark.parametrize("loaded", ["digits", "wikitext2-lstm"], indirect=True)
+def test_a_limit_keeps_at_least_one(loaded, tmp_path, limit):
+    with pytest.raises(ValueError, match=f"limit must be at least 1 or None, got {limit}"):
+        loaded[0].load(tmp_path, limit=limit)
+
+
+class Recite(nn.Module):
+    """Gives answers that were prepared, in order, whatever is asked."""
+
+    def __init__(self, answers):
+        super().__init__()
+        self.answers, self.at = answers, 0
+
+    def forward(self, asked, *_):
+        answer = self.answers[self.at : self.at + len(asked)]
+        self.at += len(asked)
+        return answer
+
+
+@pytest.mark.parametrize(
+    "loaded", [name for name in TASKS if find_task(name).metric_name.endswith("accuracy (%)")],
+    indirect=True,
+)  # fmt: skip
+def test_right_and_wrong_answers_are_counted(loaded):
+    task, split = loaded
+    targets = split.test[-1]
+    if task.name == "hmda":
+        scores = (2 * targets - 1).unsqueeze(1)
+    else:
+        scores = nn.functional.one_hot(targets, 10).float()
+    assert task.metric(Recite(scores), *split.test) == 100
+    assert task.metric(Recite(-scores), *split.test) == 0
+    half = torch.where(torch.arange(len(scores))[:, None] % 2 == 0, scores, -scores)
+    assert task.metric(Recite(half), *split.test) == 50
+
+
+@pytest.mark.parametrize("loaded", ["wikitext2-lstm", "wikitext2-gpt2"], indirect=True)
+def test_perplexity_of_a_know_all_and_of_a_guesser(loaded):
+    task, split = loaded
+    words = split.test[0][:, 1:]
+    size = int(words.max()) + 1
+    sure = 50 * nn.functional.one_hot(words, size).float()
+    assert task.metric(Recite(sure), *split.test) == pytest.approx(1)
+    assert task.metric(Recite(0 * sure), *split.test) == pytest.approx(size, rel=1e-4)
+
+
+@pytest.mark.parametrize("loaded", ["m4-mlp"], indirect=True)
+def test_smape_of_the_truth_and_of_three_times_the_truth(loaded):
+    task, split = loaded
+    _, true, means, scales = split.test
+    assert task.metric(Recite((true - means) / scales), *split.test) == pytest.approx(0, abs=1e-4)
+    wrong = (3 * true - means) / scales
+    assert task.metric(Recite(wrong), *split.test) == pytest.approx(100, abs=1e-3)
+
+
+def test_forecasts_feed_on_themselves():
+    model = find_task("m4-mlp").model()
+    seen = torch.randn(2, 20)
+    first = model.net(seen)
+    second = model.net(torch.cat([seen[:, 1:], first], 1))
+    torch.testing.assert_close(model(seen, 2), torch.cat([first, second], 1))
+
+
+def test_augmentation_moves_and_mirrors_in_training_only(monkeypatch):
+    from gradherd.lab.tasks.cifar10_resnet18 import Cifar10ResNet18, _augmented
+
+    torch.manual_seed(0)
+    images = torch.arange(3 * 32 * 32.0).view(1, 3, 32, 32).repeat(200, 1, 1, 1) + 1
+    moved = _augmented(images)
+    assert moved.shape == images.shape
+    padded = nn.functional.pad(images[0], (4, 4, 4, 4))
+    crops = {(i, j): padded[:, i : i + 32, j : j + 32] for i in range(9) for j in range(9)}
+    same = [any(torch.equal(one, crop) for crop in crops.values()) for one in moved[:40]]
+    flip = [any(torch.equal(one.flip(2), crop) for crop in crops.values()) for one in moved[:40]]
+    assert all(a != b for a, b in zip(same, flip, strict=True)) and any(same) and any(flip)
+
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, images):
+            seen.append(images)
+            return torch.zeros(4, 10)
+
+    task, model = Cifar10ResNet18(augment=True), Look()
+    for training in (False, False, True):
+        task.loss(model.train(training), pixels, torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+
+
+def test_a_split_has_columns_of_one_length():
+    with pytest.raises(ValueError, match=r"test needs columns of one length.*\[2, 3\]"):
+        Split((torch.zeros(1),), (torch.zeros(2), torch.zeros(3)))
+    with pytest.raises(ValueError, match="train needs columns"):
+        Split((torch.zeros(0),), (torch.zeros(2),))
+
+
+GOOD = dict(workers=2, batch_size=4, lr=0.1, epochs=1, seeds=1, source="A test.")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"unit": 3}, "unit must divide batch_size 4, got 3"),
+        ({"optimizer": "lion"}, "optimizer must be sgd or adamw, got 'lion'"),
+        ({"lr": float("nan")}, "lr must be positive"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "momentum 0.9 has no effect on adamw"),
+        ({"weight_decay": -1}, "weight_decay must be at least 0"),
+        ({"clip": 0.0}, "clip must be positive or None"),
+        ({"lr_drop": 0.1}, "lr_drop and lr_drop_every go together"),
+        ({"lr_drop": 2.0, "lr_drop_every": 3}, r"lr_drop must be in \(0, 1\), got 2.0"),
+        ({"lr_drop": 0.5, "lr_drop_every": 0}, "lr_drop_every must be at least 1"),
+    ],
+)
+def test_settings_are_checked(change, complaint):
+    Defaults(**GOOD)
+    with pytest.raises(ValueError, match=complaint):
+        Defaults(**{**GOOD, **change})

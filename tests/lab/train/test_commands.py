@@ -1,0 +1,131 @@
+"""`gradherd train`, `compare` and `demo` as a user calls them."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from gradherd.cli import demo
+from gradherd.cli.main import main
+from gradherd.lab.train.record import FILE, read_record
+
+SMALL = ["--epochs", "2", "--limit", "48", "--workers", "2"]
+
+
+def run(capsys, *args):
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+@pytest.mark.parametrize("virtual", [[], ["--virtual"]])
+def test_train(capsys, tmp_path, virtual):
+    out = tmp_path / "deep" / "run"
+    args = ["train", "digits", "--order", "cd-grab", "--seed", 3, *SMALL, "--out", out, "--json"]
+    code, told, err = run(capsys, *args, *virtual)
+    assert (code, err) == (0, "")
+    result = json.loads(told)
+    record = read_record(out / FILE)
+    assert (result["order"], result["seed"], result["epochs"]) == ("cd-grab", 3, 2)
+    assert result["final_loss"] == record.epochs[-1].train_loss < record.start_loss
+    assert record.status == "done" and record.config["virtual"] == bool(virtual)
+    assert record.config["workers"] == 2 and record.train_examples == 48
+    found = sorted(path.name for path in out.iterdir())
+    assert found == [*([] if virtual else ["checkpoints"]), "metrics.jsonl", FILE]
+
+
+def test_a_finished_run_is_shown_again_and_goes_on_for_more_epochs(capsys, tmp_path):
+    args = ["train", "digits", *SMALL, "--out", tmp_path / "a", "--json"]
+    first = json.loads(run(capsys, *args)[1])
+    again = json.loads(run(capsys, *args, "--resume")[1])
+    assert again == first
+    longer = json.loads(run(capsys, *args, "--resume", "--epochs", 3)[1])
+    assert longer["epochs"] == 3 and longer["final_loss"] < first["final_loss"]
+
+
+def test_the_length_of_sketches_can_be_chosen(capsys, tmp_path):
+    args = ["train", "digits", "--order", "grab", *SMALL, "--virtual", "--out", tmp_path / "a"]
+    code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 8)
+    assert (code, err) == (0, "")
+    assert read_record(tmp_path / "a" / FILE).config["sketch_size"] == 8
+    code, _, err = run(capsys, *args, "--sketch-size", 8)
+    assert code == 2 and "--sketch-size 8 has no effect on --rows auto: add --rows sketch" in err
+    code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 0)
+    assert code == 2 and "--sketch-size must be at least 1, got 0" in err
+
+
+def test_train_for_people(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, told, err = run(capsys, "train", "digits", *SMALL, "--virtual")
+    assert (code, err) == (0, "") and "test accuracy (%)" in told and "->" in told
+    (folder,) = (tmp_path / "gradherd-runs").iterdir()
+    assert re.fullmatch(r"train-digits-\d{8}-\d{6}", folder.name) and folder.name in told
+
+
+@pytest.mark.parametrize("virtual", [[], ["--virtual"]])
+def test_compare(capsys, tmp_path, virtual):
+    out = tmp_path / "out"
+    code, told, err = run(
+        capsys, "compare", "digits", "--orders", "d-rr,cd-grab", "--sparsifiers", "dense,exdyna",
+        "--density", 0.1, "--seeds", 2, *SMALL, *virtual, "--json", "--out", out,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    result = json.loads(told)
+    assert result["task"] == "digits" and result["baseline"] == "d-rr + dense"
+    assert [(arm["order"], arm["sparsify"]) for arm in result["arms"]] == [
+        ("d-rr", "dense"),
+        ("d-rr", "exdyna"),
+        ("cd-grab", "dense"),
+        ("cd-grab", "exdyna"),
+    ]
+    for arm in result["arms"]:
+        assert {"final_loss", "final_metric", "epochs_to_baseline", "bytes", "seconds"} <= set(arm)
+        assert set(arm["final_loss"]) == set(arm["final_metric"]) == {"mean", "std"}
+        assert len(arm["loss_by_epoch"]) == 2
+        assert arm["loss_by_epoch"][-1] == pytest.approx(arm["final_loss"]["mean"])
+    assert result["arms"][0]["epochs_to_baseline"] == 2
+    assert result["report"] == str(out / "report.html")
+    assert "plotly" in (out / "report.html").read_text()
+    assert len(list(out.rglob(FILE))) == 8
+    code, told, _ = run(capsys, "report", out, "--json")
+    again = json.loads(told)["comparisons"][0]
+    assert code == 0 and again["baseline"] == result["baseline"]
+    # Small virtual runs go side by side, so they start before the others.
+    assert {arm["label"]: arm["final_loss"] for arm in again["arms"]} == {
+        arm["label"]: arm["final_loss"] for arm in result["arms"]
+    }
+
+
+def test_what_is_compared_by_default(capsys, tmp_path):
+    code, told, _ = run(
+        capsys, "compare", "digits", *SMALL, "--seeds", 1, "--virtual", "--out", tmp_path / "a"
+    )
+    assert code == 0 and "cd-grab" in told and "report:" in told
+    code, told, _ = run(
+        capsys, "compare", "digits", "--sparsifiers", "dense,topk", *SMALL, "--seeds", 1,
+        "--virtual", "--out", tmp_path / "b", "--json",
+    )  # fmt: skip
+    arms = json.loads(told)["arms"]
+    assert [(arm["order"], arm["sparsify"], arm["density"]) for arm in arms] == [
+        ("d-rr", "dense", None),
+        ("d-rr", "topk", 0.001),
+    ]
+
+
+def test_demo_in_small(capsys, tmp_path, monkeypatch):
+    short = tuple(replace(part, epochs=1) for part in demo._PARTS)
+    monkeypatch.setattr(demo, "_PARTS", short)
+    code, told, err = run(
+        capsys, "demo", "--workers", 2, "--seeds", 1, "--out", tmp_path / "demo", "--json"
+    )
+    assert (code, err) == (0, "")
+    result = json.loads(told)
+    assert [one["task"] for one in result["comparisons"]] == ["digits", "digits-mlp"]
+    assert [arm["order"] for arm in result["comparisons"][0]["arms"]] == [
+        "d-rr",
+        "cd-grab",
+        "always-plus",
+    ]
+    assert result["report"] == str(tmp_path / "demo" / "report.html")

@@ -1,0 +1,112 @@
+"""What ranks do in these tests, and tasks that are awkward on purpose."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradherd.comm.world import World
+from gradherd.lab.tasks.digits import Digits
+from gradherd.lab.tasks.evaluate import evaluating
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.task import Defaults, Split
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.ranks import RankFleet
+from gradherd.lab.train.virtual import VirtualFleet
+
+
+def no_tick(steps=1):
+    pass
+
+
+def followed(fleet, ordering, epochs):
+    """Train some epochs; return what a run is recognised by after each."""
+    seen = []
+    for number in range(1, epochs + 1):
+        (tally,) = fleet.epoch(number, no_tick)
+        (quality,) = fleet.quality()
+        weights = nn.utils.parameters_to_vector(fleet.model.parameters()).detach().clone()
+        seen.append((ordering.version, tally, quality, weights))
+    fleet.close()
+    return seen
+
+
+def on_ranks(configs, data_dir=None):
+    """Train each of the runs on this rank."""
+    found = []
+    for config in configs:
+        task = find_task(config.task)
+        fleet = RankFleet(config, task, task.load(data_dir, config.limit), World.detect())
+        found.append(followed(fleet, fleet.sampler.ordering, config.epochs))
+    return found
+
+
+def in_one_process(config, data_dir=None):
+    """Train the same run with all workers here."""
+    task, virtual = find_task(config.task), replace(config, virtual=True)
+    fleet = VirtualFleet(virtual, task, task.load(data_dir, config.limit))
+    return followed(fleet, fleet.ordering, config.epochs)
+
+
+@dataclass(frozen=True)
+class Awkward:
+    """BatchNorm and dropout, on made-up numbers."""
+
+    name: ClassVar = "awkward"
+    description: ClassVar = "batch statistics and dropout"
+    data: ClassVar = ()
+    metric_name: ClassVar = "error"
+    higher_is_better: ClassVar = False
+    defaults: ClassVar = Defaults(
+        workers=3, batch_size=4, unit=4, lr=0.1, momentum=0.5, epochs=2, seeds=1, source="Here."
+    )
+
+    def load(self, data_dir=None, limit=None):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(50, 6, generator=generator)
+        return Split((x, x[:, :2]), (x[:9], x[:9, :2])).first(limit)
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 2)
+        )
+
+    def loss(self, model, *tensors):
+        return nn.functional.mse_loss(model(tensors[0]), tensors[1])
+
+    def metric(self, model, *tensors):
+        with evaluating(model):
+            return float(self.loss(model, *tensors))
+
+
+@dataclass(frozen=True)
+class Diverging(Awkward):
+    """Its loss is soon not finite."""
+
+    name: ClassVar = "diverging"
+    defaults: ClassVar = Defaults(
+        workers=2, batch_size=5, lr=1e30, epochs=6, seeds=1, source="Here."
+    )
+
+    def model(self):
+        return nn.Linear(6, 2)
+
+
+def config_of(task, **chosen):
+    return RunConfig.of(task, find_task(task).defaults, **chosen)
+
+
+HERE = __file__
+
+
+@dataclass(frozen=True)
+class Weighted(Digits):
+    """Digits whose loss weighs classes: the loss of a batch is not the mean over its examples."""
+
+    name: ClassVar = "weighted"
+
+    def loss(self, model, *tensors):
+        images, labels = tensors
+        return F.cross_entropy(model(images), labels, weight=torch.arange(1.0, 11.0))
