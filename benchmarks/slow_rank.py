@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.advise.measure import hop, wide
-from gradherd.comm.collectives import all_gather, all_reduce, all_to_all_start, reduce_bytes
+from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_bytes, all_to_all_start
 from gradherd.ordering.gather import EVERY
 
 _STATISTICS = Path("/sys/class/net")
@@ -117,7 +117,7 @@ class Case:
             matrices = sum(self.rank * sum(shape) for shape in self.shapes if len(shape) > 1)
             numbers = matrices + sum(shape[0] for shape in self.shapes if len(shape) == 1)
         like = torch.empty(numbers, dtype=torch.half if self.exchange == "fp16" else torch.float)
-        return sent + steps * reduce_bytes(like.to("meta"), self.world.size)
+        return sent + steps * all_reduce_bytes(like.to("meta"), self.world.size)
 
     def close(self) -> None:
         """Make room for the next."""

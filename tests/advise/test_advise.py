@@ -20,7 +20,7 @@ from gradherd.advise.link import Link, all_gather, all_reduce, all_to_all
 from gradherd.advise.measure import wide
 from gradherd.advise.overheads import Overheads, usual
 from gradherd.cli.main import main
-from gradherd.comm.collectives import sum_few_bytes
+from gradherd.comm.collectives import all_reduce_small_bytes
 from gradherd.ordering.gather import EVERY
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.exdyna import ExDyna
@@ -114,7 +114,7 @@ def test_bytes_of_ordering_are_those_of_the_real_one():
     for one in (few, many):
         more = predict(one, "dense", "cd-grab").bytes - predict(one, "dense").bytes
         products = torch.empty(one.workers * (one.workers + 3) // 2, dtype=torch.float64)
-        assert more == pytest.approx(sum_few_bytes(products, one.workers) / 2, abs=1)
+        assert more == pytest.approx(all_reduce_small_bytes(products, one.workers) / 2, abs=1)
     more = predict(few, "exdyna", "cd-grab").bytes - predict(few, "exdyna").bytes
     assert more == 3 * 4 * SketchRows().size
     assert EVERY == 32

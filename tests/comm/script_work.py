@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from gradherd.comm import World
-from gradherd.comm.collectives import all_gather_sized, pass_on
-from gradherd.comm.script import Deal, Gather, GatherUneven, Pass, Spread, run
+from gradherd.comm.collectives import all_gather_uneven, send_recv
+from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Broadcast, SendRecv, run
 from tests.comm.work import error_of
 
 KINDS = {
@@ -27,11 +27,11 @@ def numbers(rank, *shape, kind=torch.float32):
 def gathers(rank, size):
     found = []
     for kind in KINDS.values():
-        found.append((yield Gather(numbers(rank, 3, 2, kind=kind))))
-    found.append((yield Gather(torch.tensor(rank))))  # one number
-    found.append((yield Gather(numbers(rank, 4, 3).T)))  # strided
-    found.append((yield Gather(numbers(rank, 9)[::2])))
-    found.append((yield Gather(numbers(rank, 0))))
+        found.append((yield AllGather(numbers(rank, 3, 2, kind=kind))))
+    found.append((yield AllGather(torch.tensor(rank))))  # one number
+    found.append((yield AllGather(numbers(rank, 4, 3).T)))  # strided
+    found.append((yield AllGather(numbers(rank, 9)[::2])))
+    found.append((yield AllGather(numbers(rank, 0))))
     return found
 
 
@@ -46,16 +46,16 @@ def uneven_gathers(rank, size):
         for kind in KINDS.values():
             sizes = lengths(size, step)
             own = numbers(rank, 2 * sizes[rank], kind=kind)[::2]  # strided
-            found.append((yield GatherUneven(own, sizes)))
+            found.append((yield AllGatherUneven(own, sizes)))
     return found
 
 
 def deals(rank, size):
     found = []
     for kind in KINDS.values():
-        found.append((yield Deal(numbers(rank, size, 3, kind=kind))))
-    found.append((yield Deal(numbers(rank, 2, size).T)))  # strided
-    found.append((yield Deal(numbers(rank, size))))  # one number for each
+        found.append((yield AllToAll(numbers(rank, size, 3, kind=kind))))
+    found.append((yield AllToAll(numbers(rank, 2, size).T)))  # strided
+    found.append((yield AllToAll(numbers(rank, size))))  # one number for each
     return found
 
 
@@ -64,7 +64,7 @@ def spreads(rank, size):
     for source in range(size):
         for kind in KINDS.values():
             mine = numbers(rank, 2, 2, kind=kind)
-            found.append((yield Spread(mine, source)))
+            found.append((yield Broadcast(mine, source)))
             assert torch.equal(mine, numbers(rank, 2, 2, kind=kind)), "not to be written to"
     return found
 
@@ -74,35 +74,35 @@ def passes(rank, size):
     mine, like = numbers(rank, 5), torch.zeros(5)
     found = []
     if size > 1:  # Round the ring, everybody gives and takes.
-        found.append((yield Pass(mine, (rank + 1) % size, like, (rank - 1) % size)))
+        found.append((yield SendRecv(mine, (rank + 1) % size, like, (rank - 1) % size)))
     # Odd ones give to the left and take nothing.
     if rank % 2:
-        found.append((yield Pass(mine, rank - 1)))
+        found.append((yield SendRecv(mine, rank - 1)))
     elif rank + 1 < size:
-        found.append((yield Pass(like=like, source=rank + 1)))
+        found.append((yield SendRecv(like=like, src=rank + 1)))
     else:
-        found.append((yield Pass()))
+        found.append((yield SendRecv()))
     # From the first to the last over the heads of the others, of another kind.
     if size > 1 and rank == 0:
-        found.append((yield Pass(mine.bfloat16()[::2], size - 1)))
+        found.append((yield SendRecv(mine.bfloat16()[::2], size - 1)))
     elif size > 1 and rank == size - 1:
-        found.append((yield Pass(like=like[:3].bfloat16(), source=0)))
+        found.append((yield SendRecv(like=like[:3].bfloat16(), src=0)))
     else:
-        found.append((yield Pass()))
-    found.append((yield Pass()))  # nobody
+        found.append((yield SendRecv()))
+    found.append((yield SendRecv()))  # nobody
     return found
 
 
 def mixed(rank, size):
     """Ask by what was answered, as the ranks' own scripts do."""
-    counts = yield Gather(torch.tensor([rank + 1]))
+    counts = yield AllGather(torch.tensor([rank + 1]))
     sizes = counts[:, 0].tolist()
-    joined = yield GatherUneven(numbers(rank, sizes[rank]), sizes)
+    joined = yield AllGatherUneven(numbers(rank, sizes[rank]), sizes)
     share = -(-len(joined) // size)
     padded = joined.new_zeros(share * size)
     padded[: len(joined)] = joined * (rank + 1)
-    rows = yield Deal(padded.view(size, share))
-    return [joined, (yield Gather(rows.sum(0)))]
+    rows = yield AllToAll(padded.view(size, share))
+    return [joined, (yield AllGather(rows.sum(0)))]
 
 
 SCRIPTS = {f.__name__: f for f in (gathers, uneven_gathers, deals, spreads, passes, mixed)}
@@ -114,10 +114,10 @@ def run_all():
 
 
 def fails(rank, bad):
-    yield Gather(torch.tensor([rank]))
+    yield AllGather(torch.tensor([rank]))
     if rank == bad:
         raise ValueError(f"script of {rank} has no more to say")
-    yield Gather(torch.tensor([rank]))
+    yield AllGather(torch.tensor([rank]))
 
 
 def run_one_that_fails(bad):
@@ -132,10 +132,10 @@ def sized_in_a_subgroup():
     world = World(rank=dist.get_rank(group), size=2, group=group)
     own = torch.full((world.rank + 1,), float(dist.get_rank()))
     other = 1 - world.rank
-    taken, sent = pass_on(torch.tensor([dist.get_rank()]), other, torch.tensor([0]), other, world)
+    taken, sent = send_recv(torch.tensor([dist.get_rank()]), other, torch.tensor([0]), other, world)
     return (
-        all_gather_sized(own, [1, 2], world).value.tolist(),
+        all_gather_uneven(own, [1, 2], world).value.tolist(),
         taken.tolist(),
         sent,
-        error_of(all_gather_sized, own, [5, 5], world),
+        error_of(all_gather_uneven, own, [5, 5], world),
     )

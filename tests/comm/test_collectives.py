@@ -80,7 +80,7 @@ def test_all_to_all_wants_one_row_per_rank(ranks):
 def test_broadcast_wants_a_source_in_the_world(ranks):
     size = len(ranks)
     for rank in ranks:
-        assert rank["wrong_source"] == f"ValueError: source must be in [0, {size}), got {size}"
+        assert rank["wrong_src"] == f"ValueError: src must be in [0, {size}), got {size}"
 
 
 def test_one_rank_needs_no_process_group():
@@ -92,8 +92,8 @@ def test_one_rank_needs_no_process_group():
     assert torch.equal(all_gather(tensor, world).value, tensor.unsqueeze(0))
     with pytest.raises(ValueError, match=r"one row per rank \(1\), got 2"):
         all_to_all(torch.zeros(2, 3), world)
-    with pytest.raises(ValueError, match=r"source must be in \[0, 1\), got -1"):
-        broadcast(tensor, world, source=-1)
+    with pytest.raises(ValueError, match=r"src must be in \[0, 1\), got -1"):
+        broadcast(tensor, world, src=-1)
 
 
 def test_a_group_counts_its_own_ranks():

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from gradherd.comm import World, run_ranks
-from gradherd.comm.collectives import all_gather_sized
-from gradherd.comm.script import Deal, Gather, GatherUneven, Pass, Spread, run, run_together
+from gradherd.comm.collectives import all_gather_uneven
+from gradherd.comm.script import (
+    AllGather,
+    AllGatherUneven,
+    AllToAll,
+    Broadcast,
+    SendRecv,
+    run,
+    run_together,
+)
 from tests.comm import script_work as work
 
 ITEM = [torch.empty(0, dtype=kind).element_size() for kind in work.KINDS.values()]
@@ -131,10 +139,14 @@ ONE = torch.zeros(1)
 @pytest.mark.parametrize(
     ("scripts", "ended", "asked"),
     [
-        ([asks(Gather(ONE)), asks()], 1, ["Gather"]),
-        ([asks(), asks(), asks(Deal(ONE))], 2, ["Deal"]),
-        ([asks(Gather(ONE)), asks(Spread(ONE, 0))], 0, ["Gather", "Spread"]),
-        ([asks(Gather(ONE), Pass()), asks(Gather(ONE), GatherUneven(ONE, [1, 1]))], 0, ["Pass"]),
+        ([asks(AllGather(ONE)), asks()], 1, ["AllGather"]),
+        ([asks(), asks(), asks(AllToAll(ONE))], 2, ["AllToAll"]),
+        ([asks(AllGather(ONE)), asks(Broadcast(ONE, 0))], 0, ["AllGather", "Broadcast"]),
+        (
+            [asks(AllGather(ONE), SendRecv()), asks(AllGather(ONE), AllGatherUneven(ONE, [1, 1]))],
+            0,
+            ["SendRecv"],
+        ),
     ],
 )
 def test_workers_out_of_step_raise(scripts, ended, asked):
@@ -144,10 +156,10 @@ def test_workers_out_of_step_raise(scripts, ended, asked):
 
 
 @pytest.mark.parametrize(
-    "giver", [Pass(), Pass(ONE, 2), Pass(None, 0), Pass(like=ONE, source=0)], ids=str
+    "giver", [SendRecv(), SendRecv(ONE, 2), SendRecv(None, 0), SendRecv(like=ONE, src=0)], ids=str
 )
 def test_waiting_for_a_rank_that_gives_nothing_raises(giver):
-    waits, third = Pass(like=ONE, source=1), Pass()
+    waits, third = SendRecv(like=ONE, src=1), SendRecv()
     with pytest.raises(RuntimeError, match="rank 0 waits for rank 1 in vain"):
         run_together([asks(waits), asks(giver), asks(third)])
 
@@ -172,16 +184,16 @@ def test_scripts_that_ask_nothing_return_at_once():
 def test_a_sized_gather_wants_the_right_lengths(rank, sizes):
     # Raised before anything is asked of the group: there is none here.
     with pytest.raises(ValueError) as caught:
-        all_gather_sized(torch.zeros(3), sizes, World(rank=rank, size=2))
+        all_gather_uneven(torch.zeros(3), sizes, World(rank=rank, size=2))
     assert "tensor has 3 numbers" in str(caught.value)
     assert str(sizes) in str(caught.value)
 
 
 def test_a_sized_gather_of_one_rank_checks_too():
-    value, sent = all_gather_sized(torch.arange(3), [3], World.single())
+    value, sent = all_gather_uneven(torch.arange(3), [3], World.single())
     assert (value.tolist(), sent) == ([0, 1, 2], 0)
     with pytest.raises(ValueError, match=r"tensor has 3 numbers, sizes are \[4\]"):
-        all_gather_sized(torch.arange(3), [4], World.single())
+        all_gather_uneven(torch.arange(3), [4], World.single())
 
 
 def test_a_group_counts_its_own_ranks():

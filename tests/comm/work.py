@@ -12,9 +12,9 @@ from gradherd.comm import (
     World,
     all_gather,
     all_reduce,
+    all_reduce_small,
     all_to_all,
     broadcast,
-    sum_few,
 )
 
 
@@ -53,10 +53,10 @@ def all_collectives():
         "all_gather_strided": tuple(all_gather(torch.arange(6.0).view(2, 3).T + rank, world)),
         "all_to_all": tuple(all_to_all(by_rank, world)),
         "all_to_all_strided": tuple(all_to_all(by_rank.T.contiguous().T, world)),
-        "broadcast": tuple(broadcast(sent_on, world, source=size - 1)),
+        "broadcast": tuple(broadcast(sent_on, world, src=size - 1)),
         "broadcast_in_place": sent_on,
         "wrong_rows": error_of(all_to_all, torch.zeros(size + 1, 2), world),
-        "wrong_source": error_of(broadcast, torch.zeros(1), world, source=size),
+        "wrong_src": error_of(broadcast, torch.zeros(1), world, src=size),
     }
 
 
@@ -69,7 +69,7 @@ def in_a_subgroup():
     return (
         all_gather(own, world).value.flatten().tolist(),
         all_reduce(own.clone(), world).value.tolist(),
-        broadcast(own.clone(), world, source=1).value.tolist(),
+        broadcast(own.clone(), world, src=1).value.tolist(),
         all_to_all(torch.stack([own, own + 10]), world).value.flatten().tolist(),
     )
 
@@ -110,7 +110,7 @@ def unpicklable():
 
 def sum_few_numbers():
     world = World.detect()
-    return sum_few(torch.arange(3.0).double() + world.rank / 3, world)
+    return all_reduce_small(torch.arange(3.0).double() + world.rank / 3, world)
 
 
 def signalled(folder):

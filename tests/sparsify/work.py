@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradherd.comm import World
-from gradherd.comm.script import Told, run, run_together
+from gradherd.comm.script import ScriptResult, run, run_together
 from gradherd.sparsify.choice import Place
 from gradherd.sparsify.exchange import add_up, gather_indices
 from gradherd.sparsify.selector import SPARSIFIERS
@@ -224,7 +224,7 @@ def tell_real(cases):
     """This rank's story of every case."""
     world = World.detect()
 
-    def exchange(scripts) -> list[Told]:
+    def exchange(scripts) -> list[ScriptResult]:
         return [run(scripts[0], world)]
 
     return [tell(case, world.size, [world.rank], exchange)[0] for case in cases]

@@ -2,7 +2,7 @@
 
 import torch
 
-from gradherd.comm.script import Gather, run, run_together
+from gradherd.comm.script import AllGather, run, run_together
 from gradherd.comm.world import World
 from gradherd.sparsify.choice import Place
 
@@ -12,7 +12,7 @@ def agree(method, acc, k, layers, place):
     state = method.begin(len(acc), place.size, layers)
     proposal = method.propose(acc, k, state, place)
     flag = torch.ones(1, dtype=torch.int32)
-    headers = yield Gather(torch.cat([flag, proposal.header]))
+    headers = yield AllGather(torch.cat([flag, proposal.header]))
     return (yield from method.settle(acc, k, state, place, proposal, headers[:, 1:]))
 
 

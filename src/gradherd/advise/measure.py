@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gradherd.comm.collectives import all_gather, all_reduce, pass_on
+from gradherd.comm.collectives import all_gather, all_reduce, send_recv
 from gradherd.comm.world import World
 
 _LAYERS = 6
@@ -57,7 +57,7 @@ def hop(size: int, repeats: int, world: World, device: torch.device = _CPU) -> f
     for _ in range(1 + repeats):
         all_reduce(torch.zeros(1, device=device), world)  # start together
         begin = _now(device)
-        pass_on(mine, onward, mine, back, world)
+        send_recv(mine, onward, mine, back, world)
         times.append(_now(device) - begin)
     # The slowest rank counts, at each message; the first one makes connections.
     return float(all_gather(torch.tensor(times[1:], device=device), world).value.amax(0).median())

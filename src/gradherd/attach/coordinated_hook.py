@@ -15,8 +15,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.row_sources import ParameterHooks
-from gradherd.comm.clock import Clock
-from gradherd.comm.collectives import Flight, all_reduce_start, sum_few
+from gradherd.comm.collectives import PendingCollective, all_reduce_small, all_reduce_start
+from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ordering.shards import (
@@ -67,7 +67,7 @@ class Ride:
         self._riding = self.active = True
         self._decided = False
         self.bytes = self.exchange_bytes = 0
-        self.clock = Clock()  # what the exchange of gradients cost the backward
+        self.clock = Stopwatch()  # what the exchange of gradients cost the backward
         sampler.ordering.borrow_rows(True)
         self._hooks = ParameterHooks(ddp.module, self._arrived)
         ddp.register_comm_hook(self, exchange_hook)
@@ -202,7 +202,7 @@ class Ride:
         return rows_of(arrived, self._world, self._pool)
 
     def _reduce(self, products: Tensor) -> Tensor:
-        total, sent = sum_few(products, self._side)
+        total, sent = all_reduce_small(products, self._side)
         self.bytes += sent
         return total
 
@@ -259,7 +259,7 @@ def _padded(parameters: Iterable[tuple[str, int]], world: World) -> Layout:
     return Layout(((*named, ("", -sum(count for _, count in named) % world.size)),))
 
 
-def _mean_of(flight: Flight) -> Future[Tensor]:
+def _mean_of(flight: PendingCollective) -> Future[Tensor]:
     if not flight.works:
         done: Future[Tensor] = Future()
         done.set_result(flight.value)

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradherd.attach.coordinated_hook import Ride
 from gradherd.attach.feeds import Feed
-from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import all_gather
+from gradherd.comm.stopwatch import Stopwatch
 from gradherd.ordering.memory import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
@@ -45,7 +45,7 @@ class Link:
         self._device = next(model.parameters()).device  # where the ranks' group works
         self._checked_epoch = -1
         self._paused = False
-        self._clock = Clock()  # what reading and sorting cost the training loop
+        self._clock = Stopwatch()  # what reading and sorting cost the training loop
         self._indices: list[int] | None = None
         self._by_index = False
         self._handles = [

@@ -17,9 +17,9 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import all_reduce
-from gradherd.comm.script import Gather, Script, run
+from gradherd.comm.script import AllGather, Script, run
+from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.sparsify.layout import Layout
 from gradherd.sparsify.reducer import Outcome
@@ -56,7 +56,7 @@ class SparseHook:
         self._taken: list[tuple[dist.GradBucket, Future[Tensor]]] = []
         self._metrics: dict[str, Any] = {}
         self.total_bytes = 0
-        self._clock = Clock()  # what choosing and exchanging cost the backward
+        self._clock = Stopwatch()  # what choosing and exchanging cost the backward
         self._active = True
         ddp.register_comm_hook(self, sparse_hook)
         self._used = _Used(ddp, self._parameters) if _tracks_use(ddp) else None
@@ -111,7 +111,7 @@ class SparseHook:
         """Exchange, but nothing of parameters that no rank has used: DDP would drop it."""
         idle = [self._places[p] for p in self._places if p not in buckets.parameters]
         if self._used is not None:
-            anywhere: Tensor = yield Gather(self._used.take())
+            anywhere: Tensor = yield AllGather(self._used.take())
             flags = anywhere.any(0).tolist()
             idle += [
                 place for used, place in zip(flags, self._places.values(), strict=True) if not used

@@ -12,9 +12,8 @@ from gradherd.cli.bench_show import usable_device
 from gradherd.cli.local import on_ranks
 from gradherd.cli.train_options import under_torchrun
 from gradherd.cli.usage import Failed, UsageError
-from gradherd.comm import elastic
 from gradherd.comm.ranks import RankError
-from gradherd.comm.world import World
+from gradherd.comm.world import World, join_torchrun_group
 
 # Numbers of a model that is made to be measured: parameters and gradients take 8 bytes each.
 _MOST_PARAMS = 4_000_000_000
@@ -43,7 +42,7 @@ def measured(params: float, workers: int, device: str) -> Found | None:
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    elastic.join("nccl" if device == "cuda" else "gloo")
+    join_torchrun_group("nccl" if device == "cuda" else "gloo")
     try:
         world = World.detect()
         found = measure(int(params), device)

@@ -15,9 +15,8 @@ from gradherd.cli.train_folder import mark_unfinished
 from gradherd.cli.train_options import Options, under_torchrun
 from gradherd.cli.train_progress import Bar
 from gradherd.cli.usage import Failed
-from gradherd.comm import elastic
 from gradherd.comm.ranks import RankError, run_ranks
-from gradherd.comm.world import World
+from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.tasks.read import DamagedData
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.plan import run_all
@@ -97,7 +96,7 @@ def _joined(job: tuple[Any, ...], device: str) -> list[RunRecord]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-    elastic.join("nccl" if device.startswith("cuda") else "gloo")
+    join_torchrun_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         return train_here(*job)
     finally:

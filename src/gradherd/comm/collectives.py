@@ -24,14 +24,14 @@ _FEW_RANKS = 8
 _TAG = 0x6768  # of our messages, apart from the user's own
 
 
-class Sent(NamedTuple):
+class CollectiveResult(NamedTuple):
     """What a collective gave back, and the bytes this rank sent for it."""
 
     value: Tensor
     bytes: int
 
 
-class Flight(NamedTuple):
+class PendingCollective(NamedTuple):
     """A collective under way: `value` is valid after `wait()`, the bytes are known at once."""
 
     value: Tensor
@@ -51,54 +51,56 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def gather_bytes(tensor: Tensor, size: int) -> int:
+def all_gather_bytes(tensor: Tensor, size: int) -> int:
     """Return what a rank sends to show `tensor` to all others."""
     return nbytes(tensor) * (size - 1)
 
 
-def deal_bytes(tensor: Tensor, size: int) -> int:
+def all_to_all_bytes(tensor: Tensor, size: int) -> int:
     """Return what a rank sends to deal the rows of `tensor` to all others."""
     return nbytes(tensor) * (size - 1) // size
 
 
-def spread_bytes(tensor: Tensor, size: int) -> int:
+def broadcast_bytes(tensor: Tensor, size: int) -> int:
     """Return what a rank sends to hand `tensor` on once."""
     return nbytes(tensor) if size > 1 else 0
 
 
-def reduce_bytes(tensor: Tensor, size: int) -> int:
+def all_reduce_bytes(tensor: Tensor, size: int) -> int:
     """Return what a rank sends to sum `tensor` over all."""
     return 2 * nbytes(tensor) * (size - 1) // size
 
 
-def sum_few_bytes(tensor: Tensor, size: int) -> int:
-    """Return what a rank sends for `sum_few`."""
-    return gather_bytes(tensor, size) if size <= _FEW_RANKS else reduce_bytes(tensor, size)
+def all_reduce_small_bytes(tensor: Tensor, size: int) -> int:
+    """Return what a rank sends for `all_reduce_small`."""
+    return all_gather_bytes(tensor, size) if size <= _FEW_RANKS else all_reduce_bytes(tensor, size)
 
 
-def all_reduce(tensor: Tensor, world: World) -> Sent:
+def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
     """Sum `tensor` over all ranks, in place. The result has the same bits on every rank."""
     if world.size == 1:
-        return Sent(tensor, 0)
+        return CollectiveResult(tensor, 0)
     dist.all_reduce(tensor, group=world.group)
-    return Sent(tensor, reduce_bytes(tensor, world.size))
+    return CollectiveResult(tensor, all_reduce_bytes(tensor, world.size))
 
 
-def all_reduce_start(tensor: Tensor, world: World) -> Flight:
+def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
     """Begin to sum `tensor` over all ranks, in place."""
     if world.size == 1:
-        return Flight(tensor, 0)
+        return PendingCollective(tensor, 0)
     work = dist.all_reduce(tensor, group=world.group, async_op=True)
-    return Flight(tensor, reduce_bytes(tensor, world.size), (work,))
+    return PendingCollective(tensor, all_reduce_bytes(tensor, world.size), (work,))
 
 
-def all_gather(tensor: Tensor, world: World) -> Sent:
+def all_gather(tensor: Tensor, world: World) -> CollectiveResult:
     """Stack every rank's `tensor`, all of one shape: (...) -> (R, ...)."""
-    flight = all_gather_start(tensor, world)
-    return Sent(flight.wait(), flight.bytes)
+    pending = all_gather_start(tensor, world)
+    return CollectiveResult(pending.wait(), pending.bytes)
 
 
-def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None) -> Flight:
+def all_gather_start(
+    tensor: Tensor, world: World, *, out: Tensor | None = None
+) -> PendingCollective:
     """Begin an all-gather, into the contiguous (R, ...) `out` where given.
 
     Every rank must begin its collectives in the same order.
@@ -107,14 +109,16 @@ def all_gather_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
         out = tensor.new_empty((world.size, *tensor.shape))
     if world.size == 1:
         out.copy_(tensor.unsqueeze(0))
-        return Flight(out, 0)
-    sent = gather_bytes(tensor, world.size)
+        return PendingCollective(out, 0)
+    sent = all_gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
         slots = list(out.view(world.size, -1))
-        return Flight(out, sent, _messages([tensor.contiguous()] * world.size, slots, world))
+        return PendingCollective(
+            out, sent, _messages([tensor.contiguous()] * world.size, slots, world)
+        )
     # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
-    return Flight(out, sent, (work,))
+    return PendingCollective(out, sent, (work,))
 
 
 def _messages(
@@ -141,7 +145,7 @@ def _messages(
     return tuple(work for work in works if work is not None)
 
 
-def sum_few(tensor: Tensor, world: World) -> Sent:
+def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
     """Sum a small tensor over all ranks; the result has the same bits on every rank.
 
     Among few ranks one gather and a sum in the order of ranks take fewer hops than all-reduce.
@@ -149,16 +153,18 @@ def sum_few(tensor: Tensor, world: World) -> Sent:
     if world.size > _FEW_RANKS:
         return all_reduce(tensor, world)
     parts, sent = all_gather(tensor, world)
-    return Sent(parts.sum(0), sent)
+    return CollectiveResult(parts.sum(0), sent)
 
 
-def all_to_all(tensor: Tensor, world: World) -> Sent:
+def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
     """Send row r of `tensor` (R, ...) to rank r; row i of the result came from rank i."""
-    flight = all_to_all_start(tensor, world)
-    return Sent(flight.wait(), flight.bytes)
+    pending = all_to_all_start(tensor, world)
+    return CollectiveResult(pending.wait(), pending.bytes)
 
 
-def all_to_all_start(tensor: Tensor, world: World, *, out: Tensor | None = None) -> Flight:
+def all_to_all_start(
+    tensor: Tensor, world: World, *, out: Tensor | None = None
+) -> PendingCollective:
     """Begin an all-to-all; `tensor` must stay as it is until it has arrived."""
     if len(tensor) != world.size:
         raise ValueError(f"tensor must have one row per rank ({world.size}), got {len(tensor)}")
@@ -166,26 +172,26 @@ def all_to_all_start(tensor: Tensor, world: World, *, out: Tensor | None = None)
         out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if world.size == 1:
         out.copy_(tensor)
-        return Flight(out, 0)
-    sent, rows = deal_bytes(tensor, world.size), tensor.contiguous()
+        return PendingCollective(out, 0)
+    sent, rows = all_to_all_bytes(tensor, world.size), tensor.contiguous()
     if dist.get_backend(world.group) == "gloo" and out.is_contiguous():
         pieces, slots = (list(one.view(world.size, -1)) for one in (rows, out))
-        return Flight(out, sent, _messages(pieces, slots, world))
+        return PendingCollective(out, sent, _messages(pieces, slots, world))
     work = dist.all_to_all_single(out, rows, group=world.group, async_op=True)
-    return Flight(out, sent, (work,))
+    return PendingCollective(out, sent, (work,))
 
 
-def broadcast(tensor: Tensor, world: World, *, source: int = 0) -> Sent:
-    """Overwrite `tensor` on every rank with that of rank `source`."""
-    if not 0 <= source < world.size:
-        raise ValueError(f"source must be in [0, {world.size}), got {source}")
+def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult:
+    """Overwrite `tensor` on every rank with that of rank `src`."""
+    if not 0 <= src < world.size:
+        raise ValueError(f"src must be in [0, {world.size}), got {src}")
     if world.size == 1:
-        return Sent(tensor, 0)
-    dist.broadcast(tensor, group=world.group, group_src=source)
-    return Sent(tensor, spread_bytes(tensor, world.size))
+        return CollectiveResult(tensor, 0)
+    dist.broadcast(tensor, group=world.group, group_src=src)
+    return CollectiveResult(tensor, broadcast_bytes(tensor, world.size))
 
 
-def all_gather_sized(tensor: Tensor, sizes: Sequence[int], world: World) -> Sent:
+def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> CollectiveResult:
     """Lay every rank's (n_r,) `tensor` end to end; all ranks know all lengths `sizes`.
 
     gloo gets messages of just those lengths; other backends gather rows padded with zeros.
@@ -193,30 +199,32 @@ def all_gather_sized(tensor: Tensor, sizes: Sequence[int], world: World) -> Sent
     if len(sizes) != world.size or len(tensor) != sizes[world.rank]:
         raise ValueError(f"tensor has {len(tensor)} numbers, sizes are {list(sizes)}")
     if world.size == 1:
-        return Sent(tensor, 0)
+        return CollectiveResult(tensor, 0)
     if dist.get_backend(world.group) == "gloo":
         out = tensor.new_empty(sum(sizes))
         slots = list(torch.split(out, list(sizes)))
         for work in _messages([tensor.contiguous()] * world.size, slots, world):
             work.wait()
-        return Sent(out, gather_bytes(tensor, world.size))
+        return CollectiveResult(out, all_gather_bytes(tensor, world.size))
     padded = tensor.new_zeros(max(sizes))
     padded[: len(tensor)] = tensor
     rows, sent = all_gather(padded, world)
-    return Sent(torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]), sent)
+    return CollectiveResult(
+        torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]), sent
+    )
 
 
-def pass_on(
-    tensor: Tensor | None, to: int | None, like: Tensor | None, source: int | None, world: World
+def send_recv(
+    tensor: Tensor | None, dst: int | None, like: Tensor | None, src: int | None, world: World
 ) -> tuple[Tensor | None, int]:
-    """Send `tensor` to rank `to`, receive one like `like` from rank `source`; None is nobody."""
+    """Send `tensor` to rank `dst`, receive one like `like` from rank `src`; None is nobody."""
     taken, moves, sent = None, [], 0
-    if source is not None and like is not None:
+    if src is not None and like is not None:
         taken = torch.empty_like(like)
-        moves.append(dist.P2POp(dist.irecv, taken, group=world.group, group_peer=source, tag=_TAG))
-    if to is not None and tensor is not None:
+        moves.append(dist.P2POp(dist.irecv, taken, group=world.group, group_peer=src, tag=_TAG))
+    if dst is not None and tensor is not None:
         mine = tensor.contiguous()
-        moves.append(dist.P2POp(dist.isend, mine, group=world.group, group_peer=to, tag=_TAG))
+        moves.append(dist.P2POp(dist.isend, mine, group=world.group, group_peer=dst, tag=_TAG))
         sent = nbytes(tensor)
     if moves:
         for work in dist.batch_isend_irecv(moves):

@@ -5,7 +5,7 @@ A script is a generator: it yields what it wants to ask of the others and is sen
 one process, in step. Both give the same answers to the bit, and count the same bytes.
 
     def total(mine):
-        rows = yield Gather(mine)
+        rows = yield AllGather(mine)
         return rows.sum(0)
 
 Shapes: R ranks.
@@ -23,14 +23,14 @@ from gradherd.comm.world import World
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGather:
     """Stack everybody's `tensor`, all of one shape: answers (R, ...)."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
-class GatherUneven:
+class AllGatherUneven:
     """Lay everybody's (n_r,) `tensor` end to end: answers (sum of `sizes`,).
 
     Everybody knows the lengths beforehand, so only what is needed travels.
@@ -41,46 +41,46 @@ class GatherUneven:
 
 
 @dataclass(frozen=True)
-class Deal:
+class AllToAll:
     """Send row r of `tensor` (R, ...) to rank r: answers (R, ...), row i from rank i."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Give rank `source`'s `tensor` to everybody; the others tell its shape and kind."""
+class Broadcast:
+    """Give rank `src`'s `tensor` to everybody; the others tell its shape and kind."""
 
     tensor: Tensor
-    source: int
+    src: int
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Give `tensor` to rank `to` and take one like `like` from rank `source`; None is nobody.
+class SendRecv:
+    """Give `tensor` to rank `dst` and take one like `like` from rank `src`; None is nobody.
 
     Answers what was taken, or None. Everybody takes part in a round, also who does neither.
     """
 
     tensor: Tensor | None = None
-    to: int | None = None
+    dst: int | None = None
     like: Tensor | None = None
-    source: int | None = None
+    src: int | None = None
 
 
-Request: TypeAlias = Gather | GatherUneven | Deal | Spread | Pass
+Request: TypeAlias = AllGather | AllGatherUneven | AllToAll | Broadcast | SendRecv
 T = TypeVar("T")
 Script: TypeAlias = Generator[Request, Any, T]
 
 
-class Told(NamedTuple):
+class ScriptResult(NamedTuple):
     """What a script returned, and the bytes its rank sent."""
 
     value: Any
     bytes: int
 
 
-def run(script: Script[Any], world: World) -> Told:
+def run(script: Script[Any], world: World) -> ScriptResult:
     """Run this rank's script; all ranks must run theirs at the same point."""
     answer: Any = None
     sent = 0
@@ -88,26 +88,26 @@ def run(script: Script[Any], world: World) -> Told:
         try:
             request = script.send(answer)
         except StopIteration as end:
-            return Told(end.value, sent)
+            return ScriptResult(end.value, sent)
         answer, cost = _ask(request, world)
         sent += cost
 
 
 def _ask(request: Request, world: World) -> tuple[Any, int]:
     match request:
-        case Gather(tensor):
+        case AllGather(tensor):
             return collectives.all_gather(tensor, world)
-        case GatherUneven(tensor, sizes):
-            return collectives.all_gather_sized(tensor, sizes, world)
-        case Deal(tensor):
+        case AllGatherUneven(tensor, sizes):
+            return collectives.all_gather_uneven(tensor, sizes, world)
+        case AllToAll(tensor):
             return collectives.all_to_all(tensor, world)
-        case Spread(tensor, source):
-            return collectives.broadcast(tensor.clone(), world, source=source)
-        case Pass(tensor, to, like, source):
-            return collectives.pass_on(tensor, to, like, source, world)
+        case Broadcast(tensor, src):
+            return collectives.broadcast(tensor.clone(), world, src=src)
+        case SendRecv(tensor, dst, like, src):
+            return collectives.send_recv(tensor, dst, like, src, world)
 
 
-def run_together(scripts: Sequence[Script[Any]]) -> list[Told]:
+def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
     """Run the scripts of all workers of a world, in step.
 
     Answers are shared between workers: a script must not write into one.
@@ -124,7 +124,7 @@ def run_together(scripts: Sequence[Script[Any]]) -> list[Told]:
             except StopIteration as end:
                 ends.append(end.value)
         if not requests:
-            return [Told(value, cost) for value, cost in zip(ends, sent, strict=True)]
+            return [ScriptResult(value, cost) for value, cost in zip(ends, sent, strict=True)]
         kinds = {type(request) for request in requests}
         if ends or len(kinds) > 1:
             asked = sorted(kind.__name__ for kind in kinds)
@@ -134,30 +134,32 @@ def run_together(scripts: Sequence[Script[Any]]) -> list[Told]:
         sent = [cost + result.bytes for cost, result in zip(sent, results, strict=True)]
 
 
-def _answer_all(requests: Sequence[Any]) -> list[Told]:
+def _answer_all(requests: Sequence[Any]) -> list[ScriptResult]:
     size = len(requests)
     tensors = [request.tensor for request in requests]
     match requests[0]:
-        case Gather():
+        case AllGather():
             rows = torch.stack(tensors)
-            return [Told(rows, collectives.gather_bytes(t, size)) for t in tensors]
-        case GatherUneven():
+            return [ScriptResult(rows, collectives.all_gather_bytes(t, size)) for t in tensors]
+        case AllGatherUneven():
             sizes = [len(tensor) for tensor in tensors]
             _alike([list(request.sizes) for request in requests] + [sizes], "lengths")
             joined = torch.cat(tensors)
-            return [Told(joined, collectives.gather_bytes(t, size)) for t in tensors]
-        case Deal():
+            return [ScriptResult(joined, collectives.all_gather_bytes(t, size)) for t in tensors]
+        case AllToAll():
             _alike([len(tensor) for tensor in tensors] + [size], "rows")
             return [
-                Told(torch.stack([t[rank] for t in tensors]), collectives.deal_bytes(own, size))
+                ScriptResult(
+                    torch.stack([t[rank] for t in tensors]), collectives.all_to_all_bytes(own, size)
+                )
                 for rank, own in enumerate(tensors)
             ]
-        case Spread():
-            _alike([request.source for request in requests], "sources")
-            if not 0 <= requests[0].source < size:
-                raise RuntimeError(f"there is no rank {requests[0].source} to spread from")
-            value = tensors[requests[0].source]
-            return [Told(value, collectives.spread_bytes(value, size)) for _ in tensors]
+        case Broadcast():
+            _alike([request.src for request in requests], "sources")
+            if not 0 <= requests[0].src < size:
+                raise RuntimeError(f"there is no rank {requests[0].src} to spread from")
+            value = tensors[requests[0].src]
+            return [ScriptResult(value, collectives.broadcast_bytes(value, size)) for _ in tensors]
         case _:
             return _pass_all(requests)
 
@@ -168,17 +170,17 @@ def _alike(said: Sequence[Any], what: str) -> None:
         raise RuntimeError(f"workers do not agree on {what}: {list(said)}")
 
 
-def _pass_all(requests: Sequence[Pass]) -> list[Told]:
+def _pass_all(requests: Sequence[SendRecv]) -> list[ScriptResult]:
     results = []
     for rank, request in enumerate(requests):
         taken = None
-        if request.to is not None and requests[request.to].source != rank:
-            raise RuntimeError(f"rank {request.to} does not take what rank {rank} gives")
-        if request.source is not None:
-            giver = requests[request.source]
-            if giver.to != rank or giver.tensor is None or request.like is None:
-                raise RuntimeError(f"rank {rank} waits for rank {request.source} in vain")
+        if request.dst is not None and requests[request.dst].src != rank:
+            raise RuntimeError(f"rank {request.dst} does not take what rank {rank} gives")
+        if request.src is not None:
+            giver = requests[request.src]
+            if giver.dst != rank or giver.tensor is None or request.like is None:
+                raise RuntimeError(f"rank {rank} waits for rank {request.src} in vain")
             taken = giver.tensor
-        given = request.tensor if request.to is not None else None
-        results.append(Told(taken, 0 if given is None else collectives.nbytes(given)))
+        given = request.tensor if request.dst is not None else None
+        results.append(ScriptResult(taken, 0 if given is None else collectives.nbytes(given)))
     return results

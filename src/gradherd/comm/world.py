@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,22 @@ class World:
             return self
         ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
         return World(self.rank, self.size, dist.new_group(ranks, backend="gloo"))
+
+
+def join_torchrun_group(backend: str) -> None:
+    """Initialise the default process group of a process that torchrun started.
+
+    After a restart torchrun reuses its store, which still holds the addresses of the dead
+    processes: gloo reads those first and its connection is refused (pytorch issue 135712 reports
+    the same for NCCL). On a single machine a key prefix with the restart count keeps the attempts
+    apart. On several machines each agent counts restarts on its own, so the counts may differ and
+    the keys stay torch's; there, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
+    """
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        dist.init_process_group(backend)
+        return
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size
+    )

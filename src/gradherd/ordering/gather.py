@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradherd.comm.collectives import Flight, all_gather, all_gather_start
+from gradherd.comm.collectives import PendingCollective, all_gather, all_gather_start
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ordering.walks import Claim
@@ -38,7 +38,7 @@ class Gather:
         self._world = world
         self._every = every
         self._waiting: list[tuple[Claim, Tensor]] = []
-        self._flying: tuple[list[Claim], Flight] | None = None
+        self._flying: tuple[list[Claim], PendingCollective] | None = None
         self.bytes = 0
         self.sort = False
         """Whether batches come in any order: they wait for the epoch's end and are sorted."""

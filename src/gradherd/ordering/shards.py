@@ -18,7 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradherd.comm.collectives import Flight, all_gather, all_gather_start, all_to_all_start
+from gradherd.comm.collectives import (
+    PendingCollective,
+    all_gather,
+    all_gather_start,
+    all_to_all_start,
+)
 from gradherd.comm.world import World
 from gradherd.ordering.ordering import Ordering
 
@@ -28,7 +33,7 @@ class Bucket(NamedTuple):
 
     flat: Tensor
     """(N,) this rank's numbers; overwritten by the mean in `give_back`."""
-    slices: Flight
+    slices: PendingCollective
     """(R, N // R) this rank's slice of every rank's numbers."""
 
 
@@ -82,7 +87,7 @@ def arrive(buckets: Sequence[Bucket], world: World) -> Arrived:
     return Arrived(blocks, tails, sent + sum(bucket.slices.bytes for bucket in buckets))
 
 
-def give_back(buckets: Sequence[Bucket], arrived: Arrived, world: World) -> list[Flight]:
+def give_back(buckets: Sequence[Bucket], arrived: Arrived, world: World) -> list[PendingCollective]:
     """Begin to overwrite every bucket with the mean over ranks.
 
     Each number is averaged by one rank only, so all ranks get the same bits.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Script, Spread
+from gradherd.comm.script import Broadcast, Script
 from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.kernels import largest
 
@@ -54,7 +54,7 @@ class CLTK:
         else:
             own: Tensor | None = proposal.found
             shape = acc.new_zeros(k, dtype=torch.int32) if own is None else own
-            heard: Tensor = yield Spread(shape, leader)
+            heard: Tensor = yield Broadcast(shape, leader)
             indices = heard.long()
         counts = [len(indices) * (rank == leader) for rank in range(place.size)]
         return Chosen(indices, counts, None, low_pass=self.low_pass)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Deal, Gather, GatherUneven, Script
+from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Script
 from gradherd.sparsify.choice import Place
 
 # Up to this many bytes to each other worker, one round with more bytes beats two with fewer.
@@ -36,10 +36,10 @@ def gather_indices(
     pages = [_pages(span) for span in spans]
     sizes = [_packed_bytes(c, len(p)) for c, p in zip(counts, pages, strict=True)]
     if sum(sizes) >= 4 * sum(counts):
-        joined: Tensor = yield GatherUneven(own.int(), counts)
+        joined: Tensor = yield AllGatherUneven(own.int(), counts)
         return joined.long()
     # As bytes: collectives know no unsigned 16-bit numbers.
-    packed: Tensor = yield GatherUneven(_pack(own, pages[place.rank]), sizes)
+    packed: Tensor = yield AllGatherUneven(_pack(own, pages[place.rank]), sizes)
     parts = torch.split(packed, sizes)
     return torch.cat([_unpack(p, c, s) for p, c, s in zip(parts, counts, pages, strict=True)])
 
@@ -110,15 +110,15 @@ def add_up(
     size = sent.numel() * sent.element_size()
     # Both are in units of (R - 1) / R: one round sends R times `size`, two send twice.
     if size <= _ONE_ROUND or (place.size - 2) * size <= _SMALL * 2 * dim * values.element_size():
-        rows: Tensor = yield Gather(sent)
+        rows: Tensor = yield AllGather(sent)
         return _in_order(rows, values.dtype), left
     share = -(-len(sent) // place.size)
     padded = sent.new_zeros(share * place.size)
     padded[: len(sent)] = sent
-    slices: Tensor = yield Deal(padded.view(place.size, share))
+    slices: Tensor = yield AllToAll(padded.view(place.size, share))
     mine = _in_order(slices, values.dtype)
     rounded = mine if left is None else _narrowed(mine, sent.dtype)
-    total: Tensor = yield Gather(rounded)
+    total: Tensor = yield AllGather(rounded)
     if left is not None:
         begin = place.rank * share
         part = left[begin : begin + share]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Pass, Script
+from gradherd.comm.script import Script, SendRecv
 from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.kernels import largest
 
@@ -97,28 +97,28 @@ def _tree(entries: Entries, place: Place) -> Script[tuple[Entries, Tensor]]:
     message = _pack(entries)
     for gap in gaps:
         if rank % (2 * gap) == gap:
-            yield Pass(message, to=rank - gap)
+            yield SendRecv(message, dst=rank - gap)
         elif rank % (2 * gap) == 0 and rank + gap < place.size:
-            taken: Tensor = yield Pass(like=message, source=rank + gap)
+            taken: Tensor = yield SendRecv(like=message, src=rank + gap)
             entries, here, there = merge(entries, _unpack(taken, k, entries.values.dtype))
             merges[gap] = here, there
             message = _pack(entries)
         else:
-            yield Pass()
+            yield SendRecv()
 
     alive = torch.ones(k, dtype=torch.bool, device=message.device)
     size = len(message)
     for gap in reversed(gaps):
         if rank % (2 * gap) == gap:
             like = message.new_empty(size + -(-k // 8))
-            taken = yield Pass(like=like, source=rank - gap)
+            taken = yield SendRecv(like=like, src=rank - gap)
             message, alive = taken[:size], _flags(taken[size:], k)
         elif gap in merges:
             here, there = merges[gap]
-            yield Pass(torch.cat([message, _bits(_still(alive, there))]), to=rank + gap)
+            yield SendRecv(torch.cat([message, _bits(_still(alive, there))]), dst=rank + gap)
             alive = _still(alive, here)
         else:
-            yield Pass()
+            yield SendRecv()
     return _unpack(message, k, entries.values.dtype), alive
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Gather, Script
+from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.choice import Chosen, Place, Proposal, target
 from gradherd.sparsify.exchange import add_up
 from gradherd.sparsify.selector import Selector
@@ -73,7 +73,7 @@ def reduce(
     flag = torch.tensor([int(finite)], dtype=torch.int32, device=acc.device)
     # Where all parameters are small, there is nothing to choose.
     proposal = method.propose(part, k, state, place) if sparse else Proposal(flag[:0])
-    headers: Tensor = yield Gather(torch.cat([flag, proposal.header]))
+    headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
     headers = headers.cpu()  # here the host waits for the device: shapes depend on it
     if not bool(headers[:, 0].all()):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.comm.collectives import all_gather, all_reduce, sum_few
+from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_small
 from gradherd.comm.world import World
 from gradherd.lab.bench.memory import Peak
 from gradherd.lab.bench.signs import published_loop
@@ -95,7 +95,7 @@ class Sharded:
         self.bytes += arrived.bytes + sum(flight.bytes for flight in flights)
 
     def _reduce(self, products: Tensor) -> Tensor:
-        total, sent = sum_few(products, self._side)
+        total, sent = all_reduce_small(products, self._side)
         self.bytes += sent
         return total
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gradherd.comm.clock import Clock
 from gradherd.comm.collectives import all_gather
+from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.lab.train.checkpoint import Checkpoints
 
@@ -55,7 +55,7 @@ class Keeper:
         self._told = False
         self.step = self._pulse = 0
         """Steps that were done."""
-        self.clock = Clock()
+        self.clock = Stopwatch()
         """What saving has cost the training."""
         self._saved_at = self._felt_at = time.monotonic()
         self._felt_step = 0

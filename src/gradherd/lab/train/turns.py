@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradherd.comm.collectives import gather_bytes, sum_few_bytes
+from gradherd.comm.collectives import all_gather_bytes, all_reduce_small_bytes
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.fleet import Tally
 from gradherd.lab.train.mean import mean_bytes, mean_of
@@ -146,7 +146,7 @@ class Portions:
 
     def show(self, rows: Tensor, sizes: Sequence[int]) -> None:
         """Let the order learn from the (steps, R, k) rows of batches of so many units."""
-        self.bytes += gather_bytes(rows[:, 0], self._workers)
+        self.bytes += all_gather_bytes(rows[:, 0], self._workers)
         self._ordering.observe(rows, seen_batches(rows, sizes))
 
     def ride(self, grads: Tensor) -> None:
@@ -155,7 +155,7 @@ class Portions:
 
     def _whole(self, products: Tensor) -> Tensor:
         """Count what ranks would send to complete their products; here they are whole."""
-        self.bytes += sum_few_bytes(products, self._workers)
+        self.bytes += all_reduce_small_bytes(products, self._workers)
         return products
 
     def end_epoch(self) -> None:

@@ -4,13 +4,13 @@ import time
 from types import TracebackType
 
 
-class Clock:
-    """Adds up the time spent inside `with clock:`; one inside another counts once.
+class Stopwatch:
+    """Adds up the time spent inside `with stopwatch:`; one inside another counts once.
 
-    >>> clock = Clock()
-    >>> with clock:
+    >>> stopwatch = Stopwatch()
+    >>> with stopwatch:
     ...     pass
-    >>> clock.seconds >= 0
+    >>> stopwatch.seconds >= 0
     True
     """
 
@@ -19,7 +19,7 @@ class Clock:
         self._depth = 0
         self._since = 0.0
 
-    def __enter__(self) -> "Clock":
+    def __enter__(self) -> "Stopwatch":
         if self._depth == 0:
             self._since = time.perf_counter()
         self._depth += 1

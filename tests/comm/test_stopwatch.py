@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradherd.comm import clock as module
-from gradherd.comm.clock import Clock
+from gradherd.comm import stopwatch as module
+from gradherd.comm.stopwatch import Stopwatch
 
 
 @pytest.fixture
@@ -15,24 +15,24 @@ def at(monkeypatch):
 
 
 def test_one_inside_another_counts_once(at):
-    clock = Clock()
-    with clock:
+    stopwatch = Stopwatch()
+    with stopwatch:
         at(1.0)
-        with clock:
+        with stopwatch:
             at(3.0)
         at(4.0)
     at(10.0)
-    with clock:
+    with stopwatch:
         at(10.5)
-    assert clock.seconds == 4.5
+    assert stopwatch.seconds == 4.5
 
 
 def test_what_fails_counts_too(at):
-    clock = Clock()
-    with pytest.raises(ValueError, match="no"), clock, clock:
+    stopwatch = Stopwatch()
+    with pytest.raises(ValueError, match="no"), stopwatch, stopwatch:
         at(2.0)
         raise ValueError("no")
-    assert clock.seconds == 2.0
-    with clock:
+    assert stopwatch.seconds == 2.0
+    with stopwatch:
         at(3.0)
-    assert clock.seconds == 3.0
+    assert stopwatch.seconds == 3.0
