@@ -11,7 +11,7 @@ from gradherd.cli.main import main
 from gradherd.comm import World
 from gradherd.lab.bench import virtual
 from gradherd.lab.bench.coordination import CASES
-from gradherd.lab.bench.rows import Bench, mlp
+from gradherd.lab.bench.rows import RowsBench, mlp
 from gradherd.lab.bench.signs import published_loop
 from gradherd.rows import Capture
 
@@ -49,7 +49,7 @@ def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
         capsys, "bench", "coordination", "--workers", "2,4", "--dim", dim, "--repeats", 1
     )
     peaks = [row["peak_bytes"] / (4 * dim) for row in found["rows"] if row["case"] == "sharded"]
-    # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `Peak`.
+    # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `PeakMemory`.
     assert all(1 < peak < 3.2 for peak in peaks)
 
 
@@ -114,7 +114,7 @@ def test_mlp_has_about_as_many_parameters_as_asked(params):
 
 
 def test_what_is_measured_is_the_same_gradient_in_all_cases():
-    bench = Bench(5000, 3, torch.device("cpu"))
+    bench = RowsBench(5000, 3, torch.device("cpu"))
     capture = Capture(bench.model)
     bench.plain()
     rows = capture.take(3).dense()

@@ -1,1 +1,1 @@
-"""Measurements, side by side in one run with what a user would do instead."""
+"""Benchmarks: each compares gradherd, in one run, with what a user would do instead."""

@@ -1,8 +1,9 @@
-"""What coordination across workers costs: a gradient of `dim` numbers, averaged and ordered.
+"""Time a step's gradient exchange when all workers balance together.
 
-Cases, each a step of every rank: `all-reduce` only averages. `all-gather` is the published
-CD-GraB: every rank gathers all gradients, averages them and takes all signs by itself.
-`sharded` is gradherd: slices of all gradients, see `ordering.shards`.
+Cases, each one step of every rank on a gradient of `dim` elements: `all-reduce` only averages.
+`all-gather` is the published CD-GraB: every rank gathers all gradients, averages them and computes
+all signs itself. `sharded` is gradherd: every rank gets one shard of all gradients, averages it and
+computes its part of the inner products (see `ordering.shards`).
 """
 
 import statistics
@@ -15,20 +16,19 @@ from torch import Tensor
 
 from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_small
 from gradherd.comm.world import World
-from gradherd.lab.bench.memory import Peak
+from gradherd.lab.bench.measure import PeakMemory
 from gradherd.lab.bench.signs import published_loop
 from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.shards import Pool, arrive, give_back, rows_of, send, take_back
 from gradherd.ordering.sorter import Sorter
 
-# A pair of steps is measured: signs are taken at every second one.
-_PAIR = 2
-_FEW = 1000
+_PAIR = 2  # steps timed together: signs are computed at every second one
+_WARMUP_DIM = 1000
 
 
-class AllReduce:
-    """Averaging alone."""
+class AllReduceCase:
+    """Average with an all-reduce; no ordering."""
 
     def __init__(self, world: World, dim: int, steps: int) -> None:
         self._world = world
@@ -39,11 +39,11 @@ class AllReduce:
         self.bytes += all_reduce(grad.div_(self._world.size), self._world).bytes
 
     def wait(self) -> None:
-        """Nothing runs beside."""
+        """Do nothing: no work runs in the background."""
 
 
-class AllGather:
-    """The published scheme: everybody holds everything."""
+class AllGatherCase:
+    """Order as published: every rank holds all gradients."""
 
     def __init__(self, world: World, dim: int, steps: int) -> None:
         self._world = world
@@ -52,7 +52,7 @@ class AllGather:
         self.bytes = 0
 
     def step(self, grad: Tensor) -> None:
-        """Gather, average, and sign at every second step."""
+        """Gather and average; compute signs at every second step."""
         rows, sent = all_gather(grad, self._world)
         self.bytes += sent
         torch.mean(rows, 0, out=grad)
@@ -63,16 +63,16 @@ class AllGather:
             self._first = None
 
     def wait(self) -> None:
-        """Nothing runs beside."""
+        """Do nothing: no work runs in the background."""
 
 
-class Sharded:
-    """gradherd's scheme: everybody holds a slice of everything."""
+class ShardedCase:
+    """Order as gradherd does: every rank holds one shard of all gradients."""
 
     def __init__(self, world: World, dim: int, steps: int) -> None:
         self._world, self._side = world, world.side_channel()
-        # As many units as steps: a unit takes 9 bytes on every rank, and it is the exchange that
-        # is measured, not a data set that grows with the workers.
+        # As few units as there are steps: a unit takes 9 bytes on every rank, and the benchmark
+        # should measure the exchange, not a data set that grows with the number of workers.
         self._ordering = Ordering(CDGraB(), [steps] * world.size, start="identity")
         self._ordering.borrow_rows(True)
         self._sorter, self._pool = Sorter(), Pool()
@@ -80,7 +80,7 @@ class Sharded:
         self.bytes = 0
 
     def step(self, grad: Tensor) -> None:
-        """Exchange slices, give the mean back, sign beside it at every second step."""
+        """Exchange shards and means; a thread computes signs at every second step."""
         self._sorter.wait()
         self._lent = take_back(self._lent, self._ordering, self._pool)
         size = self._world.size
@@ -100,37 +100,37 @@ class Sharded:
         return total
 
     def wait(self) -> None:
-        """Wait for the signs."""
+        """Wait until the signs are computed."""
         self._sorter.wait()
 
 
-CASES: dict[str, Callable[[World, int, int], AllReduce | AllGather | Sharded]] = {
-    "all-reduce": AllReduce,
-    "all-gather": AllGather,
-    "sharded": Sharded,
+CASES: dict[str, Callable[[World, int, int], AllReduceCase | AllGatherCase | ShardedCase]] = {
+    "all-reduce": AllReduceCase,
+    "all-gather": AllGatherCase,
+    "sharded": ShardedCase,
 }
 
 
 def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure all cases in turn on this rank, so that noise meets them alike."""
+    """Measure on this rank, alternating between the cases so that noise hits all alike."""
     world = World.detect()
     grad = torch.randn(dim, generator=torch.Generator().manual_seed(world.rank))
-    cases: dict[str, AllReduce | AllGather | Sharded] = {}
+    cases: dict[str, AllReduceCase | AllGatherCase | ShardedCase] = {}
     peaks: dict[str, int | None] = {}
     sent: dict[str, int] = {}
     for name, make in CASES.items():
-        # Once before, on little: code that a first use reads in is no memory of the case.
-        few = min(dim, _FEW * world.size)
-        _pair(make(world, few, _PAIR), grad[:few], world)
-        with Peak(grad.device) as peak:  # of what it keeps and what it takes for a while
+        # Warm up on a small gradient: code loaded on first use must not count as its memory.
+        warmup = min(dim, _WARMUP_DIM * world.size)
+        _time_pair(make(world, warmup, _PAIR), grad[:warmup], world)
+        with PeakMemory(grad.device) as peak:
             case = cases[name] = make(world, dim, _PAIR * (repeats + 1))
-            _pair(case, grad, world)
+            _time_pair(case, grad, world)
         peaks[name], sent[name] = peak.bytes, case.bytes // _PAIR
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
-            times[name].append(_pair(case, grad, world))
-    seconds = {name: statistics.median(taken) / _PAIR for name, taken in times.items()}
+            times[name].append(_time_pair(case, grad, world))
+    seconds = {name: statistics.median(pairs) / _PAIR for name, pairs in times.items()}
     return [
         {
             "case": name,
@@ -146,11 +146,13 @@ def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def _pair(case: AllReduce | AllGather | Sharded, grad: Tensor, world: World) -> float:
-    all_reduce(torch.zeros(1), world)  # start together
+def _time_pair(
+    case: AllReduceCase | AllGatherCase | ShardedCase, grad: Tensor, world: World
+) -> float:
+    all_reduce(torch.zeros(1), world)  # a barrier: start together
     begin = time.perf_counter()
     for _ in range(_PAIR):
         case.step(grad)
     case.wait()
-    all_reduce(torch.zeros(1), world)  # the slowest rank counts
+    all_reduce(torch.zeros(1), world)  # time until the slowest rank is done
     return time.perf_counter() - begin

@@ -1,9 +1,10 @@
-"""What the gradient of every example costs, on an MLP.
+"""Time per-example gradients of an MLP.
 
-Cases: `plain` is forward and backward alone. `vmap` forms all gradients with torch.func, `loop`
-walks back one example at a time: what a user would do instead. `exact` reads what balancing needs
-(products with a vector, Gram matrix, a weighted sum) off the layers, `sketch` takes 256 numbers of
-every gradient. The ceiling is `plain`: rows are read off a backward, so it is always done.
+Cases: `plain` is forward and backward alone. `vmap` (torch.func) and `loop` (one example at a time)
+form every gradient: what a user would do instead. `exact` computes what balancing needs (products
+with a vector, the Gram matrix, a weighted sum) from layer inputs and output gradients without
+forming the per-example gradients; `sketch` projects each of them to 256 numbers. The ceiling is
+`plain`: gradherd reads its rows off a backward pass that happens anyway.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradherd.lab.bench.memory import Peak
-from gradherd.lab.bench.timing import against, seconds
+from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
 from gradherd.rows.capture import Capture
 
 _SKETCH = 256
@@ -22,7 +22,7 @@ _INPUTS, _CLASSES = 784, 10
 
 
 def mlp(params: int) -> nn.Sequential:
-    """Return 784 - h - h - 10 with about `params` parameters."""
+    """Return an MLP 784 - h - h - 10 with about `params` parameters."""
     hidden = 1
     while (hidden + 1) * (_INPUTS + hidden + _CLASSES + 3) <= params:
         hidden += 1
@@ -35,8 +35,8 @@ def mlp(params: int) -> nn.Sequential:
     )
 
 
-class Bench:
-    """One model, one batch, every way to its gradients."""
+class RowsBench:
+    """One model and one batch, with a method for each way to its per-example gradients."""
 
     def __init__(self, params: int, batch: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -48,18 +48,18 @@ class Bench:
         self.signs = torch.ones(1, batch, device=device)
 
     def plain(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.model.zero_grad()
         nn.functional.cross_entropy(self.model(self.x), self.y).backward()
 
     def loop(self) -> None:
-        """One example at a time."""
+        """Run one backward per example."""
         for x, y in zip(self.x.split(1), self.y.split(1), strict=True):
             self.model.zero_grad()
             nn.functional.cross_entropy(self.model(x), y).backward()
 
     def vmap(self) -> None:
-        """All at once, formed."""
+        """Form all gradients at once."""
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
 
         def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Bench:
         vmap(grad(loss), in_dims=(None, 0, 0))(weights, self.x, self.y)
 
     def exact(self, capture: Capture) -> None:
-        """All at once, not formed."""
+        """Compute what balancing needs without forming the gradients."""
         self.plain()
         rows = capture.take(len(self.x))
         rows.dot(self.running)
@@ -77,7 +77,7 @@ class Bench:
         rows.combine(self.signs)
 
     def sketch(self, capture: Capture) -> None:
-        """A few numbers of each."""
+        """Project every gradient to a few numbers."""
         self.plain()
         capture.sketch(len(self.x), _SKETCH, seed=0)
 
@@ -88,17 +88,17 @@ def bench_rows(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case; `peak_bytes` is on top of what is there before a step."""
-    bench = Bench(params, batch, device)
-    taken: dict[str, float] = {}
+    """Measure every case; `peak_bytes` is memory on top of model and batch."""
+    bench = RowsBench(params, batch, device)
+    seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}
     for case in ("plain", "vmap", "loop", "exact", "sketch"):
         capture = Capture(bench.model) if case in ("exact", "sketch") else None
         step = getattr(bench, case)
         call = step if capture is None else lambda step=step, own=capture: step(own)
-        with Peak(device) as peak:
+        with PeakMemory(device) as peak:
             call()
-        peaks[case], taken[case] = peak.bytes, seconds(call, device, at_least=1.0)
+        peaks[case], seconds[case] = peak.bytes, median_seconds(call, device, at_least=1.0)
         if capture is not None:
             capture.detach()
         bench.model.zero_grad()
@@ -109,11 +109,11 @@ def bench_rows(
             "workers": 1,
             "dim": bench.size,
             "batch": batch,
-            "seconds": taken[case],
+            "seconds": seconds[case],
             "bytes": 0,
             "peak_bytes": peaks[case],
-            "ratio": taken[case] / taken["plain"],
-            **against(taken["plain"], taken[case]),
+            "ratio": seconds[case] / seconds["plain"],
+            **ceiling_keys(seconds["plain"], seconds[case]),
         }
-        for case in taken
+        for case in seconds
     ]

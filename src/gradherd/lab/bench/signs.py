@@ -1,8 +1,10 @@
-"""Signs per second: a Gram block against a loop.
+"""Time the signs of one step: a Gram block against a loop.
 
-Cases: `sequential` is the loop of the published CD-GraB code (one inner product, one host sync
-and one update per vector), `block-gram` the block form, `balance` the form that gradherd
-chooses for this device and size. The ceiling is one read of all vectors (their sum).
+Cases: `sequential` is the loop of the published CD-GraB code (one inner product, one host sync and
+one update per vector), `block-gram` takes all signs from one Gram matrix, `balance` is the form
+that gradherd chooses for this device and size. The ceiling is one read of all vectors (their sum).
+
+Letters: P vectors, D dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.lab.bench.memory import Peak
-from gradherd.lab.bench.timing import against, seconds
+from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
 from gradherd.ordering.gram import block_gram
 from gradherd.ordering.rules import Greedy
 from gradherd.ordering.signs import balance
 
 
 def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:
-    """Sign (P, D) vectors one by one, with a decision on the host for each."""
+    """Sign vectors one by one, deciding each on the host, as the published code does.
+
+    Args:
+        vectors: (P, D) pair differences.
+        running: (D,) signed sum of the vectors before these.
+
+    Returns:
+        P booleans, True for "+".
+    """
     signs = []
     for vector in vectors:
         plus = bool(torch.inner(running, vector) <= 0)
@@ -35,7 +44,7 @@ def bench_signs(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case at every size: one pair difference of each worker is signed."""
+    """Measure every case at every size; each worker contributes one pair difference."""
     rows: list[dict[str, Any]] = []
     for dim in dims:
         for count in workers:
@@ -55,24 +64,24 @@ def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
         "block-gram": lambda: block_gram(vectors, running, *rest, block=count),
         "balance": lambda: balance(vectors, running, *rest),
     }
-    taken: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}
     for case, fn in cases.items():
-        with Peak(device) as peak:
+        with PeakMemory(device) as peak:
             fn()
-        peaks[case], taken[case] = peak.bytes, seconds(fn, device)
-    ceiling = seconds(vectors.sum, device)
+        peaks[case], seconds[case] = peak.bytes, median_seconds(fn, device)
+    ceiling = median_seconds(vectors.sum, device)
     return [
         {
             "case": case,
             "workers": count,
             "dim": dim,
-            "seconds": taken[case],
-            "bytes": 0,  # Nothing travels: the vectors are where the signs are taken.
+            "seconds": seconds[case],
+            "bytes": 0,  # Nothing is sent: all vectors are on one device.
             "peak_bytes": peaks[case],
-            "ratio": taken[case] / taken["sequential"],
-            "signs_per_second": count / taken[case],
-            **against(ceiling, taken[case]),
+            "ratio": seconds[case] / seconds["sequential"],
+            "signs_per_second": count / seconds[case],
+            **ceiling_keys(ceiling, seconds[case]),
         }
         for case in cases
     ]

@@ -1,15 +1,15 @@
-"""What sparsifying costs: picking on one rank, and a whole exchange over real ranks.
+"""Time sparsification: selection on one rank, and whole exchanges over real ranks.
 
-Picking, cases on a vector of `dim`: `copy` is the floor (every number read and written once);
-`eager` adds the residual, finds what lies above a threshold and clears it, as one would write it
-in torch; `topk` does so with `torch.topk`; `fused` is gradherd's. On a GPU that is the one pass of
-`kernels.add_select`, and `tally` is that pass when it also counts all magnitudes (is everything
-finite?) and tells the next floor. The ceiling of all but `copy` is a copy of as many bytes as they
-must move: residual and gradient, read and written.
+Selection, on a vector of `dim` elements: `copy` reads and writes every element once; `eager` adds
+the residual, finds what is above a threshold and clears it, as one would write it in torch; `topk`
+does the same with `torch.topk`; `fused` is gradherd's. On a GPU that is one kernel
+(`kernels.add_select`), and `tally` is that kernel when it also builds the histogram of magnitudes,
+which tells whether all values are finite and gives the next threshold. The ceiling of all but
+`copy` is a copy of the bytes they must move: residual and gradient, each read and written.
 
-Exchange, cases on a gradient of `dim` in buckets as DDP makes them: `dense` is torch's all-reduce
-hook, `fp16` its compressing one, `powersgd` its low-rank one; `exdyna` is gradherd's hook with
-everything it does: residuals, picking, exchange, and writing the mean.
+Exchange, on a gradient of `dim` elements in buckets as DDP makes them: `dense` is torch's all-reduce
+hook, `fp16` its compressing hook, `powersgd` its low-rank hook; `exdyna` is gradherd's hook with
+everything it does: residuals, selection, exchange, and writing the mean.
 """
 
 import itertools
@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
-from gradherd.lab.bench.memory import Peak
-from gradherd.lab.bench.timing import against, seconds
+from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.choice import target
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.feedback import Feedback
@@ -36,16 +35,17 @@ from gradherd.sparsify.kernels import above, add_select
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.tally import Tally
 
-_SIDE = 1000  # of the matrices that the gradient consists of
-_BUCKET = 25 * 2**20  # bytes, as DDP's
+_SIDE = 1000  # rows and columns of the matrices that make up the gradient
+_BUCKET_BYTES = 25 * 2**20  # DDP's default
 _GRADIENTS = 5
-_WARM = 12  # steps until residuals are as in the middle of a training
-# Its second all-reduce starts when the first one ends, in any order of buckets: gloo would hang.
-_IN_TURN = {"powersgd"}
+_WARMUP_STEPS = 12  # until residuals are as large as in the middle of training
+# PowerSGD starts a second all-reduce when the first one ends. With several buckets in flight the
+# order of these differs between ranks, and gloo would hang.
+_ONE_BUCKET_AT_A_TIME = {"powersgd"}
 
 
 def bench_select(dim: int, density: float, device: torch.device) -> list[dict[str, Any]]:
-    """Measure what a rank does with a vector by itself, before anything is sent."""
+    """Measure what a rank does with its own vector before anything is sent."""
     generator = torch.Generator(device).manual_seed(0)
     fresh = torch.randn(dim, generator=generator, device=device)
     grad, residual = torch.empty_like(fresh), torch.zeros_like(fresh)
@@ -53,24 +53,24 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     threshold = float(fresh.abs().topk(k).values[-1])
     feedback = Feedback(dim, dtype=fresh.dtype, device=device)
 
-    def before() -> None:
+    def reset() -> None:
         grad.copy_(fresh)
-        for kept in (residual, feedback.kept):
-            kept.zero_()
+        for memory in (residual, feedback.kept):
+            memory.zero_()
 
     def copy() -> None:
         residual.copy_(grad)
 
     def eager() -> None:
         residual.add_(grad)
-        picked = (residual.abs() >= threshold).nonzero().view(-1)
-        residual[picked] = 0
+        selected = (residual.abs() >= threshold).nonzero().view(-1)
+        residual[selected] = 0
         grad.zero_()
 
     def topk() -> None:
         residual.add_(grad)
-        picked = residual.abs().topk(k).indices
-        residual[picked] = 0
+        selected = residual.abs().topk(k).indices
+        residual[selected] = 0
         grad.zero_()
 
     def fused() -> None:
@@ -83,8 +83,7 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     counted = Tally.around(floor)
 
     def one_pass(tally: Tally | None = None) -> None:
-        kept, out = feedback.kept, feedback.acc
-        add_select(kept, grad, 1.0, out, floor, 2 * k, tally=tally, clear=True)
+        add_select(feedback.kept, grad, 1.0, feedback.acc, floor, 2 * k, tally=tally, clear=True)
 
     def tally() -> None:
         counted.counts.zero_()
@@ -95,29 +94,29 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     cases |= {"fused": one_pass, "tally": tally} if device.type == "cuda" else {"fused": fused}
     rows = []
     for name, case in cases.items():
-        taken = seconds(case, device, before=before)
-        before()
-        with Peak(device) as peak:
+        seconds = median_seconds(case, device, setup=reset)
+        reset()
+        with PeakMemory(device) as peak:
             case()
-        rows.append(_row(name, 1, dim, taken, 0, peak.bytes))
-        # A copy moves two numbers for each coordinate, the others four.
-        rows[-1] |= against(rows[0]["seconds"] * (1 if name == "copy" else 2), taken)
+        rows.append(_row(name, 1, dim, seconds, 0, peak.bytes))
+        # A copy reads and writes one vector, the others two.
+        rows[-1] |= ceiling_keys(rows[0]["seconds"] * (1 if name == "copy" else 2), seconds)
     return _with_ratios(rows)
 
 
-class Gradients:
-    """A few gradients in turn: the same one over and over would pile up in the residuals."""
+class GradientCycle:
+    """A few gradients in rotation: the same one every step would pile up in the residuals."""
 
     def __init__(self, sets: list[list[Tensor]]) -> None:
         self._sets = itertools.cycle(sets)
 
-    def following(self) -> list[Tensor]:
-        """Return the gradient of the next step, by buckets."""
+    def next(self) -> list[Tensor]:
+        """Return the gradient of the next step, one tensor per bucket."""
         return next(self._sets)
 
 
-class Bucket:
-    """A bucket as DDP hands it to a hook."""
+class BenchBucket:
+    """A gradient bucket with the methods of `torch.distributed.GradBucket`."""
 
     def __init__(self, index: int, count: int, parameters: Sequence[nn.Parameter]) -> None:
         self._index, self._last = index, index == count - 1
@@ -125,38 +124,38 @@ class Bucket:
         self._flat = torch.empty(sum(p.numel() for p in parameters))
 
     def index(self) -> int:
-        """Return which of the buckets this is."""
+        """Return the index of this bucket."""
         return self._index
 
     def is_last(self) -> bool:
-        """Tell whether it is the last."""
+        """Return whether this is the last bucket."""
         return self._last
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters in it."""
+        """Return the parameters of this bucket."""
         return self._parameters
 
     def buffer(self) -> Tensor:
-        """Return all gradients in it, flat."""
+        """Return all gradients of this bucket as one flat tensor."""
         return self._flat
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Replace its gradients."""
+        """Replace the flat tensor of gradients."""
         self._flat = tensor
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients in it."""
+        """Return the gradient of each parameter, as views."""
         pieces = torch.split(self._flat, [p.numel() for p in self._parameters])
         return [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
 
 
 def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any]]:
-    """Measure all hooks in turn on this rank, so that noise meets them alike."""
+    """Measure on this rank, alternating between the hooks so that noise hits all alike."""
     world = World.detect()
     model = nn.ParameterList(_matrices(dim))
     buckets = _buckets(list(model))
     generator = torch.Generator().manual_seed(world.rank)
-    grads = Gradients(
+    grads = GradientCycle(
         [
             [torch.randn(len(bucket.buffer()), generator=generator) for bucket in buckets]
             for _ in range(_GRADIENTS)
@@ -175,14 +174,14 @@ def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any
     times: dict[str, list[float]] = {name: [] for name in hooks}
     peaks: dict[str, int | None] = {}
     for name, hook in hooks.items():
-        for _ in range(_WARM):
-            _step(hook, buckets, grads, world, name in _IN_TURN)
-        with Peak(torch.device("cpu")) as peak:
-            _step(hook, buckets, grads, world, name in _IN_TURN)
+        for _ in range(_WARMUP_STEPS):
+            _step(hook, buckets, grads, world, name in _ONE_BUCKET_AT_A_TIME)
+        with PeakMemory(torch.device("cpu")) as peak:
+            _step(hook, buckets, grads, world, name in _ONE_BUCKET_AT_A_TIME)
         peaks[name] = peak.bytes
     for _ in range(repeats):
         for name, hook in hooks.items():
-            times[name].append(_step(hook, buckets, grads, world, name in _IN_TURN))
+            times[name].append(_step(hook, buckets, grads, world, name in _ONE_BUCKET_AT_A_TIME))
     dense = 2 * 4 * dim * (world.size - 1) // world.size
     sent = {
         "dense": dense,
@@ -191,9 +190,9 @@ def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any
         "exdyna": sparse.metrics()["bytes"],
     }
     rows = []
-    for name, taken in times.items():
-        # The slowest rank counts, at each step.
-        slowest = all_gather(torch.tensor(taken), world).value.amax(0)
+    for name, steps in times.items():
+        # A step takes as long as its slowest rank.
+        slowest = all_gather(torch.tensor(steps), world).value.amax(0)
         rows.append(_row(name, world.size, dim, float(slowest.median()), sent[name], peaks[name]))
     return _with_ratios(rows)
 
@@ -205,51 +204,51 @@ def _matrices(dim: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(shape)) for shape in shapes]
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[BenchBucket]:
     groups: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(parameters):
-        if groups[-1] and 4 * sum(p.numel() for p in groups[-1]) >= _BUCKET:
+        if groups[-1] and 4 * sum(p.numel() for p in groups[-1]) >= _BUCKET_BYTES:
             groups.append([])
         groups[-1].append(parameter)
-    return [Bucket(index, len(groups), group) for index, group in enumerate(groups)]
+    return [BenchBucket(index, len(groups), group) for index, group in enumerate(groups)]
 
 
 def _step(
     hook: Callable[[Any], Future[Tensor]],
-    buckets: Sequence[Bucket],
-    grads: "Gradients",
+    buckets: Sequence[BenchBucket],
+    grads: GradientCycle,
     world: World,
-    in_turn: bool = False,
+    one_at_a_time: bool = False,
 ) -> float:
-    for bucket, grad in zip(buckets, grads.following(), strict=True):
+    for bucket, grad in zip(buckets, grads.next(), strict=True):
         bucket.buffer().copy_(grad)
-    all_reduce(torch.zeros(1), world)  # start together
+    all_reduce(torch.zeros(1), world)  # a barrier: start together
     begin = time.perf_counter()
-    waiting = []
+    futures = []
     for bucket in buckets:
-        waiting.append(hook(bucket))
-        if in_turn:
-            waiting[-1].wait()
-    for future in waiting:
+        futures.append(hook(bucket))
+        if one_at_a_time:
+            futures[-1].wait()
+    for future in futures:
         future.wait()
     return time.perf_counter() - begin
 
 
 def _row(
-    case: str, workers: int, dim: int, taken: float, sent: int, peak: int | None
+    case: str, workers: int, dim: int, seconds: float, sent: int, peak: int | None
 ) -> dict[str, Any]:
     return {
         "case": case,
         "workers": workers,
         "dim": dim,
-        "seconds": taken,
+        "seconds": seconds,
         "bytes": sent,
         "peak_bytes": peak,
     }
 
 
 def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add each row's time as a part of the first one's, and its bytes."""
+    """Add each row's time and bytes relative to the first row's."""
     for row in rows:
         row["ratio"] = row["seconds"] / rows[0]["seconds"]
         row["bytes_ratio"] = row["bytes"] / rows[0]["bytes"] if rows[0]["bytes"] else 0.0

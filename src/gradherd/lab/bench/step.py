@@ -1,4 +1,4 @@
-"""What ordering costs a whole DDP training step: the same step with D-RR and with CD-GraB."""
+"""Time a whole DDP training step: the same step with D-RR and with CD-GraB."""
 
 import statistics
 import time
@@ -14,15 +14,16 @@ from gradherd.attach.attach import attach
 from gradherd.attach.herd import Herd
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
-from gradherd.lab.bench.memory import Peak
+from gradherd.lab.bench.measure import PeakMemory
 from gradherd.lab.bench.rows import mlp
 from gradherd.ordering.sampler import OrderedSampler
 
-_BATCHES = 32  # of an epoch; even, so that each block of steps holds whole pairs
+_BATCHES = 32  # per epoch; even, so that each block of steps holds whole pairs
+_BLOCK = 4  # steps timed together, for the same reason
 
 
-class Training:
-    """A loop of its own: model, optimizer, loader, order."""
+class DDPTraining:
+    """A DDP training loop with its own model, optimizer, loader and order."""
 
     def __init__(self, order: str, params: int, batch: int, world: World) -> None:
         torch.manual_seed(0)
@@ -33,14 +34,14 @@ class Training:
         self.sampler = OrderedSampler(data, order, batch_size=batch, unit=batch)
         self.loader = DataLoader(data, batch_size=batch, sampler=self.sampler)
         self.herd: Herd = attach(self.model, order=self.sampler)
-        self.batches = self._forever()
+        self.batches = self._endless_batches()
 
-    def _forever(self) -> Iterator[list[Tensor]]:
+    def _endless_batches(self) -> Iterator[list[Tensor]]:
         while True:
             yield from self.loader
 
     def steps(self, count: int) -> None:
-        """Train."""
+        """Train for `count` steps."""
         for _ in range(count):
             x, y = next(self.batches)
             self.optimizer.zero_grad()
@@ -49,38 +50,38 @@ class Training:
 
 
 def bench_step(params: int, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure blocks of steps of both orders in turn, so that noise meets them alike."""
-    world, block = World.detect(), 4
-    runs: dict[str, Training] = {}
+    """Measure blocks of steps, alternating between the orders so that noise hits both alike."""
+    world = World.detect()
+    runs: dict[str, DDPTraining] = {}
     peaks: dict[str, int | None] = {}
     for order in ("d-rr", "cd-grab"):
-        with Peak(torch.device("cpu")) as peak:
-            runs[order] = Training(order, params, batch, world)
-            runs[order].steps(block)
+        with PeakMemory(torch.device("cpu")) as peak:
+            runs[order] = DDPTraining(order, params, batch, world)
+            runs[order].steps(_BLOCK)
         peaks[order] = peak.bytes
     times: dict[str, list[float]] = {order: [] for order in runs}
     for _ in range(repeats):
         for order, run in runs.items():
-            all_reduce(torch.zeros(1), world)
+            all_reduce(torch.zeros(1), world)  # a barrier: start together
             begin = time.perf_counter()
-            run.steps(block)
-            all_reduce(torch.zeros(1), world)
-            times[order].append((time.perf_counter() - begin) / block)
+            run.steps(_BLOCK)
+            all_reduce(torch.zeros(1), world)  # time until the slowest rank is done
+            times[order].append((time.perf_counter() - begin) / _BLOCK)
     size = sum(p.numel() for p in runs["d-rr"].model.parameters())
-    middle = {order: statistics.median(taken) for order, taken in times.items()}
-    # Averaging sends the same bytes in both; what ordering adds is told by the herd.
+    seconds = {order: statistics.median(blocks) for order, blocks in times.items()}
+    # Averaging sends the same bytes with both orders; the herd counts what ordering adds.
     averaging = 2 * 4 * size * (world.size - 1) // world.size
-    done = block * (repeats + 1)
+    steps = _BLOCK * (repeats + 1)
     return [
         {
             "case": order,
             "workers": world.size,
             "dim": size,
             "batch": batch,
-            "seconds": middle[order],
-            "bytes": averaging + run.herd.metrics()["bytes_for_ordering"] // done,
+            "seconds": seconds[order],
+            "bytes": averaging + run.herd.metrics()["bytes_for_ordering"] // steps,
             "peak_bytes": peaks[order],
-            "ratio": middle[order] / middle["d-rr"],
+            "ratio": seconds[order] / seconds["d-rr"],
         }
         for order, run in runs.items()
     ]

@@ -1,10 +1,10 @@
-"""What a step of a run costs with all workers in one process: LeNet on random images.
+"""Time a step of a virtual run, all workers in one process: LeNet on random images.
 
 Cases: `plain loop` is what a user writes: batches by index, forward, backward, optimizer; no order
-and no gradients of single examples. `turns` is cd-grab with workers one after the other, the others
-are the engine of `train.batched`: `one run` of cd-grab, `nine runs` (cd-grab, id-grab and
-id-pair-grab with three seeds) and `nine runs, d-rr`, which needs no gradients of single examples.
-Seconds are of one step of one run: of runs side by side, each has its share.
+and no per-example gradients. `turns` is cd-grab with workers one after the other. The others train
+all workers at once: `one run` of cd-grab, `nine runs` (cd-grab, id-grab and id-pair-grab with three
+seeds each) and `nine runs, d-rr`, which needs no per-example gradients. Seconds are per step of one
+run: with nine runs side by side, each one counts a ninth.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradherd.lab.bench.memory import Peak
+from gradherd.lab.bench.measure import PeakMemory
 from gradherd.lab.tasks.cifar10_lenet import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.batched import BatchedFleet
@@ -25,21 +25,21 @@ from gradherd.lab.train.virtual import VirtualFleet
 
 CASES = ("plain loop", "turns", "one run", "nine runs", "nine runs, d-rr")
 LEAST_STEPS = 2
-"""Of an epoch: the first step of a shape is called, the second is captured on a GPU."""
-_TURNS = 10  # Workers one after the other are slow: they take so many times fewer steps.
-_BALANCED, _SEEDS = ("cd-grab", "id-grab", "id-pair-grab"), 3  # nine runs
+"""Fewest steps of an epoch: on a GPU the first step of a shape warms up, the second is captured."""
+_TURNS = 10  # `turns` is slow, so its epochs have a tenth of the steps
+_BALANCED, _SEEDS = ("cd-grab", "id-grab", "id-pair-grab"), 3  # makes nine runs
 
 
 def random_images(count: int) -> Split:
-    """Return as many examples as asked, in the form of CIFAR-10's."""
+    """Return `count` random examples in the shape of CIFAR-10's."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    kinds = torch.randint(10, (count,), generator=generator)
-    return Split((pixels, kinds), (pixels[:1], kinds[:1]))
+    labels = torch.randint(10, (count,), generator=generator)
+    return Split((pixels, labels), (pixels[:1], labels[:1]))
 
 
 class PlainLoop:
-    """A training loop of one's own: the same model, loss, data and optimizer."""
+    """A hand-written training loop with the same model, loss, data and optimizer."""
 
     runs = 1
 
@@ -57,24 +57,24 @@ class PlainLoop:
         )
 
     def epoch(self) -> int:
-        """Train; return how many steps."""
+        """Train one epoch; return the number of steps."""
         device = self._columns[0].device
         batches = torch.randperm(len(self._columns[0]), device=device).split(self._batch)
-        for own in batches:
+        for batch in batches:
             self._optimizer.zero_grad()
-            self._task.loss(self.model, *(column[own] for column in self._columns)).backward()
+            self._task.loss(self.model, *(column[batch] for column in self._columns)).backward()
             self._optimizer.step()
         return len(batches)
 
 
 class FleetLoop:
-    """Epochs of a fleet, one after the other."""
+    """Epochs of virtual runs, one after the other."""
 
     def __init__(self, fleet: Fleet, runs: int) -> None:
         self.fleet, self.runs, self._number = fleet, runs, 0
 
     def epoch(self) -> int:
-        """Train all runs; return how many steps each took."""
+        """Train one epoch of all runs; return the number of steps of each."""
         self._number += 1
         return self.fleet.epoch(self._number, lambda steps=1: None)[0].steps
 
@@ -82,7 +82,7 @@ class FleetLoop:
 def make_case(
     case: str, workers: int, batch: int, steps: int, device: torch.device
 ) -> PlainLoop | FleetLoop:
-    """Return a case, ready to train epochs of so many steps."""
+    """Return a case, ready to train epochs of `steps` steps."""
     task = Cifar10LeNet()
     examples = workers * batch
 
@@ -125,20 +125,20 @@ def bench_virtual(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure epochs of all cases in turn, so that noise meets them alike; the median counts.
+    """Measure epochs, alternating between the cases so that noise hits all alike.
 
     Args:
-        workers: Of each run.
-        batch: Examples of a worker in a step.
-        steps: Of an epoch, at least 2; workers one after the other take a tenth of them.
-        repeats: Epochs measured of each case, after one that is not.
-        device: Where.
-        progress: Is called after each epoch.
+        workers: Workers of each run.
+        batch: Examples per worker and step.
+        steps: Steps of an epoch, at least 2; `turns` takes a tenth of them.
+        repeats: Epochs measured of each case, after one to warm up; the median counts.
+        device: Where to train.
+        progress: Called after each epoch.
     """
     loops: dict[str, PlainLoop | FleetLoop] = {}
     peaks: dict[str, int | None] = {}
     for case in CASES:
-        with Peak(device) as peak:
+        with PeakMemory(device) as peak:
             loops[case] = make_case(case, workers, batch, steps, device)
             loops[case].epoch()
         peaks[case] = peak.bytes
@@ -146,12 +146,12 @@ def bench_virtual(
     times: dict[str, list[float]] = {case: [] for case in CASES}
     for _ in range(repeats):
         for case, loop in loops.items():
-            times[case].append(_seconds(loop, device))
+            times[case].append(_step_seconds(loop, device))
             progress()
     for loop in loops.values():
         if isinstance(loop, FleetLoop):
             loop.fleet.close()
-    taken = {case: statistics.median(own) for case, own in times.items()}
+    seconds = {case: statistics.median(epochs) for case, epochs in times.items()}
     size = sum(p.numel() for p in Cifar10LeNet().model().parameters())
     return [
         {
@@ -160,25 +160,25 @@ def bench_virtual(
             "dim": size,
             "batch": batch,
             "runs": loop.runs,
-            "seconds": taken[case],
-            "bytes": 0,  # Nothing travels: all workers are in one process.
+            "seconds": seconds[case],
+            "bytes": 0,  # Nothing is sent: all workers are in one process.
             "peak_bytes": peaks[case],
-            "ratio": taken[case] / taken["plain loop"],
-            "steps_per_second": 1 / taken[case],
+            "ratio": seconds[case] / seconds["plain loop"],
+            "steps_per_second": 1 / seconds[case],
         }
         for case, loop in loops.items()
     ]
 
 
-def _seconds(loop: PlainLoop | FleetLoop, device: torch.device) -> float:
-    """Return the seconds of a step of one run, from a whole epoch."""
-    _wait(device)
+def _step_seconds(loop: PlainLoop | FleetLoop, device: torch.device) -> float:
+    """Return the seconds per step of one run, from a whole epoch."""
+    _synchronize(device)
     begin = time.perf_counter()
     steps = loop.epoch()
-    _wait(device)
+    _synchronize(device)
     return (time.perf_counter() - begin) / (steps * loop.runs)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,12 +9,12 @@ import pytest
 
 PROGRAM = """
 import torch
-from gradherd.lab.bench.memory import Peak
-with Peak(torch.device("cpu")) as none:
+from gradherd.lab.bench.measure import PeakMemory
+with PeakMemory(torch.device("cpu")) as none:
     pass
-with Peak(torch.device("cpu")) as peak:
+with PeakMemory(torch.device("cpu")) as peak:
     torch.ones(20_000_000)
-with Peak(torch.device("cpu")) as again:
+with PeakMemory(torch.device("cpu")) as again:
     kept = torch.ones(10_000_000)
 print(none.bytes, peak.bytes, again.bytes)
 """

@@ -1,0 +1,123 @@
+"""Measure the time and the peak memory of a call."""
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def median_seconds(
+    fn: Callable[[], object],
+    device: torch.device,
+    *,
+    at_least: float = 0.3,
+    setup: Callable[[], object] = lambda: None,
+) -> float:
+    """Return the median time of a call, in seconds.
+
+    Args:
+        fn: The call. The first one warms up and is not counted.
+        device: Where `fn` computes; on a GPU, time is taken from CUDA events.
+        at_least: Repeat for so many seconds, and at least three times (ten on a GPU).
+        setup: Runs before each call and is not part of the time.
+    """
+    setup()
+    fn()
+    if device.type == "cuda":
+        return _median_gpu_seconds(fn, device, at_least, setup)
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < at_least:
+        setup()
+        begin = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _median_gpu_seconds(
+    fn: Callable[[], object],
+    device: torch.device,
+    at_least: float,
+    setup: Callable[[], object],
+) -> float:
+    # No synchronisation between calls, as in a training loop. If launching the kernels takes
+    # longer than running them, the time is that of the launches.
+    times: list[float] = []
+    with torch.cuda.device(device):
+        while len(times) < 10 or sum(times) < at_least:
+            events = []
+            for _ in range(10):
+                setup()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                fn()
+                end.record()
+                events.append((begin, end))
+            torch.cuda.synchronize()
+            times += [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    return statistics.median(times)
+
+
+def ceiling_keys(ceiling: float, seconds: float) -> dict[str, float]:
+    """Return the keys that compare a row with its ceiling, the least time its case could take.
+
+    Args:
+        ceiling: That least time in seconds, measured in the same run.
+        seconds: The time of the row.
+    """
+    return {"ceiling_seconds": ceiling, "ceiling_ratio": seconds / ceiling}
+
+
+class PeakMemory:
+    """Record the peak memory of a `with` block, in bytes above the level before it.
+
+    On a GPU the number comes from torch's allocator, on Linux from the kernel's high-water mark;
+    elsewhere it is None. The mark covers the whole process, so run nothing else at the same time.
+    An allocator that keeps freed memory hides whatever is served from it. PyTorch's ARM wheels use
+    mimalloc: set MIMALLOC_PURGE_DELAY=0 in the environment to make it return memory at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        elif _CLEAR_REFS.exists():
+            # Return free memory to the kernel: reusing it would not raise the mark otherwise.
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+            _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
+            self._before = _status_kilobytes("VmRSS")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+        elif _CLEAR_REFS.exists():
+            self.bytes = max(0, _status_kilobytes("VmHWM") - self._before) * 1024
+
+
+def _status_kilobytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"{_STATUS} has no {field}")
