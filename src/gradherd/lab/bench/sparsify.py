@@ -7,8 +7,8 @@ does the same with `torch.topk`; `fused` is gradherd's. On a GPU that is one ker
 which tells whether all values are finite and gives the next threshold. The ceiling of all but
 `copy` is a copy of the bytes they must move: residual and gradient, each read and written.
 
-Exchange, on a gradient of `dim` elements in buckets as DDP makes them: `dense` is torch's all-reduce
-hook, `fp16` its compressing hook, `powersgd` its low-rank hook; `exdyna` is gradherd's hook with
+Exchange, on a gradient of `dim` elements in DDP's buckets: `dense` is torch's all-reduce hook,
+`fp16` its compressing hook, `powersgd` its low-rank hook; `exdyna` is gradherd's hook with
 everything it does: residuals, selection, exchange, and writing the mean.
 """
 
