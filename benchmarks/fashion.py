@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradherd as gh
 from gradherd.comm.ranks import run_ranks
-from gradherd.sparsify.settings import make_sparsifier
+from gradherd.sparsify.registry import make_sparsifier
 
 
 def fashion(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-MODULES = ["tests/sparsify/test_triton_select.py", "tests/ordering/test_triton_gram.py"]
+MODULES = ["tests/sparsify/test_triton_kernels.py", "tests/ordering/test_triton_gram.py"]
 
 
 @pytest.mark.parametrize("module", MODULES)

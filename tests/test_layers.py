@@ -21,7 +21,7 @@ ALLOWED = {
     "sparsify": {"sparsify", "comm"},
     "attach": CORE,
     "replay": {"replay", "ordering", "sparsify"},
-    "advise": {"advise", "comm"},
+    "advise": {"advise", "comm", "sparsify", "ordering"},
     "lab": {"lab", "replay", "advise", *CORE},
     "lab.tasks": {"lab.tasks"},
     "lab.train": {"lab.train", "lab.tasks", *CORE},

@@ -18,16 +18,16 @@ from gradherd.rows.settings import SketchRows as SketchRows
 from gradherd.sparsify.cltk import CLTK as CLTK
 from gradherd.sparsify.deft import Deft as Deft
 from gradherd.sparsify.dense import Dense as Dense
+from gradherd.sparsify.exclusive import Online as Online
 from gradherd.sparsify.exdyna import ExDyna as ExDyna
 from gradherd.sparsify.gtopk import GTopK as GTopK
 from gradherd.sparsify.micro import Micro as Micro
 from gradherd.sparsify.randomk import RandomK as RandomK
+from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
 from gradherd.sparsify.sage import Sage as Sage
-from gradherd.sparsify.selector import SPARSIFIERS as SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify as Sparsify
 from gradherd.sparsify.sidco import SIDCo as SIDCo
 from gradherd.sparsify.threshold import Threshold as Threshold
-from gradherd.sparsify.thresholds import Online as Online
 from gradherd.sparsify.topk import TopK as TopK
 
 __version__ = "0.1.0.dev0"

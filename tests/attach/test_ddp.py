@@ -5,7 +5,7 @@ import torch
 
 import gradherd as gh
 from gradherd.comm.ranks import run_ranks
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.virtual_workers import Workers
 from tests.attach import ddp_work as work
 
 

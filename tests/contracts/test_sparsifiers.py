@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gradherd.comm import run_ranks
-from gradherd.sparsify.choice import target
-from gradherd.sparsify.selector import SPARSIFIERS
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.selector import target
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual_workers import Workers
 from tests.sparsify.work import Case, normal, same, tell_real, tell_virtual, undisturbed
 
 SIZES = [1, 2, 4]

@@ -1,4 +1,4 @@
-"""Products, signs and sums on a GPU against float64 on the CPU; how: see `test_triton_select`."""
+"""Products, signs and sums on a GPU against float64 on the CPU; how: see `test_triton_kernels`."""
 
 import numpy as np
 import pytest

@@ -4,8 +4,8 @@ import torch
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.sparsify import cltk
-from gradherd.sparsify.choice import Place
 from gradherd.sparsify.cltk import CLTK
+from gradherd.sparsify.selector import Place
 from tests.sparsify import work_tree
 from tests.sparsify.reference_feedback import (
     assert_conserved,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
 from gradherd.sparsify import exchange
-from gradherd.sparsify.choice import Place
 from gradherd.sparsify.exchange import add_up, gather_indices, gather_union
+from gradherd.sparsify.selector import Place
 from tests.sparsify import work
 
 PAGE = 65_536

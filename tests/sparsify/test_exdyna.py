@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gradherd.comm.script import run_together
+from gradherd.sparsify.consensus import floor_of, rank_of
+from gradherd.sparsify.exclusive import Online
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
-from gradherd.sparsify.offers import floor_of, rank_of
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.thresholds import Online
-from gradherd.sparsify.virtual import Workers
-from gradherd.sparsify.worker import Worker
+from gradherd.sparsify.step import Worker
+from gradherd.sparsify.virtual_workers import Workers
 from tests.sparsify.reference import OnlineExDyna
 from tests.sparsify.work import normal, same
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradherd.sparsify.histogram import BINS, Tally
 from gradherd.sparsify.kernels import above, add, add_select, largest, put, select
-from gradherd.sparsify.tally import BINS, Tally
 from tests.sparsify.work import normal
 
 # Around a chunk of what is compared in one go, and around the length from which one samples.

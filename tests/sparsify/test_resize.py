@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gradherd.sparsify.resize import merged
+from gradherd.sparsify.residuals import merged
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.step import Worker
 from gradherd.sparsify.threshold import Threshold
-from gradherd.sparsify.worker import Worker
 
 
 def state(rank, workers=3, **more):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.sparsify.choice import Place
 from gradherd.sparsify.dense import Dense
 from gradherd.sparsify.sage import Sage, State
+from gradherd.sparsify.selector import Place
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.virtual_workers import Workers
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]

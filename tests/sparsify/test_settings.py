@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from gradherd.sparsify.choice import target
+from gradherd.sparsify.exclusive import Online
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
-from gradherd.sparsify.selector import SPARSIFIERS
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
-from gradherd.sparsify.thresholds import Online
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.selector import target
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual_workers import Workers
 
 
 def refuses(make, **setting):

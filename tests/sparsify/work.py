@@ -9,11 +9,11 @@ import torch
 
 from gradherd.comm import World
 from gradherd.comm.script import ScriptResult, run, run_together
-from gradherd.sparsify.choice import Place
 from gradherd.sparsify.exchange import add_up, gather_indices
-from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.registry import SPARSIFIERS
+from gradherd.sparsify.selector import Place
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.worker import Worker
+from gradherd.sparsify.step import Worker
 
 
 def normal(seed, *shape, dtype=torch.float32):

@@ -4,7 +4,7 @@ import torch
 
 from gradherd.comm.script import AllGather, run, run_together
 from gradherd.comm.world import World
-from gradherd.sparsify.choice import Place
+from gradherd.sparsify.selector import Place
 
 
 def agree(method, acc, k, layers, place):

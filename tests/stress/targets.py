@@ -31,7 +31,8 @@ from gradherd.lab.train.record import write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
 from gradherd.replay.sparsify import replay_sparsify
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.registry import make_sparsifier
+from gradherd.sparsify.settings import Sparsify
 from tests.lab.report.made import record
 from tests.lab.tasks import made
 from tests.stress import mutations

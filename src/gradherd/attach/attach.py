@@ -26,8 +26,9 @@ from gradherd.rows.flat import FlatSpec
 from gradherd.rows.owners import bare as bare_module
 from gradherd.rows.owners import describe
 from gradherd.rows.settings import BatchRows, RowSettings, SketchRows
+from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.settings import Sparsify
 
 log = logging.getLogger("gradherd")
 

@@ -17,15 +17,14 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.attach.bucket_map import Buckets
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.sparsify.layout import Layout
-from gradherd.sparsify.reducer import Outcome
-from gradherd.sparsify.scatter import Buckets
+from gradherd.sparsify.residuals import Layout
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.worker import Worker
+from gradherd.sparsify.step import Outcome, Worker
 
 
 class SparseHook:

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from gradherd.attach.pack import pack, unpack
-from gradherd.sparsify.resize import merged
+from gradherd.sparsify.residuals import merged
 
 
 class Saved(Protocol):

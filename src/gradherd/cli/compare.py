@@ -24,7 +24,7 @@ from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.plan import plan
 from gradherd.lab.train.record import RunRecord
 from gradherd.ordering.policy import POLICIES
-from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.registry import SPARSIFIERS
 
 _ORDERS = "(default: d-rr, and cd-grab if nothing else is compared)"
 

@@ -13,8 +13,8 @@ from gradherd.cli.progress import steps
 from gradherd.cli.usage import UsageError, name, numbers, print_json
 from gradherd.replay.arrays import open_array
 from gradherd.replay.sparsify import replay_sparsify
-from gradherd.sparsify.selector import SPARSIFIERS
-from gradherd.sparsify.settings import Sparsify, make_sparsifier
+from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.settings import Sparsify
 
 _THRESHOLDED = ("exdyna", "micro")
 

@@ -26,7 +26,7 @@ from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import FILE, RunRecord, read_record
 from gradherd.lab.train.resume import FREE, Saving
 from gradherd.ordering.policy import POLICIES
-from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.registry import SPARSIFIERS
 
 
 @dataclass(frozen=True, kw_only=True)

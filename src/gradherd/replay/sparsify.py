@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.virtual_workers import Workers
 
 
 def replay_sparsify(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Broadcast, Script
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.kernels import largest
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.blocks import even_cuts
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import largest
+from gradherd.sparsify.partitions import even_cuts
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 
 # Squares of norms between these are far from the ends of float32.
 _TINY, _HUGE = 1e-15, 1e15
@@ -49,6 +49,7 @@ class Deft:
     """Share of the coordinates that travels, about: every piece sends at least one."""
 
     exclusive = True
+    uses_layers = True
 
     def __post_init__(self) -> None:
         check_density(self.density)

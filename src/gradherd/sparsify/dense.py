@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.blocks import even_cuts
-from gradherd.sparsify.choice import Chosen, Place, Proposal
+from gradherd.sparsify.partitions import even_cuts
+from gradherd.sparsify.selector import Chosen, Place, Proposal
 
 
 @dataclass(frozen=True)
 class Dense:
-    """All coordinates."""
+    """Send all coordinates."""
 
     density: float = 1.0
     """Only 1 makes sense; it is here because every method has one."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Script
-from gradherd.sparsify.choice import Place
+from gradherd.sparsify.selector import Place
 
 # Up to this many bytes to each other worker, one round with more bytes beats two with fewer.
 _ONE_ROUND = 1 << 10

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.blocks import Blocks, diffuse, even_cuts, recut
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule, rescaled
+from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 
 Balance = Literal["recut", "diffusive", "none"]
 

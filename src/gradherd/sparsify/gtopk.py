@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script, SendRecv
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.kernels import largest
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class GTopK:
     """Share of the coordinates that each worker picks, and that travels."""
 
     exclusive = False
+    sums_values = True
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -2,7 +2,7 @@
 
 On a CPU torch is slow at comparing (five times numpy's time) and at finding what is true (ten
 times), so numpy does that there, on the same memory. On a GPU float32 vectors take the passes of
-`triton_select`, if Triton is there; what is written here does the same everywhere else.
+`triton_kernels`, if Triton is there; what is written here does the same everywhere else.
 
 Letters: D coordinates, C picks there is room for, K those that travel.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.tally import Tally
+from gradherd.sparsify.histogram import Tally
 
 _HAS_TRITON = find_spec("triton") is not None
 _SAMPLES = 8192
@@ -113,9 +113,9 @@ def put(flat: Tensor, number: Tensor, own: int, at: Tensor, values: Tensor, held
         held: (K,) gets what the bucket's type could hold of its values.
     """
     if _triton(values, flat, number, at, held):
-        from gradherd.sparsify import triton_few
+        from gradherd.sparsify import triton_kernels
 
-        triton_few.put(flat, number, own, at, values, held)
+        triton_kernels.put(flat, number, own, at, values, held)
         return
     limit = torch.finfo(flat.dtype).max
     mine = number == own
@@ -156,15 +156,15 @@ def _above_on_numpy(values: Tensor, floor: float) -> Tensor:
 
 
 def _triton(*vectors: Tensor) -> Any:
-    """Return `triton_select` if it is to do a pass over these vectors, else None."""
+    """Return `triton_kernels` if it is to do a pass over these vectors, else None."""
     ready = _HAS_TRITON and vectors[0].is_cuda and vectors[0].dtype == torch.float32
     if not ready or not all(one.is_contiguous() for one in vectors):
         return None
     if any(one.get_device() != torch.cuda.current_device() for one in vectors):
         return None  # Triton starts its programs on the current device.
-    from gradherd.sparsify import triton_select
+    from gradherd.sparsify import triton_kernels
 
-    return triton_select
+    return triton_kernels
 
 
 def largest(values: Tensor, k: int) -> Tensor:

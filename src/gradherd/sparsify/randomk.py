@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.blocks import even_cuts
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.partitions import even_cuts
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.kernels import above, largest
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.threshold import count_of, suggested, unite, within
 
 

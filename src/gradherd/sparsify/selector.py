@@ -1,55 +1,104 @@
-"""The seam of the sparsifying half: what a method is, and all of them by name."""
+"""The interface of a sparsifier, and the values that it exchanges with the step.
 
-from collections.abc import Callable, Sequence
+Letters: D coordinates, R workers, K coordinates that are sent, H elements of a header.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.choice import Chosen, Place, Proposal
-from gradherd.sparsify.cltk import CLTK
-from gradherd.sparsify.deft import Deft
-from gradherd.sparsify.dense import Dense
-from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.gtopk import GTopK
-from gradherd.sparsify.micro import Micro
-from gradherd.sparsify.randomk import RandomK
-from gradherd.sparsify.sage import Sage
-from gradherd.sparsify.sidco import SIDCo
-from gradherd.sparsify.threshold import Threshold
-from gradherd.sparsify.topk import TopK
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which worker of how many, and in which step."""
+
+    step: int
+    """From 0; skipped steps do not count."""
+    rank: int
+    size: int
+
+    @property
+    def parts(self) -> list[int]:
+        """The partition of each worker; every worker has each partition once in R steps."""
+        return [(self.step + rank) % self.size for rank in range(self.size)]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a worker computes on its own, before it hears from the others."""
+
+    header: Tensor
+    """(H,) int32 that is all-gathered; H must be the same on all workers."""
+    found: Any = None
+    """Local data that `settle` needs again; it is not sent."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The coordinates that all workers agreed to send."""
+
+    indices: Tensor
+    """(K,) int64 without repeats, the same on all workers."""
+    counts: list[int]
+    """How many coordinates each of the R workers selected."""
+    state: Any
+    """The method's state for the next step."""
+    threshold: float | None = None
+    """Smallest magnitude that should be sent, if the method has such a threshold."""
+    sums: Tensor | None = None
+    """(K,) sums over workers, if the method has already reduced the values itself."""
+    sent: Tensor | None = None
+    """(K,) whether this worker's own value is part of `sums`; None without `sums`."""
+    low_pass: float = 1.0
+    """Weight of the new residual against the old one."""
 
 
 class Selector(Protocol):
-    """Chooses which coordinates of residual + gradient travel.
+    """Select which coordinates of residual + gradient are sent.
 
-    A method is a frozen dataclass: it is its own settings. What it remembers it returns as a new
-    state (a frozen dataclass, or None), so that a step can be called off. Everything that decides
-    what is asked of other workers must be the same on all of them.
+    A sparsifier is a frozen dataclass whose fields are its settings. It never changes itself:
+    `settle` returns the state for the next step (a frozen dataclass, or None), so a step can be
+    called off by dropping that state. Everything that determines what is communicated must be the
+    same on all workers, otherwise they would wait for each other forever.
+
+    Two optional class attributes, False if missing, describe special methods:
+    `sums_values` (the method reduces the values itself, so `Sparsify.values` does not apply) and
+    `uses_layers` (the method reads `layers`). To add a method, write it in a file of its own and
+    add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
     """
 
     @property
     def density(self) -> float:
-        """Share of the coordinates that should travel."""
+        """Share of the coordinates to send."""
         ...
 
     @property
     def exclusive(self) -> bool:
-        """Whether no coordinate can be picked by two workers."""
+        """Whether a coordinate can be selected by one worker at most."""
         ...
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> Any:
-        """Return the state before the first step; `layers` are the lengths of tensors in D."""
+        """Return the state before the first step.
+
+        Args:
+            dim: D.
+            workers: R.
+            layers: Number of elements of each parameter tensor in the vector; they add up to D.
+        """
         ...
 
     def propose(self, acc: Tensor, k: int, state: Any, place: Place) -> Proposal:
-        """Find out what can be found out alone.
+        """Compute what needs no communication.
 
         Args:
             acc: (D,) residual + gradient of this worker.
-            k: How many coordinates should travel, at least one.
-            state: What the method remembers.
-            place: Which worker this is, in which step.
+            k: Number of coordinates to send, at least one.
+            state: The method's state.
+            place: Which worker this is, and in which step.
         """
         ...
 
@@ -62,7 +111,16 @@ class Selector(Protocol):
         proposal: Proposal,
         headers: Tensor,
     ) -> Script[Chosen]:
-        """Agree with the others, whose (R, H) headers are known now (on the CPU)."""
+        """Agree with the other workers on what is sent.
+
+        Args:
+            acc: (D,) as in `propose`.
+            k: As in `propose`.
+            state: As in `propose`.
+            place: As in `propose`.
+            proposal: What `propose` returned on this worker.
+            headers: (R, H) int32 headers of all workers, on the CPU.
+        """
         ...
 
     def rescale(self, state: Any, factor: float) -> Any:
@@ -70,17 +128,19 @@ class Selector(Protocol):
         ...
 
 
-SPARSIFIERS: dict[str, Callable[..., Selector]] = {
-    "dense": Dense,
-    "exdyna": ExDyna,
-    "micro": Micro,
-    "deft": Deft,
-    "topk": TopK,
-    "gtopk": GTopK,
-    "cltk": CLTK,
-    "randomk": RandomK,
-    "threshold": Threshold,
-    "sage": Sage,
-    "sidco": SIDCo,
-}
-"""Methods by name."""
+def target(density: float, dim: int) -> int:
+    """Return k, the number of coordinates that a density of `dim` stands for: at least one.
+
+    >>> target(0.001, 10), target(0.29, 100), target(1.0, 7)
+    (1, 29, 7)
+    """
+    # 0.29 * 100 is 28.999999999999996 in floating point, but means 29.
+    return max(1, min(dim, int(density * dim * (1 + 1e-12))))
+
+
+def check_density(density: float) -> None:
+    """Raise ValueError unless `density` is a number in (0, 1]."""
+    if isinstance(density, bool) or not isinstance(density, int | float):
+        raise ValueError(f"density must be a number in (0, 1], got {density!r}")
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density}")

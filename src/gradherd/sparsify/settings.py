@@ -1,59 +1,63 @@
-"""How a sparsifier is run, apart from what it chooses."""
+"""How a sparsifier is run: everything besides which coordinates it selects."""
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradherd.sparsify.gtopk import GTopK
-from gradherd.sparsify.selector import SPARSIFIERS, Selector
+from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_names
+from gradherd.sparsify.selector import Selector
 
-_AROUND = ("values", "dense_below", "momentum", "warmup_steps", "warmup_from")
-"""Settings of `Sparsify` that a file can hold."""
+_EXCHANGE_SETTINGS = ("values", "dense_below", "momentum", "warmup_steps", "warmup_from")
+"""Fields of `Sparsify` that can be written in a file; `learning_rate` is a function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsify:
-    """A method and what goes with it: `attach(model, sparsify=Sparsify(method=ExDyna(1e-3), ...))`.
+    """A sparsifier and how it is run: `attach(model, sparsify=Sparsify(method=ExDyna(1e-3)))`.
 
     >>> Sparsify(method="topk", values="bf16").method
     TopK(density=0.001)
     """
 
     method: Selector
-    """What chooses; a name from SPARSIFIERS is that method with its defaults."""
+    """What selects coordinates; a name from SPARSIFIERS is that method with its defaults."""
     values: Literal["fp32", "bf16"] = "fp32"
-    """How values travel: as they are kept (fp32, or fp64 for a model of doubles), or as bf16; what
-    that rounds away stays in the residual."""
+    """Type in which values are sent: that of the residuals (fp32, or fp64 for a model of doubles),
+    or bf16. The rounding error stays in the residual."""
     dense_below: int = 256
-    """Parameters with fewer numbers than this travel whole, at every step."""
+    """Parameters with fewer elements than this are always sent whole."""
     momentum: float = 0.0
-    """Correct for momentum as in Deep Gradient Compression: give the optimizer none of its own."""
+    """Momentum correction of Deep Gradient Compression (arXiv:1712.01887, section 3.2); the
+    optimizer must then have no momentum of its own."""
     warmup_steps: int = 0
-    """Over so many steps the density falls, by equal factors, to that of the method."""
+    """Over this many steps the density falls exponentially to that of the method."""
     warmup_from: float = 0.25
-    """Density of the first of them."""
+    """Density of the first warm-up step."""
     learning_rate: Callable[[], float] | None = None
-    """Tell the learning rate of a step, to keep residuals in units of parameters: what was kept
-    is then released with the rate it was computed with. By default they are gradients."""
+    """Return the learning rate of the current step. Residuals are then kept in units of
+    parameters, so a gradient is applied with the learning rate it was computed under even if it
+    is sent later. By default residuals are in units of gradients."""
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str):
             object.__setattr__(self, "method", make_sparsifier(self.method))
         if isinstance(self.method, type) or not hasattr(self.method, "settle"):
             raise ValueError(
-                f"method must be one such as ExDyna(density=1e-3), or its name, got {self.method!r}"
+                f"method must be a sparsifier such as ExDyna(density=1e-3) or its name, "
+                f"got {self.method!r}"
             )
         if self.values not in ("fp32", "bf16"):
             raise ValueError(f"values must be fp32 or bf16, got {self.values!r}")
-        if self.values == "bf16" and isinstance(self.method, GTopK):
+        if self.values == "bf16" and getattr(self.method, "sums_values", False):
             warnings.warn(
-                "values='bf16' has no effect on gtopk: it adds values up on their way",
+                f"values='bf16' has no effect on {_name_of(self.method)}: it sums values while "
+                "they are exchanged",
                 stacklevel=3,
             )
         for name in ("dense_below", "warmup_steps"):
             if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
         if self.dense_below < 0:
             raise ValueError(f"dense_below must be at least 0, got {self.dense_below}")
         if not 0 <= self.momentum < 1:
@@ -83,39 +87,35 @@ class Sparsify:
 
 
 def make_settings(name: str, density: float | None = None, /, **settings: Any) -> Sparsify:
-    """Return the method of that name, with settings of its own and of how it is run.
+    """Build `Sparsify` from a method's name and settings, of the method and of the exchange.
 
-    >>> made = make_settings("exdyna", 0.01, blocks=64, momentum=0.9)
-    >>> made.method.blocks, made.momentum
+    Args:
+        name: A key of `SPARSIFIERS`.
+        density: Share of the coordinates to send; None is the method's default.
+        **settings: Settings of the method (`setting_names`) or fields of `Sparsify`.
+
+    Raises:
+        ValueError: The name or a setting is unknown, or a value is out of range.
+
+    >>> settings = make_settings("exdyna", 0.01, blocks=64, momentum=0.9)
+    >>> settings.method.blocks, settings.momentum
     (64, 0.9)
     """
-    around = {one: settings.pop(one) for one in _AROUND if one in settings}
-    method = make_sparsifier(name, density, **settings)
+    exchange = {key: settings.pop(key) for key in _EXCHANGE_SETTINGS if key in settings}
+    unknown = set(settings).difference(setting_names(name))
     try:
-        return Sparsify(method=method, **around)
-    except TypeError as error:  # It compared a word with a number, say.
-        raise ValueError(f"{name} cannot be run with {around}: {error}") from None
-
-
-def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> Selector:
-    """Return the method of that name, with settings of its own.
-
-    >>> make_sparsifier("exdyna", 0.01, blocks=64)
-    ExDyna(density=0.01, threshold='consensus', capacity=1.05, balance='recut', blocks=64, \
-memory=0.9, rotate=True)
-    """
-    if name not in SPARSIFIERS:
-        raise ValueError(f"unknown sparsifier {name!r}; known are {', '.join(SPARSIFIERS)}")
-    made: Any = SPARSIFIERS[name]
-    known = [field.name for field in fields(made) if field.name != "density"]
-    for one in settings:
-        if one not in known:
-            more = f"known are {', '.join(known)}" if known else "it has none but its density"
-            every = f"every method can be run with {', '.join(_AROUND)}"
-            raise ValueError(f"unknown setting {one!r} of {name}; {more}; {every}")
-    given = settings if density is None else {"density": density, **settings}
+        method = make_sparsifier(name, density, **settings)
+    except ValueError as error:
+        if not unknown:
+            raise
+        every = f"every method can be run with {', '.join(_EXCHANGE_SETTINGS)}"
+        raise ValueError(f"{error}; {every}") from None
     try:
-        method: Selector = made(**given)
-    except TypeError as error:  # It compared a word with a number, say.
-        raise ValueError(f"{name} cannot have {given}: {error}") from None
-    return method
+        return Sparsify(method=method, **exchange)
+    except TypeError as error:  # Checks compare values, which fails for a str and a number, say.
+        raise ValueError(f"{name} cannot be run with {exchange}: {error}") from None
+
+
+def _name_of(method: Selector) -> str:
+    names = [name for name, made in SPARSIFIERS.items() if type(method) is made]
+    return names[0] if names else type(method).__name__

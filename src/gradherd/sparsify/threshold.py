@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density, target
 from gradherd.sparsify.exchange import gather_union
 from gradherd.sparsify.kernels import above
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density, target
 
 
 @dataclass(frozen=True)

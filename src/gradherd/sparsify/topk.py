@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.choice import Chosen, Place, Proposal, check_density
 from gradherd.sparsify.exchange import gather_union
 from gradherd.sparsify.kernels import largest
+from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gradherd.lab.train.surroundings import hardware, versions
 from gradherd.lab.train.virtual import row_settings
 from gradherd.lab.train.watch import Bins, prefix_bound
 from gradherd.rows.settings import SketchRows
-from gradherd.sparsify.thresholds import Online
+from gradherd.sparsify.exclusive import Online
 from tests.lab.train.work import HERE, config_of
 
 # Settings.

@@ -28,12 +28,12 @@ from gradherd.attach.sparse_hook import SparseHook
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
-from gradherd.sparsify.choice import target
 from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.feedback import Feedback
+from gradherd.sparsify.histogram import Tally
 from gradherd.sparsify.kernels import above, add_select
+from gradherd.sparsify.residuals import Feedback
+from gradherd.sparsify.selector import target
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.tally import Tally
 
 _SIDE = 1000  # rows and columns of the matrices that make up the gradient
 _BUCKET_BYTES = 25 * 2**20  # DDP's default

@@ -20,9 +20,9 @@ from gradherd.lab.study.kind import Found, Number, Piece, Where, checked, positi
 from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.steps import flat_grad
-from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify, make_settings
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.virtual_workers import Workers
 
 _POINTS = 32
 """Points of a series."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from gradherd.lab.tasks.task import Defaults
 from gradherd.ordering.policy import POLICIES
 from gradherd.rows.settings import RowSettings, SketchRows
-from gradherd.sparsify.choice import check_density
-from gradherd.sparsify.selector import SPARSIFIERS
+from gradherd.sparsify.registry import SPARSIFIERS
+from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
 
 ROWS = ("auto", "batch", "exact", "sketch")

@@ -22,9 +22,9 @@ from gradherd.lab.train.steps import (
 from gradherd.lab.train.watch import Bins
 from gradherd.ordering.gather import enough, seen_batches
 from gradherd.ordering.ordering import Ordering
-from gradherd.sparsify.layout import Layout
+from gradherd.sparsify.residuals import Layout
 from gradherd.sparsify.settings import make_settings
-from gradherd.sparsify.virtual import Workers
+from gradherd.sparsify.virtual_workers import Workers
 
 
 class Turns:

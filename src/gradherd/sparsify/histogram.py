@@ -52,9 +52,9 @@ class Tally:
         Zero where fewer lie in the bins above the first.
         """
         if self._on_triton():
-            from gradherd.sparsify import triton_few
+            from gradherd.sparsify import triton_kernels
 
-            return triton_few.floor(self.counts, self.window, k)
+            return triton_kernels.floor(self.counts, self.window, k)
         reach = self.counts[:-1].flip(0).cumsum(0).flip(0)
         at = (reach >= k).sum() - 1  # reach never grows, so this is the last bin that has enough
         border = ((at + self.window) << SHIFT).int().view(torch.float32)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.offers import (
+from gradherd.sparsify.consensus import (
     capacity,
     floor_of,
     keep,

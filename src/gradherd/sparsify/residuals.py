@@ -7,11 +7,61 @@ there are two more: the correction of Lin et al., "Deep Gradient Compression", I
 Letters: D coordinates, K those that travel.
 """
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gradherd.sparsify import kernels
-from gradherd.sparsify.tally import Tally
+from gradherd.sparsify.histogram import Tally
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of parameters, and where they begin.
+
+    >>> layout = Layout.of([("bias", 2), ("weight", 6)], dense_below=4)
+    >>> layout.names, layout.begins, layout.sparse, layout.size
+    (('weight', 'bias'), (0, 6), 6, 8)
+    """
+
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
+    sparse: int
+    """How many numbers may stay; the rest always travels."""
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, int]], dense_below: int) -> "Layout":
+        """Lay out parameters of (name, numbers)."""
+        given = list(named)
+        large = [(name, count) for name, count in given if count >= dense_below]
+        small = [(name, count) for name, count in given if count < dense_below]
+        names, counts = zip(*large, *small, strict=True)
+        return cls(names, counts, sum(count for _, count in large))
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """Where each parameter begins."""
+        return tuple(accumulate((0, *self.counts)))[:-1]
+
+    @property
+    def size(self) -> int:
+        """Numbers in all."""
+        return sum(self.counts)
+
+    @property
+    def layers(self) -> list[int]:
+        """Lengths of the parameters that may stay."""
+        spans = zip(self.begins, self.counts, strict=True)
+        return [count for begin, count in spans if begin < self.sparse]
+
+    def slices(self) -> dict[str, slice]:
+        """Return where each parameter lies."""
+        spans = zip(self.names, self.begins, self.counts, strict=True)
+        return {name: slice(begin, begin + count) for name, begin, count in spans}
 
 
 class Feedback:
@@ -97,3 +147,39 @@ class Feedback:
             self.acc.lerp_(self.kept, 1 - low_pass)
         self.kept, self.acc = self.acc, self.kept
         self.velocity, self._velocity = self._velocity, self.velocity
+
+
+_KEPT = ("residual", "velocity")
+
+
+def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state that any number of workers can load, from those of all workers there were.
+
+    Args:
+        states: What `SparseHook.state_dict` returned on each rank; one after the other is enough.
+
+    Raises:
+        ValueError: They are not the states of all workers of one step.
+    """
+    first: Mapping[str, Any] | None = None
+    sums: dict[str, dict[str, Tensor]] = {}
+    ranks: list[Any] = []
+    for state in states:
+        first = state if first is None else first
+        for key in ("kind", "workers", "dim", "step"):
+            if state.get(key) != first.get(key):
+                raise ValueError(
+                    f"states to merge differ in {key}: {first.get(key)!r} and {state.get(key)!r}"
+                )
+        ranks.append(state.get("rank"))
+        for key in _KEPT:
+            for name, own in state.get(key, {}).items():
+                sums.setdefault(key, {}).setdefault(name, torch.zeros_like(own).double()).add_(own)
+    if first is None or set(ranks) != set(range(first["workers"])) or len(ranks) > len(set(ranks)):
+        wanted = "" if first is None else f" of {first['workers']}"
+        raise ValueError(f"states must be of all ranks{wanted}, each once, got ranks {ranks}")
+    means = {
+        key: {name: (total / len(ranks)).to(first[key][name]) for name, total in named.items()}
+        for key, named in sums.items()
+    }
+    return {**first, **means, "rank": None, "method": None}

@@ -11,9 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from gradherd.sparsify import kernels
-from gradherd.sparsify import triton_few as few
-from gradherd.sparsify import triton_select as passes
-from gradherd.sparsify.tally import BINS, SHIFT, Tally
+from gradherd.sparsify import triton_kernels as passes
+from gradherd.sparsify.histogram import BINS, SHIFT, Tally
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
 pytestmark = MARKS
@@ -139,7 +138,7 @@ def test_the_floor_leaves_at_least_k(k):
     tally = Tally.around(torch.tensor(0.9, device=DEVICE))
     out = torch.empty_like(values)
     passes.add(torch.zeros_like(values), values, 1.0, out, tally, None, clear=False)
-    floor = few.floor(tally.counts, tally.window, k)
+    floor = passes.floor(tally.counts, tally.window, k)
     on_cpu = Tally(tally.counts.cpu(), tally.window.cpu())
     assert floor.cpu() == on_cpu.floor(k)
     reach = int((out.abs() >= floor).sum())
@@ -162,7 +161,7 @@ def test_a_mean_is_scattered_to_its_bucket(dtype):
     wanted, wanted_held = torch.zeros(3000, dtype=dtype), held.clone()
     kernels.put(wanted, number, 1, at, values, wanted_held)
     on_device = [one.to(DEVICE) for one in (number, at, values, held)]
-    few.put(flat, on_device[0], 1, *on_device[1:])
+    passes.put(flat, on_device[0], 1, *on_device[1:])
     # The interpreter cuts bits off where a GPU rounds.
     exact = {"rtol": 0 if GPU or dtype != torch.bfloat16 else 2**-7, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(flat.cpu(), wanted, **exact)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.feedback import Feedback
+from gradherd.sparsify.residuals import Feedback
 from tests.sparsify.reference import MomentumCorrection
 from tests.sparsify.work import normal, same
 

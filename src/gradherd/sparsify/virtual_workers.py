@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradherd.comm.script import run_together
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.worker import Worker
+from gradherd.sparsify.step import Worker
 
 
 class Workers:

@@ -1,0 +1,115 @@
+"""All sparsifiers by name, and what the command line and reports need to know about them.
+
+To add a sparsifier: one file here, one test, one card in docs/cards, one line in `SPARSIFIERS`.
+Everything else (help texts, error messages, colours of charts, the contract tests) reads this
+registry.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from gradherd.sparsify.cltk import CLTK
+from gradherd.sparsify.deft import Deft
+from gradherd.sparsify.dense import Dense
+from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.gtopk import GTopK
+from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.randomk import RandomK
+from gradherd.sparsify.sage import Sage
+from gradherd.sparsify.selector import Selector
+from gradherd.sparsify.sidco import SIDCo
+from gradherd.sparsify.threshold import Threshold
+from gradherd.sparsify.topk import TopK
+
+# Charts colour methods by their position here, so a new method goes at the end.
+SPARSIFIERS: dict[str, Callable[..., Selector]] = {
+    "dense": Dense,
+    "exdyna": ExDyna,
+    "micro": Micro,
+    "topk": TopK,
+    "cltk": CLTK,
+    "deft": Deft,
+    "threshold": Threshold,
+    "sidco": SIDCo,
+    "gtopk": GTopK,
+    "randomk": RandomK,
+    "sage": Sage,
+}
+"""Sparsifiers by name; each is a frozen dataclass that can be built without arguments."""
+
+
+def sparsifier_names() -> tuple[str, ...]:
+    """Return the names of all sparsifiers, the dense baseline first."""
+    return tuple(SPARSIFIERS)
+
+
+def sparsifier_summary(name: str) -> str:
+    """Return what a sparsifier does in one line: the first line of its docstring.
+
+    >>> sparsifier_summary("dense")
+    'Send all coordinates.'
+    """
+    return (_registered(name).__doc__ or "").strip().partition("\n")[0]
+
+
+def takes_density(name: str) -> bool:
+    """Return whether a sparsifier can have a density below 1: all but the dense baseline.
+
+    >>> takes_density("dense"), takes_density("exdyna")
+    (False, True)
+    """
+    return _registered(name)().density < 1
+
+
+def setting_names(name: str) -> tuple[str, ...]:
+    """Return the names of a sparsifier's own settings, besides its density.
+
+    >>> setting_names("cltk"), setting_names("topk")
+    (('low_pass',), ())
+    """
+    made: Any = _registered(name)
+    return tuple(field.name for field in fields(made) if field.name != "density")
+
+
+def sums_values(name: str) -> bool:
+    """Return whether a sparsifier reduces the values itself, so that bf16 values have no effect."""
+    return bool(getattr(_registered(name), "sums_values", False))
+
+
+def uses_layers(name: str) -> bool:
+    """Return whether a sparsifier's choice depends on the sizes of the layers."""
+    return bool(getattr(_registered(name), "uses_layers", False))
+
+
+def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> Selector:
+    """Build a sparsifier by name.
+
+    Args:
+        name: A key of `SPARSIFIERS`.
+        density: Share of the coordinates to send; None is the method's default.
+        **settings: The method's own settings, see `setting_names`.
+
+    Raises:
+        ValueError: The name or a setting is unknown, or a value is out of range.
+
+    >>> make_sparsifier("exdyna", 0.01, blocks=64)
+    ExDyna(density=0.01, threshold='consensus', capacity=1.05, balance='recut', blocks=64, \
+memory=0.9, rotate=True)
+    """
+    method, known = _registered(name), setting_names(name)
+    for setting in settings:
+        if setting not in known:
+            more = f"known are {', '.join(known)}" if known else "it has none but its density"
+            raise ValueError(f"unknown setting {setting!r} of {name}; {more}")
+    given = settings if density is None else {"density": density, **settings}
+    try:
+        return method(**given)
+    except TypeError as error:  # Checks compare values, which fails for a str and a number, say.
+        raise ValueError(f"{name} cannot have {given}: {error}") from None
+
+
+def _registered(name: str) -> Callable[..., Selector]:
+    if name not in SPARSIFIERS:
+        raise ValueError(f"unknown sparsifier {name!r}; known are {', '.join(SPARSIFIERS)}")
+    return SPARSIFIERS[name]
