@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 import gradherd
@@ -32,13 +33,21 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": CORE,
 }
-# Every function of torch.distributed that makes ranks talk to each other.
+# Everything in torch.distributed that makes ranks communicate, whatever this version of torch calls
+# it, and the names of other versions.
+_STARTS = "all_ reduce gather scatter broadcast barrier monitored_barrier send recv isend irecv"
 COLLECTIVES = {
     name
     for name in dir(dist)
-    if name.startswith(("all_", "reduce", "gather", "scatter", "broadcast", "barrier", "monitored"))
-    or name in {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+    if name.lstrip("_").startswith((*_STARTS.split(), "batch_isend", "coalescing", "P2POp"))
 } | {"all_gather_into_tensor", "all_gather_single", "all_to_all_single", "reduce_scatter_tensor"}
+# Modules that hold the same functions under the same or other names.
+COLLECTIVE_MODULES = {
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.nn",
+    "torch.ops.c10d",
+}
 
 
 def room(module: str) -> str:
@@ -80,19 +89,66 @@ def test_the_sampler_sees_the_world_but_no_collective():
     assert {m for m in modules if m and "comm" in m.split(".")} == {"gradherd.comm.world"}
 
 
-def test_collectives_are_called_in_comm_only():
+def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
+    """Return what a.b.c stands for, with the first name resolved by the file's imports."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value, aliases)}.{node.attr}"
+    return aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def collective_uses(source: str) -> set[str]:
+    """Return the collectives of torch that a source names, called or not, under any alias."""
+    aliases, names = {}, set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                names.add(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+            aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    names |= {
+        dotted(node, aliases)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+    }
+    banned = {f"torch.distributed.{name}" for name in COLLECTIVES} | COLLECTIVE_MODULES
+    return {n for n in names if n in banned or any(n.startswith(f"{b}.") for b in banned)}
+
+
+def test_collectives_are_used_in_comm_only():
     for path in ROOT.rglob("*.py"):
-        if path.relative_to(ROOT).parts[0] == "comm":
-            continue
-        calls = {
-            node.func.attr
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "dist"
-        }
-        assert not calls & COLLECTIVES, path
+        if path.relative_to(ROOT).parts[0] != "comm":
+            assert not collective_uses(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch.distributed as td\ntd.all_gather_object(x, y)",
+        "import torch\ntorch.distributed.broadcast(x)",
+        "from torch import distributed\nhook = distributed.reduce_scatter_tensor",
+        "from torch.distributed import all_to_all_single as exchange",
+        "import torch.distributed as dist\nops = [dist.P2POp(dist.isend, x, 1)]",
+        "import torch.distributed as dist\ndist.send_object_list([x])",
+        "import torch.distributed as dist\ndist.barrier()",
+        "import torch.distributed._functional_collectives as funcol",
+        "from torch.distributed import _functional_collectives",
+        "from torch.distributed.distributed_c10d import all_reduce",
+        "from torch.distributed.nn.functional import all_reduce",
+        "import torch\ntorch.ops.c10d.allreduce_(x)",
+    ],
+)
+def test_no_alias_hides_a_collective(source):
+    assert collective_uses(source)
+
+
+def test_reading_the_world_is_no_collective():
+    source = (
+        "import torch.distributed as dist\ndist.get_rank(); dist.get_backend(); dist.GradBucket"
+    )
+    assert not collective_uses(source)
 
 
 def test_reports_read_records_and_no_tensor():

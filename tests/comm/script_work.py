@@ -1,4 +1,4 @@
-"""Scripts of the tests, one per kind of request, and what ranks do with them."""
+"""Scripts for the tests, one per collective, and functions that run them on ranks."""
 
 import torch
 import torch.distributed as dist
@@ -19,82 +19,82 @@ KINDS = {
 
 
 def numbers(rank, *shape, kind=torch.float32):
-    """Distinct for every rank and place; small, so that every kind holds them."""
+    """Return values distinct for every rank and position, small enough for every dtype."""
     count = torch.Size(shape).numel()
     return (torch.arange(count).view(shape) % 23 + 31 * rank).to(kind)
 
 
-def gathers(rank, size):
-    found = []
+def all_gathers(rank, size):
+    results = []
     for kind in KINDS.values():
-        found.append((yield AllGather(numbers(rank, 3, 2, kind=kind))))
-    found.append((yield AllGather(torch.tensor(rank))))  # one number
-    found.append((yield AllGather(numbers(rank, 4, 3).T)))  # strided
-    found.append((yield AllGather(numbers(rank, 9)[::2])))
-    found.append((yield AllGather(numbers(rank, 0))))
-    return found
+        results.append((yield AllGather(numbers(rank, 3, 2, kind=kind))))
+    results.append((yield AllGather(torch.tensor(rank))))  # a scalar
+    results.append((yield AllGather(numbers(rank, 4, 3).T)))  # strided
+    results.append((yield AllGather(numbers(rank, 9)[::2])))
+    results.append((yield AllGather(numbers(rank, 0))))
+    return results
 
 
 def lengths(size, step):
-    """Of the ranks' parts in an uneven gather; zeros among them, in step 0 all are."""
+    """Return the lengths of the ranks' tensors; some are zero, in step 0 all are."""
     return [step * (rank + step) % 4 for rank in range(size)]
 
 
-def uneven_gathers(rank, size):
-    found = []
+def uneven_all_gathers(rank, size):
+    results = []
     for step in range(6):
         for kind in KINDS.values():
             sizes = lengths(size, step)
             own = numbers(rank, 2 * sizes[rank], kind=kind)[::2]  # strided
-            found.append((yield AllGatherUneven(own, sizes)))
-    return found
+            results.append((yield AllGatherUneven(own, sizes)))
+    return results
 
 
-def deals(rank, size):
-    found = []
+def all_to_alls(rank, size):
+    results = []
     for kind in KINDS.values():
-        found.append((yield AllToAll(numbers(rank, size, 3, kind=kind))))
-    found.append((yield AllToAll(numbers(rank, 2, size).T)))  # strided
-    found.append((yield AllToAll(numbers(rank, size))))  # one number for each
-    return found
+        results.append((yield AllToAll(numbers(rank, size, 3, kind=kind))))
+    results.append((yield AllToAll(numbers(rank, 2, size).T)))  # strided
+    results.append((yield AllToAll(numbers(rank, size))))  # one element for each
+    return results
 
 
-def spreads(rank, size):
-    found = []
-    for source in range(size):
+def broadcasts(rank, size):
+    results = []
+    for src in range(size):
         for kind in KINDS.values():
-            mine = numbers(rank, 2, 2, kind=kind)
-            found.append((yield Broadcast(mine, source)))
-            assert torch.equal(mine, numbers(rank, 2, 2, kind=kind)), "not to be written to"
-    return found
+            own = numbers(rank, 2, 2, kind=kind)
+            results.append((yield Broadcast(own, src)))
+            assert torch.equal(own, numbers(rank, 2, 2, kind=kind)), "must not be written to"
+    return results
 
 
-def passes(rank, size):
-    """Rounds in which all, some and none of the ranks do something."""
-    mine, like = numbers(rank, 5), torch.zeros(5)
-    found = []
-    if size > 1:  # Round the ring, everybody gives and takes.
-        found.append((yield SendRecv(mine, (rank + 1) % size, like, (rank - 1) % size)))
-    # Odd ones give to the left and take nothing.
+def send_recvs(rank, size):
+    """Rounds in which all, some and none of the ranks send."""
+    own, like = numbers(rank, 5), torch.zeros(5)
+    results = []
+    if size > 1:  # Round the ring: every rank sends and receives.
+        results.append((yield SendRecv(own, (rank + 1) % size, like, (rank - 1) % size)))
+    # Odd ranks send to the left and receive nothing.
     if rank % 2:
-        found.append((yield SendRecv(mine, rank - 1)))
+        results.append((yield SendRecv(own, rank - 1)))
     elif rank + 1 < size:
-        found.append((yield SendRecv(like=like, src=rank + 1)))
+        results.append((yield SendRecv(like=like, src=rank + 1)))
     else:
-        found.append((yield SendRecv()))
-    # From the first to the last over the heads of the others, of another kind.
+        results.append((yield SendRecv()))
+    # From the first rank to the last, in another dtype.
     if size > 1 and rank == 0:
-        found.append((yield SendRecv(mine.bfloat16()[::2], size - 1)))
+        results.append((yield SendRecv(own.bfloat16()[::2], size - 1)))
     elif size > 1 and rank == size - 1:
-        found.append((yield SendRecv(like=like[:3].bfloat16(), src=0)))
+        results.append((yield SendRecv(like=like[:3].bfloat16(), src=0)))
     else:
-        found.append((yield SendRecv()))
-    found.append((yield SendRecv()))  # nobody
-    return found
+        results.append((yield SendRecv()))
+    results.append((yield SendRecv()))  # no rank sends
+    return results
 
 
 def mixed(rank, size):
-    """Ask by what was answered, as the ranks' own scripts do."""
+    """Let requests depend on earlier results, as the real scripts do."""
     counts = yield AllGather(torch.tensor([rank + 1]))
     sizes = counts[:, 0].tolist()
     joined = yield AllGatherUneven(numbers(rank, sizes[rank]), sizes)
@@ -105,7 +105,10 @@ def mixed(rank, size):
     return [joined, (yield AllGather(rows.sum(0)))]
 
 
-SCRIPTS = {f.__name__: f for f in (gathers, uneven_gathers, deals, spreads, passes, mixed)}
+SCRIPTS = {
+    f.__name__: f
+    for f in (all_gathers, uneven_all_gathers, all_to_alls, broadcasts, send_recvs, mixed)
+}
 
 
 def run_all():
@@ -116,7 +119,7 @@ def run_all():
 def fails(rank, bad):
     yield AllGather(torch.tensor([rank]))
     if rank == bad:
-        raise ValueError(f"script of {rank} has no more to say")
+        raise ValueError(f"script of rank {rank} fails")
     yield AllGather(torch.tensor([rank]))
 
 
@@ -125,17 +128,19 @@ def run_one_that_fails(bad):
     return run(fails(world.rank, bad), world)
 
 
-def sized_in_a_subgroup():
+def uneven_in_a_subgroup():
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return None
     world = World(rank=dist.get_rank(group), size=2, group=group)
     own = torch.full((world.rank + 1,), float(dist.get_rank()))
     other = 1 - world.rank
-    taken, sent = send_recv(torch.tensor([dist.get_rank()]), other, torch.tensor([0]), other, world)
+    received, sent = send_recv(
+        torch.tensor([dist.get_rank()]), other, torch.tensor([0]), other, world
+    )
     return (
         all_gather_uneven(own, [1, 2], world).value.tolist(),
-        taken.tolist(),
+        received.tolist(),
         sent,
         error_of(all_gather_uneven, own, [5, 5], world),
     )

@@ -38,7 +38,7 @@ def test_all_gather_stacks_by_rank(ranks):
         assert sent == 4 * FLOAT * (size - 1)
 
 
-def test_all_gather_of_single_numbers(ranks):
+def test_all_gather_of_scalars(ranks):
     for rank in ranks:
         value, sent = rank["all_gather_0d"]
         assert value.tolist() == list(range(len(ranks)))
@@ -77,7 +77,7 @@ def test_all_to_all_wants_one_row_per_rank(ranks):
         )
 
 
-def test_broadcast_wants_a_source_in_the_world(ranks):
+def test_broadcast_wants_a_src_in_the_world(ranks):
     size = len(ranks)
     for rank in ranks:
         assert rank["wrong_src"] == f"ValueError: src must be in [0, {size}), got {size}"
@@ -104,7 +104,7 @@ def test_a_group_counts_its_own_ranks():
 
 
 @pytest.mark.parametrize("size", [1, 2, 9])
-def test_a_few_numbers_are_summed_with_the_same_bits_on_all_ranks(size):
-    sums = [value for value, _ in run_ranks(work.sum_few_numbers, size)]
+def test_a_small_all_reduce_has_the_same_bits_on_all_ranks(size):
+    sums = [value for value, _ in run_ranks(work.sum_small, size)]
     assert all(torch.equal(sums[0], other) for other in sums)
     torch.testing.assert_close(sums[0], torch.arange(3.0).double() * size + sum(range(size)) / 3)

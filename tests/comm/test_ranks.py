@@ -14,7 +14,7 @@ from tests.comm import work
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
-    run_ranks(work.nothing, 1)  # Starts the server, so that the short deadlines below suffice.
+    run_ranks(work.nothing, 1)  # Start the server now: the deadlines below are short.
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -66,11 +66,11 @@ def test_a_stuck_rank_ends_in_a_timeout_that_leaves_no_process(stuck):
 
 
 def test_a_timeout_names_the_stuck_rank_and_no_other(stuck):
-    busy = re.search(r"ranks \[(.*)\] still busy", stuck[0])
+    busy = re.search(r"ranks \[(.*)\] are still running", stuck[0])
     assert busy.group(1) == "1"
 
 
-# Several times: the peers of a dead rank fail a moment later and must not be named instead.
+# Several times: the peers of a dead rank fail a moment later and must not be blamed instead.
 def test_a_rank_that_leaves_is_named():
     for _ in range(5):
         with pytest.raises(RuntimeError, match=r"^rank 2 died: exit code 3$"):
@@ -89,23 +89,25 @@ def test_a_rank_that_is_killed_is_named():
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
-    with pytest.raises(RankError, match=r"^rank 1 does not answer: rank \d has waited") as caught:
-        run_ranks(work.hang_on, 3, 1, str(tmp_path), patience=2.0)
+    with pytest.raises(RankError, match=r"^rank 1 does not answer: rank \d timed out") as caught:
+        run_ranks(work.hang_on, 3, 1, str(tmp_path), collective_timeout=2.0)
     assert "\n" not in caught.value.reason
     assert multiprocessing.active_children() == []
 
 
-def test_signals_are_handed_on(tmp_path):
+def test_signals_are_forwarded(tmp_path):
     def started(pids):
-        def tell():
+        def send():
             while len(list(tmp_path.iterdir())) < 2:
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGUSR1)
 
-        threading.Thread(target=tell, daemon=True).start()
+        threading.Thread(target=send, daemon=True).start()
 
-    told = run_ranks(work.signalled, 2, str(tmp_path), forward=[signal.SIGUSR1], started=started)
-    assert told == [True, True]
+    received = run_ranks(
+        work.signalled, 2, str(tmp_path), forward_signals=[signal.SIGUSR1], on_start=started
+    )
+    assert received == [True, True]
 
 
 def test_a_failure_leaves_no_process():

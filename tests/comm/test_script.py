@@ -1,4 +1,4 @@
-"""What ranks say to each other: real ranks and ranks in one process, to the bit and to the byte."""
+"""Scripts: real ranks and ranks in one process agree to the bit and to the byte."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def same(a, b):
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(request):
-    """Of every script, on every rank: the answers and the bytes sent."""
+    """For every script, on every rank: the results and the bytes sent."""
     return run_ranks(work.run_all, request.param)
 
 
@@ -45,32 +45,32 @@ def test_real_ranks_equal_those_in_one_process(ranks, name):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_gather_stacks(size):
-    for told in together("gathers", size):
-        wanted = [
+def test_an_all_gather_stacks(size):
+    for result in together("all_gathers", size):
+        expected = [
             torch.stack([work.numbers(r, 3, 2, kind=kind) for r in range(size)])
             for kind in work.KINDS.values()
         ]
-        wanted.append(torch.arange(size))
-        wanted.append(torch.stack([work.numbers(r, 4, 3).T for r in range(size)]))
-        wanted.append(torch.stack([work.numbers(r, 9)[::2] for r in range(size)]))
-        wanted.append(torch.zeros(size, 0))
-        assert all(same(a, b) for a, b in zip(told.value, wanted, strict=True))
-        assert told.bytes == (6 * sum(ITEM) + 8 + 12 * 4 + 5 * 4) * (size - 1)
+        expected.append(torch.arange(size))
+        expected.append(torch.stack([work.numbers(r, 4, 3).T for r in range(size)]))
+        expected.append(torch.stack([work.numbers(r, 9)[::2] for r in range(size)]))
+        expected.append(torch.zeros(size, 0))
+        assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
+        assert result.bytes == (6 * sum(ITEM) + 8 + 12 * 4 + 5 * 4) * (size - 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_an_uneven_gather_lays_end_to_end(size):
-    for rank, told in enumerate(together("uneven_gathers", size)):
-        wanted, sent = [], 0
+def test_an_uneven_all_gather_concatenates(size):
+    for rank, result in enumerate(together("uneven_all_gathers", size)):
+        expected, sent = [], 0
         for step in range(6):
             sizes = work.lengths(size, step)
             for kind, item in zip(work.KINDS.values(), ITEM, strict=True):
                 parts = [work.numbers(r, 2 * n, kind=kind)[::2] for r, n in enumerate(sizes)]
-                wanted.append(torch.cat(parts))
+                expected.append(torch.cat(parts))
                 sent += sizes[rank] * item * (size - 1)
-        assert all(same(a, b) for a, b in zip(told.value, wanted, strict=True))
-        assert told.bytes == sent
+        assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
+        assert result.bytes == sent
 
 
 def test_lengths_of_zero_are_among_those_tried():
@@ -81,42 +81,42 @@ def test_lengths_of_zero_are_among_those_tried():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_deal_transposes(size):
-    for me, told in enumerate(together("deals", size)):
-        wanted = [
+def test_an_all_to_all_transposes(size):
+    for me, result in enumerate(together("all_to_alls", size)):
+        expected = [
             torch.stack([work.numbers(r, size, 3, kind=kind)[me] for r in range(size)])
             for kind in work.KINDS.values()
         ]
-        wanted.append(torch.stack([work.numbers(r, 2, size).T[me] for r in range(size)]))
-        wanted.append(torch.stack([work.numbers(r, size)[me] for r in range(size)]))
-        assert all(same(a, b) for a, b in zip(told.value, wanted, strict=True))
-        assert told.bytes == (size - 1) * (3 * sum(ITEM) + 2 * 4 + 4)
+        expected.append(torch.stack([work.numbers(r, 2, size).T[me] for r in range(size)]))
+        expected.append(torch.stack([work.numbers(r, size)[me] for r in range(size)]))
+        assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
+        assert result.bytes == (size - 1) * (3 * sum(ITEM) + 2 * 4 + 4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_is_spread_is_the_sources(size):
-    for told in together("spreads", size):
-        wanted = [
+def test_a_broadcast_gives_the_tensor_of_src(size):
+    for result in together("broadcasts", size):
+        expected = [
             work.numbers(source, 2, 2, kind=kind)
             for source in range(size)
             for kind in work.KINDS.values()
         ]
-        assert all(same(a, b) for a, b in zip(told.value, wanted, strict=True))
-        assert told.bytes == (0 if size == 1 else size * 4 * sum(ITEM))
+        assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
+        assert result.bytes == (0 if size == 1 else size * 4 * sum(ITEM))
 
 
-def test_rounds_of_passing():
+def test_rounds_of_send_recv():
     for size in (1, 2, 4):
-        for rank, told in enumerate(together("passes", size)):
-            ring, left, over, nobody = told.value if size > 1 else [None, *told.value]
+        for rank, result in enumerate(together("send_recvs", size)):
+            ring, left, last, none = result.value if size > 1 else [None, *result.value]
             assert same(ring, work.numbers((rank - 1) % size, 5) if size > 1 else None)
-            takes_left = rank % 2 == 0 and rank + 1 < size
-            assert same(left, work.numbers(rank + 1, 5) if takes_left else None)
-            takes_over = size > 1 and rank == size - 1
-            assert same(over, work.numbers(0, 5).bfloat16()[::2] if takes_over else None)
-            assert nobody is None
-            gives = [size > 1, rank % 2 == 1]
-            assert told.bytes == 20 * sum(gives) + (6 if size > 1 and rank == 0 else 0)
+            receives_left = rank % 2 == 0 and rank + 1 < size
+            assert same(left, work.numbers(rank + 1, 5) if receives_left else None)
+            receives_last = size > 1 and rank == size - 1
+            assert same(last, work.numbers(0, 5).bfloat16()[::2] if receives_last else None)
+            assert none is None
+            sends = [size > 1, rank % 2 == 1]
+            assert result.bytes == 20 * sum(sends) + (6 if size > 1 and rank == 0 else 0)
 
 
 def test_one_rank_needs_no_process_group():
@@ -126,7 +126,7 @@ def test_one_rank_needs_no_process_group():
         assert all(same(a, b) for a, b in zip(alone, together(name, 1)[0].value, strict=True))
 
 
-def asks(*requests):
+def requesting(*requests):
     answers = []
     for request in requests:
         answers.append((yield request))
@@ -137,69 +137,85 @@ ONE = torch.zeros(1)
 
 
 @pytest.mark.parametrize(
-    ("scripts", "ended", "asked"),
+    ("scripts", "returned", "requested"),
     [
-        ([asks(AllGather(ONE)), asks()], 1, ["AllGather"]),
-        ([asks(), asks(), asks(AllToAll(ONE))], 2, ["AllToAll"]),
-        ([asks(AllGather(ONE)), asks(Broadcast(ONE, 0))], 0, ["AllGather", "Broadcast"]),
+        ([requesting(AllGather(ONE)), requesting()], 1, ["AllGather"]),
+        ([requesting(), requesting(), requesting(AllToAll(ONE))], 2, ["AllToAll"]),
         (
-            [asks(AllGather(ONE), SendRecv()), asks(AllGather(ONE), AllGatherUneven(ONE, [1, 1]))],
+            [requesting(AllGather(ONE)), requesting(Broadcast(ONE, 0))],
+            0,
+            ["AllGather", "Broadcast"],
+        ),
+        (
+            [
+                requesting(AllGather(ONE), SendRecv()),
+                requesting(AllGather(ONE), AllGatherUneven(ONE, [1, 1])),
+            ],
             0,
             ["SendRecv"],
         ),
     ],
 )
-def test_workers_out_of_step_raise(scripts, ended, asked):
-    with pytest.raises(RuntimeError, match=f"out of step: {ended} ended") as caught:
+def test_workers_out_of_step_raise(scripts, returned, requested):
+    with pytest.raises(
+        RuntimeError, match=f"out of step: {returned} of {len(scripts)} have returned"
+    ) as caught:
         run_together(scripts)
-    assert all(kind in str(caught.value) for kind in asked)
+    assert all(kind in str(caught.value) for kind in requested)
 
 
 @pytest.mark.parametrize(
-    "giver", [SendRecv(), SendRecv(ONE, 2), SendRecv(None, 0), SendRecv(like=ONE, src=0)], ids=str
+    "sender", [SendRecv(), SendRecv(ONE, 2), SendRecv(None, 0), SendRecv(like=ONE, src=0)], ids=str
 )
-def test_waiting_for_a_rank_that_gives_nothing_raises(giver):
-    waits, third = SendRecv(like=ONE, src=1), SendRecv()
-    with pytest.raises(RuntimeError, match="rank 0 waits for rank 1 in vain"):
-        run_together([asks(waits), asks(giver), asks(third)])
+def test_waiting_for_a_rank_that_does_not_send_raises(sender):
+    receiver, third = SendRecv(like=ONE, src=1), SendRecv()
+    with pytest.raises(
+        RuntimeError, match="rank 0 receives from rank 1, which does not send to it"
+    ):
+        run_together([requesting(receiver), requesting(sender), requesting(third)])
 
 
 def test_an_exception_in_a_script_is_the_callers():
-    with pytest.raises(ValueError, match="script of 1 has no more to say"):
+    with pytest.raises(ValueError, match="script of rank 1 fails"):
         run_together([work.fails(rank, 1) for rank in range(2)])
-    with pytest.raises(ValueError, match="script of 0 has no more to say"):
+    with pytest.raises(ValueError, match="script of rank 0 fails"):
         run(work.fails(0, 0), World.single())
-    with pytest.raises(RuntimeError, match=r"rank 1 failed:[\s\S]*ValueError: script of 1 has"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 failed:[\s\S]*ValueError: script of rank 1 fails"
+    ):
         run_ranks(work.run_one_that_fails, 2, 1)
 
 
-def test_scripts_that_ask_nothing_return_at_once():
-    assert [tuple(told) for told in run_together([asks(), asks()])] == [([], 0), ([], 0)]
-    assert tuple(run(asks(), World(rank=3, size=4))) == ([], 0)
+def test_scripts_that_request_nothing_return_at_once():
+    assert [tuple(result) for result in run_together([requesting(), requesting()])] == [
+        ([], 0),
+        ([], 0),
+    ]
+    assert tuple(run(requesting(), World(rank=3, size=4))) == ([], 0)
 
 
 @pytest.mark.parametrize(
     ("rank", "sizes"), [(0, [2, 1]), (1, [3, 1]), (0, [3]), (0, [3, 1, 1]), (0, [])], ids=str
 )
-def test_a_sized_gather_wants_the_right_lengths(rank, sizes):
-    # Raised before anything is asked of the group: there is none here.
+def test_an_uneven_all_gather_wants_the_right_lengths(rank, sizes):
+    # Raised before the group is used: there is none in this process.
     with pytest.raises(ValueError) as caught:
         all_gather_uneven(torch.zeros(3), sizes, World(rank=rank, size=2))
-    assert "tensor has 3 numbers" in str(caught.value)
+    assert "has 3 elements" in str(caught.value)
     assert str(sizes) in str(caught.value)
 
 
-def test_a_sized_gather_of_one_rank_checks_too():
+def test_an_uneven_all_gather_of_one_rank_checks_too():
     value, sent = all_gather_uneven(torch.arange(3), [3], World.single())
     assert (value.tolist(), sent) == ([0, 1, 2], 0)
-    with pytest.raises(ValueError, match=r"tensor has 3 numbers, sizes are \[4\]"):
+    with pytest.raises(ValueError, match=r"has 3 elements, got \[4\]"):
         all_gather_uneven(torch.arange(3), [4], World.single())
 
 
 def test_a_group_counts_its_own_ranks():
-    results = run_ranks(work.sized_in_a_subgroup, 4)
+    results = run_ranks(work.uneven_in_a_subgroup, 4)
     assert results[0] is None and results[2] is None
     for me, other in ((1, 3), (3, 1)):
-        joined, taken, sent, error = results[me]
-        assert (joined, taken, sent) == ([1.0, 3.0, 3.0], [other], 8)
-        assert error.startswith("ValueError: tensor has")
+        joined, received, sent, error = results[me]
+        assert (joined, received, sent) == ([1.0, 3.0, 3.0], [other], 8)
+        assert error.startswith("ValueError: sizes must have")

@@ -1,4 +1,4 @@
-"""Seconds of what is inside."""
+"""The stopwatch: seconds inside its blocks, nested or failing."""
 
 import pytest
 

@@ -46,7 +46,7 @@ def test_variables_of_torchrun_are_read(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
-def test_one_variable_alone_names_no_world(monkeypatch, variable):
+def test_one_variable_alone_is_ignored(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     assert World.detect() == World.single()
 
@@ -54,7 +54,7 @@ def test_one_variable_alone_names_no_world(monkeypatch, variable):
 @pytest.mark.parametrize(
     ("rank", "size"), [("5", "5"), ("-1", "2"), ("0", "0"), ("x", "2"), ("0", "")]
 )
-def test_senseless_variables_raise_and_are_shown(monkeypatch, rank, size):
+def test_invalid_variables_raise_and_are_named(monkeypatch, rank, size):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ValueError) as caught:

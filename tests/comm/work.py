@@ -1,4 +1,4 @@
-"""What the ranks of the tests do. Importable by name, so that ranks can unpickle it quickly."""
+"""Functions that test ranks run. They live in a module so that ranks can unpickle them."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def all_collectives():
     rank, size = world.rank, world.size
     summed = torch.arange(6.0).view(2, 3) + 10 * rank
     by_rank = torch.arange(size * 2).view(size, 2) + 100 * rank
-    sent_on = torch.full((3,), float(rank), dtype=torch.float64)
+    source = torch.full((3,), float(rank), dtype=torch.float64)
     return {
         "all_reduce": tuple(all_reduce(summed, world)),
         "in_place": summed,
@@ -53,8 +53,8 @@ def all_collectives():
         "all_gather_strided": tuple(all_gather(torch.arange(6.0).view(2, 3).T + rank, world)),
         "all_to_all": tuple(all_to_all(by_rank, world)),
         "all_to_all_strided": tuple(all_to_all(by_rank.T.contiguous().T, world)),
-        "broadcast": tuple(broadcast(sent_on, world, src=size - 1)),
-        "broadcast_in_place": sent_on,
+        "broadcast": tuple(broadcast(source, world, src=size - 1)),
+        "broadcast_in_place": source,
         "wrong_rows": error_of(all_to_all, torch.zeros(size + 1, 2), world),
         "wrong_src": error_of(broadcast, torch.zeros(1), world, src=size),
     }
@@ -77,7 +77,7 @@ def in_a_subgroup():
 def raise_on(bad):
     if dist.get_rank() == bad:
         raise ValueError(f"no luck on {bad}")
-    dist.barrier()  # The others wait for a peer that goes away.
+    dist.barrier()  # The others wait for a peer that has gone.
 
 
 def raise_late_on(bad):
@@ -108,17 +108,17 @@ def unpicklable():
     return lambda: None
 
 
-def sum_few_numbers():
+def sum_small():
     world = World.detect()
     return all_reduce_small(torch.arange(3.0).double() + world.rank / 3, world)
 
 
 def signalled(folder):
-    """Return whether SIGUSR1 came."""
-    told = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    """Return whether SIGUSR1 arrived."""
+    received = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     (Path(folder) / str(dist.get_rank())).touch()
     end = time.monotonic() + 20
-    while not told and time.monotonic() < end:
+    while not received and time.monotonic() < end:
         time.sleep(0.02)
-    return bool(told)
+    return bool(received)

@@ -110,7 +110,7 @@ def attempt(out: Path, epochs: int, every: int, delay: float | None, chance: ran
         timers[0].start()
 
     try:
-        run_ranks(train, WORKERS, out, epochs, every, True, timeout=120, started=started)
+        run_ranks(train, WORKERS, out, epochs, every, True, timeout=120, on_start=started)
     except RankError:
         return False
     finally:

@@ -81,8 +81,8 @@ def _local(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
             workers,
             *job,
             timeout=_DEADLINE,
-            patience=_PATIENCE,
-            forward=() if job[-1] is None else (signal.SIGTERM,),
+            collective_timeout=_PATIENCE,
+            forward_signals=() if job[-1] is None else (signal.SIGTERM,),
         )[0]
     except RankError as error:
         if os.environ.get("GRADHERD_TRACEBACK"):

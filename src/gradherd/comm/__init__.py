@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: the world, the collectives, local test ranks."""
+"""Communication between ranks: the world, collectives that count bytes, local test ranks."""
 
 from gradherd.comm.collectives import CollectiveResult as CollectiveResult
 from gradherd.comm.collectives import PendingCollective as PendingCollective

@@ -1,10 +1,17 @@
-"""Every collective gradherd uses, each with the bytes this rank sends for it.
+"""Every collective gradherd uses; each reports the bytes this rank sends for it.
 
-Bytes are those of the bandwidth-optimal algorithm, which is what gloo and nccl run for large
-tensors, so figures of different methods compare on equal terms. For R ranks and a tensor of
-b bytes on each: all-reduce 2b(R-1)/R (reduce-scatter, then all-gather of the averaged slices),
-all-gather b(R-1), all-to-all b(R-1)/R, broadcast b (each rank hands it on once).
+The bytes are those of the bandwidth-optimal algorithm, which gloo and nccl run for large tensors,
+so that methods compare on equal terms. With R ranks and b bytes per rank:
+
+    all-reduce   2b(R-1)/R   a reduce-scatter, then an all-gather of the reduced shards
+    all-gather   b(R-1)
+    all-to-all   b(R-1)/R
+    broadcast    b           each rank forwards the tensor once
+    send/recv    b
+
 A world of one rank sends nothing and needs no process group.
+
+Shapes: R ranks.
 """
 
 from collections.abc import Sequence
@@ -16,64 +23,68 @@ from torch import Tensor
 
 from gradherd.comm.world import World
 
-# torch 2.13 renamed it and warns of the old name.
+# torch 2.13 renamed the function and warns about the old name.
 _gather_into = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
-_FEW_RANKS = 8
-_TAG = 0x6768  # of our messages, apart from the user's own
+# Up to this many ranks an all-gather of a small tensor takes fewer hops than an all-reduce.
+_SMALL_WORLD = 8
+# Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default.
+_TAG = 0x6768
 
 
 class CollectiveResult(NamedTuple):
-    """What a collective gave back, and the bytes this rank sent for it."""
+    """The result of a finished collective, and the bytes this rank sent for it."""
 
     value: Tensor
     bytes: int
 
 
 class PendingCollective(NamedTuple):
-    """A collective under way: `value` is valid after `wait()`, the bytes are known at once."""
+    """A collective in progress: `value` is valid after `wait()`, `bytes` at once."""
 
     value: Tensor
     bytes: int
     works: tuple[dist.Work, ...] = ()
-    """None where nothing has to travel."""
+    """Empty where nothing has to be sent."""
 
     def wait(self) -> Tensor:
-        """Return the result when it is there."""
+        """Wait for the collective to finish and return its result."""
         for work in self.works:
             work.wait()
         return self.value
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's numbers."""
+    """Return the size of a tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
 def all_gather_bytes(tensor: Tensor, size: int) -> int:
-    """Return what a rank sends to show `tensor` to all others."""
+    """Return the bytes a rank sends to all-gather `tensor` among `size` ranks."""
     return nbytes(tensor) * (size - 1)
 
 
 def all_to_all_bytes(tensor: Tensor, size: int) -> int:
-    """Return what a rank sends to deal the rows of `tensor` to all others."""
+    """Return the bytes a rank sends for an all-to-all of the R rows of `tensor`."""
     return nbytes(tensor) * (size - 1) // size
 
 
 def broadcast_bytes(tensor: Tensor, size: int) -> int:
-    """Return what a rank sends to hand `tensor` on once."""
+    """Return the bytes a rank sends to forward a broadcast `tensor` once."""
     return nbytes(tensor) if size > 1 else 0
 
 
 def all_reduce_bytes(tensor: Tensor, size: int) -> int:
-    """Return what a rank sends to sum `tensor` over all."""
+    """Return the bytes a rank sends to all-reduce `tensor`."""
     return 2 * nbytes(tensor) * (size - 1) // size
 
 
 def all_reduce_small_bytes(tensor: Tensor, size: int) -> int:
-    """Return what a rank sends for `all_reduce_small`."""
-    return all_gather_bytes(tensor, size) if size <= _FEW_RANKS else all_reduce_bytes(tensor, size)
+    """Return the bytes a rank sends for `all_reduce_small`."""
+    if size <= _SMALL_WORLD:
+        return all_gather_bytes(tensor, size)
+    return all_reduce_bytes(tensor, size)
 
 
 def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
@@ -85,15 +96,27 @@ def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
 
 
 def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
-    """Begin to sum `tensor` over all ranks, in place."""
+    """Start to sum `tensor` over all ranks, in place."""
     if world.size == 1:
         return PendingCollective(tensor, 0)
     work = dist.all_reduce(tensor, group=world.group, async_op=True)
     return PendingCollective(tensor, all_reduce_bytes(tensor, world.size), (work,))
 
 
+def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
+    """Sum a small tensor over all ranks, into a new one with the same bits on every rank.
+
+    For a small tensor latency counts, not bandwidth: among few ranks one all-gather and a local
+    sum in rank order take fewer hops than an all-reduce.
+    """
+    if world.size > _SMALL_WORLD:
+        return all_reduce(tensor, world)
+    gathered, sent = all_gather(tensor, world)
+    return CollectiveResult(gathered.sum(0), sent)
+
+
 def all_gather(tensor: Tensor, world: World) -> CollectiveResult:
-    """Stack every rank's `tensor`, all of one shape: (...) -> (R, ...)."""
+    """Stack the tensors of all ranks, which must have the same shape: (...) to (R, ...)."""
     pending = all_gather_start(tensor, world)
     return CollectiveResult(pending.wait(), pending.bytes)
 
@@ -101,9 +124,9 @@ def all_gather(tensor: Tensor, world: World) -> CollectiveResult:
 def all_gather_start(
     tensor: Tensor, world: World, *, out: Tensor | None = None
 ) -> PendingCollective:
-    """Begin an all-gather, into the contiguous (R, ...) `out` where given.
+    """Start an all-gather, into the contiguous (R, ...) `out` if one is given.
 
-    Every rank must begin its collectives in the same order.
+    All ranks must start their collectives in the same order.
     """
     if out is None:
         out = tensor.new_empty((world.size, *tensor.shape))
@@ -112,52 +135,46 @@ def all_gather_start(
         return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
-        slots = list(out.view(world.size, -1))
-        return PendingCollective(
-            out, sent, _messages([tensor.contiguous()] * world.size, slots, world)
-        )
-    # Flat views: gloo wants input and output of equal rank, and has no 0-dimensional tensors.
+        inputs = [tensor.contiguous()] * world.size
+        works = _exchange_pairwise(inputs, list(out.view(world.size, -1)), world)
+        return PendingCollective(out, sent, works)
+    # Flat views: gloo requires as many dimensions in the output as in the input, and at least one.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
     return PendingCollective(out, sent, (work,))
 
 
-def _messages(
-    pieces: Sequence[Tensor], slots: Sequence[Tensor], world: World
-) -> tuple[dist.Work, ...]:
-    """Begin to send a piece to each rank and to fill a slot from each, as messages between pairs.
+def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> CollectiveResult:
+    """Concatenate the (n_r,) tensors of all ranks into one of sum(n_r) elements.
 
-    gloo's own all-gather goes round a ring and through a buffer, and its all-to-all leaves links
-    idle: this took two thirds of their time on a machine's own network, and on one of 1 Gb/s.
+    gloo sends messages of exactly these lengths; other backends gather rows padded with zeros.
+
+    Args:
+        tensor: (n_r,) tensor of this rank.
+        sizes: n_r of every rank; all ranks must know all of them.
+        world: The ranks that take part.
     """
-    works: list[dist.Work | None] = []
-    for away in range(1, world.size):
-        peer = (world.rank - away) % world.size
-        if slots[peer].numel():
-            works.append(dist.irecv(slots[peer], group=world.group, group_src=peer, tag=_TAG))
-    for away in range(1, world.size):
-        peer = (world.rank + away) % world.size
-        piece = pieces[peer].contiguous().view(-1)
-        if piece.numel():
-            works.append(dist.isend(piece, group=world.group, group_dst=peer, tag=_TAG))
-    own, kept = slots[world.rank], pieces[world.rank].reshape(-1)
-    if own.data_ptr() != kept.data_ptr():
-        own.copy_(kept)
-    return tuple(work for work in works if work is not None)
-
-
-def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
-    """Sum a small tensor over all ranks; the result has the same bits on every rank.
-
-    Among few ranks one gather and a sum in the order of ranks take fewer hops than all-reduce.
-    """
-    if world.size > _FEW_RANKS:
-        return all_reduce(tensor, world)
-    parts, sent = all_gather(tensor, world)
-    return CollectiveResult(parts.sum(0), sent)
+    if len(sizes) != world.size or len(tensor) != sizes[world.rank]:
+        raise ValueError(
+            f"sizes must have one entry for each of {world.size} ranks and agree with the tensor "
+            f"of rank {world.rank}, which has {len(tensor)} elements, got {list(sizes)}"
+        )
+    if world.size == 1:
+        return CollectiveResult(tensor, 0)
+    if dist.get_backend(world.group) == "gloo":
+        out = tensor.new_empty(sum(sizes))
+        outputs = list(torch.split(out, list(sizes)))
+        for work in _exchange_pairwise([tensor.contiguous()] * world.size, outputs, world):
+            work.wait()
+        return CollectiveResult(out, all_gather_bytes(tensor, world.size))
+    padded = tensor.new_zeros(max(sizes))
+    padded[: len(tensor)] = tensor
+    rows, sent = all_gather(padded, world)
+    joined = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+    return CollectiveResult(joined, sent)
 
 
 def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
-    """Send row r of `tensor` (R, ...) to rank r; row i of the result came from rank i."""
+    """Send row r of `tensor` (R, ...) to rank r; row i of the result comes from rank i."""
     pending = all_to_all_start(tensor, world)
     return CollectiveResult(pending.wait(), pending.bytes)
 
@@ -165,7 +182,7 @@ def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
 def all_to_all_start(
     tensor: Tensor, world: World, *, out: Tensor | None = None
 ) -> PendingCollective:
-    """Begin an all-to-all; `tensor` must stay as it is until it has arrived."""
+    """Start an all-to-all. Do not write to `tensor` before it has finished."""
     if len(tensor) != world.size:
         raise ValueError(f"tensor must have one row per rank ({world.size}), got {len(tensor)}")
     if out is None:
@@ -175,8 +192,8 @@ def all_to_all_start(
         return PendingCollective(out, 0)
     sent, rows = all_to_all_bytes(tensor, world.size), tensor.contiguous()
     if dist.get_backend(world.group) == "gloo" and out.is_contiguous():
-        pieces, slots = (list(one.view(world.size, -1)) for one in (rows, out))
-        return PendingCollective(out, sent, _messages(pieces, slots, world))
+        inputs, outputs = (list(each.view(world.size, -1)) for each in (rows, out))
+        return PendingCollective(out, sent, _exchange_pairwise(inputs, outputs, world))
     work = dist.all_to_all_single(out, rows, group=world.group, async_op=True)
     return PendingCollective(out, sent, (work,))
 
@@ -191,42 +208,62 @@ def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult
     return CollectiveResult(tensor, broadcast_bytes(tensor, world.size))
 
 
-def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> CollectiveResult:
-    """Lay every rank's (n_r,) `tensor` end to end; all ranks know all lengths `sizes`.
-
-    gloo gets messages of just those lengths; other backends gather rows padded with zeros.
-    """
-    if len(sizes) != world.size or len(tensor) != sizes[world.rank]:
-        raise ValueError(f"tensor has {len(tensor)} numbers, sizes are {list(sizes)}")
-    if world.size == 1:
-        return CollectiveResult(tensor, 0)
-    if dist.get_backend(world.group) == "gloo":
-        out = tensor.new_empty(sum(sizes))
-        slots = list(torch.split(out, list(sizes)))
-        for work in _messages([tensor.contiguous()] * world.size, slots, world):
-            work.wait()
-        return CollectiveResult(out, all_gather_bytes(tensor, world.size))
-    padded = tensor.new_zeros(max(sizes))
-    padded[: len(tensor)] = tensor
-    rows, sent = all_gather(padded, world)
-    return CollectiveResult(
-        torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]), sent
-    )
-
-
 def send_recv(
     tensor: Tensor | None, dst: int | None, like: Tensor | None, src: int | None, world: World
 ) -> tuple[Tensor | None, int]:
-    """Send `tensor` to rank `dst`, receive one like `like` from rank `src`; None is nobody."""
-    taken, moves, sent = None, [], 0
+    """Send `tensor` to rank `dst` and receive a tensor like `like` from rank `src`.
+
+    Args:
+        tensor: The tensor to send, or None.
+        dst: The rank to send to; None sends nothing.
+        like: A tensor of the shape, dtype and device to receive, or None.
+        src: The rank to receive from; None receives nothing.
+        world: The ranks that `dst` and `src` count in.
+
+    Returns:
+        The received tensor, or None, and the bytes sent.
+    """
+    received, sent = None, 0
+    operations = []
     if src is not None and like is not None:
-        taken = torch.empty_like(like)
-        moves.append(dist.P2POp(dist.irecv, taken, group=world.group, group_peer=src, tag=_TAG))
+        received = torch.empty_like(like)
+        operations.append(
+            dist.P2POp(dist.irecv, received, group=world.group, group_peer=src, tag=_TAG)
+        )
     if dst is not None and tensor is not None:
-        mine = tensor.contiguous()
-        moves.append(dist.P2POp(dist.isend, mine, group=world.group, group_peer=dst, tag=_TAG))
+        message = tensor.contiguous()
+        operations.append(
+            dist.P2POp(dist.isend, message, group=world.group, group_peer=dst, tag=_TAG)
+        )
         sent = nbytes(tensor)
-    if moves:
-        for work in dist.batch_isend_irecv(moves):
+    # In one batch: nccl deadlocks if two ranks both send first and receive second.
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
-    return taken, sent
+    return received, sent
+
+
+def _exchange_pairwise(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], world: World
+) -> tuple[dist.Work, ...]:
+    """Start to send inputs[r] to every rank r and to receive outputs[r] from it, all at once.
+
+    gloo's own all-gather goes round a ring and through a buffer, and its all-to-all leaves links
+    idle. Direct messages took two thirds of their time, both within one machine and over 1 Gb/s.
+    """
+    works: list[dist.Work | None] = []
+    # Each rank starts with its own neighbour, so that no rank is everybody's first peer.
+    for distance in range(1, world.size):
+        peer = (world.rank - distance) % world.size
+        if outputs[peer].numel():
+            works.append(dist.irecv(outputs[peer], group=world.group, group_src=peer, tag=_TAG))
+    for distance in range(1, world.size):
+        peer = (world.rank + distance) % world.size
+        message = inputs[peer].contiguous().view(-1)
+        if message.numel():
+            works.append(dist.isend(message, group=world.group, group_dst=peer, tag=_TAG))
+    # An all-gather in place has its own shard in `out` already.
+    own_output, own_input = outputs[world.rank], inputs[world.rank].reshape(-1)
+    if own_output.data_ptr() != own_input.data_ptr():
+        own_output.copy_(own_input)
+    return tuple(work for work in works if work is not None)

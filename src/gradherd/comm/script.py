@@ -1,11 +1,11 @@
-"""Write what ranks say to each other once; run it on real ranks, or on many in one process.
+"""Write a protocol between ranks once; run it on real ranks or on many in one process.
 
-A script is a generator: it yields what it wants to ask of the others and is sent the answer.
-`run` asks through a process group. `run_together` runs the scripts of all workers of a world in
-one process, in step. Both give the same answers to the bit, and count the same bytes.
+A script is a generator: it yields a collective and is sent the result. `run` executes one script
+per rank through a process group. `run_together` executes the scripts of all workers of a world in
+one process, in lockstep. Both give results equal to the bit and count the same bytes.
 
-    def total(mine):
-        rows = yield AllGather(mine)
+    def total(own):
+        rows = yield AllGather(own)
         return rows.sum(0)
 
 Shapes: R ranks.
@@ -24,16 +24,16 @@ from gradherd.comm.world import World
 
 @dataclass(frozen=True)
 class AllGather:
-    """Stack everybody's `tensor`, all of one shape: answers (R, ...)."""
+    """Stack the tensors of all ranks, which have the same shape: results in (R, ...)."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
 class AllGatherUneven:
-    """Lay everybody's (n_r,) `tensor` end to end: answers (sum of `sizes`,).
+    """Concatenate the (n_r,) tensors of all ranks: results in (sum of `sizes`,).
 
-    Everybody knows the lengths beforehand, so only what is needed travels.
+    All ranks know all lengths beforehand, so nothing is padded.
     """
 
     tensor: Tensor
@@ -42,14 +42,14 @@ class AllGatherUneven:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Send row r of `tensor` (R, ...) to rank r: answers (R, ...), row i from rank i."""
+    """Send row r of `tensor` (R, ...) to rank r: results in (R, ...), row i from rank i."""
 
     tensor: Tensor
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Give rank `src`'s `tensor` to everybody; the others tell its shape and kind."""
+    """Send the tensor of rank `src` to all ranks; the others give one of its shape and dtype."""
 
     tensor: Tensor
     src: int
@@ -57,9 +57,10 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class SendRecv:
-    """Give `tensor` to rank `dst` and take one like `like` from rank `src`; None is nobody.
+    """Send `tensor` to rank `dst` and receive one like `like` from rank `src`.
 
-    Answers what was taken, or None. Everybody takes part in a round, also who does neither.
+    Results in the received tensor, or None. A None rank is no peer; a rank that neither sends nor
+    receives in a round yields `SendRecv()`, so that scripts stay in lockstep.
     """
 
     tensor: Tensor | None = None
@@ -74,26 +75,26 @@ Script: TypeAlias = Generator[Request, Any, T]
 
 
 class ScriptResult(NamedTuple):
-    """What a script returned, and the bytes its rank sent."""
+    """The value that a script returned, and the bytes its rank sent."""
 
     value: Any
     bytes: int
 
 
 def run(script: Script[Any], world: World) -> ScriptResult:
-    """Run this rank's script; all ranks must run theirs at the same point."""
+    """Run the script of this rank. All ranks must call it at the same point."""
     answer: Any = None
-    sent = 0
+    total = 0
     while True:
         try:
             request = script.send(answer)
         except StopIteration as end:
-            return ScriptResult(end.value, sent)
-        answer, cost = _ask(request, world)
-        sent += cost
+            return ScriptResult(end.value, total)
+        answer, sent = _run_collective(request, world)
+        total += sent
 
 
-def _ask(request: Request, world: World) -> tuple[Any, int]:
+def _run_collective(request: Request, world: World) -> tuple[Any, int]:
     match request:
         case AllGather(tensor):
             return collectives.all_gather(tensor, world)
@@ -102,39 +103,47 @@ def _ask(request: Request, world: World) -> tuple[Any, int]:
         case AllToAll(tensor):
             return collectives.all_to_all(tensor, world)
         case Broadcast(tensor, src):
+            # A broadcast writes into its tensor; that of a request belongs to the script.
             return collectives.broadcast(tensor.clone(), world, src=src)
         case SendRecv(tensor, dst, like, src):
             return collectives.send_recv(tensor, dst, like, src, world)
 
 
 def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
-    """Run the scripts of all workers of a world, in step.
+    """Run the scripts of all workers of a world in this process, in lockstep.
 
-    Answers are shared between workers: a script must not write into one.
+    Workers share the tensors they are sent: a script must not write into a result.
+
+    Raises:
+        RuntimeError: The scripts would hang or fail on real ranks.
     """
     size = len(scripts)
     answers: list[Any] = [None] * size
-    sent = [0] * size
+    totals = [0] * size
     while True:
         requests: list[Request] = []
-        ends: list[Any] = []
+        returned: list[Any] = []
         for script, answer in zip(scripts, answers, strict=True):
             try:
                 requests.append(script.send(answer))
             except StopIteration as end:
-                ends.append(end.value)
+                returned.append(end.value)
         if not requests:
-            return [ScriptResult(value, cost) for value, cost in zip(ends, sent, strict=True)]
+            return [ScriptResult(value, sent) for value, sent in zip(returned, totals, strict=True)]
         kinds = {type(request) for request in requests}
-        if ends or len(kinds) > 1:
-            asked = sorted(kind.__name__ for kind in kinds)
-            raise RuntimeError(f"workers fell out of step: {len(ends)} ended, others ask {asked}")
-        results = _answer_all(requests)
+        if returned or len(kinds) > 1:
+            names = sorted(kind.__name__ for kind in kinds)
+            raise RuntimeError(
+                f"workers are out of step: {len(returned)} of {size} have returned, the others "
+                f"request {', '.join(names)}"
+            )
+        results = _run_all(requests)
         answers = [result.value for result in results]
-        sent = [cost + result.bytes for cost, result in zip(sent, results, strict=True)]
+        totals = [total + result.bytes for total, result in zip(totals, results, strict=True)]
 
 
-def _answer_all(requests: Sequence[Any]) -> list[ScriptResult]:
+def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
+    """Return what the same collective on real ranks would give each of them."""
     size = len(requests)
     tensors = [request.tensor for request in requests]
     match requests[0]:
@@ -142,45 +151,46 @@ def _answer_all(requests: Sequence[Any]) -> list[ScriptResult]:
             rows = torch.stack(tensors)
             return [ScriptResult(rows, collectives.all_gather_bytes(t, size)) for t in tensors]
         case AllGatherUneven():
-            sizes = [len(tensor) for tensor in tensors]
-            _alike([list(request.sizes) for request in requests] + [sizes], "lengths")
+            lengths = [len(tensor) for tensor in tensors]
+            _check_equal([list(request.sizes) for request in requests] + [lengths], "lengths")
             joined = torch.cat(tensors)
             return [ScriptResult(joined, collectives.all_gather_bytes(t, size)) for t in tensors]
         case AllToAll():
-            _alike([len(tensor) for tensor in tensors] + [size], "rows")
-            return [
-                ScriptResult(
-                    torch.stack([t[rank] for t in tensors]), collectives.all_to_all_bytes(own, size)
-                )
-                for rank, own in enumerate(tensors)
-            ]
+            _check_equal([len(tensor) for tensor in tensors] + [size], "number of rows")
+            columns = [torch.stack([t[rank] for t in tensors]) for rank in range(size)]
+            sent = [collectives.all_to_all_bytes(tensor, size) for tensor in tensors]
+            return [ScriptResult(*pair) for pair in zip(columns, sent, strict=True)]
         case Broadcast():
-            _alike([request.src for request in requests], "sources")
-            if not 0 <= requests[0].src < size:
-                raise RuntimeError(f"there is no rank {requests[0].src} to spread from")
-            value = tensors[requests[0].src]
-            return [ScriptResult(value, collectives.broadcast_bytes(value, size)) for _ in tensors]
+            _check_equal([request.src for request in requests], "src")
+            src = requests[0].src
+            if not 0 <= src < size:
+                raise RuntimeError(f"src must be in [0, {size}), got {src}")
+            sent = [collectives.broadcast_bytes(tensors[src], size)] * size
+            return [ScriptResult(tensors[src], one) for one in sent]
         case _:
-            return _pass_all(requests)
+            return _send_recv_all(requests)
 
 
-def _alike(said: Sequence[Any], what: str) -> None:
+def _check_equal(values: Sequence[Any], name: str) -> None:
     """Raise where real ranks would fail or wait for ever."""
-    if any(one != said[0] for one in said):
-        raise RuntimeError(f"workers do not agree on {what}: {list(said)}")
+    if any(value != values[0] for value in values):
+        raise RuntimeError(f"workers do not agree on {name}: {list(values)}")
 
 
-def _pass_all(requests: Sequence[SendRecv]) -> list[ScriptResult]:
+def _send_recv_all(requests: Sequence[SendRecv]) -> list[ScriptResult]:
     results = []
     for rank, request in enumerate(requests):
-        taken = None
+        received = None
         if request.dst is not None and requests[request.dst].src != rank:
-            raise RuntimeError(f"rank {request.dst} does not take what rank {rank} gives")
+            raise RuntimeError(f"rank {rank} sends to rank {request.dst}, which does not receive")
         if request.src is not None:
-            giver = requests[request.src]
-            if giver.dst != rank or giver.tensor is None or request.like is None:
-                raise RuntimeError(f"rank {rank} waits for rank {request.src} in vain")
-            taken = giver.tensor
-        given = request.tensor if request.dst is not None else None
-        results.append(ScriptResult(taken, 0 if given is None else collectives.nbytes(given)))
+            sender = requests[request.src]
+            if sender.dst != rank or sender.tensor is None or request.like is None:
+                raise RuntimeError(
+                    f"rank {rank} receives from rank {request.src}, which does not send to it"
+                )
+            received = sender.tensor
+        message = request.tensor if request.dst is not None else None
+        sent = 0 if message is None else collectives.nbytes(message)
+        results.append(ScriptResult(received, sent))
     return results

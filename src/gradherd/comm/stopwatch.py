@@ -1,11 +1,11 @@
-"""How long training waited for something."""
+"""How long training waited for something; the hooks of three rooms share it."""
 
 import time
 from types import TracebackType
 
 
 class Stopwatch:
-    """Adds up the time spent inside `with stopwatch:`; one inside another counts once.
+    """Add up the seconds spent inside `with stopwatch:`. Nested use counts once.
 
     >>> stopwatch = Stopwatch()
     >>> with stopwatch:
@@ -17,11 +17,11 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._depth = 0
-        self._since = 0.0
+        self._started = 0.0
 
     def __enter__(self) -> "Stopwatch":
         if self._depth == 0:
-            self._since = time.perf_counter()
+            self._started = time.perf_counter()
         self._depth += 1
         return self
 
@@ -33,4 +33,4 @@ class Stopwatch:
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.seconds += time.perf_counter() - self._since
+            self.seconds += time.perf_counter() - self._started

@@ -1,4 +1,4 @@
-"""Who takes part in the training: one frozen value, handed over, never looked up."""
+"""The ranks of a training run: one frozen value that is passed on, never a global lookup."""
 
 import os
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from torch.distributed.rendezvous import rendezvous
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all of them; a test can build any world it likes."""
+    """This process's rank among all processes. A test can build any world it likes."""
 
     rank: int
-    """Number of this process, from 0."""
+    """Rank of this process, from 0."""
     size: int
     """Number of processes."""
     group: dist.ProcessGroup | None = None
@@ -35,10 +35,13 @@ class World:
 
     @classmethod
     def detect(cls) -> "World":
-        """Return the world this process lives in.
+        """Return the world of this process.
 
-        Ask torch.distributed if it is initialised, else the variables that torchrun sets
-        (a sampler may be built before the process group), else assume one process.
+        Reads torch.distributed if it is initialised, else the variables that torchrun sets (a
+        sampler may be built before the process group), else assumes one process.
+
+        Raises:
+            ValueError: RANK and WORLD_SIZE are set but are not a rank and a size.
         """
         if dist.is_available() and dist.is_initialized():
             return cls(rank=dist.get_rank(), size=dist.get_world_size())
@@ -48,16 +51,16 @@ class World:
                 return cls(rank=int(rank), size=int(size))
             except ValueError as error:
                 raise ValueError(
-                    f"RANK={rank!r} and WORLD_SIZE={size!r} do not name a world: {error}; "
-                    "start with torchrun, or unset both to run on one process"
+                    f"RANK={rank!r} and WORLD_SIZE={size!r} are not a rank and a world size: "
+                    f"{error}; start with torchrun, or unset both to run one process"
                 ) from None
         return cls.single()
 
     def side_channel(self) -> "World":
-        """Return the same world with a gloo group of its own, for numbers on the host.
+        """Return the same world with a gloo group of its own, for tensors on the CPU.
 
-        Collectives of a thread beside the training loop must not get among the loop's own. All
-        ranks must call it at the same point.
+        A thread beside the training loop needs it: its collectives must not mix with the loop's
+        own. All ranks must call it at the same point.
         """
         if self.size == 1:
             return self
@@ -70,9 +73,9 @@ def join_torchrun_group(backend: str) -> None:
 
     After a restart torchrun reuses its store, which still holds the addresses of the dead
     processes: gloo reads those first and its connection is refused (pytorch issue 135712 reports
-    the same for NCCL). On a single machine a key prefix with the restart count keeps the attempts
-    apart. On several machines each agent counts restarts on its own, so the counts may differ and
-    the keys stay torch's; there, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
+    the same for nccl). On one machine a key prefix with the restart count keeps the attempts
+    apart. On several machines each agent counts its own restarts, so the counts may differ and
+    the keys stay torch's; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there instead.
     """
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         dist.init_process_group(backend)

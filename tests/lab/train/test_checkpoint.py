@@ -203,7 +203,7 @@ def test_sigterm_saves_first(tmp_path):
 
     long = {"order": "cd-grab", "sparsify": "topk", "density": 0.2}
     config = config_of("digits", limit=100, epochs=14, **long)
-    ended = run_ranks(all_of, 2, out, config, started=started)
+    ended = run_ranks(all_of, 2, out, config, on_start=started)
     assert ended == ["stopped", "stopped"]
     record = read_record(out / FILE)
     assert record.status == "stopped" and len(record.epochs) < 14
