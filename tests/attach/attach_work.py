@@ -55,36 +55,36 @@ def network(kind="mlp"):
 
 def unit_gradients(net, dataset, sampler):
     """Return each worker's (n_i, D) gradients, one backward for each unit."""
-    deal, net = sampler.deal, copy.deepcopy(net)
+    sharding, net = sampler.sharding, copy.deepcopy(net)
     parameters = [p for p in net.parameters() if p.requires_grad]
-    rows = [[] for _ in range(deal.workers)]
-    for number in range(deal.units):
+    rows = [[] for _ in range(sharding.workers)]
+    for number in range(sharding.units):
         # A short unit repeats examples, as the loader will.
-        within = torch.arange(deal.unit) % (deal.examples - number * deal.unit)
-        x, y = dataset[number * deal.unit + within]
+        within = torch.arange(sharding.unit) % (sharding.examples - number * sharding.unit)
+        x, y = dataset[number * sharding.unit + within]
         loss = F.cross_entropy(net(x), y)
         grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        rows[number % deal.workers].append(torch.cat([grad.flatten() for grad in grads]))
+        rows[number % sharding.workers].append(torch.cat([grad.flatten() for grad in grads]))
     return [torch.stack(own) for own in rows]
 
 
 def orders_from(gradients, sampler, epochs=3, unseen=()):
     """Return the orders after each epoch; `unseen` are (epoch, step) not fed back."""
-    deal = sampler.deal
+    sharding = sampler.sharding
     ordering = Ordering(
         sampler.ordering.policy,
-        deal.sizes,
+        sharding.sizes,
         seed=sampler.ordering.chance.seed,
-        length=deal.length,
+        length=sharding.length,
     )
     history = []
     for epoch in range(epochs):
-        for step in range(deal.length):
-            rows = torch.zeros(1, deal.workers, gradients[0].shape[1], dtype=torch.float64)
+        for step in range(sharding.length):
+            rows = torch.zeros(1, sharding.workers, gradients[0].shape[1], dtype=torch.float64)
             for worker, order in enumerate(ordering.orders):
                 if step < len(order):
                     rows[0, worker] = gradients[worker][order[step]]
-            seen = torch.full((1, deal.workers), (epoch, step) not in unseen)
+            seen = torch.full((1, sharding.workers), (epoch, step) not in unseen)
             ordering.observe(rows, seen)
         ordering.end_epoch()
         history.append(lists(ordering.orders))

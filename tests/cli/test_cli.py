@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gradherd.cli.main import COMMANDS, main
-from gradherd.ordering.policy import POLICIES
-from gradherd.ordering.rules import SIGN_RULES
+from gradherd.ordering.registry import POLICIES
+from gradherd.ordering.sign_rules import SIGN_RULES
 
 
 def run(capsys, *args) -> tuple[int, str, str]:

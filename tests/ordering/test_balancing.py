@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gradherd.ordering import Kernel, Ordering, PairGraB, Walk
 from gradherd.ordering import parallel_herding_bound as bound
-from gradherd.ordering.chance import Chance
+from gradherd.ordering.seeded_random import SeededRandom
 from tests.ordering import reference
 from tests.ordering.helpers import (
     BALANCING,
@@ -40,7 +40,7 @@ class Slow:
     def __init__(self, name, sizes, rule, seed, dim):
         self.pairs, self.shared = "pair" in name or name == "cd-grab", name == "cd-grab"
         self.orders = [list(range(size)) for size in sizes]
-        self.rule, self.chance, self.epoch = rule, Chance(seed), 0
+        self.rule, self.chance, self.epoch = rule, SeededRandom(seed), 0
         self.means = [np.zeros(dim) for _ in sizes]
 
     def pass_epoch(self, vectors, seen):

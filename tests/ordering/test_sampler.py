@@ -39,8 +39,8 @@ def gradient(index: int) -> torch.Tensor:
 
 def rows_of(sampler: OrderedSampler, first: int, count: int) -> torch.Tensor:
     """(count, workers, D): the mean gradient of the unit each worker visits at each step."""
-    deal, unit = sampler.deal, sampler.unit
-    walks = [deal.indices(w, order) for w, order in enumerate(sampler.ordering.orders)]
+    sharding, unit = sampler.sharding, sampler.unit
+    walks = [sharding.indices(w, order) for w, order in enumerate(sampler.ordering.orders)]
     return torch.stack(
         [
             torch.stack(

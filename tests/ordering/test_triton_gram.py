@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 from gradherd.ordering import triton_gram
 from gradherd.ordering.gram import block_gram, signs_from_products
-from gradherd.ordering.rules import Greedy, Kernel, Walk
 from gradherd.ordering.sequential import sequential
+from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
 from gradherd.ordering.signs import balance
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.ordering.policy import make_policy
+from gradherd.ordering.registry import make_policy
 from gradherd.replay.order import load_vectors, random_vectors, replay_order
 
 

@@ -15,8 +15,8 @@ from gradherd.attach.coordinated_hook import Ride
 from gradherd.attach.feeds import Feed
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
-from gradherd.ordering.memory import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.ordering.state import COLUMNS
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import RowSettings
 

@@ -23,7 +23,7 @@ from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.plan import plan
 from gradherd.lab.train.record import RunRecord
-from gradherd.ordering.policy import POLICIES
+from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
 _ORDERS = "(default: d-rr, and cd-grab if nothing else is compared)"

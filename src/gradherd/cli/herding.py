@@ -7,7 +7,7 @@ from rich.table import Table
 
 from gradherd.cli.progress import steps
 from gradherd.cli.usage import UsageError, at_least, names, print_json
-from gradherd.ordering.policy import POLICIES, make_policy
+from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.order import random_vectors, replay_order
 
 # Numbers in memory: 64 GiB of them.

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from gradherd.cli.progress import steps
 from gradherd.cli.usage import UsageError, at_least, name, print_json
-from gradherd.ordering.memory import Start
-from gradherd.ordering.policy import POLICIES, make_policy
-from gradherd.ordering.rules import SIGN_RULES
+from gradherd.ordering.registry import POLICIES, make_policy
+from gradherd.ordering.sign_rules import SIGN_RULES
+from gradherd.ordering.state import Start
 from gradherd.replay.order import load_vectors, replay_order
 
 

@@ -25,7 +25,7 @@ from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import FILE, RunRecord, read_record
 from gradherd.lab.train.resume import FREE, Saving
-from gradherd.ordering.policy import POLICIES
+from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
 

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradherd.ordering.chance import Chance
-from gradherd.ordering.linear import LinearRows
-from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.pair_grab import sign_pairs
 from gradherd.ordering.permute import reorder_all
-from gradherd.ordering.rules import Greedy, SignRule
+from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.sign_rules import Greedy, SignRule
 from gradherd.ordering.signed import Reduce
+from gradherd.ordering.state import BalanceState, Start
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class CDGraB:
     needs_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
-    def begin(self, memory: Memory, before: Memory | None) -> None:
+    def begin(self, memory: BalanceState, before: BalanceState | None) -> None:
         """Forget the epoch before."""
         pairs = sum(size // 2 for size in memory.sizes)
         memory.carry = self.rule.start(1, pairs, memory.epoch)
 
     def observe(
         self,
-        memory: Memory,
-        rows: Tensor | LinearRows,
+        memory: BalanceState,
+        rows: Tensor | ImplicitRows,
         seen: Tensor,
-        chance: Chance,
+        chance: SeededRandom,
         reduce: Reduce | None = None,
     ) -> None:
         """Sign the pairs that the rows complete.
@@ -51,7 +51,7 @@ class CDGraB:
         sign_pairs(memory, rows, seen, self.rule, chance, shared=True, reduce=reduce)
 
     def reorder(
-        self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance
+        self, orders: list[Tensor], memory: BalanceState, epoch: int, chance: SeededRandom
     ) -> list[Tensor]:
         """Send each unit to its side."""
         return reorder_all(orders, memory.sides)

@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradherd.ordering.chance import Chance
-from gradherd.ordering.linear import LinearRows, Mixed, balance_linear
-from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.implicit_rows import ImplicitRows, LinearCombination, balance_implicit
 from gradherd.ordering.permute import reorder_all
-from gradherd.ordering.rules import Greedy, SignRule
+from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.sign_rules import Greedy, SignRule
 from gradherd.ordering.signed import Reduce
 from gradherd.ordering.signs import balance, draws_for
+from gradherd.ordering.state import BalanceState, Start
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GraB:
     needs_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
-    def begin(self, memory: Memory, before: Memory | None) -> None:
+    def begin(self, memory: BalanceState, before: BalanceState | None) -> None:
         """Take over the mean of the rows seen in the epoch before."""
         memory.carry = self.rule.start(len(memory.sizes), len(memory.sides), memory.epoch)
         if before is None:
@@ -45,10 +45,10 @@ class GraB:
 
     def observe(
         self,
-        memory: Memory,
-        rows: Tensor | LinearRows,
+        memory: BalanceState,
+        rows: Tensor | ImplicitRows,
         seen: Tensor,
-        chance: Chance,
+        chance: SeededRandom,
         reduce: Reduce | None = None,
     ) -> None:
         """Give a side to each of the (b, M, D) rows."""
@@ -78,7 +78,9 @@ class GraB:
         memory.sides[span] = sides
         memory.steps += steps
 
-    def _observe_linear(self, memory: Memory, rows: LinearRows, chance: Chance) -> None:
+    def _observe_linear(
+        self, memory: BalanceState, rows: ImplicitRows, chance: SeededRandom
+    ) -> None:
         """Do the same for one worker whose rows are not formed."""
         count = len(rows)
         total = rows.combine(torch.ones(1, count))
@@ -86,10 +88,12 @@ class GraB:
             memory.running, memory.total = torch.zeros_like(total), torch.zeros_like(total)
             memory.count = torch.zeros(1, dtype=torch.int64)
         mean = total.new_zeros(0, total.shape[1]) if memory.mean is None else memory.mean
-        vectors = Mixed(rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean)))
+        vectors = LinearCombination(
+            rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean))
+        )
         span = slice(memory.steps, memory.steps + count)
         draws = draws_for(self.rule, chance, memory.epoch, len(memory.sides), 1)[span]
-        signed = balance_linear(vectors, memory.running, self.rule, draws.T, memory.carry)
+        signed = balance_implicit(vectors, memory.running, self.rule, draws.T, memory.carry)
         memory.running, memory.carry = signed.running, signed.carry
         if signed.signs.all():  # all or none are taken
             memory.total = memory.total + total
@@ -98,7 +102,7 @@ class GraB:
         memory.steps += count
 
     def reorder(
-        self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance
+        self, orders: list[Tensor], memory: BalanceState, epoch: int, chance: SeededRandom
     ) -> list[Tensor]:
         """Send each unit to its side."""
         return reorder_all(orders, memory.sides)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.ordering.rules import Floats, Greedy, SignRule
+from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 from gradherd.ordering.signed import Numbers, Reduce, Signed, Signs
 
 # Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.ordering.chance import Chance
-from gradherd.ordering.linear import LinearRows
-from gradherd.ordering.memory import COLUMNS, Memory, Start
-from gradherd.ordering.policy import Policy
-from gradherd.ordering.resize import is_dealt, sequence, striped
+from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.registry import Policy
+from gradherd.ordering.reshard import is_dealt, sequence, striped
+from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.signed import Reduce
+from gradherd.ordering.state import COLUMNS, BalanceState, Start
 
 _FORMAT = 1
 
@@ -50,7 +50,7 @@ class Ordering:
             raise ValueError(f"sizes must name at least one worker, none below 0, got {sizes}")
         self._copies = True
         self.policy = policy
-        self.chance = Chance(seed)
+        self.chance = SeededRandom(seed)
         self.sizes = tuple(int(size) for size in sizes)
         self.length = max(sizes) if length is None else length
         if not 0 <= self.length <= max(sizes):
@@ -94,7 +94,7 @@ class Ordering:
 
     def observe(
         self,
-        rows: Tensor | LinearRows | None,
+        rows: Tensor | ImplicitRows | None,
         seen: Tensor | None = None,
         *,
         reduce: Reduce | None = None,
@@ -130,7 +130,7 @@ class Ordering:
         seen = seen & self._memory.valid(self.steps, len(seen))
         self.policy.observe(self._memory, rows, seen, self.chance, reduce)
 
-    def _checked(self, rows: Tensor | LinearRows | None, seen: Tensor | None) -> Tensor:
+    def _checked(self, rows: Tensor | ImplicitRows | None, seen: Tensor | None) -> Tensor:
         workers, kept = len(self.sizes), (self._memory.running, self._memory.mean)
         if rows is None:
             if self.policy.needs_rows or seen is None:
@@ -189,8 +189,8 @@ class Ordering:
         self._memory = self._fresh_memory(following, before=self._memory)
         self._version = self.rest = self.came_from = None
 
-    def _fresh_memory(self, epoch: int, before: Memory | None) -> Memory:
-        memory = Memory.empty(self.sizes, epoch)
+    def _fresh_memory(self, epoch: int, before: BalanceState | None) -> BalanceState:
+        memory = BalanceState.empty(self.sizes, epoch)
         memory.copies = self._copies
         self.policy.begin(memory, before)
         return memory
@@ -234,7 +234,7 @@ class Ordering:
         missing = {"policy", "seed", "orders", "memory"} - state.keys()
         if missing:
             raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
-        memory = Memory.from_state_dict(state["memory"])
+        memory = BalanceState.from_state_dict(state["memory"])
         for name, theirs, ours in (
             ("policy", state["policy"], repr(self.policy)),
             ("seed", state["seed"], self.chance.seed),
@@ -262,7 +262,7 @@ class Ordering:
             self._make_over(orders, memory, rest, state.get("length", max(memory.sizes)))
 
     def _make_over(
-        self, orders: list[Tensor], memory: Memory, rest: Tensor | None, length: int
+        self, orders: list[Tensor], memory: BalanceState, rest: Tensor | None, length: int
     ) -> None:
         """Take over the table of another number of workers."""
         theirs = Ordering(self.policy, memory.sizes, seed=self.chance.seed, length=length)

@@ -15,13 +15,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gradherd.ordering.chance import Chance
-from gradherd.ordering.linear import LinearRows, Mixed, balance_linear
-from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.implicit_rows import ImplicitRows, LinearCombination, balance_implicit
 from gradherd.ordering.permute import reorder_all
-from gradherd.ordering.rules import Greedy, SignRule
+from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.sign_rules import Greedy, SignRule
 from gradherd.ordering.signed import Reduce
 from gradherd.ordering.signs import balance, draws_for
+from gradherd.ordering.state import BalanceState, Start
 
 
 class Pairs(NamedTuple):
@@ -35,7 +35,7 @@ class Pairs(NamedTuple):
     """(K, M) both were seen."""
 
 
-def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
+def take_pairs(memory: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
     """Move the memory on by (b, M, D) rows and return the pairs they complete.
 
     A pair is what is visited at time steps 2k and 2k+1. A row at an even step whose partner is
@@ -70,7 +70,7 @@ def take_pairs(memory: Memory, rows: Tensor, seen: Tensor) -> Pairs:
     return Pairs(first, diffs, both)
 
 
-def _place_odd_ones(memory: Memory, seen: Tensor) -> None:
+def _place_odd_ones(memory: BalanceState, seen: Tensor) -> None:
     """Send the last of an odd number of units, which has no partner, to the middle.
 
     Its row does not matter: the middle is the only slot left.
@@ -81,7 +81,7 @@ def _place_odd_ones(memory: Memory, seen: Tensor) -> None:
             memory.sides[size - 1, worker] = 1
 
 
-def place_pairs(memory: Memory, pairs: Pairs, signs: Tensor) -> None:
+def place_pairs(memory: BalanceState, pairs: Pairs, signs: Tensor) -> None:
     """Write the (K, M) signs of the pairs as sides: + sends the first of two to the front."""
     signs = signs * pairs.seen
     begin, end = 2 * pairs.first, 2 * (pairs.first + len(signs))
@@ -91,7 +91,9 @@ def place_pairs(memory: Memory, pairs: Pairs, signs: Tensor) -> None:
     seconds.copy_(torch.where(pairs.seen, -signs, seconds))
 
 
-def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: Chance) -> None:
+def sign_linear_pairs(
+    memory: BalanceState, rows: ImplicitRows, rule: SignRule, chance: SeededRandom
+) -> None:
     """Sign the pairs that B rows of one worker complete, without forming the rows."""
     count, lone = len(rows), memory.steps % 2 == 1 and memory.pending is None
     if count == 0:
@@ -107,13 +109,13 @@ def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: 
     extra = like.new_zeros(0, like.shape[1])
     if memory.pending is not None:
         c[0], extra = 1, memory.pending
-    vectors = Mixed(rows, a, extra, c[:, : len(extra)])
+    vectors = LinearCombination(rows, a, extra, c[:, : len(extra)])
     memory.steps += count
     finite = True
     if len(heads):
         span = slice(first, first + len(heads))
         draws = draws_for(rule, chance, memory.epoch, len(memory.sides) // 2, 1)[span]
-        signed = balance_linear(vectors, memory.running, rule, draws.T, memory.carry)
+        signed = balance_implicit(vectors, memory.running, rule, draws.T, memory.carry)
         memory.running, memory.carry = signed.running, signed.carry
         signs = signed.signs.T
         place_pairs(memory, Pairs(first, like, signs != 0), signs)
@@ -128,11 +130,11 @@ def sign_linear_pairs(memory: Memory, rows: LinearRows, rule: SignRule, chance: 
 
 
 def sign_pairs(
-    memory: Memory,
-    rows: Tensor | LinearRows,
+    memory: BalanceState,
+    rows: Tensor | ImplicitRows,
     seen: Tensor,
     rule: SignRule,
-    chance: Chance,
+    chance: SeededRandom,
     *,
     shared: bool,
     reduce: Reduce | None = None,
@@ -175,23 +177,23 @@ class PairGraB:
     needs_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
-    def begin(self, memory: Memory, before: Memory | None) -> None:
+    def begin(self, memory: BalanceState, before: BalanceState | None) -> None:
         """Forget the epoch before."""
         memory.carry = self.rule.start(len(memory.sizes), len(memory.sides) // 2, memory.epoch)
 
     def observe(
         self,
-        memory: Memory,
-        rows: Tensor | LinearRows,
+        memory: BalanceState,
+        rows: Tensor | ImplicitRows,
         seen: Tensor,
-        chance: Chance,
+        chance: SeededRandom,
         reduce: Reduce | None = None,
     ) -> None:
         """Sign the pairs that the rows complete."""
         sign_pairs(memory, rows, seen, self.rule, chance, shared=False, reduce=reduce)
 
     def reorder(
-        self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance
+        self, orders: list[Tensor], memory: BalanceState, epoch: int, chance: SeededRandom
     ) -> list[Tensor]:
         """Send each unit to its side."""
         return reorder_all(orders, memory.sides)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from gradherd.comm.world import World
-from gradherd.ordering.deal import Deal
-from gradherd.ordering.linear import LinearRows
+from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.policy import Policy, make_policy
-from gradherd.ordering.resize import turns
+from gradherd.ordering.registry import Policy, make_policy
+from gradherd.ordering.reshard import turns
+from gradherd.ordering.sharding import UnitSharding
 from gradherd.ordering.signed import Reduce
 from gradherd.ordering.walks import Claim, Pass, Places, Walk, Walks, calling_loader
 
@@ -57,7 +57,7 @@ class OrderedSampler(DistributedSampler[Any]):
         world: World | None = None,
         drop_last: bool = False,
     ) -> None:
-        """Deal the data set to the workers of `world`.
+        """UnitSharding the data set to the workers of `world`.
 
         Args:
             dataset: Map-style data set, the same on every rank.
@@ -80,7 +80,7 @@ class OrderedSampler(DistributedSampler[Any]):
         if not 1 <= unit <= batch_size or batch_size % unit:
             raise ValueError(f"unit must divide batch_size {batch_size}, got {unit}")
         world = World.detect() if world is None else world
-        self.deal = Deal(len(dataset), unit, world.size, drop_last)
+        self.sharding = UnitSharding(len(dataset), unit, world.size, drop_last)
         super().__init__(
             dataset,
             num_replicas=world.size,
@@ -94,9 +94,9 @@ class OrderedSampler(DistributedSampler[Any]):
         self.unit = unit
         self.ordering = Ordering(
             make_policy(policy) if isinstance(policy, str) else policy,
-            self.deal.sizes,
+            self.sharding.sizes,
             seed=seed,
-            length=self.deal.length,
+            length=self.sharding.length,
         )
         self.feedback: Feedback | None = None
         """Who feeds gradients back, and must be heard before the order is read."""
@@ -128,7 +128,7 @@ class OrderedSampler(DistributedSampler[Any]):
         return found
 
     def __len__(self) -> int:
-        return (self.deal.length if self._turns is None else len(self._turns)) * self.unit
+        return (self.sharding.length if self._turns is None else len(self._turns)) * self.unit
 
     @property
     def _turns(self) -> Tensor | None:
@@ -136,7 +136,7 @@ class OrderedSampler(DistributedSampler[Any]):
         rest = self.ordering.rest
         if rest is None:
             return None
-        return turns(rest, self.world.rank, self.world.size, self.deal.drop_last)
+        return turns(rest, self.world.rank, self.world.size, self.sharding.drop_last)
 
     @property
     def resting(self) -> bool:
@@ -153,9 +153,9 @@ class OrderedSampler(DistributedSampler[Any]):
         """Return the examples this rank visits in the current epoch, in order."""
         self._wait()
         if (units := self._turns) is not None:
-            found = self.deal.examples_of(units)
+            found = self.sharding.examples_of(units)
         else:
-            found = self.deal.indices(self.world.rank, self.ordering.orders[self.world.rank])
+            found = self.sharding.indices(self.world.rank, self.ordering.orders[self.world.rank])
         indices: list[int] = found.tolist()
         return indices
 
@@ -196,7 +196,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def observe(
         self,
-        rows: Tensor | LinearRows | None,
+        rows: Tensor | ImplicitRows | None,
         seen: Tensor | None = None,
         *,
         first: int | None = None,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.ordering.rules import Floats, Greedy, SignRule
+from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 from gradherd.ordering.signed import Numbers, Signed, Signs
 
 # Up to this many columns numpy's lower call overhead counts; beyond, its products start threads,

@@ -48,7 +48,7 @@ def send(flat: Tensor, world: World, *, out: Tensor | None = None) -> Bucket:
 
 
 class Pool:
-    """Memory for slices that is used again: fresh memory costs as much as the exchange."""
+    """BalanceState for slices that is used again: fresh memory costs as much as the exchange."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []

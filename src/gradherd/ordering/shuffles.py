@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradherd.ordering.chance import Chance
-from gradherd.ordering.linear import LinearRows
-from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.permute import reorder
+from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.signed import Reduce
+from gradherd.ordering.state import BalanceState, Start
 
-Following = Callable[[list[Tensor], Sequence[int], int, Chance], list[Tensor]]
+Following = Callable[[list[Tensor], Sequence[int], int, SeededRandom], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,29 +33,29 @@ class Shuffle:
 
     needs_rows: ClassVar[bool] = False
 
-    def begin(self, memory: Memory, before: Memory | None) -> None:
+    def begin(self, memory: BalanceState, before: BalanceState | None) -> None:
         """Remember nothing."""
 
     def observe(
         self,
-        memory: Memory,
-        rows: Tensor | LinearRows,
+        memory: BalanceState,
+        rows: Tensor | ImplicitRows,
         seen: Tensor,
-        chance: Chance,
+        chance: SeededRandom,
         reduce: Reduce | None = None,
     ) -> None:
         """Learn nothing; time passes."""
         memory.steps += len(seen)
 
     def reorder(
-        self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance
+        self, orders: list[Tensor], memory: BalanceState, epoch: int, chance: SeededRandom
     ) -> list[Tensor]:
         """Return the orders of `epoch`."""
         return self.following(orders, memory.sizes, epoch, chance)
 
 
 def reshuffled(
-    orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: Chance
+    orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: SeededRandom
 ) -> list[Tensor]:
     """Draw a new permutation for every worker (D-RR, the baseline).
 
@@ -65,12 +65,16 @@ def reshuffled(
     return chance.permutations(sizes, epoch)
 
 
-def kept(orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: Chance) -> list[Tensor]:
+def kept(
+    orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: SeededRandom
+) -> list[Tensor]:
     """Keep the orders: shuffle-once and fixed differ in where they start."""
     return orders
 
 
-def flipped(orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: Chance) -> list[Tensor]:
+def flipped(
+    orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: SeededRandom
+) -> list[Tensor]:
     """Draw before even epochs, walk back before odd ones (flip-flop).
 
     Rajput, Lee, Papailiopoulos, "Permutation-based SGD: is random optimal?" (2022).
@@ -81,7 +85,7 @@ def flipped(orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: Chan
 
 
 def all_plus(
-    orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: Chance
+    orders: list[Tensor], sizes: Sequence[int], epoch: int, chance: SeededRandom
 ) -> list[Tensor]:
     """Pair balance with every sign plus, whatever the gradients: the control arm.
 
@@ -89,7 +93,7 @@ def all_plus(
     does when a bug makes all its pair differences zero (the published LSTM and M4 scripts do),
     so a gain that this arm shows as well is not due to balancing.
 
-    >>> all_plus([torch.arange(5)], [5], 1, Chance(0))
+    >>> all_plus([torch.arange(5)], [5], 1, SeededRandom(0))
     [tensor([0, 2, 4, 3, 1])]
     """
     return [reorder(order, 1 - 2 * (torch.arange(len(order)) % 2)) for order in orders]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.ordering.rules import Floats
+from gradherd.ordering.sign_rules import Floats
 
 Numbers = NDArray[np.floating]
 Signs = NDArray[np.int8]

@@ -11,10 +11,10 @@ D dimension. Signs are int8: +1, -1, and 0 for a vector that was left out (not f
 import numpy as np
 from torch import Tensor
 
-from gradherd.ordering.chance import Chance
 from gradherd.ordering.gram import block_gram, blocks_together, fast_form
-from gradherd.ordering.rules import Floats, SignRule
+from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sequential import sequential
+from gradherd.ordering.sign_rules import Floats, SignRule
 from gradherd.ordering.signed import Reduce, Signed
 
 # On the CPU a Gram block only pays for few columns: its arithmetic grows with the block's size,
@@ -27,7 +27,7 @@ _GPU_VECTORS, _GPU_COLUMNS = 8, 4_000_000
 _MANY_STREAMS = 8
 
 
-def draws_for(rule: SignRule, chance: Chance, epoch: int, steps: int, workers: int) -> Floats:
+def draws_for(rule: SignRule, chance: SeededRandom, epoch: int, steps: int, workers: int) -> Floats:
     """Return an epoch's (steps, workers) uniform numbers; zeros where the rule wants none."""
     if rule.chance:
         return chance.draws(steps, workers, epoch)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradherd.ordering.herding import parallel_herding_bound
-from gradherd.ordering.memory import Start
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.policy import Policy
+from gradherd.ordering.registry import Policy
+from gradherd.ordering.state import Start
 from gradherd.replay.arrays import open_array, printable
 
 # Vectors handed to a policy at once: enough to hide call overhead, few enough for the cache.

@@ -14,7 +14,7 @@ from gradherd.lab.study.kind import Told, Where
 from gradherd.lab.study.run import left, planned, run_pieces
 from gradherd.lab.study.shards import by_label
 from gradherd.lab.tasks.registry import find_task
-from gradherd.ordering.deal import Deal
+from gradherd.ordering.sharding import UnitSharding
 
 STUDIES = Path(__file__).parents[3] / "studies"
 
@@ -184,7 +184,7 @@ def test_dealing_in_turn_gives_each_worker_a_run_of_the_sorted_labels(count, wor
     labels = torch.randint(4, (count,), generator=torch.Generator().manual_seed(0))
     order = by_label(labels, workers)
     assert sorted(order.tolist()) == list(range(count))
-    deal = Deal(count, 1, workers, drop_last=False)
+    deal = UnitSharding(count, 1, workers, drop_last=False)
     dealt = [labels[order][w::workers] for w in range(workers)]
     assert [len(own) for own in dealt] == list(deal.sizes)
     assert torch.equal(torch.cat(dealt), labels.sort().values)

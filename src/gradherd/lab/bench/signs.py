@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
 from gradherd.ordering.gram import block_gram
-from gradherd.ordering.rules import Greedy
+from gradherd.ordering.sign_rules import Greedy
 from gradherd.ordering.signs import balance
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from gradherd.lab.study.kind import Found, OneByOne, Piece, Where, checked, no_task, positive
 from gradherd.lab.study.spec import Study
-from gradherd.ordering.policy import make_policy
+from gradherd.ordering.registry import make_policy
 from gradherd.replay.order import random_vectors, replay_order
 
 

@@ -29,7 +29,7 @@ from gradherd.lab.train.turns import Portions
 from gradherd.lab.train.virtual import make_ordering
 from gradherd.lab.train.watch import Bins, cheap, prefix_bound
 from gradherd.ordering.gather import seen_batches
-from gradherd.ordering.policy import make_policy
+from gradherd.ordering.registry import make_policy
 
 # Rows of several steps are shown to the orders together, up to so many steps and numbers.
 _STEPS, _NUMBERS, _GPU_NUMBERS = 512, 8_000_000, 1 << 30

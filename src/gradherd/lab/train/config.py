@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gradherd.lab.tasks.task import Defaults
-from gradherd.ordering.policy import POLICIES
+from gradherd.ordering.registry import POLICIES
 from gradherd.rows.settings import RowSettings, SketchRows
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import check_density

@@ -21,7 +21,7 @@ from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.resume import Saving, run_saved
 from gradherd.lab.train.stacks import kept_by, stacks, why_no_mean, why_not
 from gradherd.lab.train.virtual import VirtualFleet
-from gradherd.ordering.deal import Deal
+from gradherd.ordering.sharding import UnitSharding
 
 log = logging.getLogger("gradherd")
 
@@ -64,7 +64,7 @@ def plan(
 
 def steps_of(config: RunConfig, examples: int) -> int:
     """Return how many steps a run takes."""
-    deal = Deal(examples, config.unit, config.workers, drop_last=False)
+    deal = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     return -(-deal.length * config.unit // config.batch_size) * config.epochs
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.virtual import row_settings
-from gradherd.ordering.policy import make_policy
+from gradherd.ordering.registry import make_policy
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import count_sketch
 

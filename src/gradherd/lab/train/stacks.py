@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.forms import why_unfit
-from gradherd.ordering.policy import make_policy
+from gradherd.ordering.registry import make_policy
 from gradherd.rows.flat import FlatSpec
 
 # Beyond this many parameters arithmetic counts, not calls: other kernels would be no faster.

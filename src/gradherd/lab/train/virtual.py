@@ -25,16 +25,16 @@ from gradherd.lab.train.fleet import Quality, Tally, Tick
 from gradherd.lab.train.steps import clip_and_step, make_optimizer, set_rate
 from gradherd.lab.train.turns import Exchange, Portions, Turns
 from gradherd.lab.train.watch import Stretches, cheap, prefix_bound
-from gradherd.ordering.deal import Deal
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.policy import make_policy
+from gradherd.ordering.registry import make_policy
+from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.choose import auto_rows, named_rows
 from gradherd.rows.settings import BatchRows, RowSettings
 
 
-def make_ordering(config: RunConfig, examples: int) -> tuple[Deal, Ordering]:
+def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
     """Return how examples are dealt to workers, and the order of all of them."""
-    deal = Deal(examples, config.unit, config.workers, drop_last=False)
+    deal = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     policy = make_policy(config.order)
     return deal, Ordering(policy, deal.sizes, seed=config.seed, length=deal.length)
 

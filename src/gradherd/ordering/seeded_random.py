@@ -18,7 +18,7 @@ _PURPOSES = {"order": 0, "signs": 1}
 
 
 @dataclass(frozen=True)
-class Chance:
+class SeededRandom:
     """All random choices of one run."""
 
     seed: int

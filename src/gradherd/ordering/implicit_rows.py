@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gradherd.ordering.gram import signs_from_products
-from gradherd.ordering.rules import Floats, SignRule
+from gradherd.ordering.sign_rules import Floats, SignRule
 from gradherd.ordering.signed import Signed
 
 
-class LinearRows(Protocol):
+class ImplicitRows(Protocol):
     """A (B, D) matrix that need not exist."""
 
     def __len__(self) -> int:
@@ -41,10 +41,10 @@ class LinearRows(Protocol):
 
 
 @dataclass(frozen=True)
-class Mixed:
+class LinearCombination:
     """The vectors A.rows + C.extra, described by their coefficients."""
 
-    rows: LinearRows
+    rows: ImplicitRows
     """(B, D), not formed."""
     a: Tensor
     """(P, B) weights of the rows."""
@@ -70,8 +70,8 @@ class Mixed:
         return self.rows.combine(weights @ self.a) + weights @ self.c @ self.extra
 
 
-def balance_linear(
-    vectors: Mixed, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
+def balance_implicit(
+    vectors: LinearCombination, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
 ) -> Signed:
     """Sign P vectors of one stream as one Gram block; all are left out if one is not finite.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Deal:
+class UnitSharding:
     """A data set cut into units and dealt to workers."""
 
     examples: int
@@ -42,7 +42,7 @@ class Deal:
     def sizes(self) -> tuple[int, ...]:
         """Units of each worker; they differ by one at most.
 
-        >>> Deal(examples=10, unit=3, workers=3, drop_last=False).sizes
+        >>> UnitSharding(examples=10, unit=3, workers=3, drop_last=False).sizes
         (2, 1, 1)
         """
         return tuple(len(range(worker, self.units, self.workers)) for worker in range(self.workers))
@@ -64,10 +64,10 @@ class Deal:
         Returns:
             (length * unit,) indices into the data set.
 
-        >>> deal = Deal(examples=10, unit=3, workers=3, drop_last=False)
-        >>> deal.indices(0, torch.tensor([1, 0])).tolist()
+        >>> sharding = UnitSharding(examples=10, unit=3, workers=3, drop_last=False)
+        >>> sharding.indices(0, torch.tensor([1, 0])).tolist()
         [9, 9, 9, 0, 1, 2]
-        >>> deal.indices(1, torch.tensor([0])).tolist()
+        >>> sharding.indices(1, torch.tensor([0])).tolist()
         [3, 4, 5, 3, 4, 5]
         """
         units = order * self.workers + worker if len(order) else torch.tensor([worker % self.units])

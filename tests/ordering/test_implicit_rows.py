@@ -3,7 +3,7 @@ import torch
 
 from gradherd import OrderedSampler, World
 from gradherd.ordering import Ordering, make_policy
-from gradherd.ordering.linear import Mixed
+from gradherd.ordering.implicit_rows import LinearCombination
 from gradherd.rows.rows import DenseRows
 from tests.ordering.helpers import RULES, lists, same
 
@@ -101,11 +101,11 @@ def test_mixed_rows_are_what_their_coefficients_say():
         torch.randn(shape, dtype=torch.float64, generator=draw)
         for shape in ((4, 9), (3, 4), (2, 9), (3, 2), (5, 9), (6, 3))
     )
-    mixed, matrix = Mixed(DenseRows(rows), a, extra, c), a @ rows + c @ extra
+    mixed, matrix = LinearCombination(DenseRows(rows), a, extra, c), a @ rows + c @ extra
     torch.testing.assert_close(mixed.dot(some), some @ matrix.T)
     torch.testing.assert_close(mixed.gram(), matrix @ matrix.T)
     torch.testing.assert_close(mixed.combine(weights), weights @ matrix)
-    plain = Mixed(DenseRows(rows), a, extra[:0], c[:, :0])
+    plain = LinearCombination(DenseRows(rows), a, extra[:0], c[:, :0])
     torch.testing.assert_close(plain.gram(), a @ rows @ (a @ rows).T)
 
 

@@ -17,7 +17,7 @@ Start = Literal["identity", "random"]
 
 
 @dataclass
-class Memory:
+class BalanceState:
     """Signs so far and the sums behind them. Lives for one epoch, but for `mean`."""
 
     sizes: tuple[int, ...]
@@ -46,7 +46,7 @@ class Memory:
     """(M, D) mean row of the epoch before (mean balance); survives the epoch."""
 
     @classmethod
-    def empty(cls, sizes: Sequence[int], epoch: int) -> "Memory":
+    def empty(cls, sizes: Sequence[int], epoch: int) -> "BalanceState":
         """Return the memory of an epoch in which nothing was seen yet."""
         sides = torch.zeros((max(sizes, default=0), len(sizes)), dtype=torch.int8)
         return cls(sizes=tuple(sizes), epoch=epoch, sides=sides)
@@ -84,7 +84,7 @@ class Memory:
         return state
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> "Memory":
+    def from_state_dict(cls, state: dict[str, Any]) -> "BalanceState":
         """Return the memory that `state_dict` described."""
         missing = {"sizes", "epoch", "steps", "sides", "carry"} - state.keys()
         if missing:

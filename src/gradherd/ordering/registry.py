@@ -8,21 +8,21 @@ from typing import Protocol
 from torch import Tensor
 
 from gradherd.ordering.cd_grab import CDGraB
-from gradherd.ordering.chance import Chance
 from gradherd.ordering.grab import GraB
-from gradherd.ordering.linear import LinearRows
-from gradherd.ordering.memory import Memory, Start
+from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.pair_grab import PairGraB
-from gradherd.ordering.rules import SIGN_RULES
+from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.shuffles import Shuffle, all_plus, flipped, kept, reshuffled
+from gradherd.ordering.sign_rules import SIGN_RULES
 from gradherd.ordering.signed import Reduce
+from gradherd.ordering.state import BalanceState, Start
 
 
 class Policy(Protocol):
     """Turns one epoch's gradients into the next epoch's orders.
 
-    A policy is a frozen dataclass: it is its own settings. What it remembers is in the Memory
-    that is handed to it, what it draws comes from the Chance that is handed to it.
+    A policy is a frozen dataclass: it is its own settings. What it remembers is in the BalanceState
+    that is handed to it, what it draws comes from the SeededRandom that is handed to it.
     """
 
     @property
@@ -35,16 +35,16 @@ class Policy(Protocol):
         """The first order, where the method itself prescribes it."""
         ...
 
-    def begin(self, memory: Memory, before: Memory | None) -> None:
+    def begin(self, memory: BalanceState, before: BalanceState | None) -> None:
         """Make a fresh memory ready for its epoch; `before` is that of the last epoch."""
         ...
 
     def observe(
         self,
-        memory: Memory,
-        rows: Tensor | LinearRows,
+        memory: BalanceState,
+        rows: Tensor | ImplicitRows,
         seen: Tensor,
-        chance: Chance,
+        chance: SeededRandom,
         reduce: Reduce | None = None,
     ) -> None:
         """Learn from the next b time steps.
@@ -60,7 +60,7 @@ class Policy(Protocol):
         ...
 
     def reorder(
-        self, orders: list[Tensor], memory: Memory, epoch: int, chance: Chance
+        self, orders: list[Tensor], memory: BalanceState, epoch: int, chance: SeededRandom
     ) -> list[Tensor]:
         """Return the orders of `epoch` from those of the epoch in `memory`."""
         ...

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradherd.comm.world import World
-from gradherd.ordering.deal import Deal
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.policy import POLICIES, make_policy
-from gradherd.ordering.resize import sequence, striped, turns
+from gradherd.ordering.registry import POLICIES, make_policy
+from gradherd.ordering.reshard import sequence, striped, turns
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.ordering.sharding import UnitSharding
 
 
 def slow_sequence(orders, first, length):
@@ -36,7 +36,7 @@ def test_stripes_are_permutations_of_each_workers_own(units, workers, seed):
     torch.manual_seed(seed)
     order = torch.randperm(units)
     stripes = striped(order, workers)
-    sizes = Deal(units, 1, workers, drop_last=False).sizes
+    sizes = UnitSharding(units, 1, workers, drop_last=False).sizes
     assert [sorted(stripe.tolist()) for stripe in stripes] == [list(range(n)) for n in sizes]
     for worker, stripe in enumerate(stripes):
         places = [order.tolist().index(int(unit) * workers + worker) for unit in stripe]
