@@ -1,6 +1,7 @@
 """The same units on another number of workers: pure functions on tables of orders.
 
-Unit u of worker w, of W, is unit u*W + w of the data set (see `sharding`). In these global numbers an
+Unit u of worker w, of W, is unit u*W + w of the data set (see `sharding`). In these global
+numbers an
 epoch is one sequence: all workers' first units, all workers' second units, and so on. What is left
 of it is dealt out again in that sequence, and each worker's new order is the sequence of those
 units that are its own from now on.
