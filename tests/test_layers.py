@@ -15,6 +15,7 @@ ROOT = Path(gradherd.__file__).parent
 # Room -> rooms it may import. The core is rows, comm, ordering, sparsify, attach; the lab measures
 # it and is never imported by it. The two halves, ordering and sparsify, do not know each other.
 CORE = {"rows", "comm", "ordering", "sparsify", "attach"}
+LAB = {"lab.train", "lab.tasks", "lab.bench", "lab.text"}
 ALLOWED = {
     "comm": {"comm"},
     "rows": {"rows"},
@@ -24,11 +25,12 @@ ALLOWED = {
     "replay": {"replay", "ordering", "sparsify"},
     "advise": {"advise", "comm", "sparsify", "ordering"},
     "lab": {"lab", "replay", "advise", *CORE},
-    "lab.tasks": {"lab.tasks"},
-    "lab.train": {"lab.train", "lab.tasks", *CORE},
-    "lab.bench": {"lab.bench", "lab.train", "lab.tasks", *CORE},
-    "lab.study": {"lab.study", "lab.train", "lab.tasks", "lab.bench", "replay", "advise", *CORE},
-    "lab.report": {"lab.report", "lab.train", "lab.study"},
+    "lab.text": {"lab.text"},
+    "lab.tasks": {"lab.tasks", "lab.text"},
+    "lab.train": {"lab.train", "lab.tasks", "lab.text", *CORE},
+    "lab.bench": {"lab.bench", "lab.train", "lab.tasks", "lab.text", *CORE},
+    "lab.study": {"lab.study", *LAB, "replay", "advise", *CORE},
+    "lab.report": {"lab.report", "lab.train", "lab.study", "lab.text"},
     "cli": {"cli", "lab", "replay", "advise", "comm", "ordering", "sparsify", "__init__"},
     "__main__": {"cli"},
     "__init__": CORE,

@@ -1,8 +1,8 @@
-"""Tasks whose workers hold different labels: see `gradherd.lab.study.shards`."""
+"""Tasks whose workers have different labels: see `gradherd.lab.study.label_shards`."""
 
-from gradherd.lab.study.shards import unshared
+from gradherd.lab.study.label_shards import sharded_by_label
 from gradherd.lab.tasks.cifar10_lenet import Cifar10LeNet
 from gradherd.lab.tasks.digits import Digits
 
-LeNet16 = unshared(Cifar10LeNet, 16)
-Digits4 = unshared(Digits, 4)
+LeNet16 = sharded_by_label(Cifar10LeNet, 16)
+Digits4 = sharded_by_label(Digits, 4)

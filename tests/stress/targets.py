@@ -18,8 +18,8 @@ from gradherd.attach.pack import pack, unpack
 from gradherd.comm.world import World
 from gradherd.lab.report.find import find_records
 from gradherd.lab.report.page import render
-from gradherd.lab.study.archive import Result, read_results, write_results
 from gradherd.lab.study.file import read_study
+from gradherd.lab.study.results import RunResult, read_results, write_results
 from gradherd.lab.tasks import fetch
 from gradherd.lab.tasks.check import check_set
 from gradherd.lab.tasks.data import find_set
@@ -348,7 +348,7 @@ def _toml(data: bytes, chance: random.Random) -> bytes:
 def _results(root: Path) -> Path:
     told = {"settings": {"order": "d-rr"}, "status": "done", "about": {}, "versions": {}}
     told |= {"hardware": {}, "started": "2026-01-01", "arm": "d-rr"}
-    runs = [Result(seed=seed, figures={"series": {"x": [1.0, 2.5]}}, **told) for seed in (0, 1)]
+    runs = [RunResult(seed=seed, figures={"series": {"x": [1.0, 2.5]}}, **told) for seed in (0, 1)]
     write_results(root, "small", "compare", runs)
     return root / "d-rr.json"
 

@@ -20,14 +20,21 @@ from gradherd.cli.claims_show import as_claims, print_claims
 from gradherd.cli.study_bar import Bar
 from gradherd.cli.train_options import AnyPath, check_data, known_task
 from gradherd.cli.usage import Failed, UsageError, at_least, print_json
-from gradherd.lab.report.text import counted
-from gradherd.lab.study.archive import Result, read_arms, read_others
 from gradherd.lab.study.file import read_study
-from gradherd.lab.study.jobs import ProcessDied
-from gradherd.lab.study.kind import Piece, Where, task_path
-from gradherd.lab.study.run import add, kind_of, left, planned, run_pieces, twins
+from gradherd.lab.study.kinds import PlannedRun, RunContext, task_path
+from gradherd.lab.study.results import RunResult, read_arms, read_other_studies
+from gradherd.lab.study.run import (
+    ProcessDied,
+    kind_of,
+    missing_runs,
+    plan_runs,
+    reusable_results,
+    run_planned,
+    store_results,
+)
 from gradherd.lab.study.spec import Study as StudyFile
 from gradherd.lab.tasks.read import DamagedData
+from gradherd.lab.text import counted
 
 if TYPE_CHECKING:
     from gradherd.lab.report.claims import Verdict
@@ -77,11 +84,11 @@ class Study:
             usable_device(self.device)
         try:
             study = read_study(self.file)
-            pieces = planned(study, self.only, self.seeds)
+            pieces = plan_runs(study, self.only, self.seeds)
             _check_told(study)
             out = RESULTS / study.name if self.out is None else self.out
             there = read_arms(out, dict.fromkeys(piece.arm for piece in pieces), study.kind)
-            todo = left(pieces, there)
+            todo = missing_runs(pieces, there)
         except ValueError as error:
             raise UsageError(str(error)) from None
         found = self._elsewhere(study, todo)
@@ -99,11 +106,11 @@ class Study:
         if kind_of(study).alone and self.jobs > 1:
             raise UsageError(f"--jobs: kind {study.kind} measures time, its runs go one by one")
         _check_out(out)
-        add(study, out, found)
+        store_results(study, out, found)
         made = self._made(study, todo, out)
         self._end(study, out, made, len(pieces) - len(todo))
 
-    def _elsewhere(self, study: StudyFile, todo: Sequence[Piece]) -> list[Result]:
+    def _elsewhere(self, study: StudyFile, todo: Sequence[PlannedRun]) -> list[RunResult]:
         """Return results of these runs that another study has.
 
         Only where results of studies are known to be side by side, and not of those that measure
@@ -112,9 +119,11 @@ class Study:
         if not self.resume or self.out is not None or kind_of(study).alone or not todo:
             return []
         told = partial(print, "gradherd: passed over:", file=sys.stderr)
-        return twins(todo, read_others(RESULTS, study.name, study.kind, told))
+        return reusable_results(todo, read_other_studies(RESULTS, study.name, study.kind, told))
 
-    def _made(self, study: StudyFile, todo: Sequence[Piece], out: Path) -> list[dict[str, Any]]:
+    def _made(
+        self, study: StudyFile, todo: Sequence[PlannedRun], out: Path
+    ) -> list[dict[str, Any]]:
         if not todo:
             return []
         if study.task is not None:
@@ -124,13 +133,13 @@ class Study:
         before = signal.signal(signal.SIGTERM, _interrupt)
         try:
             with Bar(len(todo)) as bar:
-                where = Where(
+                where = RunContext(
                     folder=study.folder,
                     device=_device(study, self.device),
                     data_dir=self.data_dir,
-                    told=bar,
+                    progress=bar,
                 )
-                for results in run_pieces(study, todo, out, where, self.jobs):
+                for results in run_planned(study, todo, out, where, self.jobs):
                     made += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
         except KeyboardInterrupt:
             print(f"gradherd: {len(made)} of {len(todo)} runs are in {out}", file=sys.stderr)
@@ -162,8 +171,8 @@ class Study:
     def _show_plan(
         self,
         study: StudyFile,
-        pieces: Sequence[Piece],
-        todo: Sequence[Piece],
+        pieces: Sequence[PlannedRun],
+        todo: Sequence[PlannedRun],
     ) -> None:
         waiting = [{"arm": one.arm, "seed": one.seed} for one in todo]
         if self.json:

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from gradherd.lab.study.kind import Piece, Told
+from gradherd.lab.study.kinds import PlannedRun, StudyProgress
 
 
-class Bar(Told):
+class Bar(StudyProgress):
     """One bar on stderr if that is a terminal: the steps of the batch at hand, and which it is."""
 
     def __init__(self, runs: int) -> None:
@@ -34,7 +34,7 @@ class Bar(Told):
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def pieces(self, batch: Sequence[Piece]) -> None:
+    def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
         """Name what goes on."""
         first, self._done = self._done + 1, self._done + len(batch)
         span = f"{first}" if len(batch) == 1 else f"{first}-{self._done}"
@@ -42,7 +42,7 @@ class Bar(Told):
         text = f"run {span} of {self._runs}: {escape(what)}"
         self._bar.reset(self._task, total=None, description=text, loss="")
 
-    def side_by_side(self, runs: int, jobs: int) -> None:
+    def begin_parallel(self, runs: int, jobs: int) -> None:
         """Count runs instead of steps."""
         text = f"{runs} runs, {jobs} at a time"
         self._bar.reset(self._task, total=runs, description=text, loss="")

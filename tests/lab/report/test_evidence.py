@@ -11,10 +11,9 @@ from gradherd.lab.report.evidence import IMAGES, PAGE, fits, gather
 from gradherd.lab.report.figures import Axis, Line, chart
 from gradherd.lab.report.figures_study import against, drawn, over_time
 from gradherd.lab.report.told import check_told
-from gradherd.lab.study.archive import Result, write_results
-from gradherd.lab.study.compact import about, columns
 from gradherd.lab.study.file import read_study
-from gradherd.lab.study.run import planned
+from gradherd.lab.study.results import RunResult, describe_run, to_columns, write_results
+from gradherd.lab.study.run import plan_runs
 from gradherd.lab.study.spec import Claim, Figure
 from tests.lab.report.made import record
 
@@ -29,13 +28,13 @@ def claim(**given):
 def result(arm, seed, losses, **fields):
     made = record(seed=seed, epochs=len(losses), losses=losses, **fields)
     settings = {k: v for k, v in made.config.items() if k not in ("seed", "source", "virtual")}
-    return Result(
+    return RunResult(
         arm=arm,
         seed=seed,
         settings=settings,
         status="done",
-        about=about(made),
-        figures=columns(made),
+        about=describe_run(made),
+        figures=to_columns(made),
         versions=made.versions,
         hardware=made.hardware,
         started=made.started,
@@ -281,7 +280,7 @@ def root(tmp_path):
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "small.toml").write_text(STUDY)
     for order in ("d-rr", "cd-grab"):
-        pieces = planned(read_study(tmp_path / "studies" / "small.toml"), [f"{order}, few"])
+        pieces = plan_runs(read_study(tmp_path / "studies" / "small.toml"), [f"{order}, few"])
         made = [
             replace(
                 result(piece.arm, piece.seed, [2.0, 1.5, 1.2, 1.0 + 0.1 * piece.seed]),
@@ -368,8 +367,8 @@ def test_a_figure_against_an_arm_says_so(root):
         read_study(path)
     for line, told in (
         ('x = "bytes"', "unknown x of a figure with against 'bytes'"),
-        ('lines = "order"', "figure 'Loss': with against each arm is a line: no lines"),
-        ("log = true", "figure 'Loss': log goes with neither zero nor against"),
+        ('lines = "order"', "figure 'Loss': with against every arm is a line"),
+        ("log = true", "figure 'Loss': log cannot be used with zero or against"),
     ):
         wrong = f'y = "train_loss"\nagainst = "d-rr, few"\n{line}'
         path.write_text(STUDY.replace('y = "train_loss"', wrong, 1))
@@ -474,7 +473,7 @@ def test_runs_of_a_study_are_on_its_page(path):
     """What is planned fits the file; what had other settings does not."""
     study = read_study(path)
     arms = {arm.name: arm for arm in study.arms}
-    for piece in planned(study):
+    for piece in plan_runs(study):
         made = replace(result(piece.arm, piece.seed, [1.0]), settings=piece.settings)
         assert fits(study, arms[piece.arm], made), piece
         other = replace(made, settings={**piece.settings, "limit": 7, "dim": 7})

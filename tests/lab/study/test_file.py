@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from gradherd.lab.study.file import read_study
-from gradherd.lab.study.run import planned
+from gradherd.lab.study.run import plan_runs
 
 STUDIES = sorted((Path(__file__).parents[3] / "studies").glob("*.toml"))
 GOOD = """
@@ -58,7 +58,7 @@ def test_a_study_is_what_its_file_says(tmp_path):
     )
     assert [arm.name for arm in study.arms] == ["d-rr, two", "cd-grab, two"]
     assert study.claims[0].against == "d-rr, two" and study.figures[0].x == "epoch"
-    pieces = planned(study)
+    pieces = plan_runs(study)
     assert [(p.seed, p.arm) for p in pieces] == [
         (0, "d-rr, two"),
         (0, "cd-grab, two"),
@@ -72,21 +72,21 @@ def test_a_study_is_what_its_file_says(tmp_path):
 WRONG = [
     ("kind =", "kind 1", "Expected '='"),
     ('theme = "ordering"', 'theme = "odd"', "unknown theme 'odd'; known are ordering, open,"),
-    ('theme = "ordering"', 'theme = "ordering"\nbudget = 5', "budget must be a text, got 5"),
-    ('theme = "ordering"', 'theme = "ordering"\nnote = ["a"]', "note must be a text, got ['a']"),
+    ('theme = "ordering"', 'theme = "ordering"\nbudget = 5', "budget must be a string, got 5"),
+    ('theme = "ordering"', 'theme = "ordering"\nnote = ["a"]', "note must be a string, got ['a']"),
     (
         "seeds = 2",
         "seeds = 0",
-        "or a list of some below 2**31, got 0",
+        "or a list of distinct seeds below 2**31, got 0",
     ),
-    ("seeds = 2", "seeds = 1000000000", "seeds must be a number of them, up to 1000"),
-    ("seeds = 2", "seeds = true", "seeds must be a number of them"),
-    ("seeds = 2", "seeds = [2147483648]", "seeds must be a number of them"),
-    ("seeds = 2", "seeds = [1, 1]", "seeds must be a number of them"),
+    ("seeds = 2", "seeds = 1000000000", "seeds must be a count up to 1000"),
+    ("seeds = 2", "seeds = true", "seeds must be a count"),
+    ("seeds = 2", "seeds = [2147483648]", "seeds must be a count"),
+    ("seeds = 2", "seeds = [1, 1]", "seeds must be a count"),
     ("seeds = 2", "seedz = 2", "unknown key 'seedz'; known are kind, theme"),
     ("[[figure]]", "[figure]", "figure must be tables, each under [[figure]]"),
     ('workers = "ours"', "", "[sources] must say where workers comes from"),
-    ('workers = "ours"', 'workers = "ours"\nlr = "ours"', "[sources] tells of lr, which nothing"),
+    ('workers = "ours"', 'workers = "ours"\nlr = "ours"', "[sources] names lr, which nothing"),
     ('arm = "cd-grab, two"', 'arm = "cd-grab"', "unknown arm of claim a 'cd-grab'; known are"),
     ('test = "less"', 'test = "same"', "unknown test of claim a 'same'; known are less"),
     ('against = "d-rr, two"', "", "against goes with less, greater and no-worse"),
@@ -94,28 +94,28 @@ WRONG = [
     ('source = "ours"\npaper', "paper", "claim a lacks source"),
     ('y = "train_loss"', 'z = "train_loss"', "unknown key of figure Loss 'z'; known are title"),
     ('y = "train_loss"', "", "figure Loss lacks y"),
-    ('y = "train_loss"', "y = 5", "y of figure Loss must be a text, got 5"),
+    ('y = "train_loss"', "y = 5", "y of figure Loss must be a string, got 5"),
     (
         'y = "train_loss"',
         'y = "a"\nlog = "no"',
         "log of figure Loss must be true or false, got 'no'",
     ),
-    ('test = "less"', 'test = "less"\nepoch = "2"', "epoch of claim a must be a whole number, got"),
+    ('test = "less"', 'test = "less"\nepoch = "2"', "epoch of claim a must be an integer, got"),
     ('test = "less"', 'test = "less"\nepoch = 0', "claim a: epochs are counted from 1, got 0"),
     ('test = "less"', 'test = "less"\nepoch = 3', "there is no epoch 3, 'cd-grab, two' has 2"),
     (
         'test = "less"',
         'test = "less"\npaper_values = [1]',
-        "paper_values of claim a must be a list of 2, each a number, got [1]",
+        "paper_values of claim a must be a list of length 2, each a number, got [1]",
     ),
     ('test = "less"', 'test = "at-most"\nvalue = "1"', "value of claim a must be a number, got"),
     ('theme = "ordering"', "", "there is no theme: a study needs one"),
-    ('task = "digits"', "task = 5", "task must be a text, got 5"),
-    ('label = "two"', "label = 5", "label of an [[arms]] table must be a text, got 5"),
+    ('task = "digits"', "task = 5", "task must be a string, got 5"),
+    ('label = "two"', "label = 5", "label of an [[arms]] table must be a string, got 5"),
     (
         'order = ["d-rr", "cd-grab"]',
         'order = ["d-rr", "cd-grab"]\nlr = [0.1, 0.2]',
-        "two arms are called 'd-rr, two': a label hides what lists make different",
+        "two arms are called 'd-rr, two': a label hides the values of lists",
     ),
     (
         "[[figure]]",
@@ -153,30 +153,30 @@ def test_settings_that_no_run_can_have_are_named_with_what_is_allowed(tmp_path, 
     text = text.replace('\nworkers = "ours"', '\nwrkers = "ours"') if "wrkers" in new else text
     study = read(tmp_path, text)
     with pytest.raises(ValueError, match=re.escape(says)):
-        planned(study)
+        plan_runs(study)
 
 
 def test_a_file_that_is_not_there_and_odd_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         read_study(tmp_path / "none.toml")
-    with pytest.raises(ValueError, match="small letters"):
+    with pytest.raises(ValueError, match="lower-case letters"):
         read(tmp_path, GOOD, name="A study.toml")
 
 
 def test_arms_can_be_picked_by_name_or_pattern(tmp_path):
     study = read(tmp_path, GOOD)
-    assert {piece.arm for piece in planned(study, ["cd-*"])} == {"cd-grab, two"}
-    assert {piece.seed for piece in planned(study, (), [1])} == {1}
+    assert {piece.arm for piece in plan_runs(study, ["cd-*"])} == {"cd-grab, two"}
+    assert {piece.seed for piece in plan_runs(study, (), [1])} == {1}
     with pytest.raises(ValueError, match="there is no seed 2; there are 0, 1"):
-        planned(study, (), [2])
+        plan_runs(study, (), [2])
     with pytest.raises(ValueError, match="there is no arm 'grab'; there are 'd-rr, two'"):
-        planned(study, ["grab"])
+        plan_runs(study, ["grab"])
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_the_studies_that_come_along_can_be_planned(path):
     study = read_study(path)
-    assert len(planned(study)) == len(study.seeds) * len(study.arms) > 0
+    assert len(plan_runs(study)) == len(study.seeds) * len(study.arms) > 0
     assert study.claims and study.figures
 
 

@@ -7,12 +7,12 @@ from gradherd.advise.choices import Setting, predict
 from gradherd.advise.link import Link
 from gradherd.advise.overheads import usual
 from gradherd.lab.bench import virtual
-from gradherd.lab.study.cost import Cost
-from gradherd.lab.study.density import figures
-from gradherd.lab.study.file import study_of
-from gradherd.lab.study.kind import Told, Where
-from gradherd.lab.study.run import left, planned, run_pieces
-from gradherd.lab.study.shards import by_label
+from gradherd.lab.study.cost_kind import CostStudy
+from gradherd.lab.study.density_kind import density_figures
+from gradherd.lab.study.file import parse_study
+from gradherd.lab.study.kinds import RunContext, StudyProgress
+from gradherd.lab.study.label_shards import permutation_by_label
+from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
 from gradherd.lab.tasks.registry import find_task
 from gradherd.ordering.sharding import UnitSharding
 
@@ -22,7 +22,7 @@ STUDIES = Path(__file__).parents[3] / "studies"
 def study(kind, arms, settings, **more):
     given = {name for one in [*arms, settings] for name in one}
     given -= {"order", "sparsify", "case", "label"}
-    return study_of(
+    return parse_study(
         {
             "kind": kind,
             "theme": "open",
@@ -38,8 +38,8 @@ def study(kind, arms, settings, **more):
 
 
 def results_of(one, out):
-    where = Where(folder=one.folder)
-    batches = run_pieces(one, planned(one), out, where)
+    where = RunContext(folder=one.folder)
+    batches = run_planned(one, plan_runs(one), out, where)
     return {(r.arm, r.seed): r for batch in batches for r in batch}
 
 
@@ -53,10 +53,10 @@ def test_herding_finds_the_published_bounds(tmp_path):
 
 
 def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
-    class Counted(Told):
+    class Counted(StudyProgress):
         batches = 0
 
-        def pieces(self, batch):
+        def begin_batch(self, batch):
             self.batches += 1
 
     arms = [
@@ -65,8 +65,8 @@ def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
     ]
     one = study("density", arms, {"workers": 2, "steps": 4}, task="digits-mlp")
     told = Counted()
-    where = Where(folder=one.folder, told=told)
-    found = {r.arm: r for batch in run_pieces(one, planned(one), tmp_path, where) for r in batch}
+    where = RunContext(folder=one.folder, progress=told)
+    found = {r.arm: r for batch in run_planned(one, plan_runs(one), tmp_path, where) for r in batch}
     assert told.batches == 1  # Trained once.
     assert found["randomk 0.01"].figures["summary"]["build_up"] == pytest.approx(1, abs=0.01)
     assert found["topk 0.01"].figures["summary"]["build_up"] > 1.2
@@ -89,9 +89,9 @@ def test_trainings_have_the_settings_of_their_arms(tmp_path):
     assert online.settings["method"] == {"threshold": "online"}
     densities = online.record().epochs[-1].density
     assert densities != pytest.approx(0.1, abs=1e-3)  # By consensus it is 0.1 at every step.
-    assert left(planned(one), {r.arm: [r] for r in found.values()}) == []
+    assert missing_runs(plan_runs(one), {r.arm: [r] for r in found.values()}) == []
     with pytest.raises(ValueError, match="arm 'cd-grab, sketch_size 4': sketch_size goes with"):
-        planned(study("compare", [{"order": "cd-grab", "sketch_size": 4}], {}, task="digits"))
+        plan_runs(study("compare", [{"order": "cd-grab", "sketch_size": 4}], {}, task="digits"))
 
 
 def test_figures_of_steps_by_hand():
@@ -99,7 +99,7 @@ def test_figures_of_steps_by_hand():
         {"density": d, "padding": p, "residual_norm": 1.0, "bytes": 8}
         for d, p in ((0.02, 3.0), (0.01, 2.0), (0.0095, 1.5), (0.012, 1.1))
     ]
-    summary = figures(steps, 0.01)["summary"]
+    summary = density_figures(steps, 0.01)["summary"]
     assert summary["density_error"] == pytest.approx((1 + 0 + 0.05 + 0.2) / 4)
     assert summary["within_tenth"] == 0.5 and summary["first_ratio"] == 2
     assert summary["build_up"] == pytest.approx(1.075) and summary["padding"] == pytest.approx(1.3)
@@ -109,7 +109,7 @@ def test_figures_of_steps_by_hand():
     "arm, says",
     [
         ({"sparsify": "odd", "density": 0.1}, "unknown sparsifier 'odd'; known are dense"),
-        ({"sparsify": "topk"}, "nothing says the density of topk"),
+        ({"sparsify": "topk"}, "no density is set for topk"),
         ({"sparsify": "topk", "density": 2.0}, "density must be in"),
         ({"sparsify": "exdyna", "density": 0.1, "method": {"odd": 1}}, "unknown setting 'odd' of"),
     ],
@@ -117,7 +117,7 @@ def test_figures_of_steps_by_hand():
 def test_density_refuses_methods_that_are_none(arm, says):
     one = study("density", [arm], {"workers": 2, "steps": 4}, task="digits-mlp")
     with pytest.raises(ValueError, match=says):
-        planned(one)
+        plan_runs(one)
 
 
 def test_cost_is_measured_on_real_ranks(tmp_path):
@@ -126,8 +126,8 @@ def test_cost_is_measured_on_real_ranks(tmp_path):
     summary = found.figures["summary"]
     assert summary["all-reduce.ratio"] == 1 and summary["sharded.bytes_ratio"] < 1.5
     with pytest.raises(ValueError, match="unknown case 'odd'; known are coordination"):
-        Cost().settings(one, {"case": "odd", "workers": 2, "dim": 9})
-    assert left(planned(one), {found.arm: [found]}) == []
+        CostStudy().settings(one, {"case": "odd", "workers": 2, "dim": 9})
+    assert missing_runs(plan_runs(one), {found.arm: [found]}) == []
 
 
 def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
@@ -138,12 +138,12 @@ def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
     summary = found.figures["summary"]
     assert summary["plain loop.ratio"] == 1 and summary["one run.steps_per_second"] > 0
     assert found.settings == {**arm, "repeats": 1, "batch_size": 1}
-    assert left(planned(one), {found.arm: [found]}) == []
+    assert missing_runs(plan_runs(one), {found.arm: [found]}) == []
     for more, says in (({"dim": 9}, "unknown setting 'dim'"), ({"steps": 1}, "steps must be at")):
         with pytest.raises(ValueError, match=says):
-            Cost().settings(one, {**arm, **more})
+            CostStudy().settings(one, {**arm, **more})
     with pytest.raises(ValueError, match="unknown setting 'steps'"):
-        Cost().settings(one, {"case": "signs", "workers": 2, "dim": 9, "steps": 2})
+        CostStudy().settings(one, {"case": "signs", "workers": 2, "dim": 9, "steps": 2})
 
 
 def test_steps_of_many_workers_are_predicted(tmp_path):
@@ -163,9 +163,9 @@ def test_steps_of_many_workers_are_predicted(tmp_path):
     assert summary["cd-grab.seconds"] == predict(setting, "dense", "cd-grab").step_seconds
     assert summary["d-rr.ratio"] == 1 < summary["cd-grab.ratio"]
     with pytest.raises(ValueError, match="bandwidth must be positive, got 0"):
-        Cost().settings(one, {**arm, "bandwidth": 0})
+        CostStudy().settings(one, {**arm, "bandwidth": 0})
     with pytest.raises(ValueError, match="unknown setting 'odd'; known are case, workers"):
-        Cost().settings(study("cost", [arm], {"odd": 1}), arm)
+        CostStudy().settings(study("cost", [arm], {"odd": 1}), arm)
 
 
 def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):
@@ -182,7 +182,7 @@ def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):
 @pytest.mark.parametrize("count, workers", [(12, 3), (13, 3), (2, 4)])
 def test_dealing_in_turn_gives_each_worker_a_run_of_the_sorted_labels(count, workers):
     labels = torch.randint(4, (count,), generator=torch.Generator().manual_seed(0))
-    order = by_label(labels, workers)
+    order = permutation_by_label(labels, workers)
     assert sorted(order.tolist()) == list(range(count))
     deal = UnitSharding(count, 1, workers, drop_last=False)
     dealt = [labels[order][w::workers] for w in range(workers)]

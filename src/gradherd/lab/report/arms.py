@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from gradherd.lab.report.model import Arm, ArmKey, Spread
 from gradherd.lab.report.stats import number, spread
-from gradherd.lab.report.text import plain
+from gradherd.lab.text import printable
 from gradherd.lab.train.record import EpochRow, RunRecord
 
 
@@ -39,7 +39,7 @@ def label_of(key: ArmKey, keys: Sequence[ArmKey]) -> str:
     'd-rr + dense'
     """
     order, sparsify, density = key
-    moved, sent = plain(order, 60), plain(sparsify, 60)
+    moved, sent = printable(order, 60), printable(sparsify, 60)
     sent = sent if density is None else f"{sent} {density:.12g}"
     if all(other[1] == "dense" for other in keys):
         return moved

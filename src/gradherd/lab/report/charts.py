@@ -11,8 +11,8 @@ from gradherd.lab.report.arms import values_at
 from gradherd.lab.report.charts_sparse import density, load
 from gradherd.lab.report.model import Arm, Comparison
 from gradherd.lab.report.stats import spread
-from gradherd.lab.report.text import counted, figure, listed
 from gradherd.lab.report.traces import Chart, curve, label
+from gradherd.lab.text import counted, listed, significant
 from gradherd.lab.train.record import EpochRow
 
 PARTS = ("data", "compute", "ordering", "exchange", "other")
@@ -35,7 +35,9 @@ def _loss(comparison: Comparison) -> Chart | None:
     if base.final_loss.mean is not None:
         text = f"{'final' if base.finished else 'last'} loss of {label(base.label, 20)}"
         lines = [{"y": base.final_loss.mean, "text": text, "arm": 0}]
-    ends = [f"{a.label} ends at {figure(a.final_loss.mean)}" for a in arms if a.final_loss.mean]
+    ends = [
+        f"{a.label} ends at {significant(a.final_loss.mean)}" for a in arms if a.final_loss.mean
+    ]
     return {
         "kind": "loss",
         "title": "Train loss",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from gradherd.lab.report.claims_measures import ALWAYS, Measured, measured, share_more
 from gradherd.lab.report.claims_text import ours
 from gradherd.lab.report.stats import difference
-from gradherd.lab.study.archive import Result
+from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import Claim
 
 CONFIRMED, WEAKER, NOT = "confirmed", "weaker", "not confirmed"
@@ -42,7 +42,7 @@ class Verdict:
     """Our figures with seeds and spread."""
 
 
-def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | None:
+def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> Verdict | None:
     """Return the verdict on a claim; None if what it speaks of has not been measured yet."""
     arm = results.get(claim.arm)
     against = results.get(claim.against) if claim.against is not None else None
@@ -61,7 +61,7 @@ def judge(claim: Claim, results: Mapping[str, Sequence[Result]]) -> Verdict | No
 
 
 def _beside(
-    claim: Claim, arm: Sequence[Result], against: Sequence[Result]
+    claim: Claim, arm: Sequence[RunResult], against: Sequence[RunResult]
 ) -> tuple[str, Measured] | None:
     """Return how else the same could be read, when: nobody should have to trust our choice."""
     name, plain = claim.measure, claim.measure.removeprefix("late_")
@@ -140,7 +140,7 @@ def _shown(effects: Sequence[float]) -> bool:
     return found.low > 0 if found.low is not None else found.mean > 0
 
 
-def _short(result: Result, epoch: int | None) -> bool:
+def _short(result: RunResult, epoch: int | None) -> bool:
     """Return whether a run ended in peace before the epoch that is asked for."""
     there = result.figures.get("epochs")
     return epoch is not None and there is not None and result.status == "done" and there < epoch

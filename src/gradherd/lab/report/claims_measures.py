@@ -12,7 +12,7 @@ from gradherd.lab.report.arms import late_epochs, values_at
 from gradherd.lab.report.claims_words import OF_EPOCHS, words_of
 from gradherd.lab.report.pairs import first_at_or_below
 from gradherd.lab.report.stats import number, spread
-from gradherd.lab.study.archive import Result
+from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import PAIRED
 from gradherd.lab.train.record import RunRecord
 
@@ -45,7 +45,7 @@ class Measured:
 
 
 def measured(
-    name: str, epoch: int | None, arm: Sequence[Result], against: Sequence[Result] | None
+    name: str, epoch: int | None, arm: Sequence[RunResult], against: Sequence[RunResult] | None
 ) -> Measured:
     """Return a measure of each seed; ValueError if there is no such measure."""
     if "summary" in arm[0].figures:
@@ -157,7 +157,7 @@ def _final(run: RunRecord) -> float | None:
     return run.epochs[-1].train_loss if run.epochs else None
 
 
-def _summary(name: str, results: Sequence[Result]) -> dict[int, float | None]:
+def _summary(name: str, results: Sequence[RunResult]) -> dict[int, float | None]:
     found = {}
     for one in results:
         summary = one.figures["summary"]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from gradherd.lab.report.claims_measures import Measured, share_more
 from gradherd.lab.report.claims_words import scale_of
 from gradherd.lab.report.stats import difference
-from gradherd.lab.report.text import counted, figure, fixed, with_std
 from gradherd.lab.study.spec import PAIRED, Claim
+from gradherd.lab.text import counted, fixed, mean_and_std, significant
 
 
 def ours(
@@ -62,7 +62,7 @@ def _asked(claim: Claim, scale: tuple[float, str], in_percent: bool) -> str:
         allowed = f"{_points(claim.value)} points" if in_percent else _percent(claim.value)
         return f"up to {allowed} worse is allowed"
     words = {"at-most": "at most", "at-least": "at least"}[claim.test]
-    return f"{words} {figure(claim.value / scale[0], 3)}{scale[1]} is asked"
+    return f"{words} {significant(claim.value / scale[0], 3)}{scale[1]} is asked"
 
 
 def _points(share: float) -> str:
@@ -83,10 +83,10 @@ def _changed(more: Sequence[float]) -> str:
     if statistics.fmean(more) < 2:
         return _more(more, _percent)
     interval = _interval(more)
-    text = f"{figure(1 + statistics.fmean(more), 3)} times as much"
+    text = f"{significant(1 + statistics.fmean(more), 3)} times as much"
     if interval is None:
         return text
-    return f"{text} (95 % interval {figure(1 + interval[0], 3)} to {figure(1 + interval[1], 3)})"
+    return f"{text} (95 % interval {significant(1 + interval[0], 3)} to {significant(1 + interval[1], 3)})"  # noqa: E501
 
 
 def _more(more: Sequence[float], written: Callable[[float], str], unit: str = "") -> str:
@@ -113,7 +113,7 @@ def _spread(values: Mapping[int, float | None], lost: str, scale: tuple[float, s
         return f"{lost} in {len(values) - len(known)} of {counted(len(values), 'run')}"
     mean = statistics.fmean(known)
     std = statistics.stdev(known) if len(known) > 1 else 0.0
-    return with_std(mean, std, len(known)) + unit
+    return mean_and_std(mean, std, len(known)) + unit
 
 
 def _percent(share: float) -> str:

@@ -12,8 +12,8 @@ from gradherd.lab.report.arms import arms_of, key_of
 from gradherd.lab.report.model import Comparison, Difference, Pair, Spread
 from gradherd.lab.report.notes import notes_of
 from gradherd.lab.report.pairs import pair_of, questions_of
-from gradherd.lab.report.text import plain
 from gradherd.lab.report.verdict import verdicts_of
+from gradherd.lab.text import printable
 from gradherd.lab.train.record import RunRecord
 
 
@@ -27,9 +27,9 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
     _check_seeds(records)
     arms = arms_of(records)
     return Comparison(
-        task=plain(first.task, 200),
-        description=plain(first.description, 200),
-        metric_name=plain(first.metric_name, 60),
+        task=printable(first.task, 200),
+        description=printable(first.description, 200),
+        metric_name=printable(first.metric_name, 60),
         higher_is_better=first.higher_is_better,
         arms=arms,
         pairs=tuple(pair_of(arm, arms[0]) for arm in arms),
@@ -51,8 +51,8 @@ def _check_same(first: RunRecord, record: RunRecord) -> None:
         here, there = getattr(first, what), getattr(record, what)
         if here != there:
             raise ValueError(
-                f"records of one comparison must share their {what}, got {plain(here)!r} and "
-                f"{plain(there)!r}; compare them apart"
+                f"records of one comparison must share their {what}, got {printable(here)!r} and "
+                f"{printable(there)!r}; compare them apart"
             )
 
 
@@ -64,8 +64,8 @@ def _check_seeds(records: Sequence[RunRecord]) -> None:
             order, sparsify, density, seed = run
             asked = "" if density is None else f" {density:g}"
             raise ValueError(
-                f"two records of {plain(order)} + {plain(sparsify)}{asked} on "
-                f"{plain(record.task)} with seed {seed}: a seed counts once; leave one of them out"
+                f"two records of {printable(order)} + {printable(sparsify)}{asked} on "
+                f"{printable(record.task)} with seed {seed}: a seed counts once; leave one of them out"  # noqa: E501
             )
         seen.add(run)
 
@@ -88,8 +88,8 @@ def _arm_json(pair: Pair) -> dict[str, Any]:
     arm = pair.arm
     return {
         "label": arm.label,
-        "order": plain(arm.order),
-        "sparsify": plain(arm.sparsify),
+        "order": printable(arm.order),
+        "sparsify": printable(arm.sparsify),
         "density": arm.density,
         "seeds": list(arm.seeds),
         "epochs": arm.epochs,

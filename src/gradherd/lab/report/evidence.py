@@ -12,11 +12,10 @@ from gradherd.lab.report.claims import Verdict, judge
 from gradherd.lab.report.evidence_page import STUDIES, Section, page
 from gradherd.lab.report.figures_study import drawn
 from gradherd.lab.report.told import check_told
-from gradherd.lab.study.archive import Result, read_arms, same
-from gradherd.lab.study.arms import Arm
 from gradherd.lab.study.file import read_study
+from gradherd.lab.study.results import RunResult, read_arms, same_settings
 from gradherd.lab.study.run import kind_of
-from gradherd.lab.study.spec import Study
+from gradherd.lab.study.spec import Arm, Study
 
 PAGE = Path("docs") / "evidence.md"
 IMAGES = Path("docs") / "images" / "evidence"
@@ -60,7 +59,7 @@ def gather(root: Path) -> Evidence:
     return Evidence(files, verdicts, unmeasured)
 
 
-def judged(study: Study, folder: Path) -> tuple[dict[str, list[Result]], list[Verdict]]:
+def judged(study: Study, folder: Path) -> tuple[dict[str, list[RunResult]], list[Verdict]]:
     """Return the results of a study in a folder, by arm, and what they say about its claims."""
     found = read_arms(folder, [arm.name for arm in study.arms], study.kind)
     fitting = {
@@ -81,10 +80,10 @@ def _section(study: Study, root: Path) -> Section:
         raise ValueError(f"{STUDIES / study.name}.toml: {error}") from None
 
 
-def fits(study: Study, arm: Arm, result: Result) -> bool:
+def fits(study: Study, arm: Arm, result: RunResult) -> bool:
     """Return whether a result is of what the file says now: it may have changed since."""
     wanted = kind_of(study).settings(study, arm.settings)
-    return same(result.settings, wanted) and result.seed in study.seeds
+    return same_settings(result.settings, wanted) and result.seed in study.seeds
 
 
 def write_evidence(root: Path) -> Evidence:

@@ -9,9 +9,9 @@ from typing import Any
 
 from gradherd.lab.report.claims import CONFIRMED, NOT, WEAKER, Verdict
 from gradherd.lab.report.figures_study import file_name
-from gradherd.lab.report.text import counted, listed, plain
-from gradherd.lab.study.archive import Result
+from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import THEMES, Study
+from gradherd.lab.text import counted, listed, printable
 
 STUDIES = Path("studies")
 _HEADINGS = {
@@ -51,7 +51,7 @@ class Section:
     """A study with its results."""
 
     study: Study
-    results: Mapping[str, Sequence[Result]]
+    results: Mapping[str, Sequence[RunResult]]
     verdicts: Sequence[Verdict]
     images: Mapping[str, str]
 
@@ -108,7 +108,7 @@ def _anchor(title: str) -> str:
     >>> _anchor("HMDA: logistic regression, 4 workers")
     'hmda-logistic-regression-4-workers'
     """
-    return re.sub(r"[^\w -]", "", plain(title).lower()).replace(" ", "-")
+    return re.sub(r"[^\w -]", "", printable(title).lower()).replace(" ", "-")
 
 
 def _own(verdict: Verdict) -> bool:
@@ -187,4 +187,4 @@ def _machine(hardware: Mapping[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     """Return text that stays in its cell."""
-    return plain(text).replace("|", "\\|").replace("<", "&lt;")
+    return printable(text).replace("|", "\\|").replace("<", "&lt;")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
-from gradherd.lab.report.text import figure, plain
+from gradherd.lab.text import printable, significant
 
 WIDE, HIGH = 800, 340
 _LEFT, _TOP, _BOTTOM = 64, 34, 46
@@ -177,7 +177,7 @@ def _labelled(axis: Axis) -> list[tuple[float, str]]:
     """
     marks = axis.ticks()
     for digits in range(3, 12):
-        labels = [figure(mark, digits) for mark in marks]
+        labels = [significant(mark, digits) for mark in marks]
         if len(set(labels)) == len(labels):
             break
     return list(zip(marks, labels, strict=True))
@@ -204,7 +204,7 @@ def _drawn(number: int, line: Line, across: Axis, up: Axis) -> list[str]:
         ]
     at = _TOP + 8 + _EACH * number
     parts.append(f'<path d="M{across.end + 16:g} {at}h22" {style}/>')
-    parts.append(_text(across.end + 44, at + 4, plain(line.name, 36), "start"))
+    parts.append(_text(across.end + 44, at + 4, printable(line.name, 36), "start"))
     return parts
 
 
@@ -219,7 +219,7 @@ def _text(x: float, y: float, words: str, anchor: str) -> str:
 
 
 def _safe(words: str) -> str:
-    return escape(plain(words, 90), {'"': "&quot;"})
+    return escape(printable(words, 90), {'"': "&quot;"})
 
 
 def _n(value: float) -> str:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from gradherd.lab.report.claims_measures import in_percent, mean_by_seed, measured, share_more
 from gradherd.lab.report.claims_words import words_of
 from gradherd.lab.report.figures import COLOURS, DASHES, Line, chart
-from gradherd.lab.study.archive import Result
+from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import Figure, Study
 
-Results = Mapping[str, Sequence[Result]]
+Results = Mapping[str, Sequence[RunResult]]
 SERIES = ("epoch", "step", "round", "bytes")
 _MANIFOLD = ("bytes", "lr", "workers")
 """What arms differ in many times over: told on a logarithmic axis."""
@@ -33,7 +33,7 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
     """
     found = {}
     for number, figure in enumerate(study.figures, 1):
-        names = [arm.name for arm in study.drawn(figure)]
+        names = [arm.name for arm in study.arms_in(figure)]
         there = {name: results[name] for name in names if name in results}
         base = () if figure.against is None else results.get(figure.against, ())
         if there and (svg := _chart(figure, there, base)) is not None:
@@ -41,7 +41,7 @@ def drawn(study: Study, results: Results) -> dict[str, str]:
     return found
 
 
-def _chart(figure: Figure, results: Results, base: Sequence[Result]) -> str | None:
+def _chart(figure: Figure, results: Results, base: Sequence[RunResult]) -> str | None:
     """Return a chart of some arms; None if there is nothing to draw."""
     metric = next(iter(results.values()))[0].about.get("metric_name", "metric")
     if figure.against is not None:
@@ -120,7 +120,9 @@ def over_time(figure: Figure, results: Results) -> list[Line]:
     return [_line(name, [_series(figure, run) for run in runs]) for name, runs in results.items()]
 
 
-def against(figure: Figure, results: Results, base: Sequence[Result], points: bool) -> list[Line]:
+def against(
+    figure: Figure, results: Results, base: Sequence[RunResult], points: bool
+) -> list[Line]:
     """Return a line for each other arm: how far it is from `base`, in percent, pairs of seeds.
 
     Args:
@@ -164,7 +166,7 @@ def _line(name: str, every: Sequence[Series]) -> Line:
     return Line(name, points, band if len(every) > 1 else ())
 
 
-def _series(figure: Figure, result: Result) -> Series:
+def _series(figure: Figure, result: RunResult) -> Series:
     if "summary" in result.figures:
         series = result.figures.get("series", {})
         for name in (figure.x, figure.y):

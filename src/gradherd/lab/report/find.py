@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradherd.lab.report.arms import key_of
-from gradherd.lab.report.text import plain
+from gradherd.lab.text import printable
 from gradherd.lab.train.record import FILE, RunRecord, read_record
 
 
@@ -18,13 +18,15 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
     found: dict[Path, Path] = {}
     for folder in folders:
         if not os.path.exists(folder):  # not a question to the path: it raises if it is too long
-            raise ValueError(f"{plain(folder)}: no such folder")
+            raise ValueError(f"{printable(folder)}: no such folder")
         if not folder.is_dir():
-            raise ValueError(f"{plain(folder)} is not a folder; give the folder that holds {FILE}")
+            raise ValueError(
+                f"{printable(folder)} is not a folder; give the folder that holds {FILE}"
+            )
         paths = _below(folder)
         if not paths:
             raise ValueError(
-                f"{plain(folder)}: no {FILE} in it or below; runs of gradherd leave one"
+                f"{printable(folder)}: no {FILE} in it or below; runs of gradherd leave one"
             )
         for path in paths:  # Folders may overlap; a run counts once.
             found.setdefault(Path(os.path.realpath(path)), path)
@@ -39,7 +41,7 @@ def _check_once(found: Sequence[tuple[Path, RunRecord]]) -> None:
         other = seen.setdefault((record.task, *key_of(record), record.seed), path)
         if other is not path:
             raise ValueError(
-                f"{plain(other)} and {plain(path)} are of the same task, arm and seed "
+                f"{printable(other)} and {printable(path)} are of the same task, arm and seed "
                 f"({record.seed}): a seed counts once; give folders that hold one of them"
             )
 
@@ -49,7 +51,7 @@ def checked(path: Path, record: RunRecord) -> RunRecord:
     for point in record.density_by_step:
         if not {"step", "mean", "min", "max"} <= point.keys():
             raise ValueError(
-                f"{plain(path)}: damaged record: density_by_step holds {plain(point, 80)}; "
+                f"{printable(path)}: damaged record: density_by_step holds {printable(point, 80)}; "
                 "remove its folder, or train again"
             )
     return record

@@ -5,7 +5,7 @@ from typing import Any
 
 from gradherd.lab.report.model import Comparison
 from gradherd.lab.report.notes import COMPARED, shown
-from gradherd.lab.report.text import figure, in_bytes, listed, plain
+from gradherd.lab.text import in_bytes, listed, printable, significant
 from gradherd.lab.train.record import RunRecord
 
 Rows = list[list[str]]
@@ -32,10 +32,10 @@ def _merged(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Rows:
         for arm, values in found:
             who.setdefault(shown(values.get(name)), {})[arm] = None
         if len(who) == 1 or name in COMPARED:  # Whose these are is what arms and seeds are about.
-            rows.append([plain(name), ", ".join(who)])
+            rows.append([printable(name), ", ".join(who)])
         else:
             told = [f"{value} ({listed(list(arms))})" for value, arms in who.items()]
-            rows.append([plain(name), "; ".join(told)])
+            rows.append([printable(name), "; ".join(told)])
     return rows
 
 
@@ -56,12 +56,12 @@ def _one_line(record: RunRecord) -> str:
     hardware, versions = record.hardware, record.versions
     cores = hardware.get("cores")
     parts = [
-        plain(hardware["accelerator"], 80) if hardware.get("accelerator") else "",
-        plain(hardware.get("cpu") or "", 80),
+        printable(hardware["accelerator"], 80) if hardware.get("accelerator") else "",
+        printable(hardware.get("cpu") or "", 80),
         f"{cores} cores" if cores else "",
         in_bytes(memory) if isinstance(memory := hardware.get("memory_bytes"), int | float) else "",
-        plain(hardware.get("system") or "", 80),
-        *(f"{plain(name, 40)} {plain(value, 40)}" for name, value in versions.items()),
+        printable(hardware.get("system") or "", 80),
+        *(f"{printable(name, 40)} {printable(value, 40)}" for name, value in versions.items()),
     ]
     return " · ".join(part for part in parts if part)
 
@@ -77,12 +77,12 @@ def runs_of(comparison: Comparison, files: Mapping[int, str]) -> tuple[list[str]
         [
             arm.label,
             str(run.seed),
-            plain(run.status),
+            printable(run.status),
             f"{len(run.epochs)} of {arm.planned}",
-            figure(run.epochs[-1].train_loss, 6) if run.epochs else "none",
-            figure(run.epochs[-1].metric, 6) if run.epochs else "none",
-            plain(run.started),
-            *([plain(files.get(id(run), ""))] if files else []),
+            significant(run.epochs[-1].train_loss, 6) if run.epochs else "none",
+            significant(run.epochs[-1].metric, 6) if run.epochs else "none",
+            printable(run.started),
+            *([printable(files.get(id(run), ""))] if files else []),
         ]
         for arm in comparison.arms
         for run in arm.runs
@@ -100,6 +100,6 @@ def numbers_of(comparison: Comparison) -> tuple[list[str], Rows]:
     for epoch in range(max(arm.epochs for arm in arms)):
         row = [str(epoch + 1)]
         for points in ([a.loss_by_epoch for a in arms], [a.metric_by_epoch for a in arms]):
-            row += [figure(p[epoch].mean, 5) if epoch < len(p) else "" for p in points]
+            row += [significant(p[epoch].mean, 5) if epoch < len(p) else "" for p in points]
         rows.append(row)
     return names, rows

@@ -7,7 +7,7 @@ from typing import Any
 from gradherd.lab.report.arms import diverged
 from gradherd.lab.report.model import Arm
 from gradherd.lab.report.stats import number
-from gradherd.lab.report.text import counted, listed, plain
+from gradherd.lab.text import counted, listed, printable
 
 COMPARED = ("order", "sparsify", "density", "seed")
 """Settings that are meant to differ."""
@@ -30,7 +30,8 @@ def _cut_short(arms: Sequence[Arm]) -> Iterator[str]:
         left = [run for run in arm.runs if run not in arm.used]
         if left:
             runs = [
-                f"seed {run.seed} ({plain(run.status, 20)} after {len(run.epochs)})" for run in left
+                f"seed {run.seed} ({printable(run.status, 20)} after {len(run.epochs)})"
+                for run in left
             ]
             yield (
                 f"{arm.label}: left out what did not come to epoch {arm.epochs}: {listed(runs)}."
@@ -90,7 +91,7 @@ def _settings(arms: Sequence[Arm]) -> Iterator[str]:
     for name in names:
         values = list(dict.fromkeys(shown(config.get(name)) for config in configs))
         if len(values) > 1:
-            differing.append(f"{plain(name, 40)} ({', '.join(values[:4])})")
+            differing.append(f"{printable(name, 40)} ({', '.join(values[:4])})")
     runs = [run for arm in arms for run in arm.runs]
     for what in ("parameters", "train_examples", "test_examples"):
         if len(counts := {getattr(run, what) for run in runs}) > 1:
@@ -111,7 +112,7 @@ def shown(value: Any) -> str:
     if value is None:
         return "none"
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return plain(text, 60)
+    return printable(text, 60)
 
 
 def _surroundings(arms: Sequence[Arm]) -> Iterator[str]:

@@ -17,8 +17,8 @@ from gradherd.lab.report.charts import charts_of
 from gradherd.lab.report.compare import compare_all
 from gradherd.lab.report.model import Comparison
 from gradherd.lab.report.tables import table_of
-from gradherd.lab.report.text import counted, listed, plain
 from gradherd.lab.report.verdict import answers, caution
+from gradherd.lab.text import counted, listed, printable
 from gradherd.lab.train.record import RunRecord, write_whole
 
 COLOURS = 8
@@ -58,7 +58,7 @@ def render(
     sections = [_section(i, comparison, names) for i, comparison in enumerate(comparisons)]
     plotly, script = (Markup(text) for text in (get_plotlyjs(), _file("page.js")))
     text = _environment().get_template("page.html.j2").render(
-        title=plain(title) if title is not None else title_of(comparisons),
+        title=printable(title) if title is not None else title_of(comparisons),
         surroundings=folded.surroundings_line(records),
         sections=sections,
         charts={chart["id"]: chart for section in sections for chart in section.charts},
@@ -74,7 +74,7 @@ def render(
 def title_of(comparisons: Sequence[Comparison]) -> str:
     """Return tasks and arms on one line."""
     return "; ".join(
-        f"{plain(one.task, 60)}: {listed([plain(arm.label, 40) for arm in one.arms])}"
+        f"{printable(one.task, 60)}: {listed([printable(arm.label, 40) for arm in one.arms])}"
         for one in comparisons
     )
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gradherd.lab.report.model import Comparison, Difference, Pair
-from gradherd.lab.report.text import counted, fixed, in_bytes, in_seconds, p_value, with_std
 from gradherd.lab.report.wording import places_for, same_clock
+from gradherd.lab.text import counted, fixed, in_bytes, in_seconds, mean_and_std, p_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def _loss(comparison: Comparison) -> list[Cell]:
     best = best_of([arm.final_loss.mean for arm in comparison.arms])
     return [
         Cell(
-            text=with_std(arm.final_loss.mean, arm.final_loss.std, len(arm.seeds)),
+            text=mean_and_std(arm.final_loss.mean, arm.final_loss.std, len(arm.seeds)),
             best=index in best,
         )
         for index, arm in enumerate(comparison.arms)
@@ -87,7 +87,7 @@ def _metric(comparison: Comparison) -> list[Cell]:
     best = best_of(means, lower=not comparison.higher_is_better)
     return [
         Cell(
-            text=with_std(arm.final_metric.mean, arm.final_metric.std, len(arm.seeds)),
+            text=mean_and_std(arm.final_metric.mean, arm.final_metric.std, len(arm.seeds)),
             best=index in best,
         )
         for index, arm in enumerate(comparison.arms)

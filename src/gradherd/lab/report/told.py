@@ -3,7 +3,7 @@
 from gradherd.lab.report.claims_measures import MEASURES
 from gradherd.lab.report.claims_words import OF_EPOCHS
 from gradherd.lab.report.figures_study import SERIES
-from gradherd.lab.study.checks import check_one, fits
+from gradherd.lab.study.file import check_known, has_type
 from gradherd.lab.study.run import kind_of
 from gradherd.lab.study.spec import Figure, Study
 
@@ -17,12 +17,12 @@ def check_told(study: Study) -> None:
     times = [one for one in SERIES if not trains or one != "round"]
     for claim in study.claims:
         if trains:
-            check_one(f"measure of claim {claim.id}", claim.measure, MEASURES)
+            check_known(f"measure of claim {claim.id}", claim.measure, MEASURES)
     for figure in study.figures:
         where = f"figure {figure.title}"
-        check_one(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
+        check_known(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
         if trains:
-            check_one(f"y of {where}", figure.y, OF_EPOCHS if figure.x in times else MEASURES)
+            check_known(f"y of {where}", figure.y, OF_EPOCHS if figure.x in times else MEASURES)
         if figure.x not in times:
             _check_across(study, figure, where)
 
@@ -30,10 +30,10 @@ def check_told(study: Study) -> None:
 def _check_across(study: Study, figure: Figure, where: str) -> None:
     """What is drawn over a setting: each arm has a number of it, lines are of another."""
     kind = kind_of(study)
-    check_one(f"lines of {where}", figure.lines, ("arm", *kind.keys))
-    for arm in study.drawn(figure):
+    check_known(f"lines of {where}", figure.lines, ("arm", *kind.keys))
+    for arm in study.arms_in(figure):
         value = kind.settings(study, arm.settings).get(figure.x)
-        if not fits(value, float):
+        if not has_type(value, float):
             raise ValueError(
                 f"{where}: {figure.x} is no number in {arm.name!r}, got {value!r}: "
                 "name the arms that have one in arms"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradherd.lab.report.model import Arm, Spread
-from gradherd.lab.report.text import plain
+from gradherd.lab.text import printable
 
 Piece = dict[str, Any]
 Chart = dict[str, Any]
@@ -23,7 +23,7 @@ def label(text: str, most: int = 40) -> str:
     >>> label("<b>a</b> & b")
     '&lt;b&gt;a&lt;/b&gt; &amp; b'
     """
-    short = plain(text, most)
+    short = printable(text, most)
     for sign, shown in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("%{", "%\u200b{")):
         short = short.replace(sign, shown)
     return short

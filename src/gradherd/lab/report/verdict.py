@@ -10,7 +10,6 @@ from typing import Literal
 
 from gradherd.lab.report.model import Arm, Comparison, Pair, Question
 from gradherd.lab.report.pairs import pair_of
-from gradherd.lab.report.text import counted, decimals, fixed
 from gradherd.lab.report.wording import (
     apart,
     evidence,
@@ -21,6 +20,7 @@ from gradherd.lab.report.wording import (
     when_late,
     when_read,
 )
+from gradherd.lab.text import counted, decimals, fixed
 
 CONTROL = "always-plus"
 """The order that moves examples as a balancing one does, but looks at no gradient."""

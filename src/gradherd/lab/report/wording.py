@@ -5,7 +5,7 @@ from typing import Literal
 from gradherd.lab.report.arms import late_epochs, values_at
 from gradherd.lab.report.model import Difference, Pair
 from gradherd.lab.report.stats import number
-from gradherd.lab.report.text import counted, decimals, figure, fixed, listed, p_value
+from gradherd.lab.text import counted, decimals, fixed, listed, p_value, significant
 
 Direction = Literal["gain", "cost", "open"]
 
@@ -70,7 +70,7 @@ def apart(mean: float, places: int) -> str:
         return "the same"
     amount = fixed(abs(mean), places)
     if not amount.strip("0."):  # Too small for the decimals that the interval is worth.
-        amount = figure(abs(mean), 1)
+        amount = significant(abs(mean), 1)
     return f"{amount} {'higher' if mean > 0 else 'lower'}"
 
 
@@ -113,7 +113,9 @@ def price(pair: Pair) -> str:
         return "bytes not known"
     share = pair.bytes_ratio
     sent = (
-        f"{figure(100 * share, 2)} % of the bytes" if share < 1 else f"{share:.2f} times the bytes"
+        f"{significant(100 * share, 2)} % of the bytes"
+        if share < 1
+        else f"{share:.2f} times the bytes"
     )
     if pair.seconds_ratio is None or not same_clock(pair):
         return sent

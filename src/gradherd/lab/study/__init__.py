@@ -1,1 +1,1 @@
-"""Studies: which runs answer a question, as data, and their results in small files."""
+"""Studies: experiments described in TOML files, run once and stored as small result files."""

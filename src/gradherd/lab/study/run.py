@@ -1,53 +1,77 @@
-"""From a study to results: which runs are left, and making them."""
+"""Plan the runs of a study, make those that are missing, and store their results."""
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradherd.lab.study.archive import Result, done, read_arms, write_results
-from gradherd.lab.study.compare import Compare
-from gradherd.lab.study.cost import Cost
-from gradherd.lab.study.density import Density
-from gradherd.lab.study.herding import Herding
-from gradherd.lab.study.jobs import run_jobs
-from gradherd.lab.study.kind import Kind, Piece, Where
+import torch
+
+from gradherd.lab.study.cost_kind import CostStudy
+from gradherd.lab.study.density_kind import DensityStudy
+from gradherd.lab.study.kinds import (
+    CompareStudy,
+    HerdingStudy,
+    PlannedRun,
+    RunContext,
+    StudyKind,
+    StudyProgress,
+)
+from gradherd.lab.study.results import RunResult, is_done, read_arms, write_results
 from gradherd.lab.study.spec import Study
 from gradherd.lab.train.surroundings import hardware, versions
 
-KINDS: dict[str, Kind] = {
-    "compare": Compare(),
-    "herding": Herding(),
-    "density": Density(),
-    "cost": Cost(),
+KINDS: dict[str, StudyKind] = {
+    "compare": CompareStudy(),
+    "herding": HerdingStudy(),
+    "density": DensityStudy(),
+    "cost": CostStudy(),
 }
 """Kinds of studies by name."""
+RunBatch = Callable[[Sequence[PlannedRun], RunContext], list[RunResult]]
 
 
-def kind_of(study: Study) -> Kind:
-    """Return how its runs are made."""
+class ProcessDied(RuntimeError):
+    """A worker process ended without returning its results."""
+
+
+def kind_of(study: Study) -> StudyKind:
+    """Return the kind of a study; raise ValueError if it is unknown."""
     if study.kind not in KINDS:
         raise ValueError(f"unknown kind {study.kind!r}; known are {', '.join(KINDS)}")
     return KINDS[study.kind]
 
 
-def planned(study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()) -> list[Piece]:
-    """Return the runs of a study, or raise ValueError if one of its arms cannot be run.
+def plan_runs(
+    study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()
+) -> list[PlannedRun]:
+    """Return the runs of a study, seed by seed.
 
-    Arms of one seed stand together: a study that is broken off has whole pairs.
+    All arms of a seed come before the next seed: a study that is interrupted has complete pairs.
 
     Args:
         study: The study.
-        only: Names of arms, or patterns of names as `cd-grab*`; none is all.
-        seeds: Some of its seeds; none is all.
+        only: Names of arms, or patterns such as `cd-grab*`; empty takes all.
+        seeds: Some of the study's seeds; empty takes all.
+
+    Raises:
+        ValueError: A name or seed does not exist, or an arm's settings are invalid.
     """
-    foreign = [seed for seed in seeds if seed not in study.seeds]
-    if foreign:
+    unknown = [seed for seed in seeds if seed not in study.seeds]
+    if unknown:
         known = ", ".join(map(str, study.seeds))
-        raise ValueError(f"there is no seed {foreign[0]}; there are {known}")
+        raise ValueError(f"there is no seed {unknown[0]}; there are {known}")
     kind, chosen = kind_of(study), {}
     for arm in study.arms:
         if only and not any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in only):
@@ -61,95 +85,176 @@ def planned(study: Study, only: Sequence[str] = (), seeds: Sequence[int] = ()) -
             names = ", ".join(repr(arm.name) for arm in study.arms)
             raise ValueError(f"there is no arm {pattern!r}; there are {names}")
     return [
-        Piece(arm=name, seed=seed, settings=settings)
+        PlannedRun(arm=name, seed=seed, settings=settings)
         for seed in study.seeds
         if not seeds or seed in seeds
         for name, settings in chosen.items()
     ]
 
 
-def left(pieces: Sequence[Piece], there: Mapping[str, Sequence[Result]]) -> list[Piece]:
-    """Return the runs whose results are not there, or are of other settings."""
-    return [
-        piece for piece in pieces if not done(there.get(piece.arm, ()), piece.seed, piece.settings)
-    ]
+def missing_runs(
+    runs: Sequence[PlannedRun], stored: Mapping[str, Sequence[RunResult]]
+) -> list[PlannedRun]:
+    """Return the runs that have no stored result with the same settings."""
+    return [run for run in runs if not is_done(stored.get(run.arm, ()), run.seed, run.settings)]
 
 
-def twins(pieces: Sequence[Piece], others: Sequence[Result]) -> list[Result]:
-    """Return the results of those runs that another study made with the same settings."""
-    found = []
-    for piece in pieces:
-        same = (one for one in others if done([one], piece.seed, piece.settings))
-        if (twin := next(same, None)) is not None:
-            found.append(dataclasses.replace(twin, arm=piece.arm, settings=piece.settings))
-    return found
+def reusable_results(runs: Sequence[PlannedRun], others: Sequence[RunResult]) -> list[RunResult]:
+    """Return results of these runs that another study has made with the same settings."""
+    results = []
+    for run in runs:
+        equal = (one for one in others if is_done([one], run.seed, run.settings))
+        if (result := next(equal, None)) is not None:
+            results.append(dataclasses.replace(result, arm=run.arm, settings=run.settings))
+    return results
 
 
-def run_pieces(
-    study: Study, pieces: Sequence[Piece], out: Path, where: Where, jobs: int = 1
-) -> Iterator[list[Result]]:
+def run_planned(
+    study: Study, runs: Sequence[PlannedRun], out: Path, context: RunContext, jobs: int = 1
+) -> Iterator[list[RunResult]]:
     """Make runs, write their results into `out`, and yield them batch by batch.
 
     Results of other seeds of the same arm stay; those of other settings are replaced.
 
     Args:
         study: The study.
-        pieces: Its runs.
+        runs: Its runs.
         out: Folder for results.
-        where: What they depend on.
-        jobs: Processes to make them in, side by side; see `study.jobs`.
+        context: Device, data and progress.
+        jobs: Number of processes; see `run_parallel`.
     """
     kind = kind_of(study)
-    batches = kind.batches(pieces, where)
+    batches = kind.batches(runs, context)
     if jobs == 1:
         for batch in batches:
-            where.told.pieces(batch)
-            yield add(study, out, made(study, batch, where))
+            context.progress.begin_batch(batch)
+            yield store_results(study, out, run_batch(study, batch, context))
         return
     if kind.alone:
         raise ValueError(f"a study of kind {study.kind} measures time: its runs go one by one")
-    where.told.side_by_side(len(pieces), jobs)
-    for results in run_jobs(partial(made, study), batches, where, jobs):
-        where.told.step(len(results))
-        yield add(study, out, results)
+    context.progress.begin_parallel(len(runs), jobs)
+    for results in run_parallel(partial(run_batch, study), batches, context, jobs):
+        context.progress.step(len(results))
+        yield store_results(study, out, results)
 
 
-def made(study: Study, batch: Sequence[Piece], where: Where) -> list[Result]:
+def run_batch(study: Study, batch: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:
     """Make the runs of a batch."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    found = kind_of(study).run(batch, where)
+    outcomes = kind_of(study).run(batch, context)
     return [
-        Result(
-            arm=piece.arm,
-            seed=piece.seed,
-            settings=piece.settings,
+        RunResult(
+            arm=run.arm,
+            seed=run.seed,
+            settings=run.settings,
             status=one.status,
             about=one.about,
             figures=one.figures,
             versions=versions(),
-            hardware=_machine(where.device),
+            hardware=_machine(context.device),
             started=started,
         )
-        for piece, one in zip(batch, found, strict=True)
+        for run, one in zip(batch, outcomes, strict=True)
     ]
 
 
 def _machine(device: str) -> dict[str, Any]:
-    """Return what figures depend on; the rest of a machine is nobody's business."""
+    """Return the hardware that figures depend on; results are public, so nothing else of it."""
     known = hardware(device)
     return {name: known[name] for name in ("cpu", "cores", "accelerator")}
 
 
-def add(study: Study, out: Path, results: list[Result]) -> list[Result]:
-    """Add to what is there now: other arms or seeds may have been run meanwhile."""
-    there = read_arms(out, {one.arm for one in results}, study.kind)
+def store_results(study: Study, out: Path, results: list[RunResult]) -> list[RunResult]:
+    """Add results to the files, which are read again: other runs may have finished meanwhile."""
+    stored = read_arms(out, {one.arm for one in results}, study.kind)
     for arm in dict.fromkeys(one.arm for one in results):
         new = {one.seed: one for one in results if one.arm == arm}
         settings = next(iter(new.values())).settings
-        kept = [
+        unchanged = [
             one
-            for one in there.get(arm, [])
-            if one.seed not in new and done([one], one.seed, settings)
+            for one in stored.get(arm, [])
+            if one.seed not in new and is_done([one], one.seed, settings)
         ]
-        write_results(out, study.name, study.kind, [*kept, *new.values()])
+        write_results(out, study.name, study.kind, [*unchanged, *new.values()])
     return results
+
+
+def run_parallel(
+    run: RunBatch, batches: Sequence[Sequence[PlannedRun]], context: RunContext, jobs: int
+) -> Iterator[list[RunResult]]:
+    """Run batches in several processes, and yield each one's results when it ends.
+
+    A batch that fails does not stop the others; the first error is raised after the last of them.
+    If a process is killed, or the caller is interrupted, all processes end; batches that were
+    under way have no results and must be run again.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    parts = split_batches(batches, jobs)
+    if not parts:
+        return
+    quiet = dataclasses.replace(context, progress=StudyProgress())
+    # Spawned, not forked: a forked process cannot use a GPU that its parent has initialised.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn, initializer=_start_process)
+    failed: Exception | None = None
+    try:
+        futures = [pool.submit(_run_part, run, part, quiet) for part in parts]
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                raise ProcessDied(_died_message(futures, jobs)) from None
+            except Exception as error:  # Raised below, once the others are done.
+                failed = failed or error
+        if failed is not None:
+            raise failed
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[list[PlannedRun]]:
+    """Split batches so that every process has work, if there are enough runs.
+
+    Runs of a batch share work, so no batch is split further than that takes.
+    """
+    runs = sum(map(len, batches))
+    largest = max(1, math.ceil(runs / jobs))
+    parts: list[list[PlannedRun]] = []
+    for batch in batches:
+        count = math.ceil(len(batch) / largest)
+        parts += [list(batch[at::count]) for at in range(count)]
+    return parts
+
+
+def _start_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and ends this process.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent does, even if it was killed and could not end its children."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _run_part(run: RunBatch, part: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:
+    results = run(part, context)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # Processes share the GPU: cached memory is missing elsewhere.
+    return results
+
+
+def _died_message(futures: Sequence[Future[list[RunResult]]], jobs: int) -> str:
+    lost = sum(not future.done() or future.exception() is not None for future in futures)
+    return (
+        f"a process was killed, perhaps out of memory: {lost} of {len(futures)} batches are not "
+        f"done; fewer than {jobs} --jobs need less memory"
+    )

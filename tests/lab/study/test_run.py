@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradherd.lab.study.archive import Result
-from gradherd.lab.study.jobs import ProcessDied, run_jobs, shared_out
-from gradherd.lab.study.kind import Piece, Where
+from gradherd.lab.study.kinds import PlannedRun, RunContext
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.study.run import ProcessDied, run_parallel, split_batches
 
-WHERE = Where(folder=Path())
+WHERE = RunContext(folder=Path())
 
 
 def piece(number, arm="a"):
-    return Piece(arm=arm, seed=number, settings={})
+    return PlannedRun(arm=arm, seed=number, settings={})
 
 
 def result(one):
-    return Result(
+    return RunResult(
         arm=one.arm,
         seed=one.seed,
         settings={},
@@ -50,7 +50,7 @@ def dies(part, where):
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(1, 9))
 def test_every_run_is_in_one_part_and_no_process_idles_for_want_of_cutting(sizes, jobs):
     batches = [[piece(n, str(at)) for n in range(size)] for at, size in enumerate(sizes)]
-    parts = shared_out(batches, jobs)
+    parts = split_batches(batches, jobs)
     flat = [one for part in parts for one in part]
     assert sorted((p.arm, p.seed) for p in flat) == [(p.arm, p.seed) for b in batches for p in b]
     assert all(len({one.arm for one in part}) == 1 for part in parts)
@@ -62,23 +62,23 @@ def test_every_run_is_in_one_part_and_no_process_idles_for_want_of_cutting(sizes
 
 
 def test_batches_are_made_in_other_processes():
-    found = list(run_jobs(works, [[piece(0), piece(1)], [piece(2)]], WHERE, 2))
+    found = list(run_parallel(works, [[piece(0), piece(1)], [piece(2)]], WHERE, 2))
     assert sorted(one.seed for part in found for one in part) == [0, 1, 2]
     assert os.getpid() not in {one.hardware["process"] for part in found for one in part}
-    assert list(run_jobs(works, [], WHERE, 2)) == []
+    assert list(run_parallel(works, [], WHERE, 2)) == []
 
 
 def test_one_that_fails_does_not_stop_the_others():
     found = []
     with pytest.raises(KeyError, match="one"):
-        for part in run_jobs(fails_at_one, [[piece(n)] for n in range(4)], WHERE, 2):
+        for part in run_parallel(fails_at_one, [[piece(n)] for n in range(4)], WHERE, 2):
             found += part
     assert sorted(one.seed for one in found) == [0, 2, 3]
 
 
 def test_a_process_that_dies_is_told_of():
-    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer --jobs than 2"):
-        list(run_jobs(dies, [[piece(0)], [piece(1)]], WHERE, 2))
+    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 2 --jobs"):
+        list(run_parallel(dies, [[piece(0)], [piece(1)]], WHERE, 2))
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
@@ -87,9 +87,9 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     script.write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_jobs import WHERE, piece, run_jobs, sleeps\n"
+        "from test_run import WHERE, piece, run_parallel, sleeps\n"
         "if __name__ == '__main__':\n"
-        "    list(run_jobs(sleeps, [[piece(0)], [piece(1)]], WHERE, 2))\n"
+        "    list(run_parallel(sleeps, [[piece(0)], [piece(1)]], WHERE, 2))\n"
     )
     environment = {**os.environ, "TOLD": str(tmp_path)}
     with subprocess.Popen([sys.executable, script], env=environment, cwd=tmp_path) as parent:

@@ -3,21 +3,31 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.study.archive import Result, done, file_of, read_arms, read_results, write_results
-from gradherd.lab.study.compact import about, columns, rounded, thinned
+from gradherd.lab.study.results import (
+    RunResult,
+    describe_run,
+    downsample,
+    is_done,
+    read_arms,
+    read_results,
+    result_path,
+    round_floats,
+    to_columns,
+    write_results,
+)
 from tests.lab.report.made import record
 
 
 def result(made, **changed):
     settings = {k: v for k, v in made.config.items() if k not in ("seed", "source", "virtual")}
     return replace(
-        Result(
+        RunResult(
             arm="an arm",
             seed=made.seed,
             settings=settings,
             status=made.status,
-            about=about(made),
-            figures=columns(made),
+            about=describe_run(made),
+            figures=to_columns(made),
             versions=made.versions,
             hardware=made.hardware,
             started=made.started,
@@ -30,7 +40,7 @@ def result(made, **changed):
 def test_a_record_comes_back_with_seven_digits(tmp_path, sparsify, density):
     made = [record("cd-grab", sparsify, density, seed, epochs=12) for seed in (1, 0)]
     write_results(tmp_path, "study", "compare", [result(one) for one in made])
-    back = read_results(file_of(tmp_path, "an arm"), "compare")
+    back = read_results(result_path(tmp_path, "an arm"), "compare")
     assert [one.seed for one in back] == [0, 1]
     for one in back:
         there = next(m for m in made if m.seed == one.seed)
@@ -53,8 +63,8 @@ def test_fifty_epochs_of_a_run_take_a_few_kilobytes(tmp_path):
     write_results(tmp_path, "study", "compare", made)
     sparse = [result(record("d-rr", "topk", 0.01, seed, epochs=50)) for seed in range(5)]
     write_results(tmp_path / "sparse", "study", "compare", sparse)
-    assert file_of(tmp_path, "an arm").stat().st_size < 5 * 2_500
-    assert file_of(tmp_path / "sparse", "an arm").stat().st_size < 5 * 6_000
+    assert result_path(tmp_path, "an arm").stat().st_size < 5 * 2_500
+    assert result_path(tmp_path / "sparse", "an arm").stat().st_size < 5 * 6_000
 
 
 def test_the_same_results_are_the_same_bytes_in_any_order(tmp_path):
@@ -62,25 +72,25 @@ def test_the_same_results_are_the_same_bytes_in_any_order(tmp_path):
     write_results(tmp_path / "a", "study", "compare", made)
     write_results(tmp_path / "b", "study", "compare", made[::-1])
     write_results(tmp_path / "c", "study", "compare", read_results(*_where(tmp_path / "b")))
-    texts = {file_of(tmp_path / one, "an arm").read_text() for one in "abc"}
+    texts = {result_path(tmp_path / one, "an arm").read_text() for one in "abc"}
     assert len(texts) == 1
 
 
 def _where(folder):
-    return file_of(folder, "an arm"), "compare"
+    return result_path(folder, "an arm"), "compare"
 
 
 def test_a_run_is_done_if_seed_and_settings_are_the_same():
     there = [result(record(seed=1))]
     settings = dict(there[0].settings)
-    assert done(there, 1, settings) and not done(there, 0, settings)
-    assert done(there, 1, {**settings, "sketch_size": None})
-    assert not done(there, 1, {**settings, "sketch_size": 128})
-    assert done(there, 1, {**settings, "sketch_size": None, "method": None})
-    assert not done(there, 1, {**settings, "method": {"rotate": False}})
-    assert not done(there, 1, {**settings, "lr": 0.3})
-    assert not done([replace(there[0], status="running")], 1, settings)
-    assert done([replace(there[0], status="diverged")], 1, settings)
+    assert is_done(there, 1, settings) and not is_done(there, 0, settings)
+    assert is_done(there, 1, {**settings, "sketch_size": None})
+    assert not is_done(there, 1, {**settings, "sketch_size": 128})
+    assert is_done(there, 1, {**settings, "sketch_size": None, "method": None})
+    assert not is_done(there, 1, {**settings, "method": {"rotate": False}})
+    assert not is_done(there, 1, {**settings, "lr": 0.3})
+    assert not is_done([replace(there[0], status="running")], 1, settings)
+    assert is_done([replace(there[0], status="diverged")], 1, settings)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format":2}', '{"format":1,"kind":"cost"}'])
@@ -94,15 +104,15 @@ def test_damaged_results_are_named(tmp_path, text):
 def test_only_arms_with_results_are_found(tmp_path):
     write_results(tmp_path, "study", "compare", [result(record())])
     assert list(read_arms(tmp_path, ["an arm", "another"], "compare")) == ["an arm"]
-    head = json.loads(file_of(tmp_path, "an arm").read_text())
+    head = json.loads(result_path(tmp_path, "an arm").read_text())
     assert head["study"] == "study" and head["shared"]["arm"] == "an arm"
 
 
 def test_numbers_are_rounded_and_series_thinned():
-    assert rounded({"a_seconds": 0.123456789, "b": (1 / 3,)}) == {
+    assert round_floats({"a_seconds": 0.123456789, "b": (1 / 3,)}) == {
         "a_seconds": 0.1235,
         "b": [0.3333333],
     }
-    starts, means = thinned([float(n) for n in range(1000)], most=10)
+    starts, means = downsample([float(n) for n in range(1000)], max_points=10)
     assert len(starts) == 10 and means[0] == 49.5 and starts[1] == 100
-    assert thinned([]) == ([], [])
+    assert downsample([]) == ([], [])

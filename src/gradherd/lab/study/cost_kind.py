@@ -1,0 +1,144 @@
+"""Studies of what a step costs: the benchmarks, repeated.
+
+A seed is one more repetition of the same measurement: seeds differ by the machine's noise alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradherd.advise.choices import Setting, predict
+from gradherd.advise.link import Link
+from gradherd.advise.overheads import usual
+from gradherd.comm.ranks import run_ranks
+from gradherd.lab.bench.coordination import bench_coordination
+from gradherd.lab.bench.signs import bench_signs
+from gradherd.lab.bench.step import bench_step
+from gradherd.lab.bench.virtual import LEAST_STEPS, bench_virtual
+from gradherd.lab.study.kinds import (
+    NUMBER,
+    PlannedRun,
+    RunContext,
+    RunOutcome,
+    SeparateRuns,
+    check_positive,
+    check_settings,
+    refuse_task,
+)
+from gradherd.lab.study.spec import Study
+
+CASES: Mapping[str, tuple[str, ...]] = {
+    "coordination": ("workers", "dim", "repeats"),
+    "step": ("workers", "dim", "batch_size", "repeats"),
+    "signs": ("workers", "dim"),
+    "virtual": ("workers", "batch_size", "steps", "repeats"),
+    "advise": ("workers", "dim", "bandwidth", "backward"),
+}
+"""Cases that can be measured or predicted, with the settings that determine each."""
+_COLUMNS = ("seconds", "ratio", "bytes", "bytes_ratio", "peak_bytes", "steps_per_second")
+_TIMEOUT = 1800.0
+"""Seconds; only guards against hangs."""
+_LATENCY = 50e-6
+"""Seconds per message, as `gradherd advise` assumes."""
+
+
+@dataclass(frozen=True)
+class CostStudy(SeparateRuns):
+    """Measures exchanges and whole steps on real ranks, signs and virtual runs in one process.
+
+    Steps of more ranks than a machine has are predicted, as `gradherd advise` does.
+    """
+
+    alone: ClassVar = True
+    keys: ClassVar[Mapping[str, Any]] = {
+        "case": str,
+        "workers": int,
+        "dim": int,
+        "batch_size": int,
+        "steps": int,
+        "repeats": int,
+        "bandwidth": NUMBER,
+        "backward": NUMBER,
+    }
+
+    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that the case uses; the study's settings of other cases drop."""
+        refuse_task(study)
+        case = arm.get("case", study.settings.get("case"))
+        if case not in CASES:
+            raise ValueError(f"unknown case {case!r}; known are {', '.join(CASES)}")
+        used = ("case", *CASES[case])
+        for name in study.settings:
+            if name not in self.keys:
+                raise ValueError(f"unknown setting {name!r}; known are {', '.join(self.keys)}")
+        shared = {name: value for name, value in study.settings.items() if name in used}
+        defaults = {"batch_size": 1 if case == "virtual" else 64, "repeats": 9, "steps": 200}
+        defaults = {name: value for name, value in defaults.items() if name in used}
+        keys = {name: self.keys[name] for name in used}
+        settings = check_settings(keys, defaults, {**shared, **arm})
+        check_positive(settings, *(name for name in used if self.keys[name] is int))
+        if case == "virtual" and settings["steps"] < LEAST_STEPS:
+            raise ValueError(f"steps must be at least {LEAST_STEPS}, got {settings['steps']}")
+        if case == "advise":
+            _setting(settings)
+        return settings
+
+    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
+        """Measure."""
+        outcomes = []
+        for run in runs:
+            context.progress.begin(1, 1)
+            rows = _measure(run.settings, torch.device(context.device))
+            context.progress.step()
+            summary = {f"{row['case']}.{name}": row.get(name) for row in rows for name in _COLUMNS}
+            outcomes.append(RunOutcome(figures={"summary": summary}))
+        return outcomes
+
+
+def _measure(settings: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    case, workers = settings["case"], settings["workers"]
+    repeats: int = settings.get("repeats", 1)
+    if case == "virtual":
+        return bench_virtual(workers, settings["batch_size"], settings["steps"], repeats, device)
+    if case == "advise":
+        return _predict(_setting(settings))
+    dim = settings["dim"]
+    if case == "signs":
+        return bench_signs([workers], [dim], device)
+    if case == "coordination":
+        call: tuple[Any, ...] = (bench_coordination, workers, dim, repeats)
+    else:
+        call = (bench_step, workers, dim, settings["batch_size"], repeats)
+    rows: list[dict[str, Any]] = run_ranks(*call, timeout=_TIMEOUT)[0]
+    return rows
+
+
+def _setting(settings: Mapping[str, Any]) -> Setting:
+    """Return a step on GPUs: `backward` seconds, and half as long for the forward pass."""
+    dim, backward = settings["dim"], settings["backward"]
+    return Setting(
+        params=dim,
+        workers=settings["workers"],
+        link=Link(bandwidth=settings["bandwidth"], latency=_LATENCY),
+        backward=backward,
+        forward=backward / 2,
+        overheads=usual("cuda", dim),
+    )
+
+
+def _predict(setting: Setting) -> list[dict[str, Any]]:
+    """Return a step with each order and a dense exchange, relative to random reshuffling."""
+    base = predict(setting, "dense")
+    return [
+        {
+            "case": order,
+            "seconds": one.step_seconds,
+            "ratio": one.step_seconds / base.step_seconds,
+            "bytes": one.bytes,
+            "bytes_ratio": one.bytes / base.bytes if base.bytes else None,
+        }
+        for order in ("d-rr", "cd-grab")
+        for one in [predict(setting, "dense", order)]
+    ]

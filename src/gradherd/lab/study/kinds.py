@@ -1,0 +1,288 @@
+"""How the runs of a study are made: the `StudyKind` protocol, and the kinds compare and herding.
+
+`compare` trains; `herding` reorders random vectors. `cost_kind.py` and `density_kind.py` hold the
+other two.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from gradherd.comm.world import World
+from gradherd.lab.study.results import describe_run, to_columns
+from gradherd.lab.study.spec import Study
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.loop import Progress
+from gradherd.lab.train.plan import run_all
+from gradherd.lab.train.stacks import kept_by, stacks
+from gradherd.ordering.registry import POLICIES, make_policy
+from gradherd.replay.order import random_vectors, replay_order
+from gradherd.sparsify.registry import SPARSIFIERS
+
+NUMBER = (int, float)
+
+
+def method_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of all orders and of all sparsifiers.
+
+    Reports get the names from here: they read records and import no tensor code themselves.
+    """
+    return tuple(POLICIES), tuple(SPARSIFIERS)
+
+
+def uses_gradients(order: str) -> bool:
+    """Return whether an order of this name looks at gradients; False if the name is unknown."""
+    return order in POLICIES and POLICIES[order]().needs_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run of a study."""
+
+    arm: str
+    seed: int
+    settings: Mapping[str, Any]
+    """Everything that determines the run, except the seed and the device; plain JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """What a run measured; see `results.RunResult`."""
+
+    figures: Mapping[str, Any]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    status: str = "done"
+
+
+class StudyProgress(Progress):
+    """Receives the progress of a study; this base class ignores it."""
+
+    def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
+        """A batch of runs starts."""
+
+    def begin_parallel(self, runs: int, jobs: int) -> None:
+        """Runs start in several processes; from now on each step is a finished run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What runs depend on besides their settings."""
+
+    folder: Path
+    """Folder of the study file."""
+    device: str = "cpu"
+    data_dir: Path | None = None
+    progress: StudyProgress = field(default_factory=StudyProgress)
+
+
+class StudyKind(Protocol):
+    """A way to make runs; everything except `run` is a pure function."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether runs measure time, so that nothing else may run beside them."""
+        ...
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """Settings that the kind takes, with their types."""
+        ...
+
+    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all settings of an arm's runs; raise ValueError if they are invalid."""
+        ...
+
+    def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
+        """Group runs that are made together; results are written after each batch."""
+        ...
+
+    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
+        """Make the runs of a batch."""
+        ...
+
+
+class SeparateRuns:
+    """Base of kinds that train nothing and make their runs one at a time."""
+
+    alone: ClassVar = False
+
+    def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
+        """Return one batch per run."""
+        return [[run] for run in runs]
+
+
+@dataclass(frozen=True)
+class CompareStudy:
+    """Trains: arms are orders, sparsifiers and settings of one task.
+
+    All workers of a run share one process: losses, orders and bytes equal those of real workers.
+    """
+
+    alone: ClassVar = False
+    keys: ClassVar[Mapping[str, Any]] = {
+        "order": str,
+        "sparsify": str,
+        "density": NUMBER,
+        "method": dict,
+        "workers": int,
+        "batch_size": int,
+        "unit": int,
+        "rows": str,
+        "sketch_size": int,
+        "epochs": int,
+        "optimizer": str,
+        "lr": NUMBER,
+        "momentum": NUMBER,
+        "weight_decay": NUMBER,
+        "clip": NUMBER,
+        "lr_drop": NUMBER,
+        "lr_drop_every": int,
+        "limit": int,
+    }
+
+    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of RunConfig."""
+        if study.task is None:
+            raise ValueError("a study of kind compare needs a task")
+        given = check_settings(self.keys, dict.fromkeys(self.keys), {**study.settings, **arm})
+        if given.get("sparsify") in (None, "dense"):
+            given["density"] = None
+        chosen = {name: value for name, value in given.items() if value is not None}
+        defaults = find_task(task_path(study.task, study.folder)).defaults
+        config = RunConfig.of(study.task, defaults, **chosen)
+        fields = dataclasses.asdict(config)
+        return {k: v for k, v in fields.items() if k not in ("seed", "virtual", "device")}
+
+    def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
+        """Group runs that can be trained side by side."""
+        if not runs:
+            return []
+        task = find_task(task_path(runs[0].settings["task"], context.folder))
+        model, kept = task.model(), 0
+        if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
+            split = task.load(context.data_dir, runs[0].settings["limit"])
+            kept = kept_by(task, model, split.train)
+        configs = [_config(run, context) for run in runs]
+        return [[runs[at] for at in places] for places in stacks(configs, model, kept)]
+
+    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
+        """Train the runs of a batch."""
+        configs = [_config(run, context) for run in runs]
+        threads = torch.get_num_threads()
+        # Small steps gain nothing from threads, and results stay equal to those of real ranks.
+        torch.set_num_threads(1)
+        try:
+            records = run_all(
+                configs, World.single(), data_dir=context.data_dir, progress=context.progress
+            )
+        finally:
+            torch.set_num_threads(threads)
+        return [
+            RunOutcome(figures=to_columns(one), about=describe_run(one), status=one.status)
+            for one in records
+        ]
+
+
+def _config(run: PlannedRun, context: RunContext) -> RunConfig:
+    settings = {**run.settings, "task": task_path(run.settings["task"], context.folder)}
+    return RunConfig(**settings, seed=run.seed, virtual=True, device=context.device)
+
+
+@dataclass(frozen=True)
+class HerdingStudy(SeparateRuns):
+    """Reorders the same random vectors round after round and records the herding bound.
+
+    The simulation of parallel herding in CD-GraB, arXiv:2302.00845.
+    """
+
+    keys: ClassVar[Mapping[str, Any]] = {
+        "order": str,
+        "workers": int,
+        "units": int,
+        "dim": int,
+        "rounds": int,
+    }
+
+    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the checked settings."""
+        refuse_task(study)
+        settings = check_settings(self.keys, {}, {**study.settings, **arm})
+        check_positive(settings, "workers", "units", "dim", "rounds")
+        make_policy(settings["order"])
+        return settings
+
+    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
+        """Reorder, and record the bound after each round."""
+        outcomes = []
+        for run in runs:
+            get = run.settings
+            context.progress.begin(1, get["rounds"])
+            bounds = replay_order(
+                random_vectors(get["workers"], get["units"], get["dim"], run.seed),
+                make_policy(get["order"]),
+                rounds=get["rounds"],
+                seed=run.seed,
+                progress=context.progress.step,
+            ).bounds
+            series = {"round": list(range(len(bounds))), "bound": bounds}
+            outcomes.append(RunOutcome(figures={"series": series, "summary": summarize(bounds)}))
+        return outcomes
+
+
+def summarize(bounds: Sequence[float]) -> dict[str, float]:
+    """Return a summary of the bounds: before the first round, after the last, and on average.
+
+    >>> summarize([9.0, 4.0, 2.0])
+    {'start': 9.0, 'bound': 2.0, 'mean': 3.0}
+    """
+    return {"start": bounds[0], "bound": bounds[-1], "mean": statistics.fmean(bounds[1:])}
+
+
+def task_path(task: str, folder: Path) -> str:
+    """Return a task's name; the path of a study's own task is relative to the study file.
+
+    >>> task_path("digits", Path("studies")), task_path("tasks/mine.py:Task", Path("studies"))
+    ('digits', 'studies/tasks/mine.py:Task')
+    """
+    return (folder / task).as_posix() if ":" in task else task
+
+
+def refuse_task(study: Study) -> None:
+    """Raise ValueError if a study names a task."""
+    if study.task is not None:
+        raise ValueError(f"a study of kind {study.kind} has no task, got {study.task!r}")
+
+
+def check_settings(
+    keys: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return settings with their defaults filled in; raise ValueError if one is wrong or missing.
+
+    >>> check_settings({"dim": int, "rounds": int}, {"rounds": 15}, {"dim": 16})
+    {'rounds': 15, 'dim': 16}
+    """
+    for name, value in given.items():
+        if name not in keys:
+            raise ValueError(f"unknown setting {name!r}; known are {', '.join(keys)}")
+        types = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            words = " or ".join(one.__name__ for one in types)
+            raise ValueError(f"{name} must be {words}, got {value!r}")
+    settings = {**defaults, **given}
+    missing = [name for name in keys if name not in settings]
+    if missing:
+        raise ValueError(f"missing settings: {', '.join(missing)}")
+    return settings
+
+
+def check_positive(settings: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError if one of these settings is below 1."""
+    for name in names:
+        if settings[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {settings[name]}")

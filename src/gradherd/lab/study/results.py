@@ -1,0 +1,271 @@
+"""Store results of a study: one JSON file per arm, one line per run, written atomically.
+
+Records of training runs are stored as columns, a few kilobytes a run: a column whose values are
+all equal is stored as one value, seconds as their mean, and the load of each worker is left out.
+"""
+
+import dataclasses
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradherd.lab.text import printable
+from gradherd.lab.train.record import FORMAT as RECORD_FORMAT
+from gradherd.lab.train.record import EpochRow, RunRecord, read_text, write_whole
+
+FORMAT = 1
+_FINAL = ("done", "diverged")
+"""Statuses of runs that need not be run again: a run that diverged would diverge again."""
+_NOT_COLUMNS = ("epoch", "load")
+_AVERAGED = tuple(
+    field.name for field in dataclasses.fields(EpochRow) if field.name.endswith("seconds")
+)
+_DESCRIPTION = (
+    *("task", "description", "metric_name", "higher_is_better", "parameters"),
+    *("train_examples", "test_examples", "start_loss", "start_metric"),
+)
+_MAX_POINTS = 48
+"""Points of a series over steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What one run of an arm measured."""
+
+    arm: str
+    seed: int
+    settings: Mapping[str, Any]
+    """Everything that determines the run, except the seed and the device."""
+    status: str
+    """done, or diverged: the loss became NaN or infinite."""
+    about: Mapping[str, Any]
+    """Facts that all runs of the arm share, such as the task's description."""
+    figures: Mapping[str, Any]
+    """Measurements: columns over epochs for training runs, else `series` and `summary`."""
+    versions: Mapping[str, str]
+    hardware: Mapping[str, Any]
+    started: str
+    """Start time, UTC, ISO 8601."""
+
+    def record(self) -> RunRecord:
+        """Return the record of a training run."""
+        settings = dict(self.settings)
+        return from_columns(
+            self.about,
+            self.figures,
+            order=settings["order"],
+            sparsify=settings["sparsify"],
+            density=settings["density"],
+            seed=self.seed,
+            config={**settings, "seed": self.seed},
+            versions=dict(self.versions),
+            hardware=dict(self.hardware),
+            started=self.started,
+            status=self.status,
+        )
+
+
+def result_path(folder: Path, arm: str) -> Path:
+    """Return the path of an arm's result file.
+
+    >>> result_path(Path("results"), "cd-grab + exdyna 0.01, 64 workers").as_posix()
+    'results/cd-grab_exdyna-0.01_64-workers.json'
+    """
+    words = re.sub(r" \+ |, ", "_", arm)
+    return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", words) + ".json")
+
+
+def same_settings(stored: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Return whether two runs have the same settings; a missing setting equals None.
+
+    Later versions add settings; None always means the behaviour from before the setting existed,
+    so old results stay valid.
+
+    >>> same_settings({"lr": 0.1}, {"lr": 0.1, "sketch_size": None})
+    True
+    >>> same_settings({"lr": 0.1}, {"lr": 0.2})
+    False
+    """
+    names = {*stored, *current}
+    # Stored values are rounded: compare what the file could hold.
+    return all(round_floats(stored.get(n)) == round_floats(current.get(n)) for n in names)
+
+
+def is_done(results: Iterable[RunResult], seed: int, settings: Mapping[str, Any]) -> bool:
+    """Return whether these results include a run with this seed and these settings."""
+    return any(
+        one.seed == seed and one.status in _FINAL and same_settings(one.settings, settings)
+        for one in results
+    )
+
+
+def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResult]) -> None:
+    """Write the results of one arm; fields that all runs share are written once."""
+    runs = []
+    for one in sorted(results, key=lambda result: result.seed):
+        run = dataclasses.asdict(one)
+        for field in ("figures", "about", "settings"):
+            run[field] = round_floats(run[field])
+        runs.append(run)
+    shared = {
+        key: value
+        for key, value in runs[0].items()
+        if key not in ("seed", "figures") and all(run[key] == value for run in runs)
+    }
+    head = {"format": FORMAT, "study": study, "kind": kind, "shared": shared}
+    # One line per run: diffs of committed results show which seed was added.
+    lines = ",\n".join(
+        _json({key: value for key, value in run.items() if key not in shared}) for run in runs
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f'{_json(head)[:-1]},\n"runs":[\n{lines}\n]}}\n'
+    write_whole(result_path(folder, results[0].arm), text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def read_results(path: Path, kind: str) -> list[RunResult]:
+    """Read the results of one arm; raise ValueError that names a damaged file."""
+    stored_kind, results = _read(path)
+    if stored_kind != kind:
+        raise ValueError(
+            printable(f"{path}: results of kind {stored_kind}, not {kind}; remove the file")
+        )
+    return results
+
+
+def _read(path: Path) -> tuple[str, list[RunResult]]:
+    """Return the kind of the study and its results."""
+    try:
+        content = json.loads(read_text(path))
+        if content["format"] != FORMAT or not isinstance(content["kind"], str):
+            raise ValueError(f"expected format {FORMAT}")
+        results = [RunResult(**{**content["shared"], **run}) for run in content["runs"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(printable(f"{path}: damaged results ({error}); remove the file")) from None
+    for one in results:
+        if type(one.seed) is not int or not isinstance(one.figures, dict):
+            raise ValueError(printable(f"{path}: damaged results (seed, figures); remove the file"))
+    return content["kind"], results
+
+
+def read_arms(folder: Path, names: Iterable[str], kind: str) -> dict[str, list[RunResult]]:
+    """Return the results of those arms that have any."""
+    paths = {name: result_path(folder, name) for name in names}
+    return {name: read_results(path, kind) for name, path in paths.items() if path.exists()}
+
+
+def read_other_studies(
+    folder: Path, name: str, kind: str, on_damaged: Callable[[str], None]
+) -> list[RunResult]:
+    """Return the results of all studies of a kind except one, each in its own subfolder.
+
+    Args:
+        folder: Folder of all results.
+        name: The study to leave out.
+        kind: The kind of study.
+        on_damaged: Called with a message for each unreadable file, which is then skipped: a
+            damaged file of another study must not stop this one.
+    """
+    results: list[RunResult] = []
+    for path in sorted(folder.glob("*/*.json")):
+        if path.parent.name == name:
+            continue
+        try:
+            stored_kind, stored = _read(path)
+        except ValueError as error:
+            on_damaged(str(error))
+            continue
+        results += stored if stored_kind == kind else []
+    return results
+
+
+def round_floats(value: Any, digits: int = 7) -> Any:
+    """Return plain JSON with floats rounded to this many significant digits.
+
+    Seconds get four: they are noisy, and would be most of the file.
+
+    >>> round_floats({"a": [1 / 3, 2, None], "b": 1e-12 / 3})
+    {'a': [0.3333333, 2, None], 'b': 3.333333e-13}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {
+            key: round_floats(inner, 4 if str(key).endswith("seconds") else digits)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [round_floats(inner, digits) for inner in value]
+    return value
+
+
+def downsample(
+    values: Sequence[float], max_points: int = _MAX_POINTS
+) -> tuple[list[int], list[float]]:
+    """Return the start and the mean of each of at most `max_points` bins of a series.
+
+    >>> downsample([1.0, 3.0, 5.0, 7.0, 9.0], max_points=3)
+    ([0, 2, 4], [2.0, 6.0, 9.0])
+    """
+    width = -(-len(values) // max_points) if values else 1
+    starts = list(range(0, len(values), width))
+    return starts, [statistics.fmean(values[at : at + width]) for at in starts]
+
+
+def describe_run(record: RunRecord) -> dict[str, Any]:
+    """Return the facts that all runs of an arm share, or nearly all."""
+    return {name: getattr(record, name) for name in _DESCRIPTION}
+
+
+def to_columns(record: RunRecord) -> dict[str, Any]:
+    """Return the epochs of a run as columns, and its density over steps in bins."""
+    rows = [dataclasses.asdict(row) for row in record.epochs]
+    names = [f.name for f in dataclasses.fields(EpochRow) if f.name not in _NOT_COLUMNS]
+    columns = {name: _column(name, [row[name] for row in rows]) for name in names}
+    if record.density_by_step:
+        width = -(-len(record.density_by_step) // _MAX_POINTS)
+        bins = [
+            record.density_by_step[at : at + width]
+            for at in range(0, len(record.density_by_step), width)
+        ]
+        columns["density_by_step"] = {
+            "step": [part[0]["step"] for part in bins],
+            "mean": [statistics.fmean(one["mean"] for one in part) for part in bins],
+            "min": [min(one["min"] for one in part) for part in bins],
+            "max": [max(one["max"] for one in part) for part in bins],
+        }
+    return {"epochs": len(rows), **columns}
+
+
+def _column(name: str, values: list[Any]) -> Any:
+    if not values:
+        return None
+    if name in _AVERAGED:
+        return statistics.fmean(values)
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def from_columns(about: Mapping[str, Any], figures: Mapping[str, Any], **others: Any) -> RunRecord:
+    """Return the record that `describe_run` and `to_columns` were taken from, as far as stored."""
+    columns = dict(figures)
+    count, steps = columns.pop("epochs"), columns.pop("density_by_step", None)
+    rows = [
+        {
+            "epoch": at + 1,
+            **{k: v[at] if isinstance(v, list) else v for k, v in columns.items()},
+        }
+        for at in range(count)
+    ]
+    names = ("step", "mean", "min", "max")
+    points = zip(*(steps[name] for name in names), strict=True) if steps else ()
+    densities = [dict(zip(names, point, strict=True)) for point in points]
+    return RunRecord.from_json(
+        {"format": RECORD_FORMAT, **about, **others, "epochs": rows, "density_by_step": densities}
+    )

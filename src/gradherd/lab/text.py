@@ -1,0 +1,155 @@
+"""Text for people: names made safe to print, numbers formatted, words joined.
+
+Every room of the lab and the command line format through here, so that a number looks the same in
+a table, on a page and on the terminal, and one sanitiser guards all of them.
+"""
+
+import math
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def printable(text: object, max_length: int | None = None) -> str:
+    """Return text on one line without control characters, shortened if asked for.
+
+    Names come from files and may hold anything: a terminal must not execute escape sequences, a
+    message must stay one line, and a page must be able to hold the text. Markup is not escaped
+    here: what renders the text (rich, jinja2, plotly, SVG) does that by its own rules.
+
+    >>> printable("a" + chr(27) + "[31m" + chr(10) + "b"), printable("a long name", 7)
+    ('a�[31m b', 'a long…')
+    """
+    line = " ".join(str(text).split())
+    safe = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    if max_length is None or len(safe) <= max_length:
+        return safe
+    return safe[: max_length - 1].rstrip() + "…"
+
+
+def decimals(value: float, digits: int = 3) -> int:
+    """Return how many decimals show this many significant digits.
+
+    >>> decimals(0.01234), decimals(97.123), decimals(0)
+    (4, 1, 0)
+    """
+    if value == 0 or not math.isfinite(value):
+        return 0
+    return max(0, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def significant(value: float | None, digits: int = 4) -> str:
+    """Return a number with this many significant digits, without trailing zeros.
+
+    >>> significant(0.0123456), significant(97.2), significant(1234567.0), significant(1.5e-7)
+    ('0.01235', '97.2', '1,234,567', '1.5e-7')
+    """
+    if value is None:
+        return "none"
+    if value and (abs(value) < 1e-4 or abs(value) >= 1e9):
+        mantissa, power = f"{value:.{digits - 1}e}".split("e")
+        if "." in mantissa:
+            mantissa = mantissa.rstrip("0").rstrip(".")
+        return f"{mantissa}e{int(power)}".replace("-", MINUS, 1 if value < 0 else 0)
+    text = f"{value:,.{decimals(value, digits)}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text.replace("-", MINUS)
+
+
+def fixed(value: float, places: int, *, sign: bool = False) -> str:
+    """Return a number with this many decimals; `sign` also marks positive numbers.
+
+    >>> fixed(0.52, 1), fixed(0.52, 1, sign=True), fixed(-0.01, 1, sign=True)
+    ('0.5', '+0.5', '0.0')
+    """
+    if places > 8:  # Rows of zeros cannot be read.
+        text = significant(value, 3)
+        return text if value <= 0 or not sign else f"+{text}"
+    text = f"{value:,.{places}f}"
+    if float(text.replace(",", "")) == 0:  # "-0.0" and "+0.0" would claim a direction.
+        return text.lstrip("-")
+    return text.replace("-", MINUS) if value < 0 or not sign else f"+{text}"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with about two significant digits.
+
+    >>> percent(0.1234), percent(0.00123), percent(-0.5), percent(3.4)
+    ('12 %', '0.12 %', '\N{MINUS SIGN}50 %', '340 %')
+    """
+    places = 0 if abs(share) >= 0.0995 else 1 if abs(share) >= 0.00995 else 2
+    return f"{fixed(100 * share, places)} %"
+
+
+def mean_and_std(mean: float | None, std: float | None, count: int) -> str:
+    """Return "mean ± std"; a single run has no standard deviation to show.
+
+    >>> mean_and_std(0.01234, 0.00056, 3), mean_and_std(97.25, 0.0, 1), mean_and_std(None, None, 2)
+    ('0.01234 ± 0.00056', '97.25', 'diverged')
+    """
+    if mean is None or std is None:
+        return "diverged" if count else "none"
+    if count < 2 or std == 0:
+        return significant(mean) if count < 2 else f"{significant(mean)} ± 0"
+    if abs(mean) < 1e-4 or abs(mean) >= 1e9:
+        return f"{significant(mean)} ± {significant(std, 2)}"
+    places = min(max(decimals(std, 2), decimals(mean, 3)), decimals(mean, 6))
+    return f"{fixed(mean, places)} ± {fixed(std, places)}"
+
+
+def p_value(p: float | None) -> str:
+    """Return "p = 0.004" with two significant digits, never as zero.
+
+    >>> p_value(0.00412), p_value(1e-9), p_value(0.5), p_value(1.0)
+    ('p = 0.0041', 'p < 0.001', 'p = 0.50', 'p = 1.00')
+    """
+    if p is None:
+        return "no p"
+    if p < 0.001:
+        return "p < 0.001"
+    return f"p = {p:.{min(decimals(p, 2), 4)}f}" if p < 1 else "p = 1.00"
+
+
+def in_bytes(count: float | None) -> str:
+    """Return a size in bytes with a decimal prefix.
+
+    >>> in_bytes(0), in_bytes(1536), in_bytes(2.5e9)
+    ('0 B', '1.54 kB', '2.5 GB')
+    """
+    if count is None:
+        return "none"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 999.5 or unit == "TB":
+            return f"{significant(count, 3)} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def in_seconds(count: float | None) -> str:
+    """Return a duration in seconds, minutes or hours.
+
+    >>> in_seconds(0.01234), in_seconds(75.0), in_seconds(4000.0)
+    ('0.0123 s', '75 s', '1.11 h')
+    """
+    if count is None:
+        return "none"
+    if count >= 3600:
+        return f"{significant(count / 3600, 3)} h"
+    return f"{significant(count / 60, 3)} min" if count >= 120 else f"{significant(count, 3)} s"
+
+
+def listed(words: list[str]) -> str:
+    """Join words with commas and "and".
+
+    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
+    ('a', 'a and b', 'a, b and c')
+    """
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun in the right number.
+
+    >>> counted(1, "seed"), counted(3, "seed")
+    ('1 seed', '3 seeds')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
