@@ -31,7 +31,7 @@ from slow_page import page
 from slow_predict import overheads, predicted
 
 from gradherd.advise import units
-from gradherd.lab.train.surroundings import hardware, versions
+from gradherd.lab.train.environment import hardware, versions
 
 CASES = (
     *("dense", "fp16", "powersgd", "topk", "exdyna"),

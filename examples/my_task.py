@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks import Defaults, Split
-from gradherd.lab.tasks.evaluate import accuracy
+from gradherd.lab.tasks.metrics import accuracy
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.evaluate import accuracy
-from gradherd.lab.tasks.sst2_transformer import PADDING, WORDS, SST2Transformer
+from gradherd.lab.tasks.metrics import accuracy
+from gradherd.lab.tasks.sst2 import PADDING, WORDS, SST2Transformer
 from gradherd.lab.tasks.task import Defaults, Split
 
 WIDTH = 96

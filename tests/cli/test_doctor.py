@@ -10,7 +10,7 @@ import pytest
 from gradherd.cli import doctor_machine
 from gradherd.cli.doctor_checks import PACKAGES, Check, Package, package
 from gradherd.cli.main import main
-from gradherd.lab.tasks.sets import SETS
+from gradherd.lab.tasks.datasets import SETS
 
 ROOT = Path(__file__).parents[2]
 WORKS = Check(name="two local workers", status="ok", found="stubbed", essential=True)

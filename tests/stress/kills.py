@@ -28,8 +28,7 @@ from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.plan import run_all
-from gradherd.lab.train.resume import FOLDER, Saving
+from gradherd.lab.train.runner import FOLDER, Saving, run_all
 
 WORKERS = 4
 KILLS_OF_A_RUN = 5

@@ -25,11 +25,9 @@ from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.fleet import Table
 from gradherd.lab.train.loop import Progress
-from gradherd.lab.train.plan import run_all
-from gradherd.lab.train.ranks import RankFleet
-from gradherd.lab.train.resume import FOLDER, Saving
+from gradherd.lab.train.rank_trainer import RankFleet, Table
+from gradherd.lab.train.runner import FOLDER, Saving, run_all
 
 EXAMPLES, BATCH, EPOCHS = 203, 8, 3
 

@@ -20,12 +20,12 @@ from gradherd.lab.report.find import find_records
 from gradherd.lab.report.page import render
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import RunResult, read_results, write_results
-from gradherd.lab.tasks import fetch
-from gradherd.lab.tasks.check import check_set
-from gradherd.lab.tasks.data import find_set
+from gradherd.lab.tasks import download
+from gradherd.lab.tasks.data_files import find_set
+from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.download import check_set
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.sets import SETS
-from gradherd.lab.tasks.wikitext2_gpt2 import keep, recall
+from gradherd.lab.tasks.wikitext2 import keep, recall
 from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
 from gradherd.lab.train.record import write_record
 from gradherd.replay.arrays import open_array
@@ -34,7 +34,7 @@ from gradherd.replay.sparsify import replay_sparsify
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.settings import Sparsify
 from tests.lab.report.made import record
-from tests.lab.tasks import made
+from tests.lab.tasks import fake_data
 from tests.stress import mutations
 from tests.stress.mutations import BYTES, EVIL, JSON, TEXT, Mutation
 
@@ -82,7 +82,7 @@ def any_edition() -> Iterator[None]:
 
 def _set(names: tuple[str, ...], form: str, file: str, root: Path) -> Path:
     for name in names:
-        made.MAKERS[name](root, form)
+        fake_data.MAKERS[name](root, form)
     return root / file
 
 
@@ -161,7 +161,7 @@ def _recall(root: Path, path: Path) -> None:
 
 
 def _download(root: Path) -> Path:
-    made.sst2(root, "public")
+    fake_data.sst2(root, "public")
     path = root / "SST-2.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("train.tsv", "dev.tsv"):
@@ -170,8 +170,8 @@ def _download(root: Path) -> Path:
 
 
 def _unzip(root: Path, path: Path) -> None:
-    (download,) = SETS["sst2"].downloads
-    fetch._unzip(download, root)
+    (archive,) = SETS["sst2"].downloads
+    download._unzip(archive, root)
 
 
 # Recorded gradients.

@@ -21,19 +21,18 @@ from gradherd.cli.main import main
 from gradherd.comm.world import World
 from gradherd.lab.report.find import find_records
 from gradherd.lab.tasks.cifar10 import load_cifar10
-from gradherd.lab.tasks.data import MissingData, find_set
+from gradherd.lab.tasks.data_files import MissingData, find_set
 from gradherd.lab.tasks.hmda import HMDA
-from gradherd.lab.tasks.npz import npz
-from gradherd.lab.tasks.pickles import plain_pickle
-from gradherd.lab.tasks.read import MOST, DamagedData, idx, sheet
-from gradherd.lab.tasks.read import unpack as unpacked
+from gradherd.lab.tasks.pickle_reader import plain_pickle
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.safe_readers import MOST, DamagedData, idx, npz, sheet
+from gradherd.lab.tasks.safe_readers import unpack as unpacked
 from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
 from gradherd.lab.train.record import FILE, read_record, write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
 from tests.lab.report.made import record
-from tests.lab.tasks import made
+from tests.lab.tasks import fake_data
 from tests.stress.fuzz import fuzz, limits
 from tests.stress.mutations import Marker, bomb
 from tests.stress.targets import TARGETS, any_edition
@@ -247,7 +246,7 @@ def test_pickles_that_an_unpickler_should_not_see(tmp_path, monkeypatch, case):
 
 
 def test_labels_that_share_their_lists(tmp_path, any_set):
-    made.cifar(tmp_path, "pickles")
+    fake_data.cifar(tmp_path, "pickles")
     labels: list = [1]
     for _ in range(60):
         labels = [labels, labels]
@@ -288,7 +287,7 @@ def test_values_whose_squares_are_none(tmp_path, value):
 
 
 def test_series_whose_values_are_none(tmp_path, any_set):
-    made.m4(tmp_path, "public")
+    fake_data.m4(tmp_path, "public")
     path = tmp_path / "m4" / "Weekly-train.csv"
     path.write_text(path.read_text().replace('"W3","', '"W3\x1b[2J","1e300","', 1))
     with pytest.raises(DamagedData, match=r"series 'W3\?\[2J' is not all finite"):
@@ -296,7 +295,7 @@ def test_series_whose_values_are_none(tmp_path, any_set):
 
 
 def test_a_vocabulary_that_is_nested(tmp_path, any_set):
-    for make in (made.wikitext, made.gpt2_bpe):
+    for make in (fake_data.wikitext, fake_data.gpt2_bpe):
         make(tmp_path, "public")
     (tmp_path / "gpt2-bpe" / "encoder.json").write_text("[" * 100_000)
     with pytest.raises(DamagedData, match=r"gpt2-bpe is no vocabulary .* nested too deeply"):
@@ -311,7 +310,7 @@ def test_names_that_no_folder_has(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="there is no file"):
             find_task(f"{name}.py:A")
     with pytest.raises(MissingData) as error:
-        find_set("m4", made.put(tmp_path / "a\nb" / "x", b"") or tmp_path / "a\nb")
+        find_set("m4", fake_data.put(tmp_path / "a\nb" / "x", b"") or tmp_path / "a\nb")
     assert str(error.value).isprintable()
 
 

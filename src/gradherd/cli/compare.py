@@ -20,8 +20,7 @@ from gradherd.cli.train_options import (
 from gradherd.cli.training import execute
 from gradherd.cli.usage import UsageError, at_least, names, print_json
 from gradherd.comm.world import World
-from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.plan import plan
+from gradherd.lab.train.config import RunConfig, plan
 from gradherd.lab.train.record import RunRecord
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS

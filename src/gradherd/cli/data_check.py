@@ -12,10 +12,10 @@ from rich.table import Table
 from gradherd.cli.data_list import look
 from gradherd.cli.progress import steps
 from gradherd.cli.usage import print_json
-from gradherd.lab.tasks.check import check_set
-from gradherd.lab.tasks.data import data_dirs
-from gradherd.lab.tasks.read import DamagedData
-from gradherd.lab.tasks.sets import SETS
+from gradherd.lab.tasks.data_files import data_dirs
+from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.download import check_set
+from gradherd.lab.tasks.safe_readers import DamagedData
 
 _STYLES = {"ok": "green", "damaged": "bold red", "unchecked": "yellow", "missing": "dim"}
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradherd.cli.usage import name, print_json
-from gradherd.lab.tasks.data import Found, cache_dir
-from gradherd.lab.tasks.fetch import FetchError, fetch_set
-from gradherd.lab.tasks.sets import SETS
+from gradherd.lab.tasks.data_files import Found, cache_dir
+from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.download import FetchError, fetch_set
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradherd.cli.usage import UsageError, print_json
-from gradherd.lab.tasks.data import Found, MissingData, data_dirs, find_set
+from gradherd.lab.tasks.data_files import Found, MissingData, data_dirs, find_set
+from gradherd.lab.tasks.datasets import SETS
 from gradherd.lab.tasks.registry import TASKS
-from gradherd.lab.tasks.sets import SETS
 
 
 @dataclass(frozen=True, kw_only=True)

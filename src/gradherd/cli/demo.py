@@ -14,8 +14,7 @@ from gradherd.cli.train_options import AnyPath, Options
 from gradherd.cli.training import execute
 from gradherd.cli.usage import at_least, print_json
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.plan import plan
+from gradherd.lab.train.config import RunConfig, plan
 from gradherd.lab.train.record import RunRecord
 
 

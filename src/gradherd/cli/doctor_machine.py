@@ -16,9 +16,9 @@ from gradherd.cli.doctor_checks import Check, Status, line
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
-from gradherd.lab.tasks.data import cache_dir, data_dirs
-from gradherd.lab.tasks.sets import SETS
-from gradherd.lab.train.surroundings import hardware
+from gradherd.lab.tasks.data_files import cache_dir, data_dirs
+from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.train.environment import hardware
 
 _DEADLINE = 60.0
 LITTLE = 200 << 20

@@ -33,7 +33,7 @@ from gradherd.lab.study.run import (
     store_results,
 )
 from gradherd.lab.study.spec import Study as StudyFile
-from gradherd.lab.tasks.read import DamagedData
+from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.text import counted
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from gradherd.cli.usage import UsageError, at_least, name, print_json
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import FILE, RunRecord, read_record
-from gradherd.lab.train.resume import FREE, Saving
+from gradherd.lab.train.runner import FREE, Saving
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from gradherd.cli.usage import UsageError
 from gradherd.comm.world import World
 from gradherd.lab.train.record import FILE, read_record, write_record
-from gradherd.lab.train.resume import FOLDER
+from gradherd.lab.train.runner import FOLDER
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import tyro
 
 from gradherd.cli.bench_show import usable_device
 from gradherd.cli.usage import UsageError, at_least, name
-from gradherd.lab.tasks.data import find_set
+from gradherd.lab.tasks.data_files import find_set
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import ROWS

@@ -17,11 +17,10 @@ from gradherd.cli.train_progress import Bar
 from gradherd.cli.usage import Failed
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World, join_torchrun_group
-from gradherd.lab.tasks.read import DamagedData
+from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.plan import run_all
 from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.resume import Saving
+from gradherd.lab.train.runner import Saving, run_all
 
 # Against hangs only: a training takes as long as it takes.
 _DEADLINE = 30 * 24 * 3600.0

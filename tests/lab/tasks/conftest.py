@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradherd.lab.tasks.sets import SETS
+from gradherd.lab.tasks.datasets import SETS
 
 REAL = os.environ.get("GRADHERD_DATA")
 

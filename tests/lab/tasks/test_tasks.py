@@ -6,7 +6,7 @@ from torch import nn
 
 from gradherd.lab.tasks import TASKS, Defaults, Split, find_task
 from gradherd.rows.capture import Capture
-from tests.lab.tasks.made import MAKERS
+from tests.lab.tasks.fake_data import MAKERS
 
 PARAMETERS = {
     "digits": 650,
@@ -195,7 +195,7 @@ def test_forecasts_feed_on_themselves():
 
 
 def test_augmentation_moves_and_mirrors_in_training_only(monkeypatch):
-    from gradherd.lab.tasks.cifar10_resnet18 import Cifar10ResNet18, _augmented
+    from gradherd.lab.tasks.resnet18 import Cifar10ResNet18, _augmented
 
     torch.manual_seed(0)
     images = torch.arange(3 * 32 * 32.0).view(1, 3, 32, 32).repeat(200, 1, 1, 1) + 1

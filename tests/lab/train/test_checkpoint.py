@@ -14,9 +14,8 @@ import torch
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
-from gradherd.lab.train.plan import run_all
 from gradherd.lab.train.record import FILE, read_record
-from gradherd.lab.train.resume import FOLDER, Saving
+from gradherd.lab.train.runner import FOLDER, Saving, run_all
 from tests.lab.train.work import config_of
 from tests.stress.kills import differences, last_state, stress
 

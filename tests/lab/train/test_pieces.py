@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.evaluate import full_loss
-from gradherd.lab.train.journal import METRICS, Journal
-from gradherd.lab.train.loop import new_record
-from gradherd.lab.train.mean import SMALL, MeanHook, mean_bytes, mean_of
-from gradherd.lab.train.plan import plan, run_all
+from gradherd.lab.train.config import RunConfig, plan
+from gradherd.lab.train.environment import hardware, versions
+from gradherd.lab.train.loop import METRICS, Journal, new_record
+from gradherd.lab.train.mean_hook import SMALL, MeanHook, mean_bytes, mean_of
+from gradherd.lab.train.measurements import Bins, prefix_bound
 from gradherd.lab.train.record import (
     FILE,
     EpochRow,
@@ -29,9 +28,9 @@ from gradherd.lab.train.record import (
     write_record,
     write_whole,
 )
-from gradherd.lab.train.surroundings import hardware, versions
-from gradherd.lab.train.virtual import row_settings
-from gradherd.lab.train.watch import Bins, prefix_bound
+from gradherd.lab.train.runner import run_all
+from gradherd.lab.train.trainer import full_loss
+from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.exclusive import Online
 from tests.lab.train.work import HERE, config_of

@@ -12,7 +12,7 @@ import pytest
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.lab.train.record import FILE, read_record
-from gradherd.lab.train.resume import FOLDER
+from gradherd.lab.train.runner import FOLDER
 from tests.lab.train.test_checkpoint import all_of
 from tests.lab.train.work import config_of
 from tests.stress.kills import differences, last_state

@@ -9,12 +9,12 @@ from torch import nn
 
 from gradherd.comm.world import World
 from gradherd.lab.tasks.digits import Digits
-from gradherd.lab.tasks.evaluate import evaluating
+from gradherd.lab.tasks.metrics import evaluating
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults, Split
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.ranks import RankFleet
-from gradherd.lab.train.virtual import VirtualFleet
+from gradherd.lab.train.rank_trainer import RankFleet
+from gradherd.lab.train.virtual_trainer import VirtualFleet
 
 
 def no_tick(steps=1):

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from gradherd.lab.bench.measure import PeakMemory
-from gradherd.lab.tasks.cifar10_lenet import Cifar10LeNet
+from gradherd.lab.tasks.lenet import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
-from gradherd.lab.train.batched import BatchedFleet
-from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.fleet import Fleet
-from gradherd.lab.train.plan import plan
-from gradherd.lab.train.virtual import VirtualFleet
+from gradherd.lab.train.config import RunConfig, plan
+from gradherd.lab.train.stacked_trainer import BatchedFleet
+from gradherd.lab.train.trainer import Fleet
+from gradherd.lab.train.virtual_trainer import VirtualFleet
 
 CASES = ("plain loop", "turns", "one run", "nine runs", "nine runs, d-rr")
 LEAST_STEPS = 2

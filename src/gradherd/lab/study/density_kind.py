@@ -28,7 +28,7 @@ from gradherd.lab.study.kinds import (
 from gradherd.lab.study.results import downsample
 from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.steps import flat_grad
+from gradherd.lab.train.optimizers import flat_grad
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify, make_settings
 from gradherd.sparsify.virtual_workers import Workers

@@ -19,8 +19,8 @@ from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
-from gradherd.lab.train.plan import run_all
-from gradherd.lab.train.stacks import kept_by, stacks
+from gradherd.lab.train.runner import run_all
+from gradherd.lab.train.stacking import kept_by, stacks
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.order import random_vectors, replay_order
 from gradherd.sparsify.registry import SPARSIFIERS

@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.lab.tasks.data import Found, find_set, verify
-from gradherd.lab.tasks.npz import npz
-from gradherd.lab.tasks.pickles import plain_pickle
-from gradherd.lab.tasks.read import MOST, DamagedData, reason, sheet
-from gradherd.lab.tasks.sets import CIFAR_BATCHES, SETS
+from gradherd.lab.tasks.data_files import Found, find_set, verify
+from gradherd.lab.tasks.datasets import CIFAR_BATCHES, SETS
+from gradherd.lab.tasks.pickle_reader import plain_pickle
+from gradherd.lab.tasks.safe_readers import MOST, DamagedData, npz, reason, sheet
 from gradherd.lab.tasks.task import Split, check_limit
 
 ROW = 1 + 3 * 32 * 32

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data import Found, find_set
-from gradherd.lab.tasks.evaluate import average
-from gradherd.lab.tasks.npz import npz
-from gradherd.lab.tasks.read import DamagedData
+from gradherd.lab.tasks.data_files import Found, find_set
+from gradherd.lab.tasks.metrics import average
+from gradherd.lab.tasks.safe_readers import DamagedData, npz
 from gradherd.lab.tasks.task import Defaults, Split
 
 COLUMNS = 18

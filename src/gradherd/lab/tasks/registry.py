@@ -7,19 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from gradherd.lab.tasks.cifar10_lenet import Cifar10LeNet
-from gradherd.lab.tasks.cifar10_resnet18 import Cifar10ResNet18
-from gradherd.lab.tasks.data import expanded, is_file
-from gradherd.lab.tasks.digits import Digits
-from gradherd.lab.tasks.digits_mlp import DigitsMLP
-from gradherd.lab.tasks.fashion_lenet import FashionLeNet
+from gradherd.lab.tasks.data_files import expanded, is_file
+from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
-from gradherd.lab.tasks.m4_mlp import M4MLP
-from gradherd.lab.tasks.read import printable
-from gradherd.lab.tasks.sst2_transformer import SST2Transformer
+from gradherd.lab.tasks.lenet import Cifar10LeNet, FashionLeNet
+from gradherd.lab.tasks.m4 import M4MLP
+from gradherd.lab.tasks.resnet18 import Cifar10ResNet18
+from gradherd.lab.tasks.safe_readers import printable
+from gradherd.lab.tasks.sst2 import SST2Transformer
 from gradherd.lab.tasks.task import Defaults, Task
-from gradherd.lab.tasks.wikitext2_gpt2 import WikiText2GPT2
-from gradherd.lab.tasks.wikitext2_lstm import WikiText2LSTM
+from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, WikiText2LSTM
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,

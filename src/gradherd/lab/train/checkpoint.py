@@ -21,7 +21,7 @@ import torch
 from gradherd.attach.pack import pack, unpack
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
-from gradherd.lab.train.checked import shown
+from gradherd.lab.train.record import shown
 
 log = logging.getLogger("gradherd")
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gradherd.lab.tasks.task import Defaults
 from gradherd.ordering.registry import POLICIES
+from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.settings import RowSettings, SketchRows
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import check_density
@@ -145,6 +146,48 @@ class RunConfig:
         """
         sent = self.sparsify if self.density is None else f"{self.sparsify}-{self.density:g}"
         return Path(f"{self.order}_{sent}") / f"seed-{self.seed}"
+
+
+def plan(
+    task: str,
+    defaults: Defaults,
+    *,
+    orders: Sequence[str],
+    sparsifiers: Sequence[str],
+    density: float | None,
+    seeds: Sequence[int],
+    **chosen: Any,
+) -> list[RunConfig]:
+    """Return a run for each seed and each arm; the arms of a seed stand together.
+
+    A comparison that is broken off then has whole pairs.
+
+    >>> from gradherd.lab.tasks.digits import Digits
+    >>> runs = plan("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
+    ...             sparsifiers=["dense"], density=None, seeds=[0, 1])
+    >>> [(run.seed, run.order) for run in runs]
+    [(0, 'd-rr'), (0, 'cd-grab'), (1, 'd-rr'), (1, 'cd-grab')]
+    """
+    return [
+        RunConfig.of(
+            task,
+            defaults,
+            order=order,
+            sparsify=sparsify,
+            density=None if sparsify == "dense" else density,
+            seed=seed,
+            **chosen,
+        )
+        for seed in seeds
+        for order in orders
+        for sparsify in sparsifiers
+    ]
+
+
+def steps_of(config: RunConfig, examples: int) -> int:
+    """Return how many steps a run takes."""
+    deal = UnitSharding(examples, config.unit, config.workers, drop_last=False)
+    return -(-deal.length * config.unit // config.batch_size) * config.epochs
 
 
 def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any]) -> None:

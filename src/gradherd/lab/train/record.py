@@ -1,22 +1,119 @@
-"""What a run left behind: settings, surroundings and one row for each epoch, as JSON.
+"""The record of a run: settings, environment and one row per epoch, as JSON.
 
-Reports and pages read records only. Epochs count from 1: row e holds what was true after e epochs.
+Reports and pages read records only. Epochs count from 1: row e describes the run after e epochs.
+Record files may hold anything, so every value is checked when a record is read.
 """
 
 import dataclasses
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gradherd.lab.train.checked import problem_of, shown
+_TEXTS = ("task", "description", "order", "sparsify", "metric_name", "started", "status")
+_COUNTS = ("seed", "parameters", "train_examples", "test_examples")
+_MAY_BE_NONE = ("train_loss", "metric", "padding", "residual_norm", "herding_bound")
+_MAY_BE_ANY = ("train_loss", "metric")
+_LARGEST = 1e100
+"""Beyond it, sums and squares of numbers are none any more."""
+_DEEPEST = 16
+"""Levels of lists and mappings in a setting; ours have two."""
+
+
+def problem_of(record: Any) -> str | None:
+    """Return what is wrong with the values of a RunRecord, or None."""
+    for name in _TEXTS:
+        if not isinstance(value := getattr(record, name), str):
+            return f"{name} is {shown(value)}, not text"
+    for name in ("config", "versions", "hardware"):
+        if not isinstance(value := getattr(record, name), dict):
+            return f"{name} is {shown(value)}, not a mapping"
+        if (problem := _nested_problem(value)) is not None:
+            return f"{name} holds {problem}"
+    for name in _COUNTS:
+        value = getattr(record, name)
+        if not isinstance(value, int) or abs(value) >= 2**63:
+            return f"{name} is {shown(value)}, not a whole number"
+    if not isinstance(record.higher_is_better, bool):
+        return f"higher_is_better is {shown(record.higher_is_better)}, neither true nor false"
+    for name in ("density", "start_loss", "start_metric"):
+        value = getattr(record, name)
+        if value is not None and not is_number(value):
+            return f"{name} is {shown(value)}, not a number"
+    for position, row in enumerate(record.epochs, 1):
+        if (problem := _row_problem(row, position)) is not None:
+            return f"epoch {position}: {problem}"
+    if not isinstance(record.density_by_step, list):
+        return "density_by_step is not a list"
+    for point in record.density_by_step:
+        if not isinstance(point, dict) or not all(map(is_number, point.values())):
+            return f"density_by_step holds {shown(point)}"
+    return None
+
+
+def _row_problem(row: Any, position: int) -> str | None:
+    if row.epoch != position:
+        return f"epoch is {shown(row.epoch)}"
+    for one in fields(row):
+        value = getattr(row, one.name)
+        if one.name == "load":
+            if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
+                return f"load is {shown(value)}"
+        elif value is None and one.name in _MAY_BE_NONE:
+            continue
+        elif one.name in _MAY_BE_ANY and isinstance(value, float) and not math.isfinite(value):
+            continue  # Not finite is a finding, not damage.
+        elif not is_number(value):
+            return f"{one.name} is {shown(value)}, not a number"
+    return None
+
+
+def _nested_problem(value: dict[str, Any]) -> str | None:
+    """Return what a setting must not hold: it is shown, compared and written as JSON."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict | list):
+                inner += one.values() if isinstance(one, dict) else one
+            elif isinstance(one, int | float) and not isinstance(one, bool) and not is_number(one):
+                return f"{shown(one)}, which is too large or no number"
+        level = inner
+        if not level:
+            return None
+    return f"more than {_DEEPEST} levels"
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number that figures can be made of."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and _in_range(value)
+
+
+def _in_range(value: float) -> bool:
+    return -_LARGEST <= value <= _LARGEST  # False for NaN; whole numbers may be of any length
+
+
+def shown(value: object) -> str:
+    """Return a value out of a file as it can be told: shortened, on one line.
+
+    >>> shown(10**50), shown([[[[[[[1]]]]]]])
+    ('1000000000...0000000000', '[[[[[[[...]]]]]]]')
+    """
+    return _brief.repr(value)
+
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 60
+_brief.maxlong = 23
+
 
 FORMAT = 1
 FILE = "record.json"
-_LARGEST = 1 << 26
+_LARGEST_FILE = 1 << 26
 """Bytes of a record: room for 100,000 epochs."""
 
 
@@ -169,9 +266,9 @@ def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():  # A pipe would never end.
         raise ValueError("it is not a file")
     with path.open("rb") as file:
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise ValueError(f"it is longer than {_LARGEST:,} bytes")
+        content = file.read(_LARGEST_FILE + 1)
+    if len(content) > _LARGEST_FILE:
+        raise ValueError(f"it is longer than {_LARGEST_FILE:,} bytes")
     return content.decode("utf-8")
 
 

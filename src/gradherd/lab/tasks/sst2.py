@@ -1,0 +1,115 @@
+"""`sst2-transformer`: is a phrase of a film review kind? A small encoder on words.
+
+Shapes: B phrases, T words of the longest, W = 96 width.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradherd.lab.tasks.data_files import Found, find_set
+from gradherd.lab.tasks.metrics import accuracy
+from gradherd.lab.tasks.safe_readers import DamagedData, table
+from gradherd.lab.tasks.task import Defaults, Split, check_limit
+from gradherd.lab.tasks.tokenization import numbers, vocabulary
+from gradherd.lab.tasks.transformer import Body
+
+WORDS = 12_000
+LENGTH = 64
+PADDING, UNKNOWN = 0, 1
+
+
+class Encoder(nn.Module):
+    """Two transformer layers that see the whole phrase; the mean over its words is scored."""
+
+    def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.body = Body(WORDS, LENGTH, width, heads, layers, causal=False)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return scores (B, 2) of (B, T) words, padded at the end."""
+        seen = words != PADDING
+        states = self.body(words, seen) * seen.unsqueeze(2)
+        scores: Tensor = self.head(states.sum(1) / seen.sum(1, keepdim=True))
+        return scores
+
+
+@dataclass(frozen=True)
+class SST2Transformer:
+    """A transformer encoder with 2 layers, 4 heads, width 96: 1,382,210 parameters.
+
+    The vocabulary is the 12,000 commonest words of the training part, whole words as they are
+    in the file; nothing is pretrained.
+    """
+
+    name: ClassVar = "sst2-transformer"
+    description: ClassVar = "a small transformer encoder on SST-2 phrases, 1.4 M parameters"
+    data: ClassVar = ("sst2",)
+    metric_name: ClassVar = "dev accuracy (%)"
+    higher_is_better: ClassVar = True
+    defaults: ClassVar = Defaults(
+        workers=4,
+        batch_size=8,
+        optimizer="adamw",
+        lr=3e-4,
+        weight_decay=1e-2,
+        epochs=5,
+        seeds=3,
+        source="Our own choice: a small transformer from scratch on the data of GraB's BERT "
+        "experiment (arXiv:2205.10733).",
+    )
+
+    def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
+        """Read (n, 64) word numbers, padded with 0, and (n,) answers, 1 = kind."""
+        check_limit(limit)
+        found = find_set("sst2", data_dir)
+        train, test = (read_phrases(found, name) for name in ("train.tsv", "dev.tsv"))
+        known = vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
+        parts = []
+        for phrases, answers in (train, test):
+            words = np.full((len(phrases[:limit]), LENGTH), PADDING)
+            for row, phrase in zip(words, phrases[:limit], strict=True):
+                kept = numbers(phrase[:LENGTH], known, UNKNOWN)
+                row[: len(kept)] = kept
+            parts.append((torch.from_numpy(words), torch.tensor(answers[:limit])))
+        return Split(*parts).first(limit)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return Encoder()
+
+    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        words, answers = tensors
+        return F.cross_entropy(model(_trimmed(words)), answers)
+
+    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the share of right answers in percent."""
+        return accuracy(model, *tensors, prepare=_trimmed, chunk=200)
+
+
+def read_phrases(found: Found, name: str) -> tuple[list[list[str]], list[int]]:
+    """Return the words of each phrase and whether it is kind, of a table with a header."""
+    path = found.paths[name]
+    phrases, answers = [], []
+    for at, row in enumerate(table(found.text(name), path, "\t")):
+        words = row[0].split() if row else []
+        if len(row) != 2 or row[1] not in ("0", "1") or not words:
+            raise DamagedData(f"{path}: row {at + 1} is not a phrase, a tab, and 0 or 1")
+        phrases.append(words)
+        answers.append(int(row[1]))
+    return phrases, answers
+
+
+def _trimmed(words: Tensor) -> Tensor:
+    """Leave out the columns that are padding in all phrases: most phrases are short."""
+    if words.is_cuda:
+        return words  # Asking how many there are would make the GPU wait at every step.
+    return words[:, : int((words != PADDING).sum(1).max())]

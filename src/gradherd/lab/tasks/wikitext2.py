@@ -1,0 +1,258 @@
+"""`wikitext2-lstm` and `wikitext2-gpt2`: language models on WikiText-2.
+
+Shapes: B sequences, T tokens of each, V tokens in the vocabulary, W width.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradherd.lab.tasks.data_files import Found, cache_dir, find_set
+from gradherd.lab.tasks.metrics import average
+from gradherd.lab.tasks.safe_readers import DamagedData, lines, npz, unpack
+from gradherd.lab.tasks.task import Defaults, Split, check_limit
+from gradherd.lab.tasks.tokenization import BytePairs, numbers, vocabulary
+from gradherd.lab.tasks.transformer import Body
+
+WORDS = 33_278
+LSTM_LENGTH = 35
+UNKNOWN, END = "<unk>", "<eos>"
+
+
+class WordLSTM(nn.Module):
+    """Embedding, two LSTM layers, and the embedding again to score the next word."""
+
+    def __init__(self, words: int = WORDS, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return scores (B, T, V) of the word after each of (B, T); the state starts at zero."""
+        states, _ = self.lstm(self.embedding(words))
+        scores: Tensor = self.head(states)
+        return scores
+
+
+@dataclass(frozen=True)
+class WikiText2LSTM:
+    """A two-layer LSTM of width 32 with tied weights, no dropout: 1,081,792 parameters.
+
+    An example is a sequence of 35 words and the word after each. The hidden state starts at
+    zero for each of them, unlike in the CD-GraB paper, which carries it along from one to the
+    next in the order they are visited.
+    """
+
+    name: ClassVar = "wikitext2-lstm"
+    description: ClassVar = "a two-layer LSTM on WikiText-2 words, 1,081,792 parameters"
+    data: ClassVar = ("wikitext-2",)
+    metric_name: ClassVar = "test perplexity"
+    higher_is_better: ClassVar = False
+    defaults: ClassVar = Defaults(
+        workers=4,
+        batch_size=4,
+        unit=4,
+        lr=5.0,
+        momentum=0.9,
+        clip=0.25,
+        lr_drop=0.1,
+        lr_drop_every=10,
+        epochs=50,
+        seeds=5,
+        source="CD-GraB paper (arXiv:2302.00845), its WikiText-2 experiment: 4 workers with 4 "
+        "sequences each ordered as one, lr 5 times 0.1 every 10 epochs, momentum 0.9, averaged "
+        "gradient clipped at 0.25.",
+    )
+
+    def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
+        """Read (n, 36) word numbers; the vocabulary is that of the training part."""
+        check_limit(limit)
+        found = find_set("wikitext-2", data_dir)
+        train, test = (_words(found.text(f"{part}.txt")) for part in ("train", "test"))
+        known = vocabulary(train, WORDS, (UNKNOWN, END))
+        parts = []
+        for name, words in (("train.txt", train), ("test.txt", test)):
+            if len(words) <= LSTM_LENGTH:
+                raise DamagedData(f"{found.paths[name]} has only {len(words)} words")
+            used = words if limit is None else words[: limit * LSTM_LENGTH + 1]
+            parts.append((sequences(numbers(used, known, known[UNKNOWN]), LSTM_LENGTH),))
+        return Split(*parts).first(limit)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return WordLSTM()
+
+    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the next word."""
+        (words,) = tensors
+        return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the exponential of the mean cross-entropy of the next word."""
+        return perplexity(model, *tensors, chunk=32)
+
+
+def sequences(stream: NDArray[np.int64], length: int) -> Tensor:
+    """Cut a stream into (n, length + 1): each begins with the last word of the one before.
+
+    >>> sequences(np.arange(6), 2)
+    tensor([[0, 1, 2],
+            [2, 3, 4]])
+    """
+    count = (len(stream) - 1) // length
+    starts = np.arange(count)[:, None] * length
+    return torch.from_numpy(stream[starts + np.arange(length + 1)])
+
+
+def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
+    """Return the perplexity of a language model on (n, T + 1) tokens."""
+
+    def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        # Flat, as in training: over a middle dimension softmax is slow on a GPU.
+        scores, wanted = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:]
+        losses = F.cross_entropy(scores, wanted.flatten(), reduction="none")
+        return losses.view_as(wanted).mean(1)
+
+    return float(torch.tensor(average(model, mean_loss, tokens, chunk=chunk)).exp())
+
+
+def _words(text: str) -> list[str]:
+    return list(chain.from_iterable([*line.split(), END] for line in lines(text)))
+
+
+TOKENS = 50_257
+GPT2_LENGTH = 128
+
+
+class GPT2(nn.Module):
+    """GPT-2's layout without dropout: the token embedding also scores the next token."""
+
+    def __init__(self, width: int = 128, heads: int = 2, layers: int = 2) -> None:
+        super().__init__()
+        self.body = Body(TOKENS, GPT2_LENGTH, width, heads, layers, causal=True)
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        self.head.weight = self.body.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return scores (B, T, V) of the token after each of (B, T)."""
+        scores: Tensor = self.head(self.body(tokens))
+        return scores
+
+
+@dataclass(frozen=True)
+class WikiText2GPT2:
+    """GPT-2 with 2 layers, 2 heads, width 128, context 128: 6,846,080 parameters.
+
+    As in the CD-GraB paper, but on WikiText-2 instead of WikiText-103. An example is a block of
+    128 tokens, of which the last 127 are predicted; lines are tokenised one by one, whole, and
+    packed without gaps. Tokens are kept in the cache folder, since making them takes seconds.
+    """
+
+    name: ClassVar = "wikitext2-gpt2"
+    description: ClassVar = "a tiny GPT-2 on WikiText-2, 6,846,080 parameters"
+    data: ClassVar = ("wikitext-2", "gpt2-bpe")
+    metric_name: ClassVar = "test perplexity"
+    higher_is_better: ClassVar = False
+    defaults: ClassVar = Defaults(
+        workers=64,
+        batch_size=1,
+        optimizer="adamw",
+        lr=5e-4,
+        epochs=30,
+        seeds=3,
+        source="CD-GraB paper (arXiv:2302.00845), its GPT-2 experiment: 64 workers with one "
+        "block each, AdamW with lr 5e-4 and no weight decay.",
+    )
+
+    def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
+        """Read (n, 128) tokens."""
+        check_limit(limit)
+        text, pairs = find_set("wikitext-2", data_dir), find_set("gpt2-bpe", data_dir)
+        most = None if limit is None else limit * GPT2_LENGTH
+        return Split(
+            (_blocks(text, "train.txt", pairs, most),), (_blocks(text, "test.txt", pairs, most),)
+        ).first(limit)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return GPT2()
+
+    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the next token."""
+        (tokens,) = tensors
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the exponential of the mean cross-entropy of the next token."""
+        return perplexity(model, *tensors, chunk=8)
+
+
+def _blocks(text: Found, name: str, pairs: Found, most: int | None) -> Tensor:
+    """Return (n, 128) tokens of a file, from the cache if they are there."""
+    content = text.read(name)
+    sources = [content, pairs.read("encoder.json"), pairs.read("vocab.bpe")]
+    marks = "".join(hashlib.sha256(source).hexdigest() for source in sources)
+    kept = cache_dir() / "tokens" / f"{hashlib.sha256(marks.encode()).hexdigest()[:32]}.npz"
+    tokens = recall(kept)
+    if tokens is None:
+        tokens = _encoded(text.text(name), pairs, most)
+        if most is None:
+            keep(kept, tokens)
+    if len(tokens) < GPT2_LENGTH:
+        raise DamagedData(f"{text.paths[name]} has only {len(tokens)} tokens")
+    count = len(tokens) // GPT2_LENGTH
+    return torch.from_numpy(tokens[: count * GPT2_LENGTH].astype(np.int64)).view(count, GPT2_LENGTH)
+
+
+def _encoded(text: str, pairs: Found, most: int | None) -> NDArray[np.uint16]:
+    try:
+        coder = BytePairs.parse(pairs.text("encoder.json"), pairs.text("vocab.bpe"))
+        tokens: list[int] = []
+        for line in coder.encode_lines(lines(text)):
+            tokens += line
+            if most is not None and len(tokens) >= most:
+                break
+        if tokens and not 0 <= min(tokens) <= max(tokens) < TOKENS:
+            raise ValueError(f"tokens must be below {TOKENS:,}, got {max(tokens):,}")
+    except ValueError as error:
+        raise DamagedData(f"{pairs.folder} is no vocabulary of GPT-2: {error}") from None
+    return np.array(tokens, np.uint16)
+
+
+def recall(path: Path) -> NDArray[np.uint16] | None:
+    """Return tokens that were kept, or None if there are none or the file is not whole."""
+    try:
+        (tokens,) = npz(unpack(path), path, ("tokens",))
+    except DamagedData:
+        return None
+    good = tokens.ndim == 1 and tokens.dtype == np.uint16
+    return tokens if good and int(tokens.max(initial=0)) < TOKENS else None
+
+
+def keep(path: Path, tokens: NDArray[np.uint16]) -> None:
+    """Write tokens for the next time; a folder that cannot be written to is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name first: a reader never sees half a file.
+        handle, name = tempfile.mkstemp(prefix=".tokens-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, tokens=tokens)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise

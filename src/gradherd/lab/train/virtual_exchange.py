@@ -1,0 +1,200 @@
+"""Workers that take turns on one model: what each of them owns, and what all of them share.
+
+Letters: R workers, D parameters, U units of a batch, k elements of a row.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.comm.collectives import all_gather_bytes, all_reduce_small_bytes
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.mean_hook import mean_bytes, mean_of
+from gradherd.lab.train.measurements import Bins
+from gradherd.lab.train.optimizers import (
+    flat_grad,
+    generator_states,
+    seed_of_worker,
+    set_generator_states,
+)
+from gradherd.lab.train.trainer import Tally
+from gradherd.ordering.gather import enough, seen_batches
+from gradherd.ordering.ordering import Ordering
+from gradherd.rows.flat import FlatSpec
+from gradherd.sparsify.residuals import Layout
+from gradherd.sparsify.settings import make_settings
+from gradherd.sparsify.virtual_workers import Workers
+
+
+class Turns:
+    """Gives each worker its own generator, and all of them rank 0's buffers, as DDP does."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        self._buffers = list(model.buffers())
+        self._device = torch.device(config.device)
+        self._states = []
+        for worker in range(config.workers):
+            torch.manual_seed(seed_of_worker(config.seed, worker))
+            self._states.append(generator_states(self._device))
+        self._shared: list[Tensor] = []
+        self._ahead: list[Tensor] = []
+
+    def resume(self) -> None:
+        """Let generators stand where the last worker left them, whatever was drawn since."""
+        set_generator_states(self._states[-1], self._device)
+
+    @contextlib.contextmanager
+    def of(self, worker: int) -> Iterator[None]:
+        """Let `worker` run a forward and a backward.
+
+        While that is captured as a CUDA graph generators are left alone: nothing is drawn then.
+        """
+        captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if worker == 0:
+            self._shared = [buffer.clone() for buffer in self._buffers]
+        else:
+            self._put(self._shared)
+        if not captures:
+            set_generator_states(self._states[worker], self._device)
+        yield
+        if not captures:
+            self._states[worker] = generator_states(self._device)
+        if worker == 0:
+            self._ahead = [buffer.clone() for buffer in self._buffers]
+        if worker == len(self._states) - 1:
+            self._put(self._ahead)
+
+    def _put(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+class Exchange:
+    """Averages the workers' gradients, all or sparsified."""
+
+    def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
+        self._workers = config.workers
+        counts = [(name, p.numel()) for name, p in named.items()]
+        settings = None
+        if config.density is not None:
+            settings = make_settings(config.sparsify, config.density, **(config.method or {}))
+        self.layout = Layout.of(counts, 0 if settings is None else settings.dense_below)
+        self.parameters = [named[name] for name in self.layout.names]
+        self.mean = torch.empty(0)
+        """(D,) the last average."""
+        self.series = Bins()
+        """Densities of the steps."""
+        self._sparse: Workers | None = None
+        if settings is not None:
+            self._sparse = Workers(
+                settings,
+                self.layout.size,
+                config.workers,
+                sparse=self.layout.sparse,
+                layers=self.layout.layers,
+                device=self.parameters[0].device,
+            )
+
+    def flat(self) -> Tensor:
+        """Return (D,) the gradient at hand."""
+        return flat_grad(self.parameters)
+
+    def average(self, grads: Tensor, tally: Tally) -> None:
+        """Give the model the average of (R, D) gradients."""
+        if self._sparse is None:
+            self.mean = mean_of(grads)
+            tally.bytes += mean_bytes(grads.shape[1], self._workers, grads.element_size())
+        else:
+            self.mean = self._sparse.step(grads)
+            told = self._sparse.metrics
+            tally.add_sparse(told)
+            self.series.add(told.get("density", 0.0))
+            tally.bytes += told.get("bytes", 0)
+        # Whoever clips writes to the model's gradient, not to the average.
+        pieces = self.mean.clone().split(list(self.layout.counts))
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter)
+
+    def end_epoch(self, tally: Tally) -> None:
+        """Take down what worker 0 keeps after the last step."""
+        if self._sparse is not None:
+            kept = self._sparse.workers[0].feedback.kept
+            tally.residual_norm = float(torch.linalg.vector_norm(kept))
+
+
+class Portions:
+    """Shows rows to the order in the portions in which ranks would gather them."""
+
+    def __init__(self, ordering: Ordering, workers: int) -> None:
+        self._ordering = ordering
+        self._workers = workers
+        self._waiting: list[Tensor] = []
+        self.bytes = 0
+        """What a worker would have sent for ordering alone."""
+
+    def add(self, rows: Tensor) -> None:
+        """Take the (U, R, k) rows of one batch of every worker."""
+        self._waiting.append(rows)
+        if enough([rows[:, 0] for rows in self._waiting]):
+            self._show_waiting()
+
+    def _show_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.show(torch.cat(waiting), [len(rows) for rows in waiting])
+
+    def show(self, rows: Tensor, sizes: Sequence[int]) -> None:
+        """Let the order learn from the (steps, R, k) rows of batches of so many units."""
+        self.bytes += all_gather_bytes(rows[:, 0], self._workers)
+        self._ordering.observe(rows, seen_batches(rows, sizes))
+
+    def ride(self, grads: Tensor) -> None:
+        """Take the (R, D) gradients of whole batches."""
+        self._ordering.observe(grads.unsqueeze(0), reduce=self._whole)
+
+    def _whole(self, products: Tensor) -> Tensor:
+        """Count what ranks would send to complete their products; here they are whole."""
+        self.bytes += all_reduce_small_bytes(products, self._workers)
+        return products
+
+    def end_epoch(self) -> None:
+        """Adopt the next orders."""
+        self._show_waiting()
+        ordering = self._ordering
+        if not ordering.policy.needs_rows:
+            steps = ordering.length - ordering.steps
+            ordering.observe(None, torch.ones((steps, self._workers), dtype=torch.bool))
+        ordering.end_epoch()
+
+
+class SparseMean:
+    """Averages the workers' gradients of one run, sparsified."""
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self._exchange = Exchange(config, dict(model.named_parameters()))
+        self.series = self._exchange.series
+        spec = FlatSpec.of(model)
+        spans = dict(zip(spec.names, zip(spec.offsets, spec.numels, strict=True), strict=True))
+        # What is sparsified lies in another order than what is stepped.
+        self._places = torch.cat(
+            [
+                torch.arange(begin, begin + count)
+                for begin, count in (spans[name] for name in self._exchange.layout.names)
+            ]
+        ).to(config.device)
+
+    def __call__(self, grads: Tensor, tally: Tally) -> Tensor:
+        """Return (D,) the mean of (R, D) gradients, zero where nothing travelled."""
+        begin = time.perf_counter()
+        self._exchange.average(grads[:, self._places], tally)
+        mean = self._exchange.mean
+        placed = torch.empty_like(mean).index_copy_(0, self._places, mean)
+        tally.exchange_seconds += time.perf_counter() - begin
+        return placed
+
+    def end_epoch(self, tally: Tally) -> None:
+        """Take down what worker 0 keeps after the last step."""
+        self._exchange.end_epoch(tally)

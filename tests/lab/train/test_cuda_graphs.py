@@ -1,0 +1,310 @@
+"""Passes recorded on a GPU: the same numbers, and called where recording would change them."""
+
+import copy
+import logging
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradherd.lab.tasks.resnet18 import Block
+from gradherd.lab.tasks.task import Split
+from gradherd.lab.train import measurements
+from gradherd.lab.train.cuda_graphs import Captured, chance, drawn, drops
+from gradherd.lab.train.measurements import prefix_bound
+from gradherd.lab.train.trainer import Tally
+from gradherd.lab.train.virtual_trainer import VirtualFleet
+from tests.gpu import only_gpu
+from tests.lab.train.work import Awkward, config_of, no_tick
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Images(Awkward):
+    """Convolutions, batch statistics and a way around them; nothing is drawn."""
+
+    name: ClassVar = "images"
+
+    def load(self, data_dir=None, limit=None):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(50, 3, 8, 8, generator=generator)
+        y = torch.randint(5, (50,), generator=generator)
+        return Split((x, y), (x[:9], y[:9])).first(limit)
+
+    def model(self):
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Block(8, 16, 2), nn.Flatten(), nn.Linear(144, 5)
+        )
+
+    def loss(self, model, *tensors):
+        return nn.functional.cross_entropy(model(tensors[0]), tensors[1])
+
+
+@dataclass(frozen=True)
+class Drawing(Images):
+    """Scales its images by a number that is drawn on the CPU."""
+
+    name: ClassVar = "drawing"
+
+    def loss(self, model, *tensors):
+        return super().loss(model, tensors[0] * float(1 + torch.rand(())), tensors[1])
+
+
+@dataclass(frozen=True)
+class Asking(Images):
+    """Asks for a number, which the GPU must have computed first."""
+
+    name: ClassVar = "asking"
+
+    def loss(self, model, *tensors):
+        loss = super().loss(model, *tensors)
+        assert loss.item() >= 0
+        return loss
+
+
+@dataclass(frozen=True)
+class Waiting(Images):
+    """Waits for the GPU in a way that only a capture finds."""
+
+    name: ClassVar = "waiting"
+
+    def loss(self, model, *tensors):
+        if tensors[0].is_cuda:
+            torch.cuda.synchronize()
+        return super().loss(model, *tensors)
+
+
+def fleet_of(task, *, capture=True, **chosen):
+    settings = {"workers": 3, "batch_size": 4, "unit": 1, "lr": 0.02, "virtual": True} | chosen
+    config = config_of(f"{__file__}:{type(task).__name__}", **settings)
+    return VirtualFleet(config, task, task.load(), capture=capture)
+
+
+# Where there is no GPU.
+
+
+def test_on_a_cpu_the_function_is_called():
+    seen = []
+
+    def doubled(x):
+        seen.append(x)
+        return (2 * x,)
+
+    captured = Captured(doubled)
+    for number in range(4):
+        x = torch.full((2,), float(number))
+        assert torch.equal(captured(x)[0], 2 * x)
+        assert seen[-1] is x
+    assert captured.graphs == 0 and captured.why_not is None
+
+
+def dropped():
+    return nn.Dropout()(torch.ones(3))
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand, dropped])
+def test_draws_are_seen(draw):
+    before = chance(CPU)
+    torch.ones(3).sum()
+    torch.rand(1, generator=torch.Generator())
+    assert not drawn(before, chance(CPU))
+    draw()
+    assert drawn(before, chance(CPU))
+
+
+class OnGpu:
+    """Says that it is on a GPU."""
+
+    is_cuda, shape, dtype, device = True, torch.Size([2]), torch.float32, CPU
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_when_it_is_captured(draws, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="gradherd")
+    calls = []
+
+    def function(*tensors):
+        calls.append(tensors)
+        return (torch.rand(1) if draws else torch.ones(1),)
+
+    def fails(self, tensors):
+        try:
+            raise RuntimeError("first\nand more")
+        except RuntimeError:
+            raise RuntimeError("second") from None
+
+    captured = Captured(function)
+    if not draws:
+        assert captured(OnGpu())[0] == 1 and captured.why_not is None
+    monkeypatch.setattr(Captured, "_captured", fails)
+    for _ in range(3):
+        captured(OnGpu())
+    assert len(calls) == (3 if draws else 4)
+    assert captured.why_not == ("it draws random numbers" if draws else "first")
+    assert caplog.text.count("not captured") == 1
+
+    replays = []
+    monkeypatch.setattr(Captured, "_captured", lambda self, tensors: lambda *t: replays.append(t))
+    captured, calls[:] = Captured(lambda *tensors: calls.append(tensors)), []
+    for _ in range(5):
+        captured(OnGpu())
+    assert (len(calls), len(replays), captured.graphs) == (1, 4, 1)
+
+
+def test_which_models_drop():
+    assert drops(Awkward().model())
+    assert drops(nn.LSTM(2, 2, num_layers=2, dropout=0.1))
+    assert drops(nn.TransformerEncoderLayer(4, 2))
+    assert not drops(nn.TransformerEncoderLayer(4, 2, dropout=0.0))
+    assert not drops(Images().model())
+
+
+def test_what_is_captured_are_the_gradients_of_all_workers():
+    fleet, task = fleet_of(Images()), Images()
+    fleet.model.train()
+    batch, columns = torch.arange(24).view(3, 8), task.load().train
+    wanted, models = [], []
+    for own in batch:  # as on ranks: all start from rank 0's buffers, which stay
+        model = copy.deepcopy(fleet.model)
+        task.loss(model, *(column[own] for column in columns)).backward()
+        wanted.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        models.append(model)
+    (grads,) = fleet._passes(batch)
+    assert torch.equal(grads, torch.stack(wanted))
+    assert [b.tolist() for b in fleet.model.buffers()] == [b.tolist() for b in models[0].buffers()]
+
+
+def test_prefix_sums_are_the_same_in_parts(monkeypatch):
+    means = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
+    whole = prefix_bound(means, 3)
+    for at_once in (1, 2000, 10_000):
+        monkeypatch.setattr(measurements, "_AT_ONCE", at_once)
+        assert prefix_bound(means, 3) == whole
+    means[3, 5] = torch.nan
+    assert np.isnan(prefix_bound(means, 3))
+
+
+# Where there is one.
+
+
+def followed(fleet, epochs=3):
+    """Train; return the parameters and buffers after each epoch."""
+    seen = []
+    for number in range(1, epochs + 1):
+        (tally,) = fleet.epoch(number, no_tick)
+        assert tally.seconds > 0 and tally.exchange_seconds > 0
+        seen.append([value.clone() for value in fleet.model.state_dict().values()])
+    return seen
+
+
+def same(some, others):
+    for here, there in zip(some, others, strict=True):
+        for mine, its in zip(here, there, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@only_gpu
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"clip": 0.5},
+        {"order": "cd-grab", "batch_size": 4, "unit": 4},
+        {"sparsify": "exdyna", "density": 0.1},
+    ],
+    ids=str,
+)
+def test_replayed_runs_are_those_that_are_called(chosen):
+    replayed = fleet_of(Images(), device="cuda", **chosen)
+    called = fleet_of(Images(), device="cuda", capture=False, **chosen)
+    same(followed(replayed), followed(called))
+    # The last batch of an epoch is a short one, unless batches are ordered.
+    assert replayed._captured.graphs == (1 if "unit" in chosen else 2)
+    assert replayed._captured.why_not is None and called._captured is None
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_warming_up_leaves_no_trace():
+    count = torch.zeros((), device="cuda")
+
+    def counted(x):
+        count.add_(1)
+        return x * count, count.clone()
+
+    captured = Captured(counted, restore=[count])
+    for number in range(1, 6):
+        x = torch.full((3,), float(number), device="cuda")
+        product, so_far = captured(x)
+        assert so_far.item() == count.item() == number
+        assert torch.equal(product, x * number)
+    assert captured.graphs == 1
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_inference_mode():
+    captured = Captured(lambda x: (x + 1,))
+    with torch.inference_mode():
+        for number in range(3):
+            assert captured(torch.full((2,), number, device="cuda"))[0].tolist() == [number + 1] * 2
+    assert captured(torch.full((2,), 7, device="cuda"))[0].tolist() == [8, 8]
+    assert captured.graphs == 1
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_a_model_with_dropout_is_called():
+    assert fleet_of(Awkward(), device="cuda")._captured is None
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_a_loss_that_draws_is_called(caplog):
+    caplog.set_level(logging.INFO, logger="gradherd")
+    fleet = fleet_of(Drawing(), device="cuda")
+    same(followed(fleet), followed(fleet_of(Drawing(), device="cuda", capture=False)))
+    assert "random" in fleet._captured.why_not and fleet._captured.graphs == 0
+    assert caplog.text.count("not captured") == 1
+    batch = torch.arange(12, device="cuda").view(3, 4)
+    assert not torch.equal(fleet._gradients(batch, Tally())[0], fleet._gradients(batch, Tally())[0])
+
+
+@pytest.mark.gpu
+@only_gpu
+@pytest.mark.parametrize("task", [Asking(), Waiting()], ids=["asking", "waiting"])
+def test_what_cannot_be_captured_is_called(task, caplog):
+    caplog.set_level(logging.INFO, logger="gradherd")
+    fleet = fleet_of(task, device="cuda")
+    same(followed(fleet), followed(fleet_of(task, device="cuda", capture=False)))
+    assert fleet._captured.graphs == 0
+    assert caplog.text.count("not captured") == 1
+    # Nothing is broken: numbers are drawn, the stream is the usual one, and others are captured.
+    assert torch.rand(3, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    other = fleet_of(Images(), device="cuda")
+    followed(other)
+    assert other._captured.graphs == 2
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_nothing_waits_for_the_gpu_between_steps():
+    fleet, ticks = fleet_of(Images(), device="cuda"), []
+    followed(fleet)
+
+    def tick(steps=1):
+        ticks.append(steps)
+        torch.cuda.set_sync_debug_mode("error" if len(ticks) < 5 else "default")
+
+    try:
+        fleet.epoch(4, tick)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(ticks) == 5

@@ -1,0 +1,159 @@
+"""One step of many models at once, against autograd and torch's own optimizers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.optimizers import Rule
+from gradherd.lab.train.stacked_step import StackedStep, _gradients
+from gradherd.lab.train.vmap_layers import stackable
+
+
+def _models(task, count):
+    models = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        models.append(task.model())
+    flat = torch.stack([nn.utils.parameters_to_vector(m.parameters()).detach() for m in models])
+    return models, flat
+
+
+def _flat_grad(loss, model):
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+@pytest.mark.parametrize("name", ["digits", "digits-mlp"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(momentum=0.9, weight_decay=1e-2),
+        Rule(),
+        Rule(momentum=0.9, clip=0.1),
+        Rule(optimizer="adamw", weight_decay=0.1),
+    ],
+)
+def test_a_step_is_that_of_torch(name, rule):
+    task = find_task(name)
+    columns = task.load(None, 40).train
+    models, flat = _models(task, 3)
+    step = StackedStep(task, models[0], columns, rule, flat)
+    rates = torch.tensor([[0.1], [0.05], [0.01]]) * (0.01 if rule.optimizer == "adamw" else 1)
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=rate, weight_decay=rule.weight_decay)
+        if rule.optimizer == "adamw"
+        else torch.optim.SGD(
+            m.parameters(), lr=rate, momentum=rule.momentum, weight_decay=rule.weight_decay
+        )
+        for m, (rate,) in zip(models, rates.tolist(), strict=True)
+    ]
+    # AdamW makes a step of the rate out of a gradient that is zero but for its last bits.
+    told = torch.full(flat.shape, True)
+    generator = torch.Generator().manual_seed(0)
+    for count in (4, 4, 3, 4):  # a short batch is another graph
+        indices = torch.randint(40, (3, count, 2), generator=generator)  # groups of two
+        with torch.no_grad():
+            (rows,), mean = step(rates, indices)
+        for at, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            for row, index in zip(rows[at], indices[at], strict=True):
+                one = task.loss(model, *(column[index] for column in columns))
+                torch.testing.assert_close(row, _flat_grad(one, model), rtol=1e-4, atol=1e-6)
+            optimizer.zero_grad()
+            task.loss(model, *(column[indices[at].flatten()] for column in columns)).backward()
+            whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+            torch.testing.assert_close(mean[at], whole, rtol=1e-4, atol=1e-6)
+            if rule.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), rule.clip)
+            optimizer.step()
+            now = nn.utils.parameters_to_vector(model.parameters()).detach()
+            told[at] &= (whole.abs() > 1e-5) | (rule.optimizer == "sgd")
+            mine, theirs = flat[at, told[at]], now[told[at]]
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+            flat[at] = now  # Last bits do not add up.
+    assert told.float().mean() > 0.3
+
+
+def test_gradients_of_workers_apart():
+    task = find_task("digits")
+    columns = task.load(None, 40).train
+    models, flat = _models(task, 2)
+    step = StackedStep(task, models[0], columns, Rule(), flat, workers=3)
+    indices = torch.arange(24).view(2, 3, 2, 2)  # 3 workers, 2 units of 2 examples
+    with torch.no_grad():
+        (rows,), workers = step.gradients(indices.flatten(1, 2))
+    assert rows.shape[:2] == (2, 6)
+    for at, model in enumerate(models):
+        for worker in range(3):
+            loss = task.loss(model, *(c[indices[at, worker].flatten()] for c in columns))
+            expected = _flat_grad(loss, model)
+            torch.testing.assert_close(workers[at, worker], expected, rtol=1e-4, atol=1e-6)
+
+
+class _Words(nn.Module):
+    def __init__(self, **chosen):
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.lstm = nn.LSTM(6, 5, **chosen)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.words(tokens))[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_recurrent_layer_step_by_step(bias, batch_first, layers):
+    model = _Words(bias=bias, batch_first=batch_first, num_layers=layers)
+    tokens = torch.randint(11, (4, 7))
+    mine, theirs = stackable(model), model
+    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in model.named_parameters()]
+    for one in (mine, theirs):
+        F.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten() % 3).backward()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [(3, 1, 0, 1), (5, 2, 2, 1), ((3, 2), (2, 1), (1, 0), (1, 2)), (1, 1, 0, 1)],
+)
+def test_a_convolution_by_patches(kernel, stride, padding, dilation, bias):
+    conv = nn.Conv2d(3, 4, kernel, stride, padding, dilation, bias=bias)
+    mine, given = stackable(conv), torch.randn(2, 3, 11, 9)
+    found = []
+    for layer in (mine, conv):
+        images = given.clone().requires_grad_()
+        out = layer(images)
+        out.square().sum().backward()
+        found.append((out, images.grad, *(p.grad for p in layer.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_without_another_form_stay():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 3, padding="same"))
+    assert [type(layer) for layer in stackable(model)] == [nn.Conv2d, nn.Conv2d]
+
+
+@pytest.mark.parametrize("name", ["cifar10-lenet", "wikitext2-lstm", "wikitext2-gpt2"])
+@pytest.mark.filterwarnings("error")
+def test_no_layer_of_a_task_is_looped_over(name):
+    # torch.func warns where it has no rule and would take one example after the other.
+    task = find_task(name)
+    model = task.model()
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach().unsqueeze(0)
+    column = {
+        "cifar10-lenet": torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8),
+        "wikitext2-lstm": torch.randint(1000, (6, 5)),
+        "wikitext2-gpt2": torch.randint(1000, (6, 9)),
+    }[name]
+    columns = (column, torch.arange(6)) if name == "cifar10-lenet" else (column,)
+    indices = torch.tensor([[[0, 1], [4, 3]]])
+    rows = _gradients(task, model, columns)(flat, indices)
+    for row, own in zip(rows[0], indices[0], strict=True):
+        expected = _flat_grad(task.loss(model, *(c[own] for c in columns)), model)
+        torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)

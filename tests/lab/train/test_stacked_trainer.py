@@ -1,0 +1,299 @@
+"""Many runs side by side: the same orders and losses as one after the other."""
+
+import gc
+import weakref
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradherd.comm.world import World
+from gradherd.lab.tasks.digits import Digits
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.task import Split
+from gradherd.lab.train.runner import run_all
+from gradherd.lab.train.stacked_trainer import BatchedFleet
+from gradherd.lab.train.stacking import kept_by, stacks, why_no_mean, why_not
+from gradherd.lab.train.virtual_trainer import VirtualFleet
+from tests.gpu import only_gpu
+from tests.lab.train.work import HERE, config_of, no_tick
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "unit", "workers", "limit"),
+    [(4, 1, 4, 160), (4, 1, 3, 101), (6, 2, 2, 90), (4, 4, 4, 150), (5, 1, 1, 52)],
+)
+def test_runs_side_by_side(batch_size, unit, workers, limit):
+    arms = [(o, s) for o in ("d-rr", "cd-grab", "id-grab", "always-plus") for s in (0, 5)]
+    configs = [
+        config_of("digits", order=order, seed=seed, batch_size=batch_size, unit=unit,
+                  workers=workers, limit=limit, virtual=True)
+        for order, seed in arms
+    ]  # fmt: skip
+    task = find_task("digits")
+    split = task.load(None, limit)
+    together = BatchedFleet(configs, task, split)
+    alone = [VirtualFleet(config, task, split) for config in configs]
+    for number in (1, 2, 3, 4):
+        tallies = together.epoch(number, no_tick)
+        qualities = together.quality()
+        for at, fleet in enumerate(alone):
+            (tally,), (quality,) = fleet.epoch(number, no_tick), fleet.quality()
+            assert together.orderings[at].version == fleet.ordering.version, configs[at]
+            assert qualities[at].loss == pytest.approx(quality.loss, rel=1e-5)
+            mine = tallies[at]
+            assert (mine.steps, mine.bytes) == (tally.steps, tally.bytes)
+            assert mine.ordering_bytes == tally.ordering_bytes
+            assert mine.herding_bound == pytest.approx(tally.herding_bound, rel=1e-3)
+    assert len({ordering.version for ordering in together.orderings}) == len(arms)
+
+
+def test_steps_are_counted_for_every_run():
+    configs = [config_of("digits", seed=seed, limit=50, virtual=True) for seed in (0, 1, 2)]
+    task, ticks = find_task("digits"), []
+    fleet = BatchedFleet(configs, task, task.load(None, 50))
+    tallies = fleet.epoch(1, lambda steps=1: ticks.append(steps))
+    assert sum(ticks) == sum(tally.steps for tally in tallies) == 3 * 4
+
+
+@pytest.mark.parametrize("sparsify", ["exdyna", "topk"])
+@pytest.mark.parametrize("order", ["d-rr", "cd-grab"])
+@pytest.mark.parametrize(("batch_size", "unit"), [(4, 1), (4, 4), (6, 2)])
+def test_sparsified_runs(sparsify, order, batch_size, unit):
+    # Rows of one worker's batch are sketched where the exchange is sparse, here by another hash:
+    # orders are those of other sketches.
+    rows = "exact" if order == "cd-grab" else "auto"
+    configs = [
+        config_of("digits", order=order, sparsify=sparsify, density=0.05, seed=seed, rows=rows,
+                  batch_size=batch_size, unit=unit, workers=3, limit=101, virtual=True)
+        for seed in (0, 1)
+    ]  # fmt: skip
+    task = find_task("digits")
+    split = task.load(None, 101)
+    together = BatchedFleet(configs, task, split)
+    alone = [VirtualFleet(config, task, split) for config in configs]
+    # One epoch: another number is picked where two are nearly as large, and then they part.
+    tallies, qualities = together.epoch(1, no_tick), together.quality()
+    for at, fleet in enumerate(alone):
+        (tally,), (quality,) = fleet.epoch(1, no_tick), fleet.quality()
+        assert together.orderings[at].version == fleet.ordering.version, configs[at]
+        assert qualities[at].loss == pytest.approx(quality.loss, rel=1e-2)
+        assert tallies[at].ordering_bytes == tally.ordering_bytes
+        assert tallies[at].bytes == pytest.approx(tally.bytes, rel=1e-2)
+        assert tallies[at].density == pytest.approx(tally.density, rel=1e-2)
+        assert tallies[at].residual_norm == pytest.approx(tally.residual_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "clip"])
+def test_other_rules(name):
+    chosen = {"optimizer": "adamw", "momentum": 0.0, "lr": 1e-3} if name == "optimizer" else {}
+    chosen |= {"weight_decay": 0.1} if name == "optimizer" else {"clip": 0.05, "momentum": 0.9}
+    configs = [
+        config_of("digits", order="cd-grab", seed=seed, limit=100, virtual=True, **chosen)
+        for seed in (0, 1)
+    ]
+    task = find_task("digits")
+    split = task.load(None, 100)
+    together = BatchedFleet(configs, task, split)
+    alone = [VirtualFleet(config, task, split) for config in configs]
+    for number in (1, 2, 3):
+        together.epoch(number, no_tick)
+        for fleet in alone:
+            fleet.epoch(number, no_tick)
+    for fast, fleet in zip(together.quality(), alone, strict=True):
+        assert fast.loss == pytest.approx(fleet.quality()[0].loss, rel=1e-4)
+
+
+def test_each_run_has_its_own_rate_and_rows():
+    shared = {"order": "cd-grab", "limit": 120, "virtual": True}
+    chosen = [{"lr": 0.1}, {"lr": 0.01}, {"rows": "sketch", "sketch_size": 40}, {"order": "d-rr"}]
+    configs = [config_of("digits", **shared | one) for one in chosen]
+    task = find_task("digits")
+    split = task.load(None, 120)
+    together = BatchedFleet(configs, task, split)
+    apart = [BatchedFleet([config], task, split) for config in configs]
+    for number in (1, 2, 3):
+        tallies = together.epoch(number, no_tick)
+        for at, fleet in enumerate(apart):
+            (tally,) = fleet.epoch(number, no_tick)
+            assert together.orderings[at].version == fleet.orderings[0].version
+            assert (tallies[at].bytes, tallies[at].steps) == (tally.bytes, tally.steps)
+    losses = [quality.loss for quality in together.quality()]
+    alone = [fleet.quality()[0].loss for fleet in apart]
+    assert losses == pytest.approx(alone, rel=1e-5)
+    assert len(set(losses)) == 4
+
+
+def test_which_runs_go_side_by_side():
+    model = find_task("digits").model()
+    orders = ["d-rr", "cd-grab", "id-grab", "always-plus"]
+    runs = [
+        config_of("digits", order=order, seed=seed, virtual=True, workers=16)
+        for seed in (0, 1)
+        for order in orders
+    ]
+    # Orders that look at gradients of units, and those that do not.
+    assert stacks(runs, model) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    few = [replace(run, workers=2, batch_size=2, lr=rate) for run in runs for rate in (0.1, 0.2)]
+    assert [sorted(stack) for stack in stacks(few, model)] == [list(range(16))]
+    other = [runs[1], replace(runs[1], momentum=0.5), replace(runs[1], rows="sketch")]
+    assert stacks(other, model) == [[0, 2], [1]]
+    large = nn.Linear(2000, 1000)
+    assert stacks(runs[:3], large) == [[0], [1], [2]]
+    # So many that a step's gradients would not fit are trained in several stacks.
+    many = [config_of("digits", order="cd-grab", seed=seed, workers=64) for seed in range(9)]
+    assert [len(stack) for stack in stacks(many, nn.Linear(100, 640))] == [1] * 9
+
+
+def test_a_stack_is_as_large_as_what_its_steps_keep_allows():
+    """Scores of a vocabulary take more of a GPU than all that is counted in parameters."""
+    task, model = find_task("digits"), find_task("digits").model()
+    kept = kept_by(task, model, task.load(None, 20).train)
+    # Pixels for the gradient of weights, ten scores for that of the loss, and the label.
+    assert 64 + 10 <= kept <= 64 + 10 + 11
+    runs = [config_of("digits", seed=seed, device="cuda", virtual=True) for seed in range(6)]
+    assert [len(stack) for stack in stacks(runs, model, kept)] == [6]
+    most = (1 << 30) // (runs[0].workers * runs[0].batch_size)
+    assert [len(stack) for stack in stacks(runs, model, most // 4)] == [4, 2]
+    assert [len(stack) for stack in stacks(runs, model, 100 * most)] == [1] * 6
+
+
+@pytest.mark.parametrize("kind", [BatchedFleet, VirtualFleet])
+@pytest.mark.parametrize("sparsify", ["dense", "exdyna"])
+def test_a_fleet_that_was_closed_is_gone(kind, sparsify):
+    """At once: one that waits for the garbage collector keeps gigabytes of a GPU from the next."""
+    config = config_of("digits", order="cd-grab", sparsify=sparsify, limit=64, virtual=True,
+                       density=None if sparsify == "dense" else 0.1)  # fmt: skip
+    task = find_task("digits")
+
+    def left_of_one():
+        fleet = kind([config] if kind is BatchedFleet else config, task, task.load(None, 64))
+        fleet.epoch(1, no_tick)
+        fleet.quality()
+        fleet.close()
+        return weakref.ref(fleet)
+
+    left_of_one()  # Torch's first imports of a process hold on to who asked for them.
+    gc.disable()
+    try:
+        assert left_of_one()() is None
+    finally:
+        gc.enable()
+
+
+def test_runs_one_after_the_other_are_not_all_there(monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    class Counted(BatchedFleet):
+        def __init__(self, *args):
+            most.append(len(alive))
+            alive.add(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr("gradherd.lab.train.runner.BatchedFleet", Counted)
+    configs = [config_of("digits", limit=64, batch_size=b, epochs=1, virtual=True) for b in (2, 4)]
+    run_all(configs, World.single())  # As above.
+    gc.collect()
+    most.clear()
+    gc.disable()
+    try:
+        run_all(configs, World.single())
+    finally:
+        gc.enable()
+    assert most == [0, 0]
+
+
+def test_why_runs_cannot_go_side_by_side():
+    config = config_of("digits", order="cd-grab", virtual=True)
+    model = find_task("digits").model()
+    assert why_not(config, model) is None
+    assert "parameters" in why_not(config_of("digits-mlp"), find_task("digits-mlp").model())
+    assert "buffers" in why_not(config, find_task(f"{HERE}:Awkward").model())
+    assert "Dropout" in why_not(config, nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    assert "GRU" in why_not(config, nn.GRU(2, 2))
+    assert "LSTM" in why_not(config, nn.LSTM(2, 2, bidirectional=True))
+    assert why_not(config, nn.LSTM(2, 2)) is None
+    frozen = find_task("digits").model()
+    next(frozen.parameters()).requires_grad_(False)
+    assert "not trained" in why_not(config, frozen)
+    assert "BatchNorm" in why_not(config, nn.BatchNorm1d(2, track_running_stats=False))
+    assert "attention" in why_not(config, nn.MultiheadAttention(2, 1, dropout=0.1))
+    assert why_not(config, nn.MultiheadAttention(2, 1)) is None
+
+
+@pytest.mark.parametrize("name", ["digits", "digits-mlp"])
+def test_losses_of_tasks_are_means(name):
+    task = find_task(name)
+    assert why_no_mean(task, task.model(), task.load(None, 200).train) is None
+
+
+def test_a_loss_that_is_no_mean_is_trained_alone():
+    task = find_task(f"{HERE}:Weighted")
+    split = task.load(None, 96)
+    assert "the mean of their losses" in why_no_mean(task, task.model(), split.train)
+    configs = [
+        config_of(f"{HERE}:Weighted", order=order, seed=1, limit=96, epochs=2, virtual=True)
+        for order in ("cd-grab", "d-rr")
+    ]
+    records = run_all(configs, World.single())
+    assert [record.order for record in records] == ["cd-grab", "d-rr"]
+    for record, config in zip(records, configs, strict=True):
+        fleet = VirtualFleet(config, task, split)
+        for row in record.epochs:
+            fleet.epoch(row.epoch, no_tick)
+            assert row.train_loss == fleet.quality()[0].loss
+
+
+def test_a_loss_that_draws_is_seen():
+    @dataclass(frozen=True)
+    class Drawing(Digits):
+        def loss(self, model, *tensors):
+            images, labels = tensors
+            return F.cross_entropy(model(F.dropout(images)), labels)
+
+    task = Drawing()
+    model, columns = task.model(), task.load(None, 96).train
+    before = torch.get_rng_state()
+    assert why_no_mean(task, model, columns) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_that_diverges_beside_others_ends_as_it_does_alone():
+    configs = [
+        config_of("digits", seed=0, lr=lr, limit=96, epochs=3, virtual=True) for lr in (0.05, 1e30)
+    ]
+    together = run_all(configs, World.single())
+    alone = [run_all([config], World.single())[0] for config in configs]
+    assert [record.status for record in together] == ["done", "diverged"]
+    for one, other in zip(together, alone, strict=True):
+        assert [row.bytes for row in one.epochs] == [row.bytes for row in other.epochs]
+        assert one.status == other.status
+
+
+@only_gpu
+@pytest.mark.parametrize("name", ["digits", "cifar10-lenet"])
+@pytest.mark.parametrize("sparsify", ["dense", "exdyna"])
+def test_replayed_steps_of_stacks_are_those_of_a_cpu(name, sparsify):
+    """On a GPU steps are replayed as graphs, convolutions in streams of their own."""
+    task, limit = find_task(name), 160
+    generator = torch.Generator().manual_seed(0)
+    shape = (64,) if name == "digits" else (3, 32, 32)
+    images = torch.rand(limit, *shape, generator=generator)
+    labels = torch.randint(10, (limit,), generator=generator)
+    split = Split((images, labels), (images[:40], labels[:40]))
+    density = None if sparsify == "dense" else 0.05
+    configs = [
+        config_of(name, order=order, seed=seed, batch_size=4, unit=1, workers=4, limit=limit,
+                  rows="exact", sparsify=sparsify, density=density, virtual=True, lr=0.01)
+        for order in ("d-rr", "cd-grab") for seed in (0, 5)
+    ]  # fmt: skip
+    here = BatchedFleet(configs, task, split)
+    there = BatchedFleet([replace(config, device="cuda") for config in configs], task, split)
+    for number in (1, 2):
+        tallies, others = here.epoch(number, no_tick), there.epoch(number, no_tick)
+        for one, other in zip(tallies, others, strict=True):
+            assert other.bytes == pytest.approx(one.bytes, rel=1e-2)
+        for one, other in zip(here.quality(), there.quality(), strict=True):
+            assert other.loss == pytest.approx(one.loss, rel=1e-2)
