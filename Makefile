@@ -1,11 +1,11 @@
-# Every target sets up what it needs: a virtual environment in .venv, made once and remade
-# when pyproject.toml or constraints.txt change. Needs python3 (3.11+), make and git.
+# Every target creates what it needs: a virtual environment in .venv, built once and rebuilt
+# when pyproject.toml or constraints.txt change. Requires python3 (3.11+), make and git.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Tests start many processes that wait for each other: two at a time take half the time.
+# Most tests wait for child processes, so running two at a time halves the time.
 JOBS ?= 2
 
 .PHONY: help demo test stress lint format example bench evidence clean
@@ -16,18 +16,18 @@ help: ## Show this list
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "gradherd needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
-	@echo "setting up $(VENV) (once, about a minute)"
+	@echo "creating $(VENV) (once, about a minute)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Orders and sparsifiers compared on real workers, and a page about it
+demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a report
 	@$(BIN)/gradherd demo
 
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-stress: $(STAMP) ## Kill trainings 200 times, change their ranks, read 10,000 damaged files (an hour)
+stress: $(STAMP) ## Kill runs 200 times, change their ranks, read 10,000 damaged files (one hour)
 	@$(BIN)/python -m tests.stress.kills --kills 200
 	@$(BIN)/python -m tests.stress.resizes --chains 20
 	@$(BIN)/python -m tests.stress.fuzz --inputs 10000
@@ -37,20 +37,20 @@ lint: $(STAMP) ## Check style and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-format: $(STAMP) ## Rewrite the code in the house style
+format: $(STAMP) ## Format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 example: $(STAMP) ## Train with two workers under torchrun
 	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_ddp.py --epochs 3
 
-bench: $(STAMP) ## What ordering costs, side by side with what one would do instead
+bench: $(STAMP) ## Measure what ordering costs, next to the alternatives
 	@$(BIN)/gradherd bench coordination --workers 2,4 --dim 1e6
 	@$(BIN)/gradherd bench step
 	@$(BIN)/gradherd bench rows
 	@$(BIN)/gradherd bench signs
 
-evidence: $(STAMP) ## Run what is left of all studies, most of them for a GPU, and make docs/evidence.md
+evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and write docs/evidence.md
 	@for study in studies/*.toml; do $(BIN)/gradherd study $$study --resume || exit 1; done
 	@$(BIN)/gradherd report --evidence
 

@@ -1,4 +1,4 @@
-"""Train a digit classifier on several workers, in an order that the workers learn together.
+"""Train a digit classifier with DDP, in an order that the workers learn together.
 
 torchrun --nproc-per-node 2 examples/train_ddp.py [--order d-rr] [--epochs 20]
 torchrun --nproc-per-node 2 examples/train_ddp.py --sparsify exdyna --density 0.05
@@ -20,8 +20,8 @@ def main() -> None:
     """Train and print the loss after each epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--order", default="cd-grab", choices=list(gh.POLICIES))
-    parser.add_argument("--sparsify", choices=list(gh.SPARSIFIERS), help="send less than all")
-    parser.add_argument("--density", type=float, default=0.05, help="share that is sent")
+    parser.add_argument("--sparsify", choices=list(gh.SPARSIFIERS), help="exchange gradients sparsely")
+    parser.add_argument("--density", type=float, default=0.05, help="share of the gradient to send")
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -32,7 +32,7 @@ def main() -> None:
     model = DDP(nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-4)
 
-    # The two lines that gradherd asks for. Everything else is an ordinary loop.
+    # gradherd needs the sampler and attach; everything else is an ordinary training loop.
     sampler = gh.OrderedSampler(data, args.order, batch_size=8, seed=0)
     method = gh.SPARSIFIERS[args.sparsify](density=args.density) if args.sparsify else None
     herd = gh.attach(model, order=sampler, sparsify=method)
@@ -51,7 +51,7 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         print(f"{args.order}: final loss {loss:.5f}, {herd.metrics()}")
-    herd.detach()  # on all ranks, before the group goes away
+    herd.detach()  # on all ranks, before the process group is destroyed
     dist.destroy_process_group()
 
 
