@@ -20,7 +20,9 @@ def main() -> None:
     """Train and print the loss after each epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--order", default="cd-grab", choices=list(gh.POLICIES))
-    parser.add_argument("--sparsify", choices=list(gh.SPARSIFIERS), help="exchange gradients sparsely")
+    parser.add_argument(
+        "--sparsify", choices=list(gh.SPARSIFIERS), help="exchange gradients sparsely"
+    )
     parser.add_argument("--density", type=float, default=0.05, help="share of the gradient to send")
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
