@@ -1,4 +1,4 @@
-"""The slow, obvious way: one example at a time through the model."""
+"""The slow, obvious reference: one example at a time through the model."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def loop_over_examples(
 
 
 def batch_gradient(model: nn.Module) -> Tensor:
-    """Return what backward left in the model: (D,)."""
+    """Return the gradients that backward left in the model: (D,)."""
     return FlatSpec.of(model).flatten({name: p.grad for name, p in model.named_parameters()})
 
 
@@ -33,12 +33,12 @@ def close(one: Tensor, two: Tensor) -> None:
     torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-10)
 
 
-def check_verbs(rows: Rows, dense: Tensor) -> None:
-    """Assert that rows say in every verb what the (B, D) matrix `dense` says."""
+def check_operations(rows: Rows, dense: Tensor) -> None:
+    """Assert that every operation of `rows` agrees with the (B, D) matrix `dense`."""
     examples, size = dense.shape
-    chance = torch.Generator().manual_seed(5)
-    vectors = torch.randn(2, size, generator=chance, dtype=dense.dtype)
-    weights = torch.randn(3, examples, generator=chance, dtype=dense.dtype)
+    generator = torch.Generator().manual_seed(5)
+    vectors = torch.randn(2, size, generator=generator, dtype=dense.dtype)
+    weights = torch.randn(3, examples, generator=generator, dtype=dense.dtype)
     assert len(rows) == examples
     close(rows.dense(), dense)
     close(rows.dot(vectors), vectors @ dense.T)

@@ -1,4 +1,4 @@
-"""Whole models: shared and tied weights, attention, recurrence, and what users do around them."""
+"""Whole models: shared and tied weights, attention, recurrence, checkpointing, autocast, DDP."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.rows import Capture, describe
-from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
+from tests.rows.reference import batch_gradient, check_operations, close, loop_over_examples
 
 BATCH = 4
 
@@ -41,7 +41,7 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embed(tokens)))
 
 
-class Own(nn.Module):
+class OwnParameters(nn.Module):
     """Parameters of its own, in a list too, around a child with a rule."""
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class TiedAcrossKinds(nn.Module):
         return self.cell(x[:, 0], self.linear(x[:, 1]))
 
 
-class Last(nn.Module):
-    """A recurrent layer, all of its outputs used, time first or batch first."""
+class Recurrent(nn.Module):
+    """A recurrent layer with all outputs used, time-major or batch-first."""
 
     def __init__(self, layer: nn.RNNBase):
         super().__init__()
@@ -85,7 +85,7 @@ class Last(nn.Module):
         return self.head(out).flatten(1).sum(1) + hidden.pow(2).sum((0, 2))
 
 
-class Attend(nn.Module):
+class Attention(nn.Module):
     def __init__(self, batch_first: bool):
         super().__init__()
         self.layer = nn.MultiheadAttention(4, 2, batch_first=batch_first)
@@ -114,19 +114,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "shared": (Shared, numbers(BATCH, 2, 3, 5)),
     "tied": (Tied, tokens(BATCH, 6)),
     "tied-short": (Tied, tokens(BATCH, 1)),
-    "own": (Own, numbers(BATCH, 2, 3)),
+    "own": (OwnParameters, numbers(BATCH, 2, 3)),
     "tied-across-kinds": (TiedAcrossKinds, numbers(BATCH, 2, 3)),
     "weight-norm": (weight_normed, numbers(BATCH, 5, 3)),
-    "lstm": (lambda: Last(nn.LSTM(3, 2, num_layers=2)), numbers(BATCH, 5, 3)),
+    "lstm": (lambda: Recurrent(nn.LSTM(3, 2, num_layers=2)), numbers(BATCH, 5, 3)),
     "lstm-batch-first": (
-        lambda: Last(nn.LSTM(3, 2, num_layers=BATCH, batch_first=True)),
+        lambda: Recurrent(nn.LSTM(3, 2, num_layers=BATCH, batch_first=True)),
         numbers(BATCH, 5, 3),
     ),
-    "lstm-square": (lambda: Last(nn.LSTM(3, 2)), numbers(BATCH, 5, 3)),
-    "gru": (lambda: Last(nn.GRU(3, 2, bidirectional=True, batch_first=True)), numbers(BATCH, 5, 3)),
-    "rnn": (lambda: Last(nn.RNN(3, 2)), numbers(BATCH, 5, 3)),
-    "attention": (lambda: Attend(True), numbers(BATCH, 3, 4)),
-    "attention-time-major": (lambda: Attend(False), numbers(BATCH, 3, 4)),
+    "lstm-square": (lambda: Recurrent(nn.LSTM(3, 2)), numbers(BATCH, 5, 3)),
+    "gru": (
+        lambda: Recurrent(nn.GRU(3, 2, bidirectional=True, batch_first=True)),
+        numbers(BATCH, 5, 3),
+    ),
+    "rnn": (lambda: Recurrent(nn.RNN(3, 2)), numbers(BATCH, 5, 3)),
+    "attention": (lambda: Attention(True), numbers(BATCH, 3, 4)),
+    "attention-time-major": (lambda: Attention(False), numbers(BATCH, 3, 4)),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
         numbers(BATCH, 3, 4),
@@ -154,21 +157,21 @@ def test_rows_equal_a_loop_over_examples(kind: str, reduction: str) -> None:
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
     capture = Capture(model)
     getattr(per_example(model(x)), reduction)().backward()
-    check_verbs(capture.take(BATCH, reduction=reduction), expected)
-    assert capture.uses == 0
+    check_operations(capture.pop_rows(BATCH, reduction=reduction), expected)
+    assert capture.num_calls == 0
 
 
 @pytest.mark.parametrize(
     "model",
     [
         nn.TransformerEncoderLayer(4, 2, 6, dropout=0.4, batch_first=True),
-        Last(nn.LSTM(3, 2, num_layers=2, dropout=0.5, batch_first=True)),
+        Recurrent(nn.LSTM(3, 2, num_layers=2, dropout=0.5, batch_first=True)),
         nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
         nn.Sequential(nn.Conv1d(5, 4, 2), nn.BatchNorm1d(4), nn.ReLU(), nn.PReLU(4)),
     ],
     ids=["transformer", "lstm", "mlp", "batch-norm"],
 )
-def test_with_chance_or_batch_statistics_rows_add_up_to_the_batch_gradient(
+def test_with_dropout_or_batch_statistics_rows_add_up_to_the_batch_gradient(
     model: nn.Module,
 ) -> None:
     model = model.double().train()
@@ -177,14 +180,14 @@ def test_with_chance_or_batch_statistics_rows_add_up_to_the_batch_gradient(
     capture = Capture(model)
     per_example(model(x)).mean().backward()
     state = torch.get_rng_state()
-    rows = capture.take(BATCH)
+    rows = capture.pop_rows(BATCH)
     assert torch.equal(state, torch.get_rng_state())
-    check_verbs(rows, rows.dense())
+    check_operations(rows, rows.dense())
     close(rows.dense().mean(0), batch_gradient(model))
     assert len(rows.dense().unique(dim=0)) == BATCH
 
 
-def test_the_models_gradients_and_chance_are_untouched() -> None:
+def test_gradients_and_random_state_are_untouched() -> None:
     def run(watch: bool) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -201,7 +204,7 @@ def test_the_models_gradients_and_chance_are_untouched() -> None:
         for _ in range(2):
             per_example(model(torch.randn(6, 1, 5, 5))).mean().backward()
             if capture:
-                capture.take(6).dense()
+                capture.pop_rows(6).dense()
         buffers = torch.cat([b.flatten().double() for b in model.buffers()])
         return torch.cat([p.grad.flatten() for p in model.parameters()]), torch.cat(
             [buffers, torch.get_rng_state().double()]
@@ -230,24 +233,24 @@ def test_frozen_and_unused_parameters() -> None:
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
     capture = Capture(model)
     per_example(model(x)).mean().backward()
-    rows = capture.take(BATCH)
+    rows = capture.pop_rows(BATCH)
     assert rows.dense().shape == (BATCH, 9)
     assert not rows.dense()[:, 3:].any()
-    check_verbs(rows, expected)
+    check_operations(rows, expected)
 
 
-def test_passes_without_backward_leave_nothing() -> None:
+def test_forwards_without_backward_leave_nothing() -> None:
     model = Tied().double()
     capture = Capture(model)
     with torch.no_grad():
         model(tokens(BATCH, 6))
     model(tokens(9, 2))
-    assert capture.uses == 0
+    assert capture.num_calls == 0
     per_example(model(tokens(BATCH, 6))).mean().backward()
-    assert capture.uses == 3
+    assert capture.num_calls == 3
     with torch.no_grad():
         model(tokens(3, 6))
-    close(capture.take(BATCH).dense().mean(0), batch_gradient(model))
+    close(capture.pop_rows(BATCH).dense().mean(0), batch_gradient(model))
 
 
 def test_several_backwards_add_up() -> None:
@@ -259,20 +262,20 @@ def test_several_backwards_add_up() -> None:
     capture = Capture(model)
     per_example(model(x)).mean().backward()
     per_example(model(y)).mean().backward()
-    check_verbs(capture.take(BATCH), expected)
+    check_operations(capture.pop_rows(BATCH), expected)
 
 
-def test_a_graph_sent_back_twice_counts_twice() -> None:
+def test_two_backwards_of_one_graph_count_twice() -> None:
     model = nn.Linear(3, 2).double()
     capture = Capture(model)
     loss = per_example(model(numbers(BATCH, 3))).mean()
     loss.backward(retain_graph=True)
-    once = capture.take(BATCH).dense()
+    once = capture.pop_rows(BATCH).dense()
     loss.backward(retain_graph=True)
-    close(capture.take(BATCH).dense(), once)
+    close(capture.pop_rows(BATCH).dense(), once)
     loss.backward(retain_graph=True)
     loss.backward()
-    close(capture.take(BATCH).dense(), 2 * once)
+    close(capture.pop_rows(BATCH).dense(), 2 * once)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.PReLU(3)])
@@ -284,30 +287,30 @@ def test_hooks_that_change_inputs_and_outputs(layer: nn.Module) -> None:
     expected = loop_over_examples(layer, lambda part: per_example(layer(x[part])), BATCH)
     capture = Capture(layer)
     per_example(layer(x)).mean().backward()
-    check_verbs(capture.take(BATCH), expected)
+    check_operations(capture.pop_rows(BATCH), expected)
 
 
 def test_clear_and_detach_forget() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2)).double()
     capture = Capture(model)
     per_example(model(numbers(BATCH, 3))).mean().backward()
-    assert capture.uses == 2
+    assert capture.num_calls == 2
     capture.clear()
-    assert capture.uses == 0
-    assert not capture.take(BATCH).dense().any()
-    capture.detach()
+    assert capture.num_calls == 0
+    assert not capture.pop_rows(BATCH).dense().any()
+    capture.remove_hooks()
     per_example(model(numbers(BATCH, 3))).mean().backward()
-    assert capture.uses == 0
+    assert capture.num_calls == 0
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_loss_scale_is_taken_out() -> None:
+def test_rows_are_divided_by_the_loss_scale() -> None:
     model = nn.Linear(3, 2).double()
     capture = Capture(model)
     per_example(model(numbers(BATCH, 3))).mean().backward()
-    plain = capture.take(BATCH).dense()
+    plain = capture.pop_rows(BATCH).dense()
     (1024.0 * per_example(model(numbers(BATCH, 3))).mean()).backward()
-    close(capture.take(BATCH, loss_scale=1024.0).dense(), plain)
+    close(capture.pop_rows(BATCH, loss_scale=1024.0).dense(), plain)
 
 
 def test_autocast_rows_are_float32_and_close() -> None:
@@ -320,7 +323,7 @@ def test_autocast_rows_are_float32_and_close() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = per_example(model(x)).mean()
     loss.backward()
-    rows = capture.take(BATCH)
+    rows = capture.pop_rows(BATCH)
     assert rows.dense().dtype == torch.float32
     torch.testing.assert_close(rows.dense().mean(0), batch_gradient(model), atol=0.03, rtol=0.03)
     torch.testing.assert_close(rows.gram(), rows.dense() @ rows.dense().T, atol=1e-3, rtol=1e-4)
@@ -336,11 +339,11 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     capture = Capture(model)
     out = head(checkpoint(block, x, use_reentrant=reentrant))
     per_example(out).mean().backward()
-    check_verbs(capture.take(BATCH), expected)
+    check_operations(capture.pop_rows(BATCH), expected)
 
 
 def test_time_major_model_with_as_many_steps_as_examples() -> None:
-    model = Last(nn.LSTM(3, 2)).double()
+    model = Recurrent(nn.LSTM(3, 2)).double()
     x = numbers(BATCH, BATCH, 3)
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
 
@@ -354,12 +357,12 @@ def test_time_major_model_with_as_many_steps_as_examples() -> None:
 
     capture = Capture(model)
     per_example(model(x)).mean().backward()
-    check_verbs(capture.take(BATCH), expected)
+    check_operations(capture.pop_rows(BATCH), expected)
     head = TimeHead().double()
     expected = loop_over_examples(head, lambda part: per_example(head(x[part])), BATCH)
     capture = Capture(head, batch_dim=1)
     per_example(head(x)).mean().backward()
-    check_verbs(capture.take(BATCH), expected)
+    check_operations(capture.pop_rows(BATCH), expected)
 
 
 def test_errors_say_what_is_wrong() -> None:
@@ -367,18 +370,18 @@ def test_errors_say_what_is_wrong() -> None:
     capture = Capture(model)
     model(torch.randn(BATCH, 3)).sum().backward()
     with pytest.raises(ValueError, match=r"\(4, 2\) in module '.' has the number of examples, 7"):
-        capture.take(7)
+        capture.pop_rows(7)
     with pytest.raises(ValueError, match="'mean' or 'sum', got 'max'"):
-        capture.take(BATCH, reduction="max")  # type: ignore[arg-type]
+        capture.pop_rows(BATCH, reduction="max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        capture.take(0)
+        capture.pop_rows(0)
     with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
-        capture.take(BATCH, loss_scale=0.0)
+        capture.pop_rows(BATCH, loss_scale=0.0)
     model(torch.randn(BATCH, 3)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match=r"module '1' changed .* before optimizer.step"):
-        capture.take(BATCH)
-    assert capture.uses == 0
+        capture.pop_rows(BATCH)
+    assert capture.num_calls == 0
 
 
 def test_an_input_changed_in_place_is_named() -> None:
@@ -397,10 +400,10 @@ def test_an_input_changed_in_place_is_named() -> None:
     x.zero_()
     out.sum().backward()
     with pytest.raises(RuntimeError, match="changed in place"):
-        capture.take(BATCH)
+        capture.pop_rows(BATCH)
 
 
-def test_packed_sequences_and_compiled_models_are_refused() -> None:
+def test_packed_sequences_and_compiled_models_raise() -> None:
     layer = nn.LSTM(3, 2)
     Capture(layer)
     packed = nn.utils.rnn.pack_sequence([torch.randn(3, 3), torch.randn(2, 3)])
@@ -414,22 +417,22 @@ def test_packed_sequences_and_compiled_models_are_refused() -> None:
         Capture(inner)
 
 
-def test_describe_names_the_slow_ones() -> None:
-    assert describe(Own()) == (
-        "rows: 1 module by rule (Linear); 1 replayed, slower: the model itself (Own)"
+def test_describe_names_replayed_modules() -> None:
+    assert describe(OwnParameters()) == (
+        "rows: 1 module by rule (Linear); 1 replayed, slower: the model itself (OwnParameters)"
     )
     assert describe(Tied()) == "rows: 3 modules by rule (Embedding, LayerNorm, Linear)"
 
 
 def inside_ddp() -> None:
-    """Work of a rank: DDP is gone before its group is, or their ends may wait for each other."""
+    """Run on a rank: DDP must be gone before its group, or their destructors may deadlock."""
     model = Tied().double()
     x = tokens(BATCH, 6)
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
     wrapped = nn.parallel.DistributedDataParallel(model)
     capture = Capture(wrapped)
     per_example(wrapped(x)).mean().backward()
-    check_verbs(capture.take(BATCH), expected)
+    check_operations(capture.pop_rows(BATCH), expected)
     close(batch_gradient(model), expected.mean(0))
 
 

@@ -64,7 +64,7 @@ def test_a_scalar_parameter_has_a_scalar_view() -> None:
 
 def test_wrong_sizes_are_named() -> None:
     spec = FlatSpec.of(model())
-    with pytest.raises(ValueError, match=r"12 numbers, got shape \(11,\)"):
+    with pytest.raises(ValueError, match=r"12 elements in its last dimension, got shape \(11,\)"):
         spec.views(torch.zeros(11))
     with pytest.raises(ValueError, match=r"0.bias must have shape \(2,\), got \(3,\)"):
         spec.flatten({"0.bias": torch.zeros(3)})

@@ -1,4 +1,4 @@
-"""Rows on a GPU are those of the CPU; sketches too, though another way is taken to them."""
+"""Rows on a GPU equal those on the CPU; so do sketches, which the GPU computes another way."""
 
 import copy
 
@@ -38,11 +38,11 @@ def test_sketches_and_products_are_those_of_the_cpu(positions, k):
         own = copy.deepcopy(model).to(device)
         capture = Capture(own)
         F.cross_entropy(own(tokens.to(device)), labels.to(device)).backward()
-        sketch = capture.sketch(9, k, seed=3)
+        sketch = capture.pop_sketch(9, k, seed=3)
         F.cross_entropy(own(tokens.to(device)), labels.to(device)).backward()
-        rows = capture.take(9)
+        rows = capture.pop_rows(9)
         vector = torch.linspace(-1, 1, capture.spec.size).unsqueeze(0)
-        found = [sketch, rows.gram(), rows.dot(vector), rows.combine(torch.ones(1, 9))]
-        results.append([one.cpu() for one in found])
+        products = [rows.gram(), rows.dot(vector), rows.combine(torch.ones(1, 9))]
+        results.append([tensor.cpu() for tensor in (sketch, *products)])
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)

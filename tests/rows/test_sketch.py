@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from gradherd.rows import Capture, count_sketch
 from gradherd.rows.sketch import (
-    _fold,
+    buckets_and_signs,
+    count_sketch_matrix,
+    factor_sketch,
     hashes,
-    outer_sketch,
-    side_sketch,
-    table,
+    one_hot_sketch,
     tensor_sketch,
-    token_sketch,
+    tensor_sketch_by_matrix,
 )
 from tests.rows.reference import close
 
@@ -23,13 +23,15 @@ from tests.rows.reference import close
 def explicit(vectors: Tensor, k: int, seed: int, name: str = "") -> Tensor:
     """Count sketch one coordinate at a time."""
     size = vectors.shape[-1]
-    shifts, block_signs = table(seed, f"{name}/block", 0, -(-size // k), k, vectors.device)
-    _, signs = table(seed, f"{name}/column", 0, k, k, vectors.device)
-    folded = vectors.new_zeros((*vectors.shape[:-1], k))
+    shifts, block_signs = buckets_and_signs(
+        seed, f"{name}/block", 0, -(-size // k), k, vectors.device
+    )
+    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, vectors.device)
+    total = vectors.new_zeros((*vectors.shape[:-1], k))
     for j in range(size):
         b, c = divmod(j, k)
-        folded[..., (c + int(shifts[b])) % k] += vectors[..., j] * block_signs[b] * signs[c]
-    return folded
+        total[..., (c + int(shifts[b])) % k] += vectors[..., j] * block_signs[b] * signs[c]
+    return total
 
 
 @given(
@@ -57,10 +59,10 @@ def test_tensor_sketch_hashes_every_entry_of_the_outer_product() -> None:
     left = torch.randn(2, 3, 5, dtype=torch.float64)
     right = torch.randn(2, 3, 4, dtype=torch.float64)
     for k in (1, 6, 7):
-        made = tensor_sketch(side_sketch(left, k, 3, "l"), side_sketch(right, k, 3, "r"))
+        sketches = tensor_sketch(factor_sketch(left, k, 3, "l"), factor_sketch(right, k, 3, "r"))
         one, two = (
-            table(3, "l", 0, 5, k, left.device),
-            table(3, "r", 0, 4, k, left.device),
+            buckets_and_signs(3, "l", 0, 5, k, left.device),
+            buckets_and_signs(3, "r", 0, 4, k, left.device),
         )
         expected = torch.zeros(2, k, dtype=torch.float64)
         grads = left.transpose(1, 2) @ right
@@ -68,17 +70,17 @@ def test_tensor_sketch_hashes_every_entry_of_the_outer_product() -> None:
             for j in range(4):
                 at = int(one[0][i] + two[0][j]) % k
                 expected[:, at] += grads[:, i, j] * one[1][i] * two[1][j]
-        close(made, expected)
+        close(sketches, expected)
 
 
-def test_tokens_are_sketched_as_one_hot_lines() -> None:
+def test_tokens_are_sketched_as_one_hot_rows() -> None:
     tokens = torch.tensor([[0, 4, 4], [2, 1, 3]])
-    lines = nn.functional.one_hot(tokens, 5).double()
-    close(token_sketch(tokens, 5, 6, 9, "x", torch.float64), side_sketch(lines, 6, 9, "x"))
+    rows = nn.functional.one_hot(tokens, 5).double()
+    close(one_hot_sketch(tokens, 5, 6, 9, "x", torch.float64), factor_sketch(rows, 6, 9, "x"))
 
 
 class Net(nn.Module):
-    """One of each kind of term, and a tied weight."""
+    """Every type of term, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,21 +106,21 @@ def net_sketch(k: int, seeds: range) -> tuple[Tensor, Tensor]:
     def backward() -> None:
         model(tokens).tanh().flatten(1).pow(2).sum(1).mean().backward()
 
-    made = []
+    sketches = []
     for seed in seeds:
         backward()
-        made.append(capture.sketch(4, k, seed))
+        sketches.append(capture.pop_sketch(4, k, seed))
     backward()
-    return torch.stack(made), capture.take(4).gram()
+    return torch.stack(sketches), capture.pop_rows(4).gram()
 
 
 def test_inner_products_are_right_on_average() -> None:
     sketches, gram = net_sketch(64, range(300))
-    found = sketches @ sketches.transpose(1, 2)
-    error = found.std(0) / 300**0.5
-    assert ((found.mean(0) - gram).abs() < 4.5 * error).all()
-    # And single ones are near: the relative error of a square is about sqrt(2 / k).
-    squares = found.diagonal(dim1=1, dim2=2) / gram.diagonal()
+    products = sketches @ sketches.transpose(1, 2)
+    error = products.std(0) / 300**0.5
+    assert ((products.mean(0) - gram).abs() < 4.5 * error).all()
+    # Single ones are close, too: the relative error of a square is about sqrt(2 / k).
+    squares = products.diagonal(dim1=1, dim2=2) / gram.diagonal()
     assert (squares.std(0) < 2 * (2 / 64) ** 0.5).all()
 
 
@@ -139,19 +141,19 @@ def test_equal_seeds_give_equal_sketches_in_every_process() -> None:
     assert not torch.equal(one[0], one[1])
 
 
-def test_no_global_chance_is_used() -> None:
+def test_no_global_generator_is_used() -> None:
     state = torch.get_rng_state()
     count_sketch(torch.randn(100, generator=torch.Generator()), 7, 11)
-    side_sketch(torch.ones(1, 1, 30), 7, 11, "unseen before")
+    factor_sketch(torch.ones(1, 1, 30), 7, 11, "unseen before")
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_names_and_seeds_give_independent_hashes() -> None:
-    drawn = [hashes(seed, name, 0, 4096) for seed in (0, 1) for name in ("a", "b")]
-    for i, one in enumerate(drawn):
+    values = [hashes(seed, name, 0, 4096) for seed in (0, 1) for name in ("a", "b")]
+    for i, one in enumerate(values):
         bits = ((one & 1) * 2.0 - 1).astype(float)
         assert abs(bits.mean()) < 5 / 64
-        for two in drawn[:i]:
+        for two in values[:i]:
             assert abs((bits * ((two & 1) * 2.0 - 1)).mean()) < 5 / 64
 
 
@@ -160,30 +162,30 @@ def test_reduction_and_loss_scale_reach_the_sketch() -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     capture = Capture(model)
     model(x).pow(2).sum().backward()
-    summed = capture.sketch(4, 16, 0, reduction="sum")
+    summed = capture.pop_sketch(4, 16, 0, reduction="sum")
     (model(x).pow(2).sum(1).mean() * 8).backward()
-    close(capture.sketch(4, 16, 0, loss_scale=8.0), summed)
-    assert capture.uses == 0
+    close(capture.pop_sketch(4, 16, 0, loss_scale=8.0), summed)
+    assert capture.num_calls == 0
 
 
-def test_a_useless_size_is_refused() -> None:
+def test_an_invalid_size_raises() -> None:
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         count_sketch(torch.ones(3), 0, 0)
     with pytest.raises(ValueError, match="k must be at least 1, got -2"):
-        Capture(nn.Linear(2, 2)).sketch(4, -2, 0)
+        Capture(nn.Linear(2, 2)).pop_sketch(4, -2, 0)
     with pytest.raises(ValueError, match="offset must not be negative, got -1"):
         count_sketch(torch.ones(3), 2, 0, offset=-1)
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 255])
 @pytest.mark.parametrize("positions", [1, 3])
-def test_the_matrices_of_gpus_make_the_same_sketches(k: int, positions: int) -> None:
+def test_the_matrices_for_gpus_give_the_same_sketches(k: int, positions: int) -> None:
     cpu, keys = torch.device("cpu"), ("w/left", "w/right")
     for size in (1, 33, 300):
         vectors = torch.randn(4, size)
-        folded = vectors @ _fold(5, "b", size, k, cpu)
-        torch.testing.assert_close(folded, explicit(vectors, k, 5, "b"), rtol=1e-4, atol=1e-4)
+        by_matrix = vectors @ count_sketch_matrix(5, "b", size, k, cpu)
+        torch.testing.assert_close(by_matrix, explicit(vectors, k, 5, "b"), rtol=1e-4, atol=1e-4)
         left, right = torch.randn(4, positions, size), torch.randn(4, positions, 21)
-        sides = (side_sketch(s, k, 5, key) for s, key in zip((left, right), keys, strict=True))
-        found = outer_sketch(left, right, k, 5, keys)
-        torch.testing.assert_close(found, tensor_sketch(*sides), rtol=1e-3, atol=1e-3)
+        factors = (factor_sketch(f, k, 5, key) for f, key in zip((left, right), keys, strict=True))
+        by_matrix = tensor_sketch_by_matrix(left, right, k, 5, keys)
+        torch.testing.assert_close(by_matrix, tensor_sketch(*factors), rtol=1e-3, atol=1e-3)

@@ -21,11 +21,9 @@ from gradherd.attach.row_sources import EachExample, Reader, WholeGradient
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.choose import auto_rows, named_rows
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.owners import bare as bare_module
-from gradherd.rows.owners import describe
-from gradherd.rows.settings import BatchRows, RowSettings, SketchRows
+from gradherd.rows.parameter_owners import describe, unwrap_model
+from gradherd.rows.settings import BatchRows, RowSettings, SketchRows, choose_rows, resolve_rows
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
@@ -113,7 +111,7 @@ def _plan(
         raise ValueError("order is attached already: call its herd's detach() first")
     check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
-        bare_module(model)  # raises for a compiled one: its modules' hooks would not be called
+        unwrap_model(model)  # raises for a compiled one: its modules' hooks would not be called
     free = _hook_is_free(bare) and not taken
     settings, why = _choose(bare, order, rows, free)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
@@ -124,7 +122,7 @@ def _choose(
     model: nn.Module, order: OrderedSampler, rows: str | RowSettings, hook_is_free: bool
 ) -> tuple[RowSettings, str]:
     """Return how to read rows, and why."""
-    settings = named_rows(rows, order.unit, order.batch_size)
+    settings = resolve_rows(rows, order.unit, order.batch_size)
     ddp = isinstance(model, DDP) and order.world.size > 1
     if isinstance(settings, BatchRows) and ddp and not hook_is_free:
         raise ValueError(
@@ -133,9 +131,9 @@ def _choose(
         )
     if settings is not None:
         return settings, "as asked"
-    settings, why = auto_rows(
+    settings, why = choose_rows(
         needs_rows=order.ordering.policy.needs_rows,
-        batches=order.unit == order.batch_size,
+        whole_batches=order.unit == order.batch_size,
         free=order.world.size == 1 or hook_is_free,
         size=FlatSpec.of(inner(model)).size,
     )

@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from gradherd.rows.capture import Capture
+from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.rows import Grouped
 from gradherd.rows.settings import ExactRows, SketchRows
 from gradherd.rows.sketch import count_sketch
 
@@ -108,7 +108,7 @@ class EachExample:
     @property
     def waiting(self) -> bool:
         """Whether gradients have arrived."""
-        return self._capture.uses > 0
+        return self._capture.num_calls > 0
 
     @property
     def exact(self) -> bool:
@@ -120,7 +120,7 @@ class EachExample:
         settings = self._settings
         if isinstance(settings, ExactRows):
             return self.unformed(examples, loss_scale).dense()
-        single = self._capture.sketch(
+        single = self._capture.pop_sketch(
             examples,
             settings.size,
             settings.seed,
@@ -129,12 +129,12 @@ class EachExample:
         )
         return single.view(examples // self._unit, self._unit, -1).mean(1)
 
-    def unformed(self, examples: int, loss_scale: float) -> Grouped:
+    def unformed(self, examples: int, loss_scale: float) -> GroupedRows:
         """Return the rows of all units without forming them."""
-        taken = self._capture.take(
+        taken = self._capture.pop_rows(
             examples, reduction=self._settings.reduction, loss_scale=loss_scale
         )
-        return Grouped(taken, self._unit)
+        return GroupedRows(taken, self._unit)
 
     def forget(self) -> None:
         """Drop the gradients that wait."""
@@ -142,4 +142,4 @@ class EachExample:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._capture.detach()
+        self._capture.remove_hooks()

@@ -1,10 +1,10 @@
-"""Where a gradient is read: what each example's gradient was in the user's own backward."""
+"""Per-example gradients, called rows, read off the user's own backward."""
 
 from gradherd.rows.capture import Capture as Capture
+from gradherd.rows.exact_rows import DenseRows as DenseRows
+from gradherd.rows.exact_rows import FactoredRows as FactoredRows
+from gradherd.rows.exact_rows import GroupedRows as GroupedRows
+from gradherd.rows.exact_rows import Rows as Rows
 from gradherd.rows.flat import FlatSpec as FlatSpec
-from gradherd.rows.owners import describe as describe
-from gradherd.rows.rows import DenseRows as DenseRows
-from gradherd.rows.rows import FactoredRows as FactoredRows
-from gradherd.rows.rows import Grouped as Grouped
-from gradherd.rows.rows import Rows as Rows
+from gradherd.rows.parameter_owners import describe as describe
 from gradherd.rows.sketch import count_sketch as count_sketch

@@ -1,6 +1,6 @@
 """Parameters as slices of one flat vector, in the order of `model.parameters()`.
 
-Shapes: D numbers in all trainable parameters together.
+Shapes: D elements of all trainable parameters together.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """Where each trainable parameter lies in a flat vector of D numbers.
+    """Where each trainable parameter lies in a flat vector of D elements.
 
     >>> spec = FlatSpec.of(nn.Linear(3, 2))
     >>> spec.names, spec.offsets, spec.size
@@ -22,7 +22,7 @@ class FlatSpec:
     """
 
     names: tuple[str, ...]
-    """Names as `named_parameters()` gives them: a tied parameter once, under its first name."""
+    """Names from `named_parameters()`: a tied parameter appears once, under its first name."""
     shapes: tuple[tuple[int, ...], ...]
     """Shape of each parameter."""
 
@@ -38,12 +38,12 @@ class FlatSpec:
 
     @property
     def numels(self) -> tuple[int, ...]:
-        """Numbers in each parameter."""
+        """Number of elements of each parameter."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts."""
+        """Position of each parameter's first element."""
         return tuple(accumulate((0, *self.numels)))[: len(self.names)]
 
     @property
@@ -52,10 +52,10 @@ class FlatSpec:
         return sum(self.numels)
 
     def flatten(self, tensors: Mapping[str, Tensor | None]) -> Tensor:
-        """Lay named tensors side by side: (D,).
+        """Concatenate named tensors into one flat vector (D,).
 
-        A name that is missing or None (a parameter without gradient) gives zeros; names of
-        parameters that are not trainable are left out.
+        A missing or None tensor (a parameter without gradient) becomes zeros. Names that are not
+        trainable parameters are ignored.
         """
         given = [tensors.get(name) for name in self.names]
         like = next((tensor for tensor in given if tensor is not None), torch.zeros(()))
@@ -73,7 +73,8 @@ class FlatSpec:
         """Return each parameter's part of `vector` (..., D), as a view (..., *shape)."""
         if vector.shape[-1] != self.size:
             raise ValueError(
-                f"vector must end in {self.size} numbers, got shape {tuple(vector.shape)}"
+                f"vector must have {self.size} elements in its last dimension, got shape "
+                f"{tuple(vector.shape)}"
             )
         parts = self.split(vector)
         return {

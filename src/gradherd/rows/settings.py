@@ -1,4 +1,4 @@
-"""How rows are read: the settings a user may choose."""
+"""How rows are read: the settings a user may choose, and the choice behind "auto"."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,31 +6,31 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRows:
-    """One row for a whole batch: the local gradient itself. Works with any model."""
+    """One row per batch: the local gradient itself. Works with any model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRows:
-    """The gradient of every example, exactly."""
+    """The exact gradient of every example."""
 
     reduction: Literal["mean", "sum"] = "mean"
-    """How the loss joins the examples of a batch."""
+    """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
-    """Dimension of the examples, tried first; None finds the one of the right size."""
+    """Batch dimension, tried first in every tensor; None takes the first one of the right size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SketchRows:
-    """A few numbers of each gradient whose inner products are, on average, the gradients'."""
+    """A short sketch of each gradient; inner products of sketches are right on average."""
 
     size: int = 512
-    """Numbers of a row."""
+    """Elements of a row."""
     seed: int = 0
-    """Of the projection; must be equal on all ranks."""
+    """Seed of the projection; must be the same on all ranks."""
     reduction: Literal["mean", "sum"] = "mean"
-    """How the loss joins the examples of a batch."""
+    """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
-    """Dimension of the examples, tried first; None finds the one of the right size."""
+    """Batch dimension, tried first in every tensor; None takes the first one of the right size."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -38,3 +38,61 @@ class SketchRows:
 
 
 RowSettings = BatchRows | ExactRows | SketchRows
+
+ROW_SETTINGS: dict[str, RowSettings] = {
+    "batch": BatchRows(),
+    "exact": ExactRows(),
+    "sketch": SketchRows(),
+}
+"""Row settings by name; "auto" is not among them."""
+
+# Up to this many parameters exact rows cost no more than a sketch of them.
+_SMALL_MODEL = 20_000
+
+
+def resolve_rows(rows: str | RowSettings, unit: int, batch_size: int) -> RowSettings | None:
+    """Return the settings a name stands for; None for "auto".
+
+    Args:
+        rows: A key of `ROW_SETTINGS`, "auto", or settings, which are returned as they are.
+        unit: Examples in a unit.
+        batch_size: Examples in a batch.
+
+    Raises:
+        ValueError: The name is unknown, or the settings cannot serve units of this size.
+    """
+    settings = ROW_SETTINGS.get(rows) if isinstance(rows, str) else rows
+    if not isinstance(settings, BatchRows | ExactRows | SketchRows) and rows != "auto":
+        raise ValueError(f"rows must be one of auto, {', '.join(ROW_SETTINGS)}, got {rows!r}")
+    if isinstance(settings, BatchRows) and unit != batch_size:
+        raise ValueError(
+            f"rows='batch' has one row for a batch of {batch_size}, but units have {unit}: use "
+            f"OrderedSampler(..., unit={batch_size}), or exact or sketch"
+        )
+    return settings
+
+
+def choose_rows(
+    *, needs_rows: bool, whole_batches: bool, free: bool, size: int
+) -> tuple[RowSettings, str]:
+    """Choose the settings for rows="auto".
+
+    Args:
+        needs_rows: Whether the order uses gradients at all.
+        whole_batches: Whether units are whole batches.
+        free: Whether the gradient of a whole batch costs nothing extra: with one worker, or from
+            DDP's communication hook.
+        size: Number of parameters of the model.
+
+    Returns:
+        The settings, and the reason in a few words.
+    """
+    if not needs_rows:
+        return BatchRows(), "this order needs no gradients"
+    if whole_batches and free:
+        return BatchRows(), f"units are whole batches, {size:,} parameters"
+    if whole_batches:
+        return SketchRows(), "units are whole batches, and there is no DDP hook to read them from"
+    if size <= _SMALL_MODEL:
+        return ExactRows(), f"{size:,} parameters are few"
+    return SketchRows(), f"{size:,} parameters are many"

@@ -1,23 +1,24 @@
-"""Seeded sketches: k numbers that keep inner products on average, equal on every rank.
+"""Seeded sketches: k elements that preserve inner products on average, equal on every rank.
 
 Every hash is a function of (seed, name, position) only: integers from splitmix64, keyed by
-blake2b. No random generator is read or moved, so ranks, devices and torch versions agree.
+blake2b. No random generator is read or advanced, so ranks, devices and torch versions agree.
 
-- `count_sketch` folds a long vector into k buckets with random signs. Coordinates are hashed
-  in blocks of k: inside a block they keep their order and never collide, each block is shifted
-  round by its own random amount. Variance of an inner product as for a plain count sketch,
-  2/k of the norms, and one cheap pass: a block is added as a whole.
+- `count_sketch` adds up a long vector in k buckets with random signs. Coordinates are hashed in
+  blocks of k: inside a block they keep their order and never collide, and each block is rotated by
+  its own random amount. The variance of an inner product is that of a plain count sketch, 2/k of
+  the norms, at the cost of one read: a block is added as a whole.
 - `tensor_sketch` is the count sketch of an outer product g a^T, from the two factors alone
-  (Pham & Pagh, KDD 2013): the bucket of (i, j) is h(i) + h'(j) mod k, so it is the circular
-  convolution of two small sketches and the outer product is never formed. For one position
-  its variance is close to 2/k too, where projecting both sides to sqrt(k) numbers and taking
-  the outer product would have 4/sqrt(k).
+  (Pham and Pagh, KDD 2013): the bucket of (i, j) is h(i) + h'(j) mod k, so the sketch is the
+  circular convolution of two small sketches and the outer product is never formed. For one
+  position its variance is close to 2/k too; projecting both factors to sqrt(k) elements and
+  taking their outer product would have 4/sqrt(k).
 
-On a GPU what counts is the number of kernels, not of multiplications. So whatever folds a short
-side there is one product with a matrix that is made once and kept; for the factors of an outer
-product, its lines are Fourier transforms of buckets already.
+On a GPU the number of kernels counts, not the number of multiplications. So short factors are
+sketched there by one product with a cached matrix; for the factors of an outer product its rows
+are already Fourier transforms of buckets.
 
-Shapes: B examples, T positions of an example, N coordinates, K buckets.
+Shapes: B examples, T positions of an example, N coordinates, k buckets, F = 2 (k // 2 + 1) real
+and imaginary parts of k // 2 + 1 frequencies.
 """
 
 from functools import lru_cache
@@ -28,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK = 1 << 22
-"""Numbers of a temporary matrix; larger ones are worked off piece by piece."""
-_KEEP = 1 << 21
-"""Numbers of a matrix that may be kept on a GPU: small beside the weight it is for."""
+_MAX_TEMPORARY = 1 << 22
+"""Elements of the largest temporary; larger work is cut into pieces."""
+_MAX_CACHED = 1 << 21
+"""Elements of the largest matrix cached on a GPU: small beside the weight it is for."""
 
 
 def hashes(
@@ -53,28 +54,28 @@ def hashes(
 
 
 @lru_cache(maxsize=1024)
-def table(
+def buckets_and_signs(
     seed: int, name: str, start: int, count: int, k: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return buckets (count,) int64 in [0, k) and signs (count,) float32 for a run of positions."""
-    drawn = hashes(seed, name, start, count)
-    # The high half gives the bucket, the lowest bit the sign: independent parts of one hash.
-    buckets = ((drawn >> np.uint64(32)) % np.uint64(k)).astype(np.int64)
-    signs = 1.0 - 2.0 * (drawn & np.uint64(1)).astype(np.float32)
+    """Return buckets (count,) int64 in [0, k) and signs (count,) float32 of some positions."""
+    values = hashes(seed, name, start, count)
+    # The high half gives the bucket and the lowest bit the sign: independent parts of one hash.
+    buckets = ((values >> np.uint64(32)) % np.uint64(k)).astype(np.int64)
+    signs = 1.0 - 2.0 * (values & np.uint64(1)).astype(np.float32)
     return torch.from_numpy(buckets).to(device), torch.from_numpy(signs).to(device)
 
 
 def check_size(k: int) -> None:
-    """Raise ValueError unless k is a usable sketch size."""
+    """Raise ValueError unless k is a valid sketch size."""
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
 
 
 def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: int = 0) -> Tensor:
-    """Fold vectors (..., N) into (..., k).
+    """Sketch vectors (..., N) by (..., k).
 
     Linear, so a long vector may come in slices: the sketches of the slices, each with its
-    `offset` in the whole, add up to the sketch of the whole.
+    `offset` in the vector, add up to the sketch of the vector.
 
     Args:
         vectors: (..., N) vectors, or the same slice of several.
@@ -91,8 +92,8 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
     check_size(k)
     if offset < 0:
         raise ValueError(f"offset must not be negative, got {offset}")
-    if vectors.dim() == 2 and not offset and kept_on_gpu(vectors, k):
-        return vectors @ _fold(seed, name, vectors.shape[-1], k, vectors.device)
+    if vectors.dim() == 2 and not offset and has_cached_matrix(vectors, k):
+        return vectors @ count_sketch_matrix(seed, name, vectors.shape[-1], k, vectors.device)
     first, lead = divmod(offset, k)
     tail = -(lead + vectors.shape[-1]) % k
     count = (lead + vectors.shape[-1] + tail) // k
@@ -100,111 +101,125 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
         return vectors.new_zeros((*vectors.shape[:-1], k))
     padded = F.pad(vectors, (lead, tail)) if lead or tail else vectors
     blocks = padded.reshape(*vectors.shape[:-1], count, k)
-    shifts, block_signs = table(seed, f"{name}/block", first, count, k, vectors.device)
-    _, signs = table(seed, f"{name}/column", 0, k, k, vectors.device)
+    device = vectors.device
+    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", first, count, k, device)
+    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
     signed = blocks * block_signs.to(vectors.dtype).unsqueeze(-1)
     if count > k:
-        # More blocks than shifts: add those of equal shift first, row by row.
+        # More blocks than possible shifts: add blocks of equal shift before they are rotated.
         sums = signed.new_zeros((*signed.shape[:-2], k, k))
         signed = sums.index_add_(-2, shifts, signed)
-        shifts = torch.arange(k, device=vectors.device)
+        shifts = torch.arange(k, device=device)
     signed = signed * signs.to(vectors.dtype)
-    source = (torch.arange(k, device=vectors.device) - shifts.unsqueeze(-1)) % k
+    source = (torch.arange(k, device=device) - shifts.unsqueeze(-1)) % k
     return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 
 
-def kept_on_gpu(side: Tensor, k: int) -> bool:
-    """Tell whether numbers (..., N) are folded by a matrix that is kept."""
-    short = 0 < side.shape[-1] * k <= _KEEP and side.numel() // side.shape[-1] * k <= _CHUNK
-    return side.is_cuda and side.dtype == torch.float32 and short
+def factor_sketch(factor: Tensor, k: int, seed: int, name: str) -> Tensor:
+    """Sketch one factor of an outer product, (B, T, N), by (B, T, k).
 
-
-@lru_cache(maxsize=1024)
-def _fold(seed: int, name: str, size: int, k: int, device: torch.device) -> Tensor:
-    """Return the (N, k) matrix of `count_sketch`, one sign in each line."""
-    count = -(-size // k)
-    shifts, block_signs = table(seed, f"{name}/block", 0, count, k, device)
-    _, signs = table(seed, f"{name}/column", 0, k, k, device)
-    buckets = (torch.arange(k, device=device) + shifts[:, None]) % k
-    drawn = block_signs[:, None] * signs
-    lines = torch.zeros(size, k, device=device)
-    return lines.scatter_(1, buckets.view(-1, 1)[:size], drawn.view(-1, 1)[:size])
-
-
-@lru_cache(maxsize=1024)
-def _spectra(seed: int, name: str, size: int, k: int, device: torch.device) -> Tensor:
-    """Return the (N, F) matrix of `side_sketch` and a Fourier transform after it.
-
-    F is 2 (k // 2 + 1): each frequency's real part, then its imaginary part.
+    A product with a matrix of one sign per coordinate, built piece by piece: deterministic on
+    every device, and cheap next to the layer's own product.
     """
-    buckets, signs = table(seed, name, 0, size, k, device)
-    lines = torch.zeros(size, k, device=device).scatter_(1, buckets[:, None], signs[:, None])
-    matrix: Tensor = torch.fft.rfft(lines).view(torch.float32)
-    return matrix
-
-
-@lru_cache(maxsize=64)
-def _back(k: int, device: torch.device) -> Tensor:
-    """Return the (F, k) matrix of the transform back."""
-    each = torch.eye(2 * (k // 2 + 1), device=device).view(torch.complex64)
-    matrix: Tensor = torch.fft.irfft(each, n=k)
-    return matrix
-
-
-def outer_sketch(left: Tensor, right: Tensor, k: int, seed: int, keys: tuple[str, str]) -> Tensor:
-    """Do `tensor_sketch` of two `side_sketch` by kept matrices: (B, T, O), (B, T, I) to (B, k).
-
-    Three matrix products and one of numbers; a sum where there are several positions.
-    """
-    examples, positions, _ = left.shape
-    spectra = []
-    for side, name in zip((left, right), keys, strict=True):
-        matrix = _spectra(seed, name, side.shape[-1], k, side.device)
-        spectra.append((side.reshape(-1, side.shape[-1]) @ matrix).view(torch.complex64))
-    product = spectra[0] * spectra[1]
-    if positions > 1:
-        product = product.view(examples, positions, -1).sum(1)
-    # By a matrix too: torch's transform takes three kernels.
-    return product.view(torch.float32) @ _back(k, left.device)
-
-
-def side_sketch(side: Tensor, k: int, seed: int, name: str) -> Tensor:
-    """Fold one factor of an outer product, (B, T, N), into (B, T, k).
-
-    A product with a matrix of one sign per line, made piece by piece: deterministic on every
-    device, and cheap next to the layer's own product.
-    """
-    size = side.shape[-1]
-    buckets, signs = table(seed, name, 0, size, k, side.device)
-    signs = signs.to(side.dtype)
-    folded: Tensor | None = None
-    step = max(1, _CHUNK // k)
+    size = factor.shape[-1]
+    buckets, signs = buckets_and_signs(seed, name, 0, size, k, factor.device)
+    signs = signs.to(factor.dtype)
+    total: Tensor | None = None
+    step = max(1, _MAX_TEMPORARY // k)
     for lo in range(0, size, step):
         hi = min(size, lo + step)
-        # Bucket by coordinate, not the other way round: this product is far faster on CPUs.
-        matrix = side.new_zeros(k, hi - lo)
+        # (k, N) and transposed, not (N, k): this product is far faster on CPUs.
+        matrix = factor.new_zeros(k, hi - lo)
         matrix.scatter_(0, buckets[None, lo:hi], signs[None, lo:hi])
-        part = side[..., lo:hi] @ matrix.T
-        folded = part if folded is None else folded + part
-    return side.new_zeros((*side.shape[:-1], k)) if folded is None else folded
+        part = factor[..., lo:hi] @ matrix.T
+        total = part if total is None else total + part
+    return factor.new_zeros((*factor.shape[:-1], k)) if total is None else total
 
 
-def token_sketch(
+def one_hot_sketch(
     tokens: Tensor, size: int, k: int, seed: int, name: str, dtype: torch.dtype
 ) -> Tensor:
-    """Do what `side_sketch` does to one-hot lines, given as token numbers (B, T) below `size`."""
-    buckets, signs = table(seed, name, 0, size, k, tokens.device)
-    folded = torch.zeros((*tokens.shape, k), dtype=dtype, device=tokens.device)
-    return folded.scatter_(-1, buckets[tokens, None], signs.to(dtype)[tokens, None])
+    """Return the `factor_sketch` of one-hot rows, given as token ids (B, T) below `size`."""
+    buckets, signs = buckets_and_signs(seed, name, 0, size, k, tokens.device)
+    sketches = torch.zeros((*tokens.shape, k), dtype=dtype, device=tokens.device)
+    return sketches.scatter_(-1, buckets[tokens, None], signs.to(dtype)[tokens, None])
 
 
 def tensor_sketch(left: Tensor, right: Tensor) -> Tensor:
     """Sketch the sum over T of outer products, from sketched factors (B, T, k): (B, k)."""
     k, examples = left.shape[-1], left.shape[0]
     spectrum: Tensor | None = None
-    step = max(1, _CHUNK // max(1, examples * k))
+    step = max(1, _MAX_TEMPORARY // max(1, examples * k))
     for lo in range(0, left.shape[1], step):
         span = slice(lo, lo + step)
         product = torch.fft.rfft(left[:, span]) * torch.fft.rfft(right[:, span])
         spectrum = product.sum(1) if spectrum is None else spectrum + product.sum(1)
     return left.new_zeros(examples, k) if spectrum is None else torch.fft.irfft(spectrum, n=k)
+
+
+def tensor_sketch_by_matrix(
+    left: Tensor, right: Tensor, k: int, seed: int, keys: tuple[str, str]
+) -> Tensor:
+    """Compute `factor_sketch` and `tensor_sketch` with cached matrices: three matrix products.
+
+    Args:
+        left: (B, T, O) factor.
+        right: (B, T, I) factor.
+        k: Number of buckets.
+        seed: Seed of the hash.
+        keys: Names of the two hashes.
+
+    Returns:
+        (B, k) sketches.
+    """
+    examples, positions, _ = left.shape
+    spectra = []
+    for factor, name in zip((left, right), keys, strict=True):
+        matrix = _fourier_matrix(seed, name, factor.shape[-1], k, factor.device)
+        spectra.append((factor.reshape(-1, factor.shape[-1]) @ matrix).view(torch.complex64))
+    product = spectra[0] * spectra[1]
+    if positions > 1:
+        product = product.view(examples, positions, -1).sum(1)
+    # A matrix again: torch's inverse transform takes three kernels.
+    return product.view(torch.float32) @ _inverse_fourier_matrix(k, left.device)
+
+
+def has_cached_matrix(factor: Tensor, k: int) -> bool:
+    """Say whether vectors (..., N) are sketched with a cached matrix."""
+    short = (
+        0 < factor.shape[-1] * k <= _MAX_CACHED
+        and factor.numel() // factor.shape[-1] * k <= _MAX_TEMPORARY
+    )
+    return factor.is_cuda and factor.dtype == torch.float32 and short
+
+
+@lru_cache(maxsize=1024)
+def count_sketch_matrix(seed: int, name: str, size: int, k: int, device: torch.device) -> Tensor:
+    """Return `count_sketch` as an (N, k) matrix with one sign in each row."""
+    count = -(-size // k)
+    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", 0, count, k, device)
+    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
+    buckets = (torch.arange(k, device=device) + shifts[:, None]) % k
+    all_signs = block_signs[:, None] * signs
+    matrix = torch.zeros(size, k, device=device)
+    return matrix.scatter_(1, buckets.view(-1, 1)[:size], all_signs.view(-1, 1)[:size])
+
+
+@lru_cache(maxsize=1024)
+def _fourier_matrix(seed: int, name: str, size: int, k: int, device: torch.device) -> Tensor:
+    """Return `factor_sketch` followed by a Fourier transform, as an (N, F) matrix.
+
+    Columns alternate between the real and the imaginary part of a frequency.
+    """
+    buckets, signs = buckets_and_signs(seed, name, 0, size, k, device)
+    rows = torch.zeros(size, k, device=device).scatter_(1, buckets[:, None], signs[:, None])
+    matrix: Tensor = torch.fft.rfft(rows).view(torch.float32)
+    return matrix
+
+
+@lru_cache(maxsize=64)
+def _inverse_fourier_matrix(k: int, device: torch.device) -> Tensor:
+    """Return the inverse transform as an (F, k) matrix."""
+    each = torch.eye(2 * (k // 2 + 1), device=device).view(torch.complex64)
+    matrix: Tensor = torch.fft.irfft(each, n=k)
+    return matrix

@@ -1,47 +1,57 @@
 """What one use of one parameter adds to every example's gradient, in the form it came in.
 
-A term stands for a (B, N) matrix, the per-example gradients of one parameter, without
-holding it where its layer allows. `Dense` is the plain one; see `outer` and `conv`.
+A term stands for a (B, N) matrix, the per-example gradients of one parameter, without forming it
+where its layer allows. `DenseTerm` holds the matrix. `OuterTerm` holds the two factors of
+nn.Linear and nn.Embedding; `conv_term` has the term of convolutions.
 
-Shapes: B examples, N numbers in the parameter, K buckets of a sketch.
+Shapes: B examples, N elements of the parameter, T positions (all leading dimensions but the
+batch), O rows and I columns of a weight (N = O * I), K buckets of a sketch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradherd.rows.sketch import count_sketch
+from gradherd.rows.sketch import (
+    count_sketch,
+    factor_sketch,
+    has_cached_matrix,
+    one_hot_sketch,
+    tensor_sketch,
+    tensor_sketch_by_matrix,
+)
 
-BUDGET = 1 << 24
-"""Numbers a temporary may hold; larger work is cut into pieces."""
+MAX_TEMPORARY = 1 << 24
+"""Elements of the largest temporary; larger work is cut into pieces."""
 
 
-class Products:
-    """Remembers x x^T while one Gram matrix is made: a weight and its bias share a factor."""
+class GramCache:
+    """Remember x x^T while one Gram matrix is computed: a weight and its bias share a factor."""
 
     def __init__(self) -> None:
-        self._made: dict[object, tuple[Tensor, Tensor]] = {}
+        self._entries: dict[object, tuple[Tensor, Tensor]] = {}
 
-    def of(self, matrix: Tensor) -> Tensor:
-        """Return matrix (B, N) times its transpose: (B, B). The result is not to be changed."""
+    def gram(self, matrix: Tensor) -> Tensor:
+        """Return matrix (B, N) times its transpose: (B, B). Do not write to the result."""
         key = (matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype)
-        if key not in self._made:
-            # The matrix is kept too, so that its address is not given to another one.
-            self._made[key] = (matrix, matrix @ matrix.T)
-        return self._made[key][1]
+        if key not in self._entries:
+            # Hold on to the matrix as well, so that its address is not reused.
+            self._entries[key] = (matrix, matrix @ matrix.T)
+        return self._entries[key][1]
 
 
 class Term(Protocol):
-    """The verbs every term knows; each is the same verb on the (B, N) matrix it stands for."""
+    """The operations of every term: the same as on the (B, N) matrix that it stands for."""
 
     def dot(self, vector: Tensor) -> Tensor:
         """Return the inner product of each example's gradient with vector (N,): (B,)."""
         ...
 
-    def gram(self, products: "Products") -> Tensor:
-        """Return the inner products between examples: (B, B). The result is not to be changed."""
+    def gram(self, cache: GramCache) -> Tensor:
+        """Return the inner products between examples: (B, B). Do not write to the result."""
         ...
 
     def combine(self, weights: Tensor, onto: Tensor) -> None:
@@ -53,40 +63,231 @@ class Term(Protocol):
         ...
 
     def sketch(self, k: int, seed: int, name: str) -> Tensor:
-        """Return k numbers per example, (B, k), that keep inner products on average."""
+        """Return k elements per example, (B, k), that preserve inner products on average."""
         ...
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return `tensor` in float32 or better: half precision is for the model, not for sums."""
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return `tensor` in float32 or better: half precision is too coarse for sums."""
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor
     return tensor.float()
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Gradients that are small enough to be held: biases, norms, replayed modules."""
+class DenseTerm:
+    """Gradients that are small enough to hold: those of biases, norms and replayed modules."""
 
     grads: Tensor
     """(B, N) gradient of each example."""
 
     def dot(self, vector: Tensor) -> Tensor:
         """Return the inner product of each example's gradient with vector (N,): (B,)."""
-        return full(self.grads) @ vector
+        return at_least_float32(self.grads) @ vector
 
-    def gram(self, products: Products) -> Tensor:
+    def gram(self, cache: GramCache) -> Tensor:
         """Return the inner products between examples: (B, B)."""
-        return products.of(full(self.grads))
+        return cache.gram(at_least_float32(self.grads))
 
     def combine(self, weights: Tensor, onto: Tensor) -> None:
         """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
-        onto += weights @ full(self.grads)
+        onto += weights @ at_least_float32(self.grads)
 
     def dense(self) -> Tensor:
         """Return the gradients themselves: (B, N)."""
-        return full(self.grads)
+        return at_least_float32(self.grads)
 
     def sketch(self, k: int, seed: int, name: str) -> Tensor:
         """Return the count sketch of each gradient: (B, k)."""
-        return count_sketch(full(self.grads), k, seed, name=name)
+        return count_sketch(at_least_float32(self.grads), k, seed, name=name)
+
+
+@dataclass(frozen=True)
+class OuterTerm:
+    """Gradients that are sums of outer products over positions, held as their two factors.
+
+    The gradient of example i is the sum over t of left[i, t] right[i, t]^T. For nn.Linear, left
+    is the gradient of the output and right the input. For nn.Embedding, left is one-hot and held
+    as token ids, and right is the gradient of the output. So both uses of a tied weight have the
+    same form.
+    """
+
+    left: Tensor
+    """(B, T, O) factor, or (B, T) int64 token ids that stand for one-hot rows."""
+    right: Tensor
+    """(B, T, I) factor."""
+    out_features: int
+    """O."""
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether `left` holds token ids."""
+        return self.left.dim() == 2
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return both factors ready for arithmetic; token ids stay as they are."""
+        left = self.left if self.one_hot else at_least_float32(self.left)
+        return left, at_least_float32(self.right)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        left, right = self.factors()
+        matrix = vector.view(self.out_features, right.shape[-1])
+        if self.one_hot:
+            return _dot_per_example(matrix[left], right)
+        if left.is_cuda and left.shape[1] == 1:  # The same in fewer kernels.
+            left, right = left[:, 0], right[:, 0]
+            if self.out_features <= right.shape[-1]:
+                return (right @ matrix.T * left).sum(1)
+            return (left @ matrix * right).sum(1)
+        # The matrix may be multiplied to either factor; the smaller result needs less memory.
+        if self.out_features <= right.shape[-1]:
+            return _dot_per_example(right @ matrix.T, left)
+        return _dot_per_example(left @ matrix, right)
+
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        left, right = self.factors()
+        columns = right.shape[-1]
+        if self.one_hot:
+            scaled = (right * weights[:, None, None]).reshape(-1, columns)
+            onto.view(self.out_features, columns).index_add_(0, left.reshape(-1), scaled)
+            return
+        if self.out_features <= columns:
+            left = left * weights[:, None, None]
+        else:
+            right = right * weights[:, None, None]
+        flat = left.reshape(-1, self.out_features).T
+        onto.view(self.out_features, columns).addmm_(flat, right.reshape(-1, columns))
+
+    def gram(self, cache: GramCache) -> Tensor:
+        """Return the inner products between examples: (B, B)."""
+        if self.right.shape[1] == 1 and not self.one_hot:
+            left, right = self.factors()
+            return cache.gram(left[:, 0]) * cache.gram(right[:, 0])
+        return outer_gram([self])
+
+    def dense(self) -> Tensor:
+        """Return the gradients themselves: (B, N)."""
+        return self.dense_rows(0, self.out_features)
+
+    def dense_rows(self, lo: int, hi: int) -> Tensor:
+        """Return rows lo .. hi - 1 of the weight in every gradient: (B, (hi - lo) * I)."""
+        left, right = self.factors()
+        if not self.one_hot:
+            return (left[..., lo:hi].transpose(1, 2) @ right).flatten(1)
+        examples, positions = ((left >= lo) & (left < hi)).nonzero(as_tuple=True)
+        grads = right.new_zeros(len(left) * (hi - lo), right.shape[-1])
+        index = examples * (hi - lo) + left[examples, positions] - lo
+        grads.index_add_(0, index, right[examples, positions])
+        return grads.view(len(left), -1)
+
+    def sketch(self, k: int, seed: int, name: str) -> Tensor:
+        """Return the tensor sketch of each gradient, from the factors alone: (B, k)."""
+        left, right = self.factors()
+        keys = f"{name}/left", f"{name}/right"
+        if not self.one_hot and has_cached_matrix(left, k) and has_cached_matrix(right, k):
+            return tensor_sketch_by_matrix(left, right, k, seed, keys)
+        sketched_right = factor_sketch(right, k, seed, keys[1])
+        if self.one_hot:
+            sketched_left = one_hot_sketch(left, self.out_features, k, seed, keys[0], right.dtype)
+        else:
+            sketched_left = factor_sketch(left, k, seed, keys[0])
+        return tensor_sketch(sketched_left, sketched_right)
+
+
+def _dot_per_example(one: Tensor, two: Tensor) -> Tensor:
+    """Return the inner product of (B, T, X) with (B, T, X) per example: (B,)."""
+    return torch.bmm(one.flatten(1).unsqueeze(1), two.flatten(1).unsqueeze(2)).view(-1)
+
+
+def outer_gram(terms: Sequence[OuterTerm]) -> Tensor:
+    """Return the Gram matrix of the sum of several uses of one weight: (B, B).
+
+    It includes all cross terms, also those between an embedding and a linear layer.
+    """
+    if all(term.one_hot for term in terms):
+        terms = _renumber_tokens(terms)
+    examples, columns = len(terms[0].right), terms[0].right.shape[-1]
+    positions = sum(term.right.shape[1] for term in terms)
+    if pairs_are_cheaper(examples, positions, terms[0].out_features, columns):
+        return gram_by_pairs(terms)
+    return gram_by_blocks(terms)
+
+
+def pairs_are_cheaper(examples: int, positions: int, rows: int, columns: int) -> bool:
+    """Say whether a Gram matrix costs less by pairs of positions than by gradients in blocks.
+
+    By pairs it takes (B T)^2 (O + I) multiplications; by blocks B T O I to form the gradients and
+    B^2 O I to multiply them. Both are cut to bounded memory, so only time matters.
+
+    >>> pairs_are_cheaper(256, 1, 1024, 1024), pairs_are_cheaper(8, 512, 64, 64)
+    (True, False)
+    """
+    by_pairs = (examples * positions) ** 2 * (rows + columns)
+    return by_pairs <= examples * (positions + examples) * rows * columns
+
+
+def _renumber_tokens(terms: Sequence[OuterTerm]) -> list[OuterTerm]:
+    """Number the tokens that occur from 0, so that unused rows of the table cost nothing."""
+    tokens, ids = torch.unique(
+        torch.cat([term.left.flatten() for term in terms]), return_inverse=True
+    )
+    parts = torch.split(ids, [term.left.numel() for term in terms])
+    return [
+        replace(term, left=part.view_as(term.left), out_features=len(tokens))
+        for term, part in zip(terms, parts, strict=True)
+    ]
+
+
+def gram_by_blocks(terms: Sequence[OuterTerm]) -> Tensor:
+    """Compute `outer_gram` from the gradients, a few rows of the weight at a time."""
+    examples, rows, columns = len(terms[0].right), terms[0].out_features, terms[0].right.shape[-1]
+    step = max(1, MAX_TEMPORARY // (examples * columns))
+    total = at_least_float32(terms[0].right).new_zeros(examples, examples)
+    for lo in range(0, rows, step):
+        hi = min(rows, lo + step)
+        grads = terms[0].dense_rows(lo, hi)
+        for term in terms[1:]:
+            grads += term.dense_rows(lo, hi)
+        total.addmm_(grads, grads.T)
+    return total
+
+
+def gram_by_pairs(terms: Sequence[OuterTerm]) -> Tensor:
+    """Compute `outer_gram` from inner products of factors, over all pairs of positions."""
+    examples = len(terms[0].right)
+    positions = max(term.right.shape[1] for term in terms)
+    step = max(1, MAX_TEMPORARY // (examples * positions**2))
+    total = at_least_float32(terms[0].right).new_zeros(examples, examples)
+    for lo in range(0, examples, step):
+        hi = min(examples, lo + step)
+        for one in terms:
+            for two in terms:
+                # The matrix is symmetric: strips of its upper half are enough.
+                total[lo:hi, lo:] += _pair_products(one, slice(lo, hi), two, slice(lo, None))
+    upper = total.triu()
+    return upper + upper.triu(1).T
+
+
+def _pair_products(one: OuterTerm, rows: slice, two: OuterTerm, columns: slice) -> Tensor:
+    """Return inner products between some examples of one use and some of another.
+
+    <l r^T, l' r'^T> = <l, l'> <r, r'>, summed over both positions.
+    """
+    left, right = (factor[rows] for factor in one.factors())
+    left2, right2 = (factor[columns] for factor in two.factors())
+    shape = (len(right), right.shape[1], len(right2), right2.shape[1])
+    products = right.flatten(0, 1) @ right2.flatten(0, 1).T
+    left, left2 = left.flatten(0, 1), left2.flatten(0, 1)
+    if one.one_hot and two.one_hot:
+        products *= left[:, None] == left2
+    elif one.one_hot:
+        products *= left2[:, left].T
+    elif two.one_hot:
+        products *= left[:, left2]
+    else:
+        products *= left @ left2.T
+    if shape[1] == shape[3] == 1:
+        return products
+    return products.view(shape).sum((1, 3))

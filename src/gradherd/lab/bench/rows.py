@@ -71,7 +71,7 @@ class RowsBench:
     def exact(self, capture: Capture) -> None:
         """Compute what balancing needs without forming the gradients."""
         self.plain()
-        rows = capture.take(len(self.x))
+        rows = capture.pop_rows(len(self.x))
         rows.dot(self.running)
         rows.gram()
         rows.combine(self.signs)
@@ -79,7 +79,7 @@ class RowsBench:
     def sketch(self, capture: Capture) -> None:
         """Project every gradient to a few numbers."""
         self.plain()
-        capture.sketch(len(self.x), _SKETCH, seed=0)
+        capture.pop_sketch(len(self.x), _SKETCH, seed=0)
 
 
 def bench_rows(
@@ -100,7 +100,7 @@ def bench_rows(
             call()
         peaks[case], seconds[case] = peak.bytes, median_seconds(call, device, at_least=1.0)
         if capture is not None:
-            capture.detach()
+            capture.remove_hooks()
         bench.model.zero_grad()
         progress()
     return [

@@ -27,8 +27,7 @@ from gradherd.lab.train.virtual_exchange import Exchange, Portions, Turns
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.ordering.sharding import UnitSharding
-from gradherd.rows.choose import auto_rows, named_rows
-from gradherd.rows.settings import BatchRows, RowSettings
+from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows
 
 
 def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
@@ -40,12 +39,14 @@ def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Order
 
 def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
     """Return how `attach` would read rows of a DDP model."""
-    named = named_rows(config.row_choice(), config.unit, config.batch_size)
+    named = resolve_rows(config.row_choice(), config.unit, config.batch_size)
     free = config.workers == 1 or config.density is None
     if isinstance(named, BatchRows) and not free:
         raise ValueError("rows='batch' cannot be had with a sparsifier: use 'sketch'")
     batches = config.unit == config.batch_size
-    return named or auto_rows(needs_rows=needs_rows, batches=batches, free=free, size=size)[0]
+    return (
+        named or choose_rows(needs_rows=needs_rows, whole_batches=batches, free=free, size=size)[0]
+    )
 
 
 class VirtualFleet:

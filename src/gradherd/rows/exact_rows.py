@@ -1,7 +1,10 @@
-"""Rows: what each example's gradient was, told through the few verbs that balancing needs.
+"""Exact rows: per-example gradients through the few operations that balancing needs.
 
-Shapes: B examples, D trainable parameters in the order of `model.parameters()`, K vectors
-asked for at once (few), U units.
+Balancing never needs the (B, D) matrix itself, only inner products and weighted sums of its rows.
+Those can be computed from what the layers hold, with memory far below B x D.
+
+Shapes: B examples, D elements of all trainable parameters in the order of `model.parameters()`,
+K vectors at once (few), U units.
 """
 
 from dataclasses import dataclass
@@ -10,13 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradherd.rows import outer
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.terms import Products, Term
+from gradherd.rows.terms import GramCache, OuterTerm, Term, outer_gram
 
 
 class Rows(Protocol):
-    """Per-example gradients as a (B, D) matrix that need not exist."""
+    """Per-example gradients as a (B, D) matrix that need not be formed."""
 
     def __len__(self) -> int:
         """Return B."""
@@ -41,7 +43,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class DenseRows:
-    """Rows that are held as they are.
+    """Rows held as a matrix.
 
     >>> rows = DenseRows(torch.tensor([[1.0, 0.0], [1.0, 2.0]]))
     >>> rows.gram()
@@ -78,16 +80,16 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class FactoredRows:
-    """Rows held as the factors that the layers left behind; nothing of size B x D."""
+    """Rows held as the terms of the layers; nothing has the size B x D."""
 
     spec: FlatSpec
     """Where each parameter lies in a row."""
     terms: tuple[tuple[Term, ...], ...]
-    """For each parameter of `spec`, one term per use; their sum is its part of the rows."""
+    """For each parameter of `spec`, one term per use; their sum is the parameter's part."""
     examples: int
     """B."""
     scale: float
-    """What the terms are multiplied by to be the rows."""
+    """Factor between the terms and the rows."""
     like: Tensor
     """An empty tensor with the rows' dtype and device."""
 
@@ -96,7 +98,7 @@ class FactoredRows:
 
     def dot(self, vectors: Tensor) -> Tensor:
         """Return inner products with vectors (K, D): (K, B)."""
-        vectors = self._checked("vectors", vectors, self.spec.size)
+        vectors = self._check("vectors", vectors, self.spec.size)
         sums = self.like.new_zeros(len(vectors), self.examples)
         for terms, part in zip(self.terms, self.spec.split(vectors), strict=True):
             for term in terms:
@@ -107,15 +109,15 @@ class FactoredRows:
     def gram(self) -> Tensor:
         """Return inner products between rows: (B, B)."""
         total = self.like.new_zeros(self.examples, self.examples)
-        products = Products()
+        cache = GramCache()
         for terms in self.terms:
             if terms:
-                total += _gram(terms, products)
+                total += _parameter_gram(terms, cache)
         return total.mul_(self.scale**2)
 
     def combine(self, weights: Tensor) -> Tensor:
         """Return sums of rows weighted by weights (K, B): (K, D)."""
-        weights = self._checked("weights", weights, self.examples) * self.scale
+        weights = self._check("weights", weights, self.examples) * self.scale
         sums = self.like.new_zeros(len(weights), self.spec.size)
         for terms, part in zip(self.terms, self.spec.split(sums), strict=True):
             for term in terms:
@@ -131,20 +133,20 @@ class FactoredRows:
                 part += term.dense()
         return rows.mul_(self.scale)
 
-    def _checked(self, name: str, given: Tensor, width: int) -> Tensor:
-        if given.dim() != 2 or given.shape[1] != width:
-            raise ValueError(f"{name} must have shape (K, {width}), got {tuple(given.shape)}")
-        return given.to(self.like)
+    def _check(self, name: str, tensor: Tensor, width: int) -> Tensor:
+        if tensor.dim() != 2 or tensor.shape[1] != width:
+            raise ValueError(f"{name} must have shape (K, {width}), got {tuple(tensor.shape)}")
+        return tensor.to(self.like)
 
 
-def _gram(terms: tuple[Term, ...], products: Products) -> Tensor:
-    """Return the Gram matrix of one parameter with all its uses, cross terms included: (B, B)."""
+def _parameter_gram(terms: tuple[Term, ...], cache: GramCache) -> Tensor:
+    """Return the Gram matrix of one parameter over all its uses, with cross terms: (B, B)."""
     if len(terms) == 1:
-        return terms[0].gram(products)
-    factored = [term for term in terms if isinstance(term, outer.Outer)]
-    if len(factored) == len(terms):
-        return outer.gram(factored)
-    # Uses of different kinds have no common form; only this one parameter is written out.
+        return terms[0].gram(cache)
+    outer_terms = [term for term in terms if isinstance(term, OuterTerm)]
+    if len(outer_terms) == len(terms):
+        return outer_gram(outer_terms)
+    # Terms of different types have no common form: form the gradients of this one parameter.
     grads = terms[0].dense().clone()
     for term in terms[1:]:
         grads += term.dense()
@@ -152,12 +154,12 @@ def _gram(terms: tuple[Term, ...], products: Products) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedRows:
     """Rows of units: the mean row of every `unit` consecutive examples.
 
-    A short last unit is the mean of the examples it has.
+    The last unit may be short; it is the mean of the examples it has.
 
-    >>> Grouped(DenseRows(torch.tensor([[1.0], [3.0], [7.0]])), 2).dense()
+    >>> GroupedRows(DenseRows(torch.tensor([[1.0], [3.0], [7.0]])), 2).dense()
     tensor([[2.],
             [7.]])
     """
@@ -176,14 +178,14 @@ class Grouped:
 
     def dot(self, vectors: Tensor) -> Tensor:
         """Return inner products with vectors (K, D): (K, U)."""
-        single = self.rows.dot(vectors)
-        return single @ self._means(single).T
+        products = self.rows.dot(vectors)
+        return products @ self._means(products).T
 
     def gram(self) -> Tensor:
         """Return inner products between units: (U, U)."""
-        single = self.rows.gram()
-        means = self._means(single)
-        return means @ single @ means.T
+        products = self.rows.gram()
+        means = self._means(products)
+        return means @ products @ means.T
 
     def combine(self, weights: Tensor) -> Tensor:
         """Return sums of units weighted by weights (K, U): (K, D)."""
@@ -191,22 +193,22 @@ class Grouped:
 
     def dense(self) -> Tensor:
         """Return the mean rows themselves: (U, D)."""
-        single = self.rows.dense()
-        return self._means(single) @ single
+        matrix = self.rows.dense()
+        return self._means(matrix) @ matrix
 
     def _means(self, like: Tensor) -> Tensor:
-        return unit_means(len(self.rows), self.unit, like)
+        return unit_mean_matrix(len(self.rows), self.unit, like)
 
 
-def unit_means(examples: int, unit: int, like: Tensor) -> Tensor:
+def unit_mean_matrix(examples: int, unit: int, like: Tensor) -> Tensor:
     """Return the (U, B) matrix that averages every `unit` consecutive examples.
 
     Args:
         examples: B.
-        unit: Examples in a unit; the last one may have fewer.
-        like: Gives dtype and device.
+        unit: Examples in a unit; the last unit may have fewer.
+        like: A tensor of the dtype and device to use.
     """
-    place = torch.arange(examples, device=like.device) // unit
+    unit_of = torch.arange(examples, device=like.device) // unit
     units = -(-examples // unit)
-    member = (torch.arange(units, device=like.device)[:, None] == place).to(like.dtype)
+    member = (torch.arange(units, device=like.device)[:, None] == unit_of).to(like.dtype)
     return member / member.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Every layer kind against a loop over single examples, in float64."""
+"""Every layer type against a loop over single examples, in float64."""
 
 import math
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradherd.rows import Capture
-from gradherd.rows.layers import Batch, rule_for
-from tests.rows.reference import batch_gradient, check_verbs, close, loop_over_examples
+from gradherd.rows.layer_rules import BatchDim, rule_for
+from tests.rows.reference import batch_gradient, check_operations, close, loop_over_examples
 
 BATCH = 5
 
 
 class TimeMajor(nn.Module):
-    """Hands its input (B, T, ...) to a layer as (T, B, ...)."""
+    """Feeds its input (B, T, ...) to a layer as (T, B, ...)."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -63,12 +63,12 @@ LAYERS = {
 
 def randomised(module: nn.Module) -> nn.Module:
     """Return the module in float64 with no parameter left at a special value such as 1 or 0."""
-    chance = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     module = module.double()
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=chance).double() + 0.3)
+                tensor.copy_(torch.rand(tensor.shape, generator=generator).double() + 0.3)
                 tensor[..., 1::2] *= -1 if tensor.dim() > 1 else 1
     return module
 
@@ -79,8 +79,8 @@ def randomised(module: nn.Module) -> nn.Module:
 def test_rows_equal_a_loop_over_examples(kind: str, reduction: str) -> None:
     make, shape = LAYERS[kind]
     layer = randomised(make())
-    chance = torch.Generator().manual_seed(2)
-    x = torch.randn(BATCH, *shape, generator=chance, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
 
     def losses(part: slice) -> Tensor:
         out = layer(x[part])
@@ -90,7 +90,7 @@ def test_rows_equal_a_loop_over_examples(kind: str, reduction: str) -> None:
     capture = Capture(layer)
     whole = losses(slice(None))
     (whole.mean() if reduction == "mean" else whole.sum()).backward()
-    check_verbs(capture.take(BATCH, reduction=reduction), expected)
+    check_operations(capture.pop_rows(BATCH, reduction=reduction), expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -107,15 +107,15 @@ def test_embedding(shape: tuple[int, ...], options: dict[str, object], reduction
     expected = loop_over_examples(layer, losses, BATCH)
     capture = Capture(layer)
     getattr(losses(slice(None)), reduction)().backward()
-    check_verbs(capture.take(BATCH, reduction=reduction), expected)
+    check_operations(capture.pop_rows(BATCH, reduction=reduction), expected)
 
 
-def test_embedding_over_many_lines_counts_only_tokens_seen() -> None:
+def test_embedding_of_a_large_vocabulary() -> None:
     layer = nn.Embedding(100_000, 3).double()
     tokens = torch.tensor([[1, 99_999, 1], [5, 1, 99_999]])
     capture = Capture(layer)
     layer(tokens).pow(2).sum().backward()
-    rows = capture.take(2, reduction="sum")
+    rows = capture.pop_rows(2, reduction="sum")
     close(rows.gram(), rows.dense() @ rows.dense().T)
 
 
@@ -138,13 +138,13 @@ def test_batch_norm_rows_are_shares_of_the_batch_gradient(
     out = layer(x)
     out.pow(3).flatten(1).sum(1).mean().backward()
     after = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    rows = capture.take(BATCH)
+    rows = capture.pop_rows(BATCH)
     normal = x - x.transpose(0, 1).flatten(1).mean(1).view(1, 3, *[1] * (x.dim() - 2))
     var = normal.transpose(0, 1).flatten(1).pow(2).mean(1).view(1, 3, *[1] * (x.dim() - 2))
     share = 3 * out.detach() ** 2
     weight = (share * normal / (var + layer.eps).sqrt()).reshape(BATCH, 3, -1).sum(2)
     bias = share.reshape(BATCH, 3, -1).sum(2)
-    check_verbs(rows, torch.cat([weight, bias], 1))
+    check_operations(rows, torch.cat([weight, bias], 1))
     close(rows.dense().mean(0), batch_gradient(layer))
     if before:
         assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -158,7 +158,7 @@ def test_batch_norm_in_evaluation_uses_the_statistics_of_its_forward() -> None:
     capture = Capture(layer)
     layer(x).pow(2).sum().backward()
     layer.train()(x * 7)
-    close(capture.take(BATCH, reduction="sum").dense(), expected)
+    close(capture.pop_rows(BATCH, reduction="sum").dense(), expected)
 
 
 @given(
@@ -178,7 +178,7 @@ def test_linear_of_any_size(examples: int, positions: int, inputs: int, outputs:
     expected = loop_over_examples(layer, losses, examples)
     capture = Capture(layer, batch_dim=0)
     losses(slice(None)).mean().backward()
-    check_verbs(capture.take(examples), expected)
+    check_operations(capture.pop_rows(examples), expected)
 
 
 def test_a_subclass_with_another_forward_has_no_rule() -> None:
@@ -195,11 +195,11 @@ def test_a_subclass_with_another_forward_has_no_rule() -> None:
 
 def test_a_shape_without_the_batch_is_named() -> None:
     with pytest.raises(ValueError, match=r"\(3, 4\) in module 'head' .* 5"):
-        Batch(5, "head").find(torch.Size([3, 4]))
+        BatchDim(5, "head").find(torch.Size([3, 4]))
 
 
 def test_the_preferred_dimension_wins_when_several_fit() -> None:
-    assert Batch(4, "x").find(torch.Size([4, 4])) == 0
-    assert Batch(4, "x", 1).find(torch.Size([4, 4])) == 1
-    assert Batch(4, "x", 1).find(torch.Size([4, 3])) == 0
-    assert math.prod(Batch(4, "x", 1).first(torch.zeros(2, 4, 3), 1).shape) == 24
+    assert BatchDim(4, "x").find(torch.Size([4, 4])) == 0
+    assert BatchDim(4, "x", 1).find(torch.Size([4, 4])) == 1
+    assert BatchDim(4, "x", 1).find(torch.Size([4, 3])) == 0
+    assert math.prod(BatchDim(4, "x", 1).move_first(torch.zeros(2, 4, 3), 1).shape) == 24

@@ -1,0 +1,233 @@
+"""Rows of modules without a rule: run the forward again, then backward once per example.
+
+Exact but slow: the whole batch runs once more with the random state, modes and precision of the
+first time, and each example's output gradient is propagated alone. So it works for LSTM,
+attention and modules with parameters of their own, whatever they compute.
+
+Shapes: B examples, N elements of a parameter, E examples propagated at once.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradherd.rows.layer_rules import BatchDim
+from gradherd.rows.terms import DenseTerm
+
+_MAX_TEMPORARY = 1 << 22
+"""Elements of the output gradients propagated at once."""
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What the result of a forward depends on besides its arguments."""
+
+    rng: Tensor
+    """State of the CPU generator before the forward."""
+    cuda_rng: dict[int, Tensor]
+    """States of the CUDA generators on the module's devices."""
+    training: dict[nn.Module, bool]
+    """Mode of the module and of every module below it."""
+    autocast: tuple[str, bool, torch.dtype]
+    """Device type, whether autocast is on, and its dtype."""
+    versions: tuple[int, ...]
+    """Version counters of the parameters, to detect later changes."""
+
+    @classmethod
+    def save(cls, module: nn.Module) -> "ForwardContext":
+        """Save the context of `module`; call it right before the forward."""
+        parameters = list(module.parameters())
+        devices = {p.device for p in parameters}
+        kind = "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
+        return cls(
+            rng=torch.get_rng_state(),
+            cuda_rng={
+                device.index: torch.cuda.get_rng_state(device)
+                for device in devices
+                if device.type == "cuda"
+            },
+            training={child: child.training for child in module.modules()},
+            autocast=(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            versions=tuple(p._version for p in parameters),
+        )
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module, and the output gradients that have arrived for it."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: ForwardContext | None
+    """None for a module with a rule, which is not replayed."""
+    statistics: tuple[Tensor, ...]
+    """Buffers that the module's rule needs, as of the forward."""
+    versions: tuple[int, ...]
+    """Version counters of the tensors in `args` and `kwargs`."""
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients by the position of the output among the leaves of all outputs."""
+
+
+def tensor_versions(args: Any) -> tuple[int, ...]:
+    """Return the version counter of every tensor in `args`, to detect in-place changes."""
+    return tuple(leaf._version for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+
+
+def detach_all(args: Any) -> Any:
+    """Return `args` with every tensor detached from its graph; nothing is copied."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, args)
+
+
+def replay(
+    call: ModuleCall, parameters: Mapping[str, nn.Parameter], batch: BatchDim
+) -> dict[str, DenseTerm]:
+    """Return the per-example gradients of a module's parameters, by their local names."""
+    assert call.context is not None
+    _check_unchanged(call, call.context)
+    with _restored(call.module, call.context), torch.enable_grad():
+        outputs = tree_leaves(_forward(call))
+    grads = _per_example_grads(
+        [outputs[index] for index in call.grads],
+        list(call.grads.values()),
+        [_output_batch_dim(call.module, index, outputs[index], batch) for index in call.grads],
+        list(parameters.values()),
+        batch.examples,
+    )
+    return {name: DenseTerm(grad) for name, grad in zip(parameters, grads, strict=True)}
+
+
+def _output_batch_dim(module: nn.Module, index: int, output: Tensor, batch: BatchDim) -> int:
+    """Return the batch dimension of one of a module's outputs.
+
+    torch's own layers define it: `batch_first` for the outputs (index 0), (layers, B, ...) for the
+    states of recurrent layers, (B, ...) for attention weights.
+    """
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and output.dim() >= 3:
+        recurrent = isinstance(module, nn.RNNBase)
+        first = (index > 0) != recurrent if index > 0 else module.batch_first
+        return BatchDim(batch.examples, batch.module, 0 if first else 1).find(output.shape)
+    return batch.find(output.shape)
+
+
+def _forward(call: ModuleCall) -> Any:
+    """Repeat a forward with the arguments it was given.
+
+    Pre-hooks run again because they may prepare the module (weight normalisation). Their changed
+    arguments are ignored: the call holds the arguments after its hooks.
+    """
+    module = call.module
+    for key, hook in module._forward_pre_hooks.items():
+        if key in module._forward_pre_hooks_with_kwargs:
+            hook(module, call.args, call.kwargs)
+        else:
+            hook(module, call.args)
+    return module.forward(*call.args, **call.kwargs)
+
+
+def _check_unchanged(call: ModuleCall, context: ForwardContext) -> None:
+    if tuple(p._version for p in call.module.parameters()) != context.versions:
+        raise RuntimeError(
+            f"parameters of module '{call.name}' changed between its forward and pop_rows(): read "
+            "the rows after backward() and before optimizer.step()"
+        )
+    if tensor_versions((call.args, call.kwargs)) != call.versions:
+        raise RuntimeError(
+            f"an input of module '{call.name}' was changed in place after its forward, so the "
+            "forward cannot be repeated: replace the in-place operation by its plain form"
+        )
+
+
+@contextmanager
+def _restored(module: nn.Module, context: ForwardContext) -> Iterator[None]:
+    """Restore random state, modes and precision of a forward; undo it, and buffers, at the end."""
+    modes = {child: child.training for child in context.training}
+    # A replayed forward updates running statistics once more; they are put back.
+    buffers = [
+        (owner, name, buffer, buffer._version, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    kind, enabled, dtype = context.autocast
+    try:
+        with (
+            torch.random.fork_rng(devices=list(context.cuda_rng)),
+            torch.autocast(kind, dtype, enabled=enabled),
+        ):
+            torch.set_rng_state(context.rng)
+            for index, state in context.cuda_rng.items():
+                torch.cuda.set_rng_state(state, index)
+            for child, training in context.training.items():
+                child.training = training
+            yield
+    finally:
+        for child, training in modes.items():
+            child.training = training
+        for owner, name, buffer, version, before in buffers:
+            owner._buffers[name] = buffer
+            # Only if it was written to: a copy would bump the version counter for autograd.
+            if buffer._version != version:
+                buffer.detach().copy_(before)
+
+
+def _per_example_grads(
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    dims: Sequence[int],
+    parameters: Sequence[Tensor],
+    examples: int,
+) -> list[Tensor]:
+    """Return the gradient of each parameter from each example alone: one (B, N) each."""
+    rows = [p.new_zeros(examples, p.numel()) for p in parameters]
+    step = max(1, min(examples, _MAX_TEMPORARY // max(1, sum(grad.numel() for grad in grads))))
+    batched = True
+    lo = 0
+    while lo < examples:
+        hi = min(examples, lo + (step if batched else 1))
+        masked = [_mask_examples(grad, dim, lo, hi) for grad, dim in zip(grads, dims, strict=True)]
+        try:
+            results = _backward(outputs, parameters, masked, batched)
+        except RuntimeError:
+            if not batched:
+                raise
+            batched = False  # Some kernels, mostly recurrent ones, have no batching rule.
+            continue
+        for row, grad in zip(rows, results, strict=True):
+            if grad is not None:
+                dense = grad.to_dense() if grad.is_sparse else grad
+                row[lo:hi] = dense.reshape(hi - lo, -1)
+        lo = hi
+    return rows
+
+
+def _mask_examples(grad: Tensor, dim: int, lo: int, hi: int) -> Tensor:
+    """Return (E, *shape) copies of `grad`, the e-th with all examples but lo + e zeroed."""
+    front = grad.movedim(dim, 0)
+    masked = front.new_zeros(hi - lo, *front.shape)
+    index = torch.arange(hi - lo, device=grad.device)
+    masked[index, index + lo] = front[lo:hi]
+    return masked.movedim(1, dim + 1)
+
+
+def _backward(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor], grads: Sequence[Tensor], batched: bool
+) -> tuple[Tensor | None, ...]:
+    with warnings.catch_warnings():
+        # vmap warns when it loops over a kernel instead of batching it; that is expected here.
+        warnings.filterwarnings("ignore", message=".*performance drop.*")
+        return torch.autograd.grad(
+            outputs,
+            parameters,
+            grads if batched else [grad[0] for grad in grads],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )

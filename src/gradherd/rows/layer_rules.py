@@ -1,0 +1,231 @@
+"""One rule per layer type: from input and output gradient to the terms of its parameters.
+
+A rule is a pure function. It gets the tensors as autograd saw them and moves the batch first.
+
+BatchNorm couples the examples of a batch. There a row is the part of the batch gradient that
+flows through this example's activations, with the statistics of the batch held constant; the
+rows still add up to the batch gradient.
+
+Shapes: B examples, T positions (all other leading dimensions), C features or channels.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradherd.rows.conv_term import ConvTerm
+from gradherd.rows.terms import DenseTerm, OuterTerm, Term, at_least_float32
+
+
+@dataclass(frozen=True)
+class BatchDim:
+    """How to find the batch dimension in the tensors of one module."""
+
+    examples: int
+    """B."""
+    module: str
+    """Name of the module, for errors."""
+    preferred: int | None = None
+    """Dimension tried before the others; None tries them from the first."""
+
+    def find(self, shape: torch.Size, candidates: int | None = None) -> int:
+        """Return the batch dimension among the first `candidates` dimensions of a shape.
+
+        >>> BatchDim(5, "decoder").find(torch.Size([7, 5, 3]))
+        1
+        """
+        dims = list(range(len(shape) if candidates is None else candidates))
+        if self.preferred is not None and self.preferred in dims:
+            dims.insert(0, self.preferred)
+        for dim in dims:
+            if shape[dim] == self.examples:
+                return dim
+        raise ValueError(
+            f"no dimension of shape {tuple(shape)} in module '{self.module}' has the number of "
+            f"examples, {self.examples}: give pop_rows() the number of examples in the batch; a "
+            "module that sees a flattened, broadcast or unbatched tensor has no rows of single "
+            "examples (keep the batch dimension, or order whole batches)"
+        )
+
+    def move_first(self, tensor: Tensor, features: int) -> Tensor:
+        """Return a tensor (..., *features) as (B, T, *features); a view where strides allow."""
+        leading = tensor.dim() - features
+        moved = tensor.movedim(self.find(tensor.shape, leading), 0)
+        return moved.reshape(len(moved), -1, *tensor.shape[leading:])
+
+    def require_first(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` if the batch is its first dimension, as layers with channels require."""
+        self.find(tensor.shape, 1)
+        return tensor
+
+
+NamedTerms = Iterator[tuple[str, Term]]
+Rule = Callable[[nn.Module, Tensor, Tensor, BatchDim, tuple[Tensor, ...]], NamedTerms]
+"""(module, inputs, output gradients, batch dimension, saved statistics) to terms by name."""
+
+
+def is_trainable(parameter: Tensor | None) -> bool:
+    """Say whether a parameter exists and requires a gradient."""
+    return parameter is not None and parameter.requires_grad
+
+
+def linear(
+    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+) -> NamedTerms:
+    """Yield the terms of nn.Linear: inputs (..., I), grads (..., O), any leading dimensions."""
+    assert isinstance(module, nn.Linear)
+    left = batch.move_first(grads, 1)
+    if is_trainable(module.weight):
+        right = batch.move_first(inputs, 1)
+        yield "weight", OuterTerm(left, right, module.out_features)
+    if is_trainable(module.bias):
+        # With one position there is nothing to sum, and a view lets GramCache recognise the
+        # factor that weight and bias share.
+        one_position = left.shape[1] == 1
+        yield "bias", DenseTerm(left[:, 0] if one_position else at_least_float32(left).sum(1))
+
+
+def embedding(
+    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+) -> NamedTerms:
+    """Yield the term of nn.Embedding: inputs (...) token ids, grads (..., C)."""
+    assert isinstance(module, nn.Embedding)
+    tokens = batch.move_first(inputs, 0).long()
+    right = batch.move_first(grads, 1)
+    if module.padding_idx is not None:
+        right = right * (tokens != module.padding_idx).unsqueeze(-1)
+    if is_trainable(module.weight):
+        yield "weight", OuterTerm(tokens, right, module.num_embeddings)
+
+
+def conv(
+    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+) -> NamedTerms:
+    """Yield the terms of nn.Conv1d and nn.Conv2d: inputs (B, C, ...), grads (B, O, ...)."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d)
+    inputs, grads = batch.require_first(inputs), batch.require_first(grads)
+    if is_trainable(module.bias):
+        yield "bias", DenseTerm(at_least_float32(grads).flatten(2).sum(2))
+    if not is_trainable(module.weight):
+        return
+    padding = module.padding
+    # The functions that ConvTerm calls pad symmetrically and with zeros only.
+    if isinstance(padding, str) or module.padding_mode != "zeros":
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
+        padding = (0,) * len(module.kernel_size)
+    if isinstance(module, nn.Conv1d):
+        inputs, grads = inputs.unsqueeze(2), grads.unsqueeze(2)
+    yield (
+        "weight",
+        ConvTerm(
+            inputs,
+            grads,
+            kernel=_height_width(module.kernel_size, 1),
+            stride=_height_width(module.stride, 1),
+            padding=_height_width(padding, 0),
+            dilation=_height_width(module.dilation, 1),
+            groups=module.groups,
+        ),
+    )
+
+
+def _height_width(sizes: tuple[int, ...], height: int) -> tuple[int, int]:
+    """Return (height, width); a one-dimensional layer gets the given height."""
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else (height, sizes[0])
+
+
+def layer_norm(
+    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+) -> NamedTerms:
+    """Yield the terms of nn.LayerNorm and nn.RMSNorm: inputs and grads (..., *normalized)."""
+    assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    shape = list(module.normalized_shape)
+    grads = at_least_float32(batch.move_first(grads, len(shape)))
+    if is_trainable(module.weight):
+        inputs = at_least_float32(batch.move_first(inputs, len(shape)))
+        if isinstance(module, nn.LayerNorm):
+            normalized = F.layer_norm(inputs, shape, eps=module.eps)
+        else:
+            normalized = F.rms_norm(inputs, shape, eps=module.eps)
+        yield "weight", DenseTerm((grads * normalized).sum(1).flatten(1))
+    if is_trainable(getattr(module, "bias", None)):
+        yield "bias", DenseTerm(grads.sum(1).flatten(1))
+
+
+def group_norm(
+    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+) -> NamedTerms:
+    """Yield the terms of nn.GroupNorm: inputs and grads (B, C, ...)."""
+    assert isinstance(module, nn.GroupNorm)
+    inputs = at_least_float32(batch.require_first(inputs))
+    grads = at_least_float32(batch.require_first(grads))
+    normalized = F.group_norm(inputs, module.num_groups, eps=module.eps)
+    yield from _scale_and_shift(module, normalized, grads)
+
+
+def batch_norm(
+    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: tuple[Tensor, ...]
+) -> NamedTerms:
+    """Yield the terms of BatchNorm: inputs and grads (B, C, ...).
+
+    In evaluation mode `saved` holds the running mean and variance as of the forward.
+    """
+    assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    inputs = at_least_float32(batch.require_first(inputs))
+    grads = at_least_float32(batch.require_first(grads))
+    mean, var = (at_least_float32(saved[0]), at_least_float32(saved[1])) if saved else (None, None)
+    normalized = F.batch_norm(inputs, mean, var, training=not saved, eps=module.eps)
+    yield from _scale_and_shift(module, normalized, grads)
+
+
+def _scale_and_shift(
+    module: nn.GroupNorm | nn.modules.batchnorm._BatchNorm, normalized: Tensor, grads: Tensor
+) -> NamedTerms:
+    """Yield the terms of one scale and shift per channel: normalized and grads (B, C, ...)."""
+    if is_trainable(module.weight):
+        scaled = grads * normalized
+        yield "weight", DenseTerm(scaled.flatten(2).sum(2) if scaled.dim() > 2 else scaled)
+    if is_trainable(module.bias):
+        yield "bias", DenseTerm(grads.flatten(2).sum(2) if grads.dim() > 2 else grads)
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: conv,
+    nn.Conv2d: conv,
+    nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: layer_norm,
+    nn.GroupNorm: group_norm,
+    nn.BatchNorm1d: batch_norm,
+    nn.BatchNorm2d: batch_norm,
+}
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """Return the rule of the layer type that computes exactly what `module` computes, or None.
+
+    A subclass has a rule only if it keeps the forward of its layer and adds no parameters.
+    """
+    for kind, rule in RULES.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            if not set(module._parameters) <= {"weight", "bias"}:
+                return None
+            # Embedding: the gradient of a token then depends on how often the batch has it.
+            if getattr(module, "scale_grad_by_freq", False):
+                return None
+            return rule
+    return None
+
+
+def save_statistics(module: nn.Module) -> tuple[Tensor, ...]:
+    """Copy the buffers that a rule needs as they were during the forward."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if not module.training and module.running_mean is not None:
+            assert module.running_var is not None
+            return (module.running_mean.clone(), module.running_var.clone())
+    return ()

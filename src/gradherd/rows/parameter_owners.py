@@ -1,0 +1,102 @@
+"""Which modules own the trainable parameters of a model, and how their rows are computed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradherd.rows.layer_rules import Rule, is_trainable, rule_for
+
+
+@dataclass(frozen=True)
+class ParameterOwner:
+    """A module that owns trainable parameters, and the rule for its rows."""
+
+    name: str
+    module: nn.Module
+    rule: Rule | None
+    """None: the forward is replayed."""
+    parameters: dict[str, nn.Parameter]
+    """Trainable parameters by their local name."""
+
+
+def parameter_owners(model: nn.Module) -> Iterator[ParameterOwner]:
+    """Yield the modules whose calls determine the gradients of trainable parameters.
+
+    Recurrent and attention layers use the parameters of their children without calling them, and
+    so do modules with parametrizations. Parameter lists are used by the module that holds them.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        owns_all = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+        owns_all = owns_all or hasattr(module, "parametrizations")
+        if owns_all:
+            named = dict(module.named_parameters())
+            children: list[tuple[str, nn.Module]] = []
+        else:
+            named, children = _own_parameters(module)
+        trainable = {local: p for local, p in named.items() if is_trainable(p)}
+        if trainable:
+            yield ParameterOwner(name, module, None if owns_all else rule_for(module), trainable)
+        prefix = f"{name}." if name else ""
+        stack.extend((prefix + local, child) for local, child in reversed(children))
+
+
+def _own_parameters(
+    module: nn.Module,
+) -> tuple[dict[str, nn.Parameter], list[tuple[str, nn.Module]]]:
+    """Return the parameters that a module uses itself, and the children that it calls."""
+    named = dict(module.named_parameters(recurse=False))
+    children = []
+    for local, child in module.named_children():
+        # These containers have no forward, so no hook of theirs would ever run.
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            named.update(child.named_parameters(prefix=local))
+        else:
+            children.append((local, child))
+    return named, children
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP.
+
+    Raises:
+        ValueError: A part of the model is compiled already, so its hooks would not be called.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    for name, module in model.named_modules():
+        compiled = "_orig_mod" in module._modules
+        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
+                "attach to the model before compiling it, or order whole batches"
+            )
+    return model
+
+
+def describe(model: nn.Module) -> str:
+    """Say in one line which modules have rules and which are replayed.
+
+    >>> describe(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
+    'rows: 1 module by rule (Linear); 1 replayed, slower: 1 (LSTM)'
+    """
+    owners = list(parameter_owners(unwrap_model(model)))
+    by_rule = [owner for owner in owners if owner.rule is not None]
+    replayed = [owner for owner in owners if owner.rule is None]
+    kinds = ", ".join(sorted({type(owner.module).__name__ for owner in by_rule}))
+    line = f"rows: {len(by_rule)} module{'s' * (len(by_rule) != 1)} by rule"
+    line += f" ({kinds})" if kinds else ""
+    if replayed:
+        names = ", ".join(
+            f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
+            for owner in replayed
+        )
+        line += f"; {len(replayed)} replayed, slower: {names}"
+    return line
