@@ -10,7 +10,7 @@ import pytest
 from gradherd.cli import doctor_machine
 from gradherd.cli.doctor_checks import PACKAGES, Check, Package, package
 from gradherd.cli.main import main
-from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.datasets import DATASETS
 
 ROOT = Path(__file__).parents[2]
 WORKS = Check(name="two local workers", status="ok", found="stubbed", essential=True)
@@ -59,7 +59,7 @@ def test_all_is_well_where_the_tests_run(capsys, place):
     assert checks["two local workers"]["status"] == "ok"
     assert float(checks["two local workers"]["found"].split()[-2]) > 0  # seconds
     assert str(place) in checks["disk, current folder"]["found"]
-    assert all(checks[f"data {name}"]["status"] == "missing" for name in SETS)
+    assert all(checks[f"data {name}"]["status"] == "missing" for name in DATASETS)
     assert "gradherd data get m4" in checks["data m4"]["hint"]
     assert not list(place.iterdir())
 

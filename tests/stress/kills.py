@@ -28,7 +28,7 @@ from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.runner import FOLDER, Saving, run_all
+from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 
 WORKERS = 4
 KILLS_OF_A_RUN = 5
@@ -51,7 +51,7 @@ def config(epochs: int) -> RunConfig:
 
 def train(out: Path, epochs: int, every: int, resume: bool) -> str:
     """Train on this rank; return how it ended."""
-    saving = Saving(every=every, resume=resume)
+    saving = CheckpointOptions(every=every, resume=resume)
     return run_all([config(epochs)], World.detect(), out=out, saving=saving)[0].status
 
 
@@ -70,7 +70,7 @@ def numbers(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def last_state(out: Path) -> dict[str, Any]:
     """Return all numbers of the newest checkpoint, by name."""
-    newest = max((out / FOLDER).glob("step-*"))
+    newest = max((out / CHECKPOINT_FOLDER).glob("step-*"))
     found: dict[str, Any] = {"step": newest.name}
     for path in sorted(newest.glob("*.safetensors")):
         found |= numbers(unpack(path.read_bytes()), path.stem)

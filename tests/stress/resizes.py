@@ -26,8 +26,8 @@ from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
-from gradherd.lab.train.rank_trainer import RankFleet, Table
-from gradherd.lab.train.runner import FOLDER, Saving, run_all
+from gradherd.lab.train.rank_trainer import InMemoryDataset, RankTrainer
+from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 
 EXAMPLES, BATCH, EPOCHS = 203, 8, 3
 
@@ -70,19 +70,19 @@ def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[
     """Train on this rank; return the batches it visited and the residuals it began with."""
     world, began = World.detect(), dict[str, Any]()
     batches: list[list[int]] = []
-    fetch, load = Table.__getitems__, RankFleet.load
+    fetch, load = InMemoryDataset.__getitems__, RankTrainer.load
 
-    def noted(self: Table, indices: list[int]) -> Any:
+    def noted(self: InMemoryDataset, indices: list[int]) -> Any:
         batches.append(list(indices))
         return fetch(self, indices)
 
-    def watched(self: RankFleet, loaded: Any) -> int:
+    def watched(self: RankTrainer, loaded: Any) -> int:
         number = load(self, loaded)
         began.update(self._herd.state_dict().get("sparsify", {}).get("residual", {}))
         return number
 
-    Table.__getitems__, RankFleet.load = noted, watched  # type: ignore[method-assign]
-    saving = Saving(every=1, resume=True)
+    InMemoryDataset.__getitems__, RankTrainer.load = noted, watched  # type: ignore[method-assign]
+    saving = CheckpointOptions(every=1, resume=True)
     try:
         run_all(
             [config(world.size, sparsify, unit)],
@@ -94,13 +94,13 @@ def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[
     except Enough:
         batches = batches[:steps]  # one more was begun, and is lost with the process
     finally:
-        Table.__getitems__, RankFleet.load = fetch, load  # type: ignore[method-assign]
+        InMemoryDataset.__getitems__, RankTrainer.load = fetch, load  # type: ignore[method-assign]
     return batches, began
 
 
 def mean_residuals(out: Path) -> dict[str, torch.Tensor]:
     """Return the mean of all ranks' residuals in the newest checkpoint."""
-    parts = sorted(max((out / FOLDER).glob("step-*")).glob("rank-*.safetensors"))
+    parts = sorted(max((out / CHECKPOINT_FOLDER).glob("step-*")).glob("rank-*.safetensors"))
     states = [unpack(part.read_bytes())["sparsify"] for part in parts]
     kept = [{} if state is None else state["residual"] for state in states]
     return {
@@ -138,7 +138,9 @@ def chain(worlds: list[int], sparsify: str, unit: int, chance: random.Random) ->
         repeated = sum(times.values()) - EPOCHS * units
         most = EPOCHS * (max(worlds) - 1)  # an epoch's last round is filled
         assert repeated <= most, f"{worlds}: {repeated} visits too many"
-        state = unpack((max((out / FOLDER).glob("step-*")) / "shared.safetensors").read_bytes())
+        state = unpack(
+            (max((out / CHECKPOINT_FOLDER).glob("step-*")) / "shared.safetensors").read_bytes()
+        )
         ordering = state["herd"]["ordering"]
         sizes = ordering["memory"]["sizes"]
         for order in ordering["orders"].split(sizes):

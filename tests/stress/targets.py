@@ -21,12 +21,12 @@ from gradherd.lab.report.page import render
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import RunResult, read_results, write_results
 from gradherd.lab.tasks import download
-from gradherd.lab.tasks.data_files import find_set
-from gradherd.lab.tasks.datasets import SETS
-from gradherd.lab.tasks.download import check_set
+from gradherd.lab.tasks.data_files import find_dataset
+from gradherd.lab.tasks.datasets import DATASETS
+from gradherd.lab.tasks.download import verify_dataset
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.wikitext2 import keep, recall
-from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
+from gradherd.lab.tasks.wikitext2 import load_tokens, save_tokens
+from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
@@ -67,17 +67,17 @@ class Target:
 @contextmanager
 def any_edition() -> Iterator[None]:
     """Forget published sizes and checksums: what is spoilt gets past them."""
-    before = dict(SETS)
+    before = dict(DATASETS)
     for name, dataset in before.items():
         forms = tuple(
             replace(form, files=tuple(replace(f, size=None, sha256=None) for f in form.files))
             for form in dataset.forms
         )
-        SETS[name] = replace(dataset, forms=forms)
+        DATASETS[name] = replace(dataset, forms=forms)
     try:
         yield
     finally:
-        SETS.update(before)
+        DATASETS.update(before)
 
 
 def _set(names: tuple[str, ...], form: str, file: str, root: Path) -> Path:
@@ -93,7 +93,7 @@ def _load(task: str, limit: int | None, root: Path, path: Path) -> None:
 
 
 def _check(name: str, root: Path, path: Path) -> None:
-    check_set(find_set(name, root))
+    verify_dataset(find_dataset(name, root))
 
 
 def _of_set(task: str, form: str, file: str, spoil: list[Mutation], **more: Any) -> Target:
@@ -151,12 +151,12 @@ DATA = [
 
 def _tokens(root: Path) -> Path:
     path = root / "tokens" / "some.npz"
-    keep(path, np.arange(500, dtype=np.uint16))
+    save_tokens(path, np.arange(500, dtype=np.uint16))
     return path
 
 
 def _recall(root: Path, path: Path) -> None:
-    found = recall(path)
+    found = load_tokens(path)
     assert found is None or found.dtype == np.uint16
 
 
@@ -170,7 +170,7 @@ def _download(root: Path) -> Path:
 
 
 def _unzip(root: Path, path: Path) -> None:
-    (archive,) = SETS["sst2"].downloads
+    (archive,) = DATASETS["sst2"].downloads
     download._unzip(archive, root)
 
 
@@ -213,12 +213,14 @@ def _report(root: Path, path: Path) -> None:
 
 def _checkpoint(file: str, root: Path) -> Path:
     for step in (10, 20):
-        Checkpoints(root, SINGLE, {"lr": 0.1}).save(step, lambda: STATE, {"own": torch.arange(9)})
+        CheckpointStore(root, SINGLE, {"lr": 0.1}).save(
+            step, lambda: STATE, {"own": torch.arange(9)}
+        )
     return root / "step-000000020" / file
 
 
 def _load_checkpoint(root: Path, path: Path) -> None:
-    loaded = Checkpoints(root, SINGLE, {"lr": 0.1}).load()
+    loaded = CheckpointStore(root, SINGLE, {"lr": 0.1}).load()
     assert loaded is not None and loaded.step in (10, 20)
     assert loaded.shared["step"] == 10 and len(loaded.part(0)["own"]) == 9
 
@@ -233,7 +235,7 @@ def _load_forged(root: Path, path: Path) -> None:
         halves = [int.from_bytes(half, "big", signed=True) for half in (digest[:8], digest[8:])]
         told["files"][path.name] = [len(data), *halves]
         manifest.write_text(json.dumps(told))
-    assert Checkpoints(root, SINGLE, {"lr": 0.1}).load() is not None
+    assert CheckpointStore(root, SINGLE, {"lr": 0.1}).load() is not None
 
 
 def _odd_steps(root: Path) -> Path:
@@ -386,5 +388,5 @@ TARGETS = [
     Target("study results", _results, JSON, _read_results, weight=3),
     Target("task file", _name, TEXT, _find_task, weight=1, named=False),
 ]  # fmt: skip
-REFUSED = (ValueError, NoCheckpoint)
+REFUSED = (ValueError, NoUsableCheckpoint)
 """What a reader may raise."""

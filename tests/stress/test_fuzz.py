@@ -16,19 +16,25 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.attach.pack import unpack
+from gradherd.attach.pack import read_file
 from gradherd.cli.main import main
 from gradherd.comm.world import World
 from gradherd.lab.report.find import find_records
 from gradherd.lab.tasks.cifar10 import load_cifar10
-from gradherd.lab.tasks.data_files import MissingData, find_set
+from gradherd.lab.tasks.data_files import MissingData, find_dataset
 from gradherd.lab.tasks.hmda import HMDA
-from gradherd.lab.tasks.pickle_reader import plain_pickle
+from gradherd.lab.tasks.pickle_reader import parse_plain_pickle
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.safe_readers import MOST, DamagedData, idx, npz, sheet
-from gradherd.lab.tasks.safe_readers import unpack as unpacked
-from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
-from gradherd.lab.train.record import FILE, read_record, write_record
+from gradherd.lab.tasks.safe_readers import (
+    MAX_BYTES,
+    DamagedData,
+    parse_idx,
+    parse_npz,
+    parse_tiles,
+)
+from gradherd.lab.tasks.safe_readers import read_file as unpacked
+from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
+from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
 from tests.lab.report.made import record
@@ -86,7 +92,7 @@ def test_headers_that_numpy_stumbles_over(tmp_path, case):
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("X.npy", content)
     with pytest.raises(DamagedData, match=r"some/file is no good \.npz"):
-        npz(file.getvalue(), HERE, ("X",))
+        parse_npz(file.getvalue(), HERE, ("X",))
 
 
 @pytest.mark.parametrize("kind", ["m8[s]", "M8[s]"])
@@ -128,7 +134,7 @@ def archived(packing: int = zipfile.ZIP_DEFLATED, size: int = 8, **more: bytes) 
 
 def test_zip_bombs_are_refused_before_they_unpack():
     with limits(), pytest.raises(DamagedData, match="bytes, 268,435,456 are allowed"):
-        npz(bytes(archived(size=MOST + 1)), HERE, ("X",))
+        parse_npz(bytes(archived(size=MAX_BYTES + 1)), HERE, ("X",))
 
 
 @pytest.mark.parametrize("field", [8, 10, 24], ids=["flags", "packing", "size"])
@@ -138,13 +144,13 @@ def test_directories_of_archives_that_lie(field):
     for lie in (b"\1\0", b"\x20\0", b"\xff\xff"):
         content[at : at + 2] = lie
         with pytest.raises(DamagedData, match=r"some/file is no good \.npz"):
-            npz(bytes(content), HERE, ("X",))
+            parse_npz(bytes(content), HERE, ("X",))
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_packings_that_cannot_be_stopped_in_time(packing):
     with pytest.raises(DamagedData, match="packed in an unusual way"):
-        npz(bytes(archived(packing)), HERE, ("X",))
+        parse_npz(bytes(archived(packing)), HERE, ("X",))
 
 
 # Packed files.
@@ -181,7 +187,7 @@ def test_a_file_that_is_a_hole(tmp_path):
 )
 def test_idx_files_that_end_in_their_header(content):
     with pytest.raises(DamagedData, match="some/file"):
-        idx(content, HERE, 1)
+        parse_idx(content, HERE, 1)
 
 
 def test_images_that_are_too_large_or_of_another_kind():
@@ -189,16 +195,16 @@ def test_images_that_are_too_large_or_of_another_kind():
     file = io.BytesIO()
     image.new("RGB", (32, 32)).save(file, "webp", lossless=True)
     small = file.getvalue()
-    assert sheet(small, HERE, 32).shape == (1, 3, 32, 32)
+    assert parse_tiles(small, HERE, 32).shape == (1, 3, 32, 32)
     at = small.index(b"VP8L") + 9  # 14 bits of width - 1, 14 bits of height - 1
     for side in (16384, 8192):
         large = ((side - 1) | (side - 1) << 14 | small[at + 3] >> 4 << 28).to_bytes(4, "little")
         with limits(), pytest.raises(DamagedData, match="some/file is no good image"):
-            sheet(small[:at] + large + small[at + 4 :], HERE, 32)
+            parse_tiles(small[:at] + large + small[at + 4 :], HERE, 32)
     file = io.BytesIO()
     image.new("RGB", (32, 32)).save(file, "png")
     with pytest.raises(DamagedData, match="some/file is no good image"):
-        sheet(file.getvalue(), HERE, 32)
+        parse_tiles(file.getvalue(), HERE, 32)
 
 
 def doubled(levels: int) -> tuple:
@@ -238,10 +244,10 @@ def test_pickles_that_an_unpickler_should_not_see(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     with limits():
         if case in GOOD:
-            assert plain_pickle(PICKLES[case], HERE) == GOOD[case]
+            assert parse_plain_pickle(PICKLES[case], HERE) == GOOD[case]
         else:
             with pytest.raises(DamagedData, match="some/file is no plain pickle"):
-                plain_pickle(PICKLES[case], HERE)
+                parse_plain_pickle(PICKLES[case], HERE)
     assert not list(tmp_path.iterdir())
 
 
@@ -306,11 +312,11 @@ def test_names_that_no_folder_has(tmp_path, monkeypatch):
     monkeypatch.delenv("GRADHERD_DATA", raising=False)
     for name in ("x" * 5000, "~nobody-here/x"):
         with pytest.raises(ValueError, match="data_dir must be a folder"):
-            find_set("m4", Path(name))
+            find_dataset("m4", Path(name))
         with pytest.raises(ValueError, match="there is no file"):
             find_task(f"{name}.py:A")
     with pytest.raises(MissingData) as error:
-        find_set("m4", fake_data.put(tmp_path / "a\nb" / "x", b"") or tmp_path / "a\nb")
+        find_dataset("m4", fake_data.put(tmp_path / "a\nb" / "x", b"") or tmp_path / "a\nb")
     assert str(error.value).isprintable()
 
 
@@ -320,11 +326,11 @@ def test_names_that_no_folder_has(tmp_path, monkeypatch):
 def spoilt(folder: Path, **fields: object) -> Path:
     folder.mkdir(parents=True)
     write_record(record(epochs=2), folder)
-    found = json.loads((folder / FILE).read_text())
+    found = json.loads((folder / RECORD_FILE).read_text())
     for name, value in fields.items():
         (found["epochs"][0] if name in found["epochs"][0] else found)[name] = value
-    (folder / FILE).write_text(json.dumps(found))
-    return folder / FILE
+    (folder / RECORD_FILE).write_text(json.dumps(found))
+    return folder / RECORD_FILE
 
 
 def deep(levels: int) -> object:
@@ -359,7 +365,7 @@ def test_records_of_values_that_no_run_writes(tmp_path, fields):
 
 @pytest.mark.parametrize("how", ["folder", "pipe", "hole", "gone"])
 def test_records_that_are_no_file(tmp_path, how):
-    path = tmp_path / "a\nb" / FILE
+    path = tmp_path / "a\nb" / RECORD_FILE
     path.parent.mkdir()
     if how == "hole":
         with path.open("wb") as file:
@@ -403,8 +409,8 @@ def test_resuming_with_a_record_of_wrong_values(tmp_path, capsys):
 # Checkpoints.
 
 
-def checkpoints(folder: Path) -> Checkpoints:
-    return Checkpoints(folder, World.single(), {"lr": 0.1})
+def checkpoints(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder, World.single(), {"lr": 0.1})
 
 
 def test_folders_with_steps_that_are_no_numbers_of_ours(tmp_path):
@@ -434,7 +440,7 @@ def test_manifests_that_no_run_writes(tmp_path, how):
             "size": {"files": {"shared.safetensors": [10**400, 0, 0]}},
         }[how]
         path.write_text(json.dumps(manifest))
-    with limits(), pytest.raises(NoCheckpoint, match="step 10") as error:
+    with limits(), pytest.raises(NoUsableCheckpoint, match="step 10") as error:
         checkpoints(tmp_path).load()
     assert len(str(error.value)) < 500 and str(error.value).isprintable()
 
@@ -443,4 +449,4 @@ def test_manifests_that_no_run_writes(tmp_path, how):
 def test_states_of_odd_trees(tree):
     head = json.dumps({"__metadata__": {"tree": tree}}).encode()
     with pytest.raises(ValueError, match="not a saved state"):
-        unpack(len(head).to_bytes(8, "little") + head)
+        read_file(len(head).to_bytes(8, "little") + head)

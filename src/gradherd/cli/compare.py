@@ -20,7 +20,7 @@ from gradherd.cli.train_options import (
 from gradherd.cli.training import execute
 from gradherd.cli.usage import UsageError, at_least, names, print_json
 from gradherd.comm.world import World
-from gradherd.lab.train.config import RunConfig, plan
+from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
@@ -95,7 +95,7 @@ class Compare:
         seeds = task.defaults.seeds if self.seeds is None else self.seeds
         at_least("--seeds", seeds, 1)
         try:
-            configs = plan(
+            configs = plan_runs(
                 self.task,
                 task.defaults,
                 orders=orders,

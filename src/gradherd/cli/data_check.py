@@ -13,8 +13,8 @@ from gradherd.cli.data_list import look
 from gradherd.cli.progress import steps
 from gradherd.cli.usage import print_json
 from gradherd.lab.tasks.data_files import data_dirs
-from gradherd.lab.tasks.datasets import SETS
-from gradherd.lab.tasks.download import check_set
+from gradherd.lab.tasks.datasets import DATASETS
+from gradherd.lab.tasks.download import verify_dataset
 from gradherd.lab.tasks.safe_readers import DamagedData
 
 _STYLES = {"ok": "green", "damaged": "bold red", "unchecked": "yellow", "missing": "dim"}
@@ -37,8 +37,8 @@ class DataCheck:
 
     def run(self) -> None:
         """Check all of them."""
-        with steps(len(SETS), "sets") as tick:
-            sets = [self._entry(name, tick) for name in SETS]
+        with steps(len(DATASETS), "sets") as tick:
+            sets = [self._entry(name, tick) for name in DATASETS]
         if self.json:
             print_json({"sets": sets})
         else:
@@ -58,7 +58,7 @@ class DataCheck:
         status = "missing" if found is None else "ok"
         try:
             if found is not None:
-                check_set(found)
+                verify_dataset(found)
         except DamagedData as error:
             status, problem = "damaged", str(error)
         except ValueError as error:  # What would read it is not installed.

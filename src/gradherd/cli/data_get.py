@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradherd.cli.usage import name, print_json
-from gradherd.lab.tasks.data_files import Found, cache_dir
-from gradherd.lab.tasks.datasets import SETS
-from gradherd.lab.tasks.download import FetchError, fetch_set
+from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir
+from gradherd.lab.tasks.datasets import DATASETS
+from gradherd.lab.tasks.download import DownloadError, download_dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class DataGet:
 
     def run(self) -> None:
         """Fetch it."""
-        dataset = SETS[name("NAME", self.set, SETS)]
+        dataset = DATASETS[name("NAME", self.set, DATASETS)]
         root = (self.data_dir or cache_dir()).expanduser()
         try:
             found = self._fetch(root)
-        except FetchError as error:
+        except DownloadError as error:
             print(f"gradherd: {' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(1) from None
         paths = list(found.paths.values())
@@ -49,7 +49,7 @@ class DataGet:
         else:
             print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {found.folder}, checked")
 
-    def _fetch(self, root: Path) -> Found:
+    def _fetch(self, root: Path) -> LocalDataSet:
         console = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
@@ -67,4 +67,4 @@ class DataGet:
                     bars[file] = bar.add_task(file, total=size)
                 bar.update(bars[file], completed=done)
 
-            return fetch_set(SETS[self.set], root, tell)
+            return download_dataset(DATASETS[self.set], root, tell)

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradherd.cli.usage import UsageError, print_json
-from gradherd.lab.tasks.data_files import Found, MissingData, data_dirs, find_set
-from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.data_files import LocalDataSet, MissingData, data_dirs, find_dataset
+from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.tasks.registry import TASKS
 
 
@@ -31,7 +31,7 @@ class DataList:
 
     def run(self) -> None:
         """Look for all of them."""
-        sets = [self._entry(name) for name in SETS]
+        sets = [self._entry(name) for name in DATASETS]
         folders = [str(folder) for folder in data_dirs(self.data_dir)]
         if self.json:
             print_json({"folders": folders, "sets": sets})
@@ -56,7 +56,7 @@ class DataList:
         found = look(name, self.data_dir)
         return {
             "name": name,
-            "title": SETS[name].title,
+            "title": DATASETS[name].title,
             "tasks": tasks_of(name),
             "found": str(found.folder) if found else None,
             "form": found.form.name if found else None,
@@ -64,10 +64,10 @@ class DataList:
         }
 
 
-def look(name: str, data_dir: Path | None) -> Found | None:
+def look(name: str, data_dir: Path | None) -> LocalDataSet | None:
     """Return a data set if it is there; raise UsageError if the folder given is none."""
     try:
-        return find_set(name, data_dir)
+        return find_dataset(name, data_dir)
     except MissingData:
         return None
     except ValueError as error:
@@ -81,5 +81,5 @@ def tasks_of(name: str) -> list[str]:
 
 def advice(name: str) -> str:
     """Say what to do about a data set that is not there."""
-    fetch = f"gradherd data get {name}, or " if SETS[name].downloads else ""
-    return f"{fetch}{SETS[name].by_hand} into one of the folders"
+    fetch = f"gradherd data get {name}, or " if DATASETS[name].downloads else ""
+    return f"{fetch}{DATASETS[name].by_hand} into one of the folders"

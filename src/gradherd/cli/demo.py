@@ -14,7 +14,7 @@ from gradherd.cli.train_options import AnyPath, Options
 from gradherd.cli.training import execute
 from gradherd.cli.usage import at_least, print_json
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig, plan
+from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord
 
 
@@ -89,7 +89,7 @@ class _Part:
 
     def configs(self, workers: int, seeds: int) -> list[RunConfig]:
         """Return its runs."""
-        return plan(
+        return plan_runs(
             self.task,
             find_task(self.task).defaults,
             orders=self.orders,

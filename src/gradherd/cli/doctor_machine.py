@@ -17,7 +17,7 @@ from gradherd.comm.collectives import all_reduce
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs
-from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.train.environment import hardware
 
 _DEADLINE = 60.0
@@ -165,7 +165,7 @@ def add_up() -> float:
 
 def data() -> list[Check]:
     """Look for the folders and for every data set."""
-    return [_folders(), *(_data_set(name) for name in SETS)]
+    return [_folders(), *(_data_set(name) for name in DATASETS)]
 
 
 def _folders() -> Check:
@@ -184,7 +184,9 @@ def _data_set(name: str) -> Check:
     found, purpose = look(name, None), f"for {', '.join(tasks_of(name))}"
     if found is None:
         get = (
-            f"gradherd data get {name}" if SETS[name].downloads else "gradherd data list tells how"
+            f"gradherd data get {name}"
+            if DATASETS[name].downloads
+            else "gradherd data list tells how"
         )
         hint = f"{purpose}; {get}"
         return Check(name=f"data {name}", status="missing", found="not found", hint=hint)

@@ -23,8 +23,8 @@ from gradherd.cli.training import execute
 from gradherd.cli.usage import UsageError, at_least, name, print_json
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.record import FILE, RunRecord, read_record
-from gradherd.lab.train.runner import FREE, Saving
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
+from gradherd.lab.train.runner import CHANGEABLE_SETTINGS, CheckpointOptions
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
@@ -96,14 +96,14 @@ class Train:
         if record.status == "stopped":
             raise SystemExit(128 + signal.SIGTERM)
 
-    def _saving(self) -> Saving:
+    def _saving(self) -> CheckpointOptions:
         if self.checkpoint_every is not None:
             at_least("--checkpoint-every", self.checkpoint_every, 1)
         if self.training.virtual and (self.resume or self.checkpoint_every is not None):
             raise UsageError("--virtual runs are not saved: leave --resume, --checkpoint-every out")
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the run to go on with")
-        return Saving(every=self.checkpoint_every, resume=self.resume)
+        return CheckpointOptions(every=self.checkpoint_every, resume=self.resume)
 
     def _show(self, record: RunRecord, out: str) -> None:
         last = record.epochs[-1] if record.epochs else None
@@ -141,10 +141,10 @@ class Train:
 
 def finished_before(out: Path, config: RunConfig) -> RunRecord | None:
     """Return the record in a folder if its run went through all epochs, or diverged."""
-    if not (out / FILE).exists():
+    if not (out / RECORD_FILE).exists():
         return None
     try:
-        record = read_record(out / FILE)
+        record = read_record(out / RECORD_FILE)
     except ValueError as error:
         raise UsageError(str(error)) from None
     done = record.status == "done" and len(record.epochs) >= config.epochs
@@ -152,7 +152,7 @@ def finished_before(out: Path, config: RunConfig) -> RunRecord | None:
         return None
     for key, ours in dataclasses.asdict(config).items():
         theirs = record.config.get(key)
-        if key not in FREE and theirs != ours:
+        if key not in CHANGEABLE_SETTINGS and theirs != ours:
             raise UsageError(
                 f"--out {str(out)!r} holds a run with {key} {theirs!r}, not {ours!r}: "
                 "go on with its settings, or name a new folder"

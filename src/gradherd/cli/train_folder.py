@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gradherd.cli.usage import UsageError
 from gradherd.comm.world import World
-from gradherd.lab.train.record import FILE, read_record, write_record
-from gradherd.lab.train.runner import FOLDER
+from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
+from gradherd.lab.train.runner import CHECKPOINT_FOLDER
 
 
 @contextlib.contextmanager
@@ -31,9 +31,9 @@ def new_folder(out: Path | None, what: str, *, resume: bool = False) -> Iterator
         raise UsageError(f"--out {str(out)!r} is a file, not a folder")
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
-        ours = resume and ((out / FILE).exists() or (out / FOLDER).exists())
+        ours = resume and ((out / RECORD_FILE).exists() or (out / CHECKPOINT_FOLDER).exists())
         if out.exists() and any(out.iterdir()) and not ours:
-            saved = not resume and (out / FOLDER).exists()
+            saved = not resume and (out / CHECKPOINT_FOLDER).exists()
             more = "; --resume goes on with its run" if saved else ""
             raise UsageError(
                 f"--out {str(out)!r} is not empty: name a new folder, or remove it{more}"
@@ -52,7 +52,7 @@ def mark_unfinished(out: Path, status: str) -> None:
     """Say in the records that were still written to how their runs ended."""
     if World.detect().rank > 0:
         return
-    for path in out.rglob(FILE):
+    for path in out.rglob(RECORD_FILE):
         record = read_record(path)
         if record.status == "running":
             write_record(dataclasses.replace(record, status=status), path.parent)

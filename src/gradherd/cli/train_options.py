@@ -11,7 +11,7 @@ import tyro
 
 from gradherd.cli.bench_show import usable_device
 from gradherd.cli.usage import UsageError, at_least, name
-from gradherd.lab.tasks.data_files import find_set
+from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import ROWS
@@ -133,7 +133,7 @@ def check_data(task: Task, data_dir: Path | None) -> None:
     """Raise UsageError if a data set of the task is missing."""
     for one in task.data:
         try:
-            find_set(one, data_dir)
+            find_dataset(one, data_dir)
         except ValueError as error:
             raise UsageError(str(error)) from None
 

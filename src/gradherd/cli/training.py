@@ -20,7 +20,7 @@ from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.runner import Saving, run_all
+from gradherd.lab.train.runner import CheckpointOptions, run_all
 
 # Against hangs only: a training takes as long as it takes.
 _DEADLINE = 30 * 24 * 3600.0
@@ -29,7 +29,11 @@ _PATIENCE = 1800.0
 
 
 def execute(
-    configs: Sequence[RunConfig], out: Path, options: Options, *, saving: Saving | None = None
+    configs: Sequence[RunConfig],
+    out: Path,
+    options: Options,
+    *,
+    saving: CheckpointOptions | None = None,
 ) -> list[RunRecord]:
     """Run all of them here, on local ranks, or on the ranks that torchrun started.
 
@@ -107,7 +111,7 @@ def train_here(
     out: Path,
     data_dir: Path | None,
     tensorboard: bool,
-    saving: Saving | None,
+    saving: CheckpointOptions | None,
 ) -> list[RunRecord]:
     """Run on this rank, together with the others."""
     world = World.single() if configs[0].virtual else World.detect()

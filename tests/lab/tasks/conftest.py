@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.datasets import DATASETS
 
 REAL = os.environ.get("GRADHERD_DATA")
 
@@ -24,12 +24,12 @@ def apart(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def any_edition(monkeypatch):
     """Forget published sizes and checksums: made-up sets are sets then."""
-    for name, dataset in list(SETS.items()):
+    for name, dataset in list(DATASETS.items()):
         forms = tuple(
             replace(form, files=tuple(replace(f, size=None, sha256=None) for f in form.files))
             for form in dataset.forms
         )
-        monkeypatch.setitem(SETS, name, replace(dataset, forms=forms))
+        monkeypatch.setitem(DATASETS, name, replace(dataset, forms=forms))
 
 
 @pytest.fixture

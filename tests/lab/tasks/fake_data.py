@@ -37,10 +37,10 @@ def wikitext(root: Path, form: str) -> None:
 
 
 def gpt2_bpe(root: Path, form: str) -> None:
-    from gradherd.lab.tasks.tokenization import _PRINTABLE
+    from gradherd.lab.tasks.tokenization import _BYTE_CHARACTERS
 
     merges = ["t h", "th e", "Ġ the", "a t", "c at"]
-    tokens = [*_PRINTABLE, *(merge.replace(" ", "") for merge in merges)]
+    tokens = [*_BYTE_CHARACTERS, *(merge.replace(" ", "") for merge in merges)]
     vocabulary = json.dumps({token: number for number, token in enumerate(tokens)})
     put(root / "gpt2-bpe" / "encoder.json", vocabulary)
     put(root / "gpt2-bpe" / "vocab.bpe", "#version: 0.2\n" + "\n".join(merges) + "\n")

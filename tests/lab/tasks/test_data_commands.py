@@ -14,7 +14,7 @@ import pytest
 from gradherd.cli.main import main
 from gradherd.lab.tasks import TASKS, find_task
 from gradherd.lab.tasks.data_files import cache_dir
-from gradherd.lab.tasks.datasets import SETS
+from gradherd.lab.tasks.datasets import DATASETS
 from tests.lab.tasks import fake_data
 
 
@@ -52,12 +52,12 @@ def server(tmp_path, monkeypatch):
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     address = f"http://127.0.0.1:{httpd.server_port}"
-    for name, dataset in list(SETS.items()):
+    for name, dataset in list(DATASETS.items()):
         downloads = tuple(
             replace(download, url=f"{address}/{download.url.rpartition('/')[2]}")
             for download in dataset.downloads
         )
-        monkeypatch.setitem(SETS, name, replace(dataset, downloads=downloads))
+        monkeypatch.setitem(DATASETS, name, replace(dataset, downloads=downloads))
     yield folder
     httpd.shutdown()
     thread.join()
@@ -82,7 +82,7 @@ def offer(folder: Path, name: str) -> None:
         path.rename(folder / renamed)
 
 
-@pytest.mark.parametrize("name", [name for name, one in SETS.items() if one.downloads])
+@pytest.mark.parametrize("name", [name for name, one in DATASETS.items() if one.downloads])
 def test_get_makes_a_set_usable(capsys, any_edition, server, name):
     offer(server, name)
     code, out, err = run(capsys, "get", name, "--json")
@@ -119,9 +119,9 @@ def fails(capsys, name: str, complaint: str) -> None:
 
 
 def test_get_without_network(capsys, monkeypatch):
-    m4 = SETS["m4"]
+    m4 = DATASETS["m4"]
     gone = tuple(replace(one, url="http://127.0.0.1:9/x.csv") for one in m4.downloads)
-    monkeypatch.setitem(SETS, "m4", replace(m4, downloads=gone))
+    monkeypatch.setitem(DATASETS, "m4", replace(m4, downloads=gone))
     fails(capsys, "m4", "cannot fetch http://127.0.0.1:9/x.csv: ")
 
 
@@ -142,14 +142,14 @@ def test_get_refuses_what_was_not_published(capsys, server):
 
 def test_get_refuses_one_wrong_byte(capsys, any_edition, server, monkeypatch):
     offer(server, "gpt2-bpe")
-    dataset = SETS["gpt2-bpe"]
+    dataset = DATASETS["gpt2-bpe"]
     (form,) = dataset.forms
     files = tuple(
         replace(file, sha256=hashlib.sha256((server / file.name).read_bytes()).hexdigest())
         for file in form.files
     )
     sums = replace(dataset, forms=(replace(form, files=files),))
-    monkeypatch.setitem(SETS, "gpt2-bpe", sums)
+    monkeypatch.setitem(DATASETS, "gpt2-bpe", sums)
     path = server / "vocab.bpe"
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"c at", b"c au"))
@@ -197,10 +197,10 @@ def test_list_tells_where_and_how(capsys, any_edition, tmp_path):
     assert (code, err) == (0, "") and list(result) == ["folders", "sets"]
     assert result["folders"] == [str(tmp_path), str(cache_dir())]
     sets = {entry["name"]: entry for entry in result["sets"]}
-    assert list(sets) == list(SETS)
+    assert list(sets) == list(DATASETS)
     assert sets["hmda-2017"] == {
         "name": "hmda-2017",
-        "title": SETS["hmda-2017"].title,
+        "title": DATASETS["hmda-2017"].title,
         "tasks": ["hmda"],
         "found": str(tmp_path / "hmda-2017"),
         "form": "npz",
@@ -215,7 +215,7 @@ def test_list_reads_well_for_people(capsys, any_edition, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     fake_data.hmda(tmp_path / "[red]", "compact")  # a name that looks like markup
     code, out, _ = run(capsys, "list", "--data-dir", tmp_path / "[red]")
-    assert code == 0 and all(name in out for name in SETS)
+    assert code == 0 and all(name in out for name in DATASETS)
     assert "[red]/hmda-2017 (npz)" in out and "gradherd data get m4" in out
     assert "scikit-learn is needed for digits, digits-mlp" in out
 

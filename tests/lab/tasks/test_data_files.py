@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gradherd.lab.tasks import TASKS, DamagedData, MissingData, find_task
-from gradherd.lab.tasks.data_files import cache_dir, data_dirs, find_set
-from gradherd.lab.tasks.datasets import SETS
-from gradherd.lab.tasks.download import check_set
+from gradherd.lab.tasks.data_files import cache_dir, data_dirs, find_dataset
+from gradherd.lab.tasks.datasets import DATASETS
+from gradherd.lab.tasks.download import verify_dataset
 from tests.lab.tasks import fake_data
 
 NEEDY = [name for name in TASKS if find_task(name).data]
@@ -113,7 +113,7 @@ def test_tokens_are_kept_and_used_again(any_edition, tmp_path, monkeypatch):
     def never(*_):
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr("gradherd.lab.tasks.wikitext2._encoded", never)
+    monkeypatch.setattr("gradherd.lab.tasks.wikitext2._encode", never)
     assert same(task.load(tmp_path), first)
     assert same(task.load(tmp_path, limit=5), first.first(5))
 
@@ -151,10 +151,10 @@ def test_folders_are_looked_at_in_order(any_edition, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cached"))
     monkeypatch.setenv("GRADHERD_DATA", str(tmp_path / "named"))
     for name in ("given", "named", "cached/gradherd"):
-        assert find_set("hmda-2017", tmp_path / "given").folder == tmp_path / name / "hmda-2017"
+        assert find_dataset("hmda-2017", tmp_path / "given").folder == tmp_path / name / "hmda-2017"
         shutil.rmtree(tmp_path / name / "hmda-2017")
     with pytest.raises(MissingData):
-        find_set("hmda-2017", tmp_path / "given")
+        find_dataset("hmda-2017", tmp_path / "given")
 
 
 def test_the_cache_folder_follows_the_standard(monkeypatch):
@@ -170,28 +170,28 @@ def test_the_cache_folder_follows_the_standard(monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", DATASETS)
 def test_a_missing_set_says_what_where_and_how(tmp_path, monkeypatch, name):
     monkeypatch.setenv("GRADHERD_DATA", str(tmp_path / "gone"))
     with pytest.raises(MissingData) as error:
-        find_set(name, tmp_path)
+        find_dataset(name, tmp_path)
     message = str(error.value)
     assert f"data set {name!r}" in message and "\n" not in message
     assert f"{tmp_path}, {tmp_path}/gone (no such folder), {cache_dir()}" in message
-    assert SETS[name].by_hand in message
-    assert (f"gradherd data get {name}" in message) == bool(SETS[name].downloads)
+    assert DATASETS[name].by_hand in message
+    assert (f"gradherd data get {name}" in message) == bool(DATASETS[name].downloads)
 
 
 def test_the_file_that_lacks_is_named(any_edition, tmp_path):
     fake_data.cifar(tmp_path, "public")
     (tmp_path / "cifar-10-batches-bin" / "data_batch_4.bin").unlink()
     with pytest.raises(MissingData, match=r"cifar-10-batches-bin lacks data_batch_4\.bin"):
-        find_set("cifar10", tmp_path)
+        find_dataset("cifar10", tmp_path)
 
 
 def test_a_data_dir_must_be_a_folder(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir must be a folder, got '.*gone'"):
-        find_set("m4", tmp_path / "gone")
+        find_dataset("m4", tmp_path / "gone")
 
 
 @pytest.mark.parametrize("task", ["digits", "digits-mlp"])
@@ -407,9 +407,9 @@ def test_real_sets_in_public_forms(real, tmp_path):
     with gzip.open(tokens / "test.txt.gz", "wb", compresslevel=1) as file:
         file.write(text.read("test.txt"))
     for name in ("fashion-mnist", "wikitext-2"):
-        found = find_set(name, tmp_path)
+        found = find_dataset(name, tmp_path)
         assert tmp_path in found.folder.parents
-        check_set(found)
+        verify_dataset(found)
 
 
 def _folder(path: Path) -> Path:
@@ -419,6 +419,6 @@ def _folder(path: Path) -> Path:
 
 def _find(name: str, folder: Path):
     try:
-        return find_set(name, folder)
+        return find_dataset(name, folder)
     except MissingData as error:
         pytest.skip(str(error))

@@ -195,11 +195,11 @@ def test_forecasts_feed_on_themselves():
 
 
 def test_augmentation_moves_and_mirrors_in_training_only(monkeypatch):
-    from gradherd.lab.tasks.resnet18 import Cifar10ResNet18, _augmented
+    from gradherd.lab.tasks.resnet18 import Cifar10ResNet18, _augment
 
     torch.manual_seed(0)
     images = torch.arange(3 * 32 * 32.0).view(1, 3, 32, 32).repeat(200, 1, 1, 1) + 1
-    moved = _augmented(images)
+    moved = _augment(images)
     assert moved.shape == images.shape
     padded = nn.functional.pad(images[0], (4, 4, 4, 4))
     crops = {(i, j): padded[:, i : i + 32, j : j + 32] for i in range(9) for j in range(9)}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradherd.lab.tasks.data_files import MissingData, find_set
-from gradherd.lab.tasks.tokenization import _PRINTABLE, BytePairs, merged
+from gradherd.lab.tasks.data_files import MissingData, find_dataset
+from gradherd.lab.tasks.tokenization import _BYTE_CHARACTERS, BytePairEncoder, merge_pairs
 
 merges = st.lists(
     st.tuples(st.text("ab", min_size=1, max_size=3), st.text("ab", min_size=1, max_size=3)),
@@ -38,10 +38,10 @@ def one_by_one(word, ranked):
 @given(st.text("ab", max_size=12), merges)
 def test_merging_follows_the_ranks(word, ranked):
     ranks = {pair: rank for rank, pair in enumerate(ranked)}
-    assert merged(list(word), ranks) == one_by_one(word, ranked)
+    assert merge_pairs(list(word), ranks) == one_by_one(word, ranked)
 
 
-BYTES = BytePairs({character: n for n, character in enumerate(_PRINTABLE)}, {})
+BYTES = BytePairEncoder({character: n for n, character in enumerate(_BYTE_CHARACTERS)}, {})
 
 
 @given(st.text(max_size=30))
@@ -60,12 +60,12 @@ def test_lines_are_cut_one_by_one(lines):
 )
 def test_files_that_are_no_vocabulary(encoder, ranks):
     with pytest.raises(ValueError):
-        BytePairs.parse(encoder, ranks)
+        BytePairEncoder.parse(encoder, ranks)
 
 
 def test_a_token_that_lacks_is_named():
     with pytest.raises(ValueError, match="no token 'b'"):
-        BytePairs({"a": 0}, {}).encode("ab")
+        BytePairEncoder({"a": 0}, {}).encode("ab")
 
 
 GOLDEN = {
@@ -79,8 +79,8 @@ GOLDEN = {
 def test_the_real_vocabulary(real):
     """Tokens as tiktoken 0.14 gives them."""
     try:
-        found = find_set("gpt2-bpe", real)
+        found = find_dataset("gpt2-bpe", real)
     except MissingData as error:
         pytest.skip(str(error))
-    pairs = BytePairs.parse(found.text("encoder.json"), found.text("vocab.bpe"))
+    pairs = BytePairEncoder.parse(found.text("encoder.json"), found.text("vocab.bpe"))
     assert {text: pairs.encode(text) for text in GOLDEN} == GOLDEN

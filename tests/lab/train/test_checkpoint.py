@@ -13,9 +13,9 @@ import torch
 
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
-from gradherd.lab.train.checkpoint import Checkpoints, NoCheckpoint
-from gradherd.lab.train.record import FILE, read_record
-from gradherd.lab.train.runner import FOLDER, Saving, run_all
+from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
+from gradherd.lab.train.record import RECORD_FILE, read_record
+from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 from tests.lab.train.work import config_of
 from tests.stress.kills import differences, last_state, stress
 
@@ -23,7 +23,7 @@ SINGLE = World.single()
 
 
 def checkpoints(folder, **more):
-    return Checkpoints(folder, SINGLE, {"order": "d-rr", "lr": 0.1} | more)
+    return CheckpointStore(folder, SINGLE, {"order": "d-rr", "lr": 0.1} | more)
 
 
 def saved(folder, *steps):
@@ -59,7 +59,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, caplog, name, damage):
     assert checkpoints(tmp_path).load().step == 5
     assert "step 10" in caplog.text and "passing over a checkpoint" in caplog.text
     shutil.rmtree(tmp_path / "step-000000005")
-    with pytest.raises(NoCheckpoint, match=r"no checkpoint in .* can be used \(step 10"):
+    with pytest.raises(NoUsableCheckpoint, match=r"no checkpoint in .* can be used \(step 10"):
         checkpoints(tmp_path).load()
 
 
@@ -70,7 +70,7 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path):
         data = (folder / name).read_bytes()
         for at in range(len(data)):
             (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
-            with pytest.raises(NoCheckpoint, match="damaged"):
+            with pytest.raises(NoUsableCheckpoint, match="damaged"):
                 checkpoints(tmp_path).load()
         (folder / name).write_bytes(data)
     assert checkpoints(tmp_path).load().step == 10
@@ -78,22 +78,22 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path):
 
 def test_one_of_another_run_is_refused_with_the_reason(tmp_path):
     saved(tmp_path, 10)
-    with pytest.raises(NoCheckpoint, match=r"saved with lr 0\.1, this run has 0\.2"):
+    with pytest.raises(NoUsableCheckpoint, match=r"saved with lr 0\.1, this run has 0\.2"):
         checkpoints(tmp_path, lr=0.2).load()
     path = tmp_path / "step-000000010" / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"workers": 3}))
-    with pytest.raises(NoCheckpoint, match="manifest is damaged: 3 workers"):
+    with pytest.raises(NoUsableCheckpoint, match="manifest is damaged: 3 workers"):
         checkpoints(tmp_path).load()
     path.write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(NoCheckpoint, match="format is 2, expected 1"):
+    with pytest.raises(NoUsableCheckpoint, match="format is 2, expected 1"):
         checkpoints(tmp_path).load()
 
 
 def test_one_of_an_older_version_had_no_setting_that_came_later(tmp_path):
     saved(tmp_path, 10)
     assert checkpoints(tmp_path, sketch_size=None, method=None).load().step == 10
-    with pytest.raises(NoCheckpoint, match="saved with sketch_size None, this run has 8"):
+    with pytest.raises(NoUsableCheckpoint, match="saved with sketch_size None, this run has 8"):
         checkpoints(tmp_path, sketch_size=8).load()
 
 
@@ -156,7 +156,7 @@ def train(out, saving, **chosen):
 
 def train_all(out, arms, every, resume):
     for at, arm in enumerate(arms):
-        train(out / str(at), Saving(every=every, resume=resume), **arm)
+        train(out / str(at), CheckpointOptions(every=every, resume=resume), **arm)
 
 
 ARMS = [
@@ -174,13 +174,13 @@ def test_a_run_goes_on_from_any_checkpoint(tmp_path):
     seen = []
     for at in range(len(ARMS)):
         folder = tmp_path / str(at)
-        losses = [row.train_loss for row in read_record(folder / FILE).epochs]
+        losses = [row.train_loss for row in read_record(folder / RECORD_FILE).epochs]
         seen.append((last_state(folder), losses))
-        shutil.rmtree(max((folder / FOLDER).glob("step-*")))
+        shutil.rmtree(max((folder / CHECKPOINT_FOLDER).glob("step-*")))
     run_ranks(train_all, 3, tmp_path, ARMS, 5, True)
     for at, (there, losses) in enumerate(seen):
         assert differences(last_state(tmp_path / str(at)), there) == [], ARMS[at]
-        record = read_record(tmp_path / str(at) / FILE)
+        record = read_record(tmp_path / str(at) / RECORD_FILE)
         assert [row.train_loss for row in record.epochs] == losses
         assert [row.epoch for row in record.epochs] == [1, 2, 3] and record.status == "done"
 
@@ -204,7 +204,7 @@ def test_sigterm_saves_first(tmp_path):
     config = config_of("digits", limit=100, epochs=14, **long)
     ended = run_ranks(all_of, 2, out, config, on_start=started)
     assert ended == ["stopped", "stopped"]
-    record = read_record(out / FILE)
+    record = read_record(out / RECORD_FILE)
     assert record.status == "stopped" and len(record.epochs) < 14
     assert run_ranks(all_of, 2, out, config) == ["done", "done"]
     assert run_ranks(all_of, 2, tmp_path / "straight", config) == ["done", "done"]
@@ -212,7 +212,7 @@ def test_sigterm_saves_first(tmp_path):
 
 
 def all_of(out, config):
-    saving = Saving(resume=True, pulse=0.01)
+    saving = CheckpointOptions(resume=True, pulse=0.01)
     return run_all([config], World.detect(), out=out, saving=saving)[0].status
 
 
@@ -223,7 +223,7 @@ def test_more_epochs_after_the_end(tmp_path):
     run_ranks(all_of, 2, tmp_path / "a", longer)
     run_ranks(all_of, 2, tmp_path / "b", longer)
     assert differences(last_state(tmp_path / "a"), last_state(tmp_path / "b")) == []
-    rows = read_record(tmp_path / "a" / FILE).epochs
+    rows = read_record(tmp_path / "a" / RECORD_FILE).epochs
     assert [row.epoch for row in rows] == [1, 2, 3, 4]
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4]
@@ -241,7 +241,7 @@ def test_fewer_epochs_than_were_begun(tmp_path):
 def test_every_part_of_other_ranks_is_checked(tmp_path):
     config = config_of("digits", limit=60, epochs=1, order="cd-grab", workers=2)
     run_ranks(all_of, 2, tmp_path, config)
-    newest = max((tmp_path / FOLDER).glob("step-*"))
+    newest = max((tmp_path / CHECKPOINT_FOLDER).glob("step-*"))
     (newest / "rank-1.safetensors").write_bytes(b"cut")
     other = config_of("digits", limit=60, epochs=2, order="cd-grab", workers=1)
     with pytest.raises(RankError, match=r"rank-1\.safetensors is damaged"):
@@ -266,13 +266,15 @@ def test_checkpoints_are_small(tmp_path: Path):
         workers=2,
     )
     run_ranks(all_of, 2, tmp_path, config)
-    size = sum(path.stat().st_size for path in max((tmp_path / FOLDER).glob("step-*")).iterdir())
+    size = sum(
+        path.stat().st_size for path in max((tmp_path / CHECKPOINT_FOLDER).glob("step-*")).iterdir()
+    )
     parameters, sketch = 301_066, 512
     assert size < 4 * parameters * (2 + 2) + 16 * 203 + 4 * sketch + 60_000
 
 
 def every_step(out, config):
-    saving = Saving(every=1)
+    saving = CheckpointOptions(every=1)
     return run_all([config], World.detect(), out=out, saving=saving)[0].status
 
 
@@ -283,7 +285,7 @@ def test_checkpoints_of_whole_batches_are_small(tmp_path: Path):
     )
     run_ranks(every_step, 2, tmp_path, config)
     parameters, units, sizes = 301_066, 16, []
-    for folder in sorted((tmp_path / FOLDER).glob("step-*")):
+    for folder in sorted((tmp_path / CHECKPOINT_FOLDER).glob("step-*")):
         sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
     pair_open, pair_done = (4 * parameters * n + 16 * units + 60_000 for n in (2 + 1 + 2, 2 + 1))
     assert max(sizes) < pair_open

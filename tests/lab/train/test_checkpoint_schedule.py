@@ -7,7 +7,7 @@ import pytest
 
 from gradherd.comm.world import World
 from gradherd.lab.train import checkpoint_schedule as module
-from gradherd.lab.train.checkpoint_schedule import Keeper, Stopped
+from gradherd.lab.train.checkpoint_schedule import Checkpointer, RunStopped
 
 
 class Noted:
@@ -41,7 +41,7 @@ def steps(keeper, count):
 
 def test_every_third_step(at):
     noted = Noted()
-    keeper = Keeper(noted, World.single(), every=3)
+    keeper = Checkpointer(noted, World.single(), every=3)
     steps(keeper, 10)
     at(10_000.0)  # Time does not matter then.
     steps(keeper, 1)
@@ -53,7 +53,7 @@ def test_every_third_step(at):
 
 def test_once_a_minute(at):
     noted = Noted()
-    keeper = Keeper(noted, World.single(), every=None, seconds=60.0)
+    keeper = Checkpointer(noted, World.single(), every=None, seconds=60.0)
     for second in range(200):
         at(float(second))
         steps(keeper, 1)
@@ -72,7 +72,7 @@ def test_saves_that_take_long_come_seldom(at):
             at(float(now[0]))
 
     noted = Slow()
-    keeper = Keeper(noted, World.single(), every=None, seconds=60.0)
+    keeper = Checkpointer(noted, World.single(), every=None, seconds=60.0)
     while now[0] < 1000:
         now[0] += 1
         at(float(now[0]))
@@ -82,12 +82,12 @@ def test_saves_that_take_long_come_seldom(at):
 
 def test_a_wish_to_end_saves_first(at):
     noted = Noted()
-    keeper = Keeper(noted, World.single(), every=None, pulse=0.0)
+    keeper = Checkpointer(noted, World.single(), every=None, pulse=0.0)
     before = signal.getsignal(signal.SIGTERM)
     with keeper.listening():
         steps(keeper, 5)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped, match="after"):
+        with pytest.raises(RunStopped, match="after"):
             steps(keeper, 10)
     assert len(noted.steps) == 1 and noted.steps[0] > 5
     assert signal.getsignal(signal.SIGTERM) is before
@@ -95,7 +95,7 @@ def test_a_wish_to_end_saves_first(at):
 
 def test_quick_steps_at_first_do_not_make_it_deaf(at):
     noted = Noted()
-    keeper = Keeper(noted, World.single(), every=None, seconds=60.0)
+    keeper = Checkpointer(noted, World.single(), every=None, seconds=60.0)
     steps(keeper, 8)  # no time at all
     for second in range(70):
         at(float(second))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.lab.tasks.resnet18 import Block
+from gradherd.lab.tasks.resnet18 import ResidualBlock
 from gradherd.lab.tasks.task import Split
 from gradherd.lab.train import measurements
-from gradherd.lab.train.cuda_graphs import Captured, chance, drawn, drops
-from gradherd.lab.train.measurements import prefix_bound
-from gradherd.lab.train.trainer import Tally
-from gradherd.lab.train.virtual_trainer import VirtualFleet
+from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout, rng_advanced, rng_states
+from gradherd.lab.train.measurements import herding_bound
+from gradherd.lab.train.trainer import EpochCounters
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.gpu import only_gpu
 from tests.lab.train.work import Awkward, config_of, no_tick
 
@@ -38,7 +38,11 @@ class Images(Awkward):
 
     def model(self):
         return nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Block(8, 16, 2), nn.Flatten(), nn.Linear(144, 5)
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            ResidualBlock(8, 16, 2),
+            nn.Flatten(),
+            nn.Linear(144, 5),
         )
 
     def loss(self, model, *tensors):
@@ -82,7 +86,7 @@ class Waiting(Images):
 def fleet_of(task, *, capture=True, **chosen):
     settings = {"workers": 3, "batch_size": 4, "unit": 1, "lr": 0.02, "virtual": True} | chosen
     config = config_of(f"{__file__}:{type(task).__name__}", **settings)
-    return VirtualFleet(config, task, task.load(), capture=capture)
+    return VirtualTrainer(config, task, task.load(), capture=capture)
 
 
 # Where there is no GPU.
@@ -95,7 +99,7 @@ def test_on_a_cpu_the_function_is_called():
         seen.append(x)
         return (2 * x,)
 
-    captured = Captured(doubled)
+    captured = GraphedFunction(doubled)
     for number in range(4):
         x = torch.full((2,), float(number))
         assert torch.equal(captured(x)[0], 2 * x)
@@ -109,12 +113,12 @@ def dropped():
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand, dropped])
 def test_draws_are_seen(draw):
-    before = chance(CPU)
+    before = rng_states(CPU)
     torch.ones(3).sum()
     torch.rand(1, generator=torch.Generator())
-    assert not drawn(before, chance(CPU))
+    assert not rng_advanced(before, rng_states(CPU))
     draw()
-    assert drawn(before, chance(CPU))
+    assert rng_advanced(before, rng_states(CPU))
 
 
 class OnGpu:
@@ -138,10 +142,10 @@ def test_when_it_is_captured(draws, monkeypatch, caplog):
         except RuntimeError:
             raise RuntimeError("second") from None
 
-    captured = Captured(function)
+    captured = GraphedFunction(function)
     if not draws:
         assert captured(OnGpu())[0] == 1 and captured.why_not is None
-    monkeypatch.setattr(Captured, "_captured", fails)
+    monkeypatch.setattr(GraphedFunction, "_captured", fails)
     for _ in range(3):
         captured(OnGpu())
     assert len(calls) == (3 if draws else 4)
@@ -149,19 +153,21 @@ def test_when_it_is_captured(draws, monkeypatch, caplog):
     assert caplog.text.count("not captured") == 1
 
     replays = []
-    monkeypatch.setattr(Captured, "_captured", lambda self, tensors: lambda *t: replays.append(t))
-    captured, calls[:] = Captured(lambda *tensors: calls.append(tensors)), []
+    monkeypatch.setattr(
+        GraphedFunction, "_captured", lambda self, tensors: lambda *t: replays.append(t)
+    )
+    captured, calls[:] = GraphedFunction(lambda *tensors: calls.append(tensors)), []
     for _ in range(5):
         captured(OnGpu())
     assert (len(calls), len(replays), captured.graphs) == (1, 4, 1)
 
 
 def test_which_models_drop():
-    assert drops(Awkward().model())
-    assert drops(nn.LSTM(2, 2, num_layers=2, dropout=0.1))
-    assert drops(nn.TransformerEncoderLayer(4, 2))
-    assert not drops(nn.TransformerEncoderLayer(4, 2, dropout=0.0))
-    assert not drops(Images().model())
+    assert has_dropout(Awkward().model())
+    assert has_dropout(nn.LSTM(2, 2, num_layers=2, dropout=0.1))
+    assert has_dropout(nn.TransformerEncoderLayer(4, 2))
+    assert not has_dropout(nn.TransformerEncoderLayer(4, 2, dropout=0.0))
+    assert not has_dropout(Images().model())
 
 
 def test_what_is_captured_are_the_gradients_of_all_workers():
@@ -181,12 +187,12 @@ def test_what_is_captured_are_the_gradients_of_all_workers():
 
 def test_prefix_sums_are_the_same_in_parts(monkeypatch):
     means = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
-    whole = prefix_bound(means, 3)
+    whole = herding_bound(means, 3)
     for at_once in (1, 2000, 10_000):
-        monkeypatch.setattr(measurements, "_AT_ONCE", at_once)
-        assert prefix_bound(means, 3) == whole
+        monkeypatch.setattr(measurements, "_MAX_DOUBLES", at_once)
+        assert herding_bound(means, 3) == whole
     means[3, 5] = torch.nan
-    assert np.isnan(prefix_bound(means, 3))
+    assert np.isnan(herding_bound(means, 3))
 
 
 # Where there is one.
@@ -238,7 +244,7 @@ def test_warming_up_leaves_no_trace():
         count.add_(1)
         return x * count, count.clone()
 
-    captured = Captured(counted, restore=[count])
+    captured = GraphedFunction(counted, restore=[count])
     for number in range(1, 6):
         x = torch.full((3,), float(number), device="cuda")
         product, so_far = captured(x)
@@ -250,7 +256,7 @@ def test_warming_up_leaves_no_trace():
 @pytest.mark.gpu
 @only_gpu
 def test_inference_mode():
-    captured = Captured(lambda x: (x + 1,))
+    captured = GraphedFunction(lambda x: (x + 1,))
     with torch.inference_mode():
         for number in range(3):
             assert captured(torch.full((2,), number, device="cuda"))[0].tolist() == [number + 1] * 2
@@ -273,7 +279,9 @@ def test_a_loss_that_draws_is_called(caplog):
     assert "random" in fleet._captured.why_not and fleet._captured.graphs == 0
     assert caplog.text.count("not captured") == 1
     batch = torch.arange(12, device="cuda").view(3, 4)
-    assert not torch.equal(fleet._gradients(batch, Tally())[0], fleet._gradients(batch, Tally())[0])
+    assert not torch.equal(
+        fleet._gradients(batch, EpochCounters())[0], fleet._gradients(batch, EpochCounters())[0]
+    )
 
 
 @pytest.mark.gpu

@@ -15,18 +15,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig, plan
+from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.environment import hardware, versions
-from gradherd.lab.train.loop import METRICS, Journal, new_record
+from gradherd.lab.train.loop import METRICS_FILE, RunWriter, new_record
 from gradherd.lab.train.mean_hook import SMALL, MeanHook, mean_bytes, mean_of
-from gradherd.lab.train.measurements import Bins, prefix_bound
+from gradherd.lab.train.measurements import BinnedSeries, herding_bound
 from gradherd.lab.train.record import (
-    FILE,
+    RECORD_FILE,
     EpochRow,
     RunRecord,
     read_record,
+    write_atomic,
     write_record,
-    write_whole,
 )
 from gradherd.lab.train.runner import run_all
 from gradherd.lab.train.trainer import full_loss
@@ -99,7 +99,7 @@ def test_whole_batches_stay_whole_batches():
 
 
 def test_arms_are_crossed_and_runs_have_folders_of_their_own():
-    runs = plan(
+    runs = plan_runs(
         "digits",
         find_task("digits").defaults,
         orders=["d-rr", "cd-grab"],
@@ -135,8 +135,8 @@ def record(**more):
 def test_records_come_back(tmp_path):
     there = record(epochs=[row(), row(2, train_loss=None)], density_by_step=[{"step": 0}])
     write_record(there, tmp_path)
-    assert read_record(tmp_path / FILE) == there
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
+    assert read_record(tmp_path / RECORD_FILE) == there
+    assert sorted(path.name for path in tmp_path.iterdir()) == [RECORD_FILE]
     assert there.config["lr"] == 0.2 and there.config["source"].startswith("Our own")
 
 
@@ -151,35 +151,35 @@ def test_later_versions_may_add(tmp_path):
     "text", ["", "{", "[]", "3", '{"format": 2}', '{"format": 1}', '{"format": 1, "epochs": [1]}']
 )
 def test_damaged_records_are_named(tmp_path, text):
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(ValueError, match=FILE):
-        read_record(tmp_path / FILE)
+    (tmp_path / RECORD_FILE).write_text(text)
+    with pytest.raises(ValueError, match=RECORD_FILE):
+        read_record(tmp_path / RECORD_FILE)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "page"
-    write_whole(path, "old")
+    write_atomic(path, "old")
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left.*page"):
-        write_whole(path, "new")
+        write_atomic(path, "new")
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_journal_writes_as_it_goes(tmp_path):
-    journal = Journal(record(), tmp_path / "run", tensorboard=True)
-    assert read_record(tmp_path / "run" / FILE).status == "running"
+    journal = RunWriter(record(), tmp_path / "run", tensorboard=True)
+    assert read_record(tmp_path / "run" / RECORD_FILE).status == "running"
     journal.start(2.0, None)
     journal.add(row(), [])
     journal.add(row(2), [{"step": 0, "mean": 1.0, "min": 1.0, "max": 1.0}])
-    assert len(read_record(tmp_path / "run" / FILE).epochs) == 2
+    assert len(read_record(tmp_path / "run" / RECORD_FILE).epochs) == 2
     journal.end("done")
-    lines = (tmp_path / "run" / METRICS).read_text().splitlines()
+    lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
-    last = read_record(tmp_path / "run" / FILE)
+    last = read_record(tmp_path / "run" / RECORD_FILE)
     assert (last.status, last.start_loss) == ("done", 2.0)
     events = [p for p in (tmp_path / "run").iterdir() if "tfevents" in p.name]
     assert len(events) == 1 and events[0].stat().st_size > 500
@@ -197,7 +197,7 @@ def test_surroundings_are_told():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.sampled_from([2, 4, 10]))
 def test_bins_hold_all_of_a_series(values, most):
-    bins = Bins(most)
+    bins = BinnedSeries(most)
     for value in values:
         bins.add(value)
     found = bins.listed()
@@ -216,7 +216,7 @@ def test_prefix_sums_are_bounded_as_by_hand():
     for step in centred:
         sums = sums + step
         worst = max(worst, float(sums.abs().max()))
-    assert prefix_bound(means, 12) == pytest.approx(12 * worst)
+    assert herding_bound(means, 12) == pytest.approx(12 * worst)
 
 
 # Losses and means on ranks.
@@ -283,7 +283,7 @@ def test_a_run_that_diverges_ends_there():
 
 
 def test_runs_of_one_plan(tmp_path):
-    configs = plan(
+    configs = plan_runs(
         "digits",
         find_task("digits").defaults,
         orders=["d-rr", "cd-grab"],
@@ -299,7 +299,7 @@ def test_runs_of_one_plan(tmp_path):
         (c.order, c.sparsify, c.seed) for c in configs
     }
     for config in configs:
-        there = read_record(tmp_path / config.folder() / FILE)
+        there = read_record(tmp_path / config.folder() / RECORD_FILE)
         assert there in records and there.status == "done" and len(there.epochs) == 2
         last = there.epochs[-1]
         assert last.train_loss < there.start_loss

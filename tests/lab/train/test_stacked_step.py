@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.optimizers import Rule
-from gradherd.lab.train.stacked_step import StackedStep, _gradients
-from gradherd.lab.train.vmap_layers import stackable
+from gradherd.lab.train.optimizers import FunctionalOptimizer
+from gradherd.lab.train.stacked_step import StackedStep, _make_gradients
+from gradherd.lab.train.vmap_layers import make_vmappable
 
 
 def _models(task, count):
@@ -29,10 +29,10 @@ def _flat_grad(loss, model):
 @pytest.mark.parametrize(
     "rule",
     [
-        Rule(momentum=0.9, weight_decay=1e-2),
-        Rule(),
-        Rule(momentum=0.9, clip=0.1),
-        Rule(optimizer="adamw", weight_decay=0.1),
+        FunctionalOptimizer(momentum=0.9, weight_decay=1e-2),
+        FunctionalOptimizer(),
+        FunctionalOptimizer(momentum=0.9, clip=0.1),
+        FunctionalOptimizer(optimizer="adamw", weight_decay=0.1),
     ],
 )
 def test_a_step_is_that_of_torch(name, rule):
@@ -79,7 +79,7 @@ def test_gradients_of_workers_apart():
     task = find_task("digits")
     columns = task.load(None, 40).train
     models, flat = _models(task, 2)
-    step = StackedStep(task, models[0], columns, Rule(), flat, workers=3)
+    step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat, workers=3)
     indices = torch.arange(24).view(2, 3, 2, 2)  # 3 workers, 2 units of 2 examples
     with torch.no_grad():
         (rows,), workers = step.gradients(indices.flatten(1, 2))
@@ -108,7 +108,7 @@ class _Words(nn.Module):
 def test_a_recurrent_layer_step_by_step(bias, batch_first, layers):
     model = _Words(bias=bias, batch_first=batch_first, num_layers=layers)
     tokens = torch.randint(11, (4, 7))
-    mine, theirs = stackable(model), model
+    mine, theirs = make_vmappable(model), model
     assert [n for n, _ in mine.named_parameters()] == [n for n, _ in model.named_parameters()]
     for one in (mine, theirs):
         F.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten() % 3).backward()
@@ -123,7 +123,7 @@ def test_a_recurrent_layer_step_by_step(bias, batch_first, layers):
 )
 def test_a_convolution_by_patches(kernel, stride, padding, dilation, bias):
     conv = nn.Conv2d(3, 4, kernel, stride, padding, dilation, bias=bias)
-    mine, given = stackable(conv), torch.randn(2, 3, 11, 9)
+    mine, given = make_vmappable(conv), torch.randn(2, 3, 11, 9)
     found = []
     for layer in (mine, conv):
         images = given.clone().requires_grad_()
@@ -136,7 +136,7 @@ def test_a_convolution_by_patches(kernel, stride, padding, dilation, bias):
 
 def test_layers_without_another_form_stay():
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 3, padding="same"))
-    assert [type(layer) for layer in stackable(model)] == [nn.Conv2d, nn.Conv2d]
+    assert [type(layer) for layer in make_vmappable(model)] == [nn.Conv2d, nn.Conv2d]
 
 
 @pytest.mark.parametrize("name", ["cifar10-lenet", "wikitext2-lstm", "wikitext2-gpt2"])
@@ -153,7 +153,7 @@ def test_no_layer_of_a_task_is_looped_over(name):
     }[name]
     columns = (column, torch.arange(6)) if name == "cifar10-lenet" else (column,)
     indices = torch.tensor([[[0, 1], [4, 3]]])
-    rows = _gradients(task, model, columns)(flat, indices)
+    rows = _make_gradients(task, model, columns)(flat, indices)
     for row, own in zip(rows[0], indices[0], strict=True):
         expected = _flat_grad(task.loss(model, *(c[own] for c in columns)), model)
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)

@@ -14,9 +14,14 @@ from gradherd.lab.tasks.digits import Digits
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split
 from gradherd.lab.train.runner import run_all
-from gradherd.lab.train.stacked_trainer import BatchedFleet
-from gradherd.lab.train.stacking import kept_by, stacks, why_no_mean, why_not
-from gradherd.lab.train.virtual_trainer import VirtualFleet
+from gradherd.lab.train.stacked_trainer import StackedTrainer
+from gradherd.lab.train.stacking import (
+    saved_per_example,
+    stack_runs,
+    why_not_mean_loss,
+    why_not_stackable,
+)
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.gpu import only_gpu
 from tests.lab.train.work import HERE, config_of, no_tick
 
@@ -34,8 +39,8 @@ def test_runs_side_by_side(batch_size, unit, workers, limit):
     ]  # fmt: skip
     task = find_task("digits")
     split = task.load(None, limit)
-    together = BatchedFleet(configs, task, split)
-    alone = [VirtualFleet(config, task, split) for config in configs]
+    together = StackedTrainer(configs, task, split)
+    alone = [VirtualTrainer(config, task, split) for config in configs]
     for number in (1, 2, 3, 4):
         tallies = together.epoch(number, no_tick)
         qualities = together.quality()
@@ -53,7 +58,7 @@ def test_runs_side_by_side(batch_size, unit, workers, limit):
 def test_steps_are_counted_for_every_run():
     configs = [config_of("digits", seed=seed, limit=50, virtual=True) for seed in (0, 1, 2)]
     task, ticks = find_task("digits"), []
-    fleet = BatchedFleet(configs, task, task.load(None, 50))
+    fleet = StackedTrainer(configs, task, task.load(None, 50))
     tallies = fleet.epoch(1, lambda steps=1: ticks.append(steps))
     assert sum(ticks) == sum(tally.steps for tally in tallies) == 3 * 4
 
@@ -72,8 +77,8 @@ def test_sparsified_runs(sparsify, order, batch_size, unit):
     ]  # fmt: skip
     task = find_task("digits")
     split = task.load(None, 101)
-    together = BatchedFleet(configs, task, split)
-    alone = [VirtualFleet(config, task, split) for config in configs]
+    together = StackedTrainer(configs, task, split)
+    alone = [VirtualTrainer(config, task, split) for config in configs]
     # One epoch: another number is picked where two are nearly as large, and then they part.
     tallies, qualities = together.epoch(1, no_tick), together.quality()
     for at, fleet in enumerate(alone):
@@ -96,8 +101,8 @@ def test_other_rules(name):
     ]
     task = find_task("digits")
     split = task.load(None, 100)
-    together = BatchedFleet(configs, task, split)
-    alone = [VirtualFleet(config, task, split) for config in configs]
+    together = StackedTrainer(configs, task, split)
+    alone = [VirtualTrainer(config, task, split) for config in configs]
     for number in (1, 2, 3):
         together.epoch(number, no_tick)
         for fleet in alone:
@@ -112,8 +117,8 @@ def test_each_run_has_its_own_rate_and_rows():
     configs = [config_of("digits", **shared | one) for one in chosen]
     task = find_task("digits")
     split = task.load(None, 120)
-    together = BatchedFleet(configs, task, split)
-    apart = [BatchedFleet([config], task, split) for config in configs]
+    together = StackedTrainer(configs, task, split)
+    apart = [StackedTrainer([config], task, split) for config in configs]
     for number in (1, 2, 3):
         tallies = together.epoch(number, no_tick)
         for at, fleet in enumerate(apart):
@@ -135,32 +140,32 @@ def test_which_runs_go_side_by_side():
         for order in orders
     ]
     # Orders that look at gradients of units, and those that do not.
-    assert stacks(runs, model) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert stack_runs(runs, model) == [[0, 3, 4, 7], [1, 2, 5, 6]]
     few = [replace(run, workers=2, batch_size=2, lr=rate) for run in runs for rate in (0.1, 0.2)]
-    assert [sorted(stack) for stack in stacks(few, model)] == [list(range(16))]
+    assert [sorted(stack) for stack in stack_runs(few, model)] == [list(range(16))]
     other = [runs[1], replace(runs[1], momentum=0.5), replace(runs[1], rows="sketch")]
-    assert stacks(other, model) == [[0, 2], [1]]
+    assert stack_runs(other, model) == [[0, 2], [1]]
     large = nn.Linear(2000, 1000)
-    assert stacks(runs[:3], large) == [[0], [1], [2]]
+    assert stack_runs(runs[:3], large) == [[0], [1], [2]]
     # So many that a step's gradients would not fit are trained in several stacks.
     many = [config_of("digits", order="cd-grab", seed=seed, workers=64) for seed in range(9)]
-    assert [len(stack) for stack in stacks(many, nn.Linear(100, 640))] == [1] * 9
+    assert [len(stack) for stack in stack_runs(many, nn.Linear(100, 640))] == [1] * 9
 
 
 def test_a_stack_is_as_large_as_what_its_steps_keep_allows():
     """Scores of a vocabulary take more of a GPU than all that is counted in parameters."""
     task, model = find_task("digits"), find_task("digits").model()
-    kept = kept_by(task, model, task.load(None, 20).train)
+    kept = saved_per_example(task, model, task.load(None, 20).train)
     # Pixels for the gradient of weights, ten scores for that of the loss, and the label.
     assert 64 + 10 <= kept <= 64 + 10 + 11
     runs = [config_of("digits", seed=seed, device="cuda", virtual=True) for seed in range(6)]
-    assert [len(stack) for stack in stacks(runs, model, kept)] == [6]
+    assert [len(stack) for stack in stack_runs(runs, model, kept)] == [6]
     most = (1 << 30) // (runs[0].workers * runs[0].batch_size)
-    assert [len(stack) for stack in stacks(runs, model, most // 4)] == [4, 2]
-    assert [len(stack) for stack in stacks(runs, model, 100 * most)] == [1] * 6
+    assert [len(stack) for stack in stack_runs(runs, model, most // 4)] == [4, 2]
+    assert [len(stack) for stack in stack_runs(runs, model, 100 * most)] == [1] * 6
 
 
-@pytest.mark.parametrize("kind", [BatchedFleet, VirtualFleet])
+@pytest.mark.parametrize("kind", [StackedTrainer, VirtualTrainer])
 @pytest.mark.parametrize("sparsify", ["dense", "exdyna"])
 def test_a_fleet_that_was_closed_is_gone(kind, sparsify):
     """At once: one that waits for the garbage collector keeps gigabytes of a GPU from the next."""
@@ -169,7 +174,7 @@ def test_a_fleet_that_was_closed_is_gone(kind, sparsify):
     task = find_task("digits")
 
     def left_of_one():
-        fleet = kind([config] if kind is BatchedFleet else config, task, task.load(None, 64))
+        fleet = kind([config] if kind is StackedTrainer else config, task, task.load(None, 64))
         fleet.epoch(1, no_tick)
         fleet.quality()
         fleet.close()
@@ -186,13 +191,13 @@ def test_a_fleet_that_was_closed_is_gone(kind, sparsify):
 def test_runs_one_after_the_other_are_not_all_there(monkeypatch):
     alive, most = weakref.WeakSet(), []
 
-    class Counted(BatchedFleet):
+    class Counted(StackedTrainer):
         def __init__(self, *args):
             most.append(len(alive))
             alive.add(self)
             super().__init__(*args)
 
-    monkeypatch.setattr("gradherd.lab.train.runner.BatchedFleet", Counted)
+    monkeypatch.setattr("gradherd.lab.train.runner.StackedTrainer", Counted)
     configs = [config_of("digits", limit=64, batch_size=b, epochs=1, virtual=True) for b in (2, 4)]
     run_all(configs, World.single())  # As above.
     gc.collect()
@@ -208,31 +213,33 @@ def test_runs_one_after_the_other_are_not_all_there(monkeypatch):
 def test_why_runs_cannot_go_side_by_side():
     config = config_of("digits", order="cd-grab", virtual=True)
     model = find_task("digits").model()
-    assert why_not(config, model) is None
-    assert "parameters" in why_not(config_of("digits-mlp"), find_task("digits-mlp").model())
-    assert "buffers" in why_not(config, find_task(f"{HERE}:Awkward").model())
-    assert "Dropout" in why_not(config, nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    assert "GRU" in why_not(config, nn.GRU(2, 2))
-    assert "LSTM" in why_not(config, nn.LSTM(2, 2, bidirectional=True))
-    assert why_not(config, nn.LSTM(2, 2)) is None
+    assert why_not_stackable(config, model) is None
+    assert "parameters" in why_not_stackable(
+        config_of("digits-mlp"), find_task("digits-mlp").model()
+    )
+    assert "buffers" in why_not_stackable(config, find_task(f"{HERE}:Awkward").model())
+    assert "Dropout" in why_not_stackable(config, nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    assert "GRU" in why_not_stackable(config, nn.GRU(2, 2))
+    assert "LSTM" in why_not_stackable(config, nn.LSTM(2, 2, bidirectional=True))
+    assert why_not_stackable(config, nn.LSTM(2, 2)) is None
     frozen = find_task("digits").model()
     next(frozen.parameters()).requires_grad_(False)
-    assert "not trained" in why_not(config, frozen)
-    assert "BatchNorm" in why_not(config, nn.BatchNorm1d(2, track_running_stats=False))
-    assert "attention" in why_not(config, nn.MultiheadAttention(2, 1, dropout=0.1))
-    assert why_not(config, nn.MultiheadAttention(2, 1)) is None
+    assert "not trained" in why_not_stackable(config, frozen)
+    assert "BatchNorm" in why_not_stackable(config, nn.BatchNorm1d(2, track_running_stats=False))
+    assert "attention" in why_not_stackable(config, nn.MultiheadAttention(2, 1, dropout=0.1))
+    assert why_not_stackable(config, nn.MultiheadAttention(2, 1)) is None
 
 
 @pytest.mark.parametrize("name", ["digits", "digits-mlp"])
 def test_losses_of_tasks_are_means(name):
     task = find_task(name)
-    assert why_no_mean(task, task.model(), task.load(None, 200).train) is None
+    assert why_not_mean_loss(task, task.model(), task.load(None, 200).train) is None
 
 
 def test_a_loss_that_is_no_mean_is_trained_alone():
     task = find_task(f"{HERE}:Weighted")
     split = task.load(None, 96)
-    assert "the mean of their losses" in why_no_mean(task, task.model(), split.train)
+    assert "the mean of their losses" in why_not_mean_loss(task, task.model(), split.train)
     configs = [
         config_of(f"{HERE}:Weighted", order=order, seed=1, limit=96, epochs=2, virtual=True)
         for order in ("cd-grab", "d-rr")
@@ -240,7 +247,7 @@ def test_a_loss_that_is_no_mean_is_trained_alone():
     records = run_all(configs, World.single())
     assert [record.order for record in records] == ["cd-grab", "d-rr"]
     for record, config in zip(records, configs, strict=True):
-        fleet = VirtualFleet(config, task, split)
+        fleet = VirtualTrainer(config, task, split)
         for row in record.epochs:
             fleet.epoch(row.epoch, no_tick)
             assert row.train_loss == fleet.quality()[0].loss
@@ -256,7 +263,7 @@ def test_a_loss_that_draws_is_seen():
     task = Drawing()
     model, columns = task.model(), task.load(None, 96).train
     before = torch.get_rng_state()
-    assert why_no_mean(task, model, columns) is not None
+    assert why_not_mean_loss(task, model, columns) is not None
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -289,8 +296,8 @@ def test_replayed_steps_of_stacks_are_those_of_a_cpu(name, sparsify):
                   rows="exact", sparsify=sparsify, density=density, virtual=True, lr=0.01)
         for order in ("d-rr", "cd-grab") for seed in (0, 5)
     ]  # fmt: skip
-    here = BatchedFleet(configs, task, split)
-    there = BatchedFleet([replace(config, device="cuda") for config in configs], task, split)
+    here = StackedTrainer(configs, task, split)
+    there = StackedTrainer([replace(config, device="cuda") for config in configs], task, split)
     for number in (1, 2):
         tallies, others = here.epoch(number, no_tick), there.epoch(number, no_tick)
         for one, other in zip(tallies, others, strict=True):

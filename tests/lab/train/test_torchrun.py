@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gradherd.comm.ranks import run_ranks
-from gradherd.lab.train.record import FILE, read_record
-from gradherd.lab.train.runner import FOLDER
+from gradherd.lab.train.record import RECORD_FILE, read_record
+from gradherd.lab.train.runner import CHECKPOINT_FOLDER
 from tests.lab.train.test_checkpoint import all_of
 from tests.lab.train.work import config_of
 from tests.stress.kills import differences, last_state
@@ -48,7 +48,7 @@ def test_one_rank_is_killed(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as run:  # fmt: skip
         try:
-            while not list((out / FOLDER).glob("step-*")):
+            while not list((out / CHECKPOINT_FOLDER).glob("step-*")):
                 assert run.poll() is None, run.stderr.read()
                 time.sleep(0.02)
             os.kill(max(children(run.pid)), signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_one_rank_is_killed(tmp_path):
     assert run.returncode == 0, err
     assert "failed to connect" not in err
     assert json.loads(told)["status"] == "done"
-    record = read_record(out / FILE)
+    record = read_record(out / RECORD_FILE)
     assert [row.epoch for row in record.epochs] == list(range(1, 21))
     config = config_of("digits", workers=2, **SETTINGS)
     run_ranks(all_of, 2, tmp_path / "straight", config)

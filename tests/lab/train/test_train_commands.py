@@ -8,7 +8,7 @@ import pytest
 
 from gradherd.cli import demo
 from gradherd.cli.main import main
-from gradherd.lab.train.record import FILE, read_record
+from gradherd.lab.train.record import RECORD_FILE, read_record
 
 SMALL = ["--epochs", "2", "--limit", "48", "--workers", "2"]
 
@@ -27,13 +27,13 @@ def test_train(capsys, tmp_path, virtual):
     code, told, err = run(capsys, *args, *virtual)
     assert (code, err) == (0, "")
     result = json.loads(told)
-    record = read_record(out / FILE)
+    record = read_record(out / RECORD_FILE)
     assert (result["order"], result["seed"], result["epochs"]) == ("cd-grab", 3, 2)
     assert result["final_loss"] == record.epochs[-1].train_loss < record.start_loss
     assert record.status == "done" and record.config["virtual"] == bool(virtual)
     assert record.config["workers"] == 2 and record.train_examples == 48
     found = sorted(path.name for path in out.iterdir())
-    assert found == [*([] if virtual else ["checkpoints"]), "metrics.jsonl", FILE]
+    assert found == [*([] if virtual else ["checkpoints"]), "metrics.jsonl", RECORD_FILE]
 
 
 def test_a_finished_run_is_shown_again_and_goes_on_for_more_epochs(capsys, tmp_path):
@@ -49,7 +49,7 @@ def test_the_length_of_sketches_can_be_chosen(capsys, tmp_path):
     args = ["train", "digits", "--order", "grab", *SMALL, "--virtual", "--out", tmp_path / "a"]
     code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 8)
     assert (code, err) == (0, "")
-    assert read_record(tmp_path / "a" / FILE).config["sketch_size"] == 8
+    assert read_record(tmp_path / "a" / RECORD_FILE).config["sketch_size"] == 8
     code, _, err = run(capsys, *args, "--sketch-size", 8)
     assert code == 2 and "--sketch-size 8 has no effect on --rows auto: add --rows sketch" in err
     code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 0)
@@ -88,7 +88,7 @@ def test_compare(capsys, tmp_path, virtual):
     assert result["arms"][0]["epochs_to_baseline"] == 2
     assert result["report"] == str(out / "report.html")
     assert "plotly" in (out / "report.html").read_text()
-    assert len(list(out.rglob(FILE))) == 8
+    assert len(list(out.rglob(RECORD_FILE))) == 8
     code, told, _ = run(capsys, "report", out, "--json")
     again = json.loads(told)["comparisons"][0]
     assert code == 0 and again["baseline"] == result["baseline"]

@@ -9,12 +9,12 @@ from torch import nn
 
 from gradherd.comm.world import World
 from gradherd.lab.tasks.digits import Digits
-from gradherd.lab.tasks.metrics import evaluating
+from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults, Split
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.rank_trainer import RankFleet
-from gradherd.lab.train.virtual_trainer import VirtualFleet
+from gradherd.lab.train.rank_trainer import RankTrainer
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
 def no_tick(steps=1):
@@ -38,7 +38,7 @@ def on_ranks(configs, data_dir=None):
     found = []
     for config in configs:
         task = find_task(config.task)
-        fleet = RankFleet(config, task, task.load(data_dir, config.limit), World.detect())
+        fleet = RankTrainer(config, task, task.load(data_dir, config.limit), World.detect())
         found.append(followed(fleet, fleet.sampler.ordering, config.epochs))
     return found
 
@@ -46,7 +46,7 @@ def on_ranks(configs, data_dir=None):
 def in_one_process(config, data_dir=None):
     """Train the same run with all workers here."""
     task, virtual = find_task(config.task), replace(config, virtual=True)
-    fleet = VirtualFleet(virtual, task, task.load(data_dir, config.limit))
+    fleet = VirtualTrainer(virtual, task, task.load(data_dir, config.limit))
     return followed(fleet, fleet.ordering, config.epochs)
 
 
@@ -77,7 +77,7 @@ class Awkward:
         return nn.functional.mse_loss(model(tensors[0]), tensors[1])
 
     def metric(self, model, *tensors):
-        with evaluating(model):
+        with eval_mode(model):
             return float(self.loss(model, *tensors))
 
 

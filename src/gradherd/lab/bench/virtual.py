@@ -17,10 +17,10 @@ import torch
 from gradherd.lab.bench.measure import PeakMemory
 from gradherd.lab.tasks.lenet import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
-from gradherd.lab.train.config import RunConfig, plan
-from gradherd.lab.train.stacked_trainer import BatchedFleet
-from gradherd.lab.train.trainer import Fleet
-from gradherd.lab.train.virtual_trainer import VirtualFleet
+from gradherd.lab.train.config import RunConfig, plan_runs
+from gradherd.lab.train.stacked_trainer import StackedTrainer
+from gradherd.lab.train.trainer import Trainer
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 CASES = ("plain loop", "turns", "one run", "nine runs", "nine runs, d-rr")
 LEAST_STEPS = 2
@@ -69,7 +69,7 @@ class PlainLoop:
 class FleetLoop:
     """Epochs of virtual runs, one after the other."""
 
-    def __init__(self, fleet: Fleet, runs: int) -> None:
+    def __init__(self, fleet: Trainer, runs: int) -> None:
         self.fleet, self.runs, self._number = fleet, runs, 0
 
     def epoch(self) -> int:
@@ -86,7 +86,7 @@ def make_case(
     examples = workers * batch
 
     def runs_of(orders: Sequence[str], seeds: int, rows: str) -> list[RunConfig]:
-        return plan(
+        return plan_runs(
             task.name,
             task.defaults,
             orders=orders,
@@ -107,13 +107,13 @@ def make_case(
     if case == "turns":
         (config,) = runs_of(["cd-grab"], 1, "exact")
         few = split.first(max(LEAST_STEPS, steps // _TURNS) * examples)
-        return FleetLoop(VirtualFleet(config, task, few, capture=False), 1)
+        return FleetLoop(VirtualTrainer(config, task, few, capture=False), 1)
     configs = {
         "one run": lambda: runs_of(["cd-grab"], 1, "exact"),
         "nine runs": lambda: runs_of(_BALANCED, _SEEDS, "exact"),
         "nine runs, d-rr": lambda: runs_of(["d-rr"], len(_BALANCED) * _SEEDS, "auto"),
     }[case]()
-    return FleetLoop(BatchedFleet(configs, task, split), len(configs))
+    return FleetLoop(StackedTrainer(configs, task, split), len(configs))
 
 
 def bench_virtual(

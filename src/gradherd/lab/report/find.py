@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gradherd.lab.report.arms import key_of
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import FILE, RunRecord, read_record
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
 
 
 def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
@@ -21,12 +21,12 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
             raise ValueError(f"{printable(folder)}: no such folder")
         if not folder.is_dir():
             raise ValueError(
-                f"{printable(folder)} is not a folder; give the folder that holds {FILE}"
+                f"{printable(folder)} is not a folder; give the folder that holds {RECORD_FILE}"
             )
         paths = _below(folder)
         if not paths:
             raise ValueError(
-                f"{printable(folder)}: no {FILE} in it or below; runs of gradherd leave one"
+                f"{printable(folder)}: no {RECORD_FILE} in it or below; runs of gradherd leave one"
             )
         for path in paths:  # Folders may overlap; a run counts once.
             found.setdefault(Path(os.path.realpath(path)), path)
@@ -69,6 +69,6 @@ def _below(folder: Path) -> list[Path]:
                 entries = list(scan)
         except OSError:  # It may not be looked into, or its name is too long by now.
             continue
-        found += [Path(entry.path) for entry in entries if entry.name == FILE]
+        found += [Path(entry.path) for entry in entries if entry.name == RECORD_FILE]
         left += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(found)

@@ -19,7 +19,7 @@ from gradherd.lab.report.model import Comparison
 from gradherd.lab.report.tables import table_of
 from gradherd.lab.report.verdict import answers, caution
 from gradherd.lab.text import counted, listed, printable
-from gradherd.lab.train.record import RunRecord, write_whole
+from gradherd.lab.train.record import RunRecord, write_atomic
 
 COLOURS = 8
 """Arms with a colour of their own; page.css.j2 has as many. Later ones start over, dashed."""
@@ -46,7 +46,7 @@ def write_report(
         title: of the page; made from tasks and arms if it is None.
         files: where each record was read, to be listed.
     """
-    write_whole(path, render(records, title=title, files=files))
+    write_atomic(path, render(records, title=title, files=files))
 
 
 def render(

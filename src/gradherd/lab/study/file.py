@@ -26,7 +26,7 @@ from gradherd.lab.study.spec import (
     expand_arms,
 )
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import read_text
+from gradherd.lab.train.record import read_bounded_text
 
 _STRINGS = ("kind", "theme", "title", "task", "budget", "note")
 _TABLES = ("arms", "claim", "figure")
@@ -40,7 +40,7 @@ _TYPE_WORDS = {str: "a string", bool: "true or false", int: "an integer", float:
 def read_study(path: Path) -> Study:
     """Read a study file; raise ValueError that names the file and what is wrong with it."""
     try:
-        tables = tomllib.loads(read_text(path))
+        tables = tomllib.loads(read_bounded_text(path))
     except RecursionError:
         raise ValueError(printable(f"{path}: nested too deeply")) from None
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import run_all
-from gradherd.lab.train.stacking import kept_by, stacks
+from gradherd.lab.train.stacking import saved_per_example, stack_runs
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.order import random_vectors, replay_order
 from gradherd.sparsify.registry import SPARSIFIERS
@@ -167,9 +167,9 @@ class CompareStudy:
         model, kept = task.model(), 0
         if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
             split = task.load(context.data_dir, runs[0].settings["limit"])
-            kept = kept_by(task, model, split.train)
+            kept = saved_per_example(task, model, split.train)
         configs = [_config(run, context) for run in runs]
-        return [[runs[at] for at in places] for places in stacks(configs, model, kept)]
+        return [[runs[at] for at in places] for places in stack_runs(configs, model, kept)]
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train the runs of a batch."""

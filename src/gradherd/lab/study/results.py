@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import FORMAT as RECORD_FORMAT
-from gradherd.lab.train.record import EpochRow, RunRecord, read_text, write_whole
+from gradherd.lab.train.record import (
+    RECORD_FORMAT,
+    EpochRow,
+    RunRecord,
+    read_bounded_text,
+    write_atomic,
+)
 
 FORMAT = 1
 _FINAL = ("done", "diverged")
@@ -123,7 +128,7 @@ def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResu
     )
     folder.mkdir(parents=True, exist_ok=True)
     text = f'{_json(head)[:-1]},\n"runs":[\n{lines}\n]}}\n'
-    write_whole(result_path(folder, results[0].arm), text)
+    write_atomic(result_path(folder, results[0].arm), text)
 
 
 def _json(value: Any) -> str:
@@ -143,7 +148,7 @@ def read_results(path: Path, kind: str) -> list[RunResult]:
 def _read(path: Path) -> tuple[str, list[RunResult]]:
     """Return the kind of the study and its results."""
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(read_bounded_text(path))
         if content["format"] != FORMAT or not isinstance(content["kind"], str):
             raise ValueError(f"expected format {FORMAT}")
         results = [RunResult(**{**content["shared"], **run}) for run in content["runs"]]

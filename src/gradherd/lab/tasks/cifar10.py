@@ -17,46 +17,52 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.lab.tasks.data_files import Found, find_set, verify
-from gradherd.lab.tasks.datasets import CIFAR_BATCHES, SETS
-from gradherd.lab.tasks.pickle_reader import plain_pickle
-from gradherd.lab.tasks.safe_readers import MOST, DamagedData, npz, reason, sheet
+from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset, verify_file
+from gradherd.lab.tasks.datasets import CIFAR_BATCHES, DATASETS
+from gradherd.lab.tasks.pickle_reader import parse_plain_pickle
+from gradherd.lab.tasks.safe_readers import (
+    MAX_BYTES,
+    DamagedData,
+    error_line,
+    parse_npz,
+    parse_tiles,
+)
 from gradherd.lab.tasks.task import Split, check_limit
 
-ROW = 1 + 3 * 32 * 32
-NAMES = tuple(name for name, _ in CIFAR_BATCHES)
+ROW_BYTES = 1 + 3 * 32 * 32
+BATCH_NAMES = tuple(name for name, _ in CIFAR_BATCHES)
 Rows = NDArray[np.uint8]
 
 
 def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Split:
     """Return (n, 3, 32, 32) pixels as bytes and (n,) kinds, 50,000 + 10,000 of them."""
     check_limit(limit)
-    found = find_set("cifar10", data_dir)
+    found = find_dataset("cifar10", data_dir)
     # Small limits are met by the first batch; the others need not be read then.
-    rows = read_batches(found, NAMES if limit is None else (NAMES[0], NAMES[-1]))
-    if limit is not None and limit > len(rows[NAMES[0]]):
-        rows |= read_batches(found, NAMES[1:-1])
-    train = np.concatenate([rows[name] for name in NAMES[:-1] if name in rows])
-    return Split(_columns(train), _columns(rows[NAMES[-1]])).first(limit)
+    rows = read_batches(found, BATCH_NAMES if limit is None else (BATCH_NAMES[0], BATCH_NAMES[-1]))
+    if limit is not None and limit > len(rows[BATCH_NAMES[0]]):
+        rows |= read_batches(found, BATCH_NAMES[1:-1])
+    train = np.concatenate([rows[name] for name in BATCH_NAMES[:-1] if name in rows])
+    return Split(_columns(train), _columns(rows[BATCH_NAMES[-1]])).first(limit)
 
 
-def read_batches(found: Found, names: Iterable[str] = NAMES) -> dict[str, Rows]:
+def read_batches(found: LocalDataSet, names: Iterable[str] = BATCH_NAMES) -> dict[str, Rows]:
     """Return (m, 3073) rows of some batches, checked against the published ones."""
     names = tuple(names)
     archive = found.form.name == "archive"
-    contents = _archived(found, names) if archive else {}
+    contents = _read_archive(found, names) if archive else {}
     place = found.paths["cifar-10-binary.tar.gz"] if archive else found.folder
-    published = {file.name: file for file in SETS["cifar10"].form("binary").files}
+    published = {file.name: file for file in DATASETS["cifar10"].form("binary").files}
     batches = {}
     for name in names:
-        content = contents[name] if name in contents else _content(found, name)
+        content = contents[name] if name in contents else _read_batch(found, name)
         where = f"{place}: {name}"
-        verify(published[f"{name}.bin"], content, where)
-        if len(content) % ROW or not content:
+        verify_file(published[f"{name}.bin"], content, where)
+        if len(content) % ROW_BYTES or not content:
             raise DamagedData(
-                f"{where} is {len(content):,} bytes, no multiple of {ROW}; fetch it again"
+                f"{where} is {len(content):,} bytes, no multiple of {ROW_BYTES}; fetch it again"
             )
-        rows = np.frombuffer(content, np.uint8).reshape(-1, ROW)
+        rows = np.frombuffer(content, np.uint8).reshape(-1, ROW_BYTES)
         if rows[:, 0].max() > 9:
             raise DamagedData(
                 f"{where} has label {rows[:, 0].max()}, expected 0 to 9; fetch it again"
@@ -65,7 +71,7 @@ def read_batches(found: Found, names: Iterable[str] = NAMES) -> dict[str, Rows]:
     return batches
 
 
-def normalised(pixels: Tensor) -> Tensor:
+def normalize(pixels: Tensor) -> Tensor:
     """Return pixels as numbers, each channel with mean 0 and deviation 1 over the set."""
     mean, scale = _statistics(pixels.device)
     return (pixels.float() - mean) / scale
@@ -83,7 +89,7 @@ def _columns(rows: Rows) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(pixels), torch.from_numpy(rows[:, 0].astype(np.int64))
 
 
-def _content(found: Found, name: str) -> bytes:
+def _read_batch(found: LocalDataSet, name: str) -> bytes:
     if found.form.name == "sheets":
         return _from_sheet(found, name)
     if found.form.name == "pickles":
@@ -91,11 +97,11 @@ def _content(found: Found, name: str) -> bytes:
     return found.read(f"{name}.bin")
 
 
-def _from_sheet(found: Found, name: str) -> bytes:
+def _from_sheet(found: LocalDataSet, name: str) -> bytes:
     path = found.paths["labels.npz"]
-    (labels,) = npz(found.read("labels.npz"), path, (name,))
+    (labels,) = parse_npz(found.read("labels.npz"), path, (name,))
     image = f"{name}.webp"
-    tiles = sheet(found.read(image), found.paths[image], 32).reshape(-1, ROW - 1)
+    tiles = parse_tiles(found.read(image), found.paths[image], 32).reshape(-1, ROW_BYTES - 1)
     if labels.shape != (len(tiles),) or labels.dtype != np.uint8:
         raise DamagedData(
             f"{path}: {name} has labels {labels.shape} of {labels.dtype} "
@@ -104,9 +110,9 @@ def _from_sheet(found: Found, name: str) -> bytes:
     return np.concatenate([labels[:, None], tiles], 1).tobytes()
 
 
-def _from_pickle(found: Found, name: str) -> bytes:
+def _from_pickle(found: LocalDataSet, name: str) -> bytes:
     path = found.paths[name]
-    batch = plain_pickle(found.read(name), path)
+    batch = parse_plain_pickle(found.read(name), path)
     pixels = batch.get(b"data")
     kinds = batch.get(b"labels")
     if not isinstance(kinds, list) or not all(type(k) is int and 0 <= k < 10 for k in kinds):
@@ -114,43 +120,45 @@ def _from_pickle(found: Found, name: str) -> bytes:
     labels = np.array(kinds, np.uint8)
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         pixels = np.empty(0, np.uint8)
-    if pixels.shape != (len(labels), ROW - 1):
+    if pixels.shape != (len(labels), ROW_BYTES - 1):
         raise DamagedData(f"{path} has no pixels of {len(labels):,} images; fetch it again")
     return np.concatenate([labels[:, None], pixels], 1).tobytes()
 
 
-def _archived(found: Found, names: tuple[str, ...]) -> dict[str, bytes]:
+def _read_archive(found: LocalDataSet, names: tuple[str, ...]) -> dict[str, bytes]:
     """Read some batches out of the archive in one pass; nothing is written to disk."""
     (path,) = found.paths.values()
     wanted = {f"cifar-10-batches-bin/{name}.bin": name for name in names}
     contents: dict[str, bytes] = {}
     try:
         # As a stream: nothing can send us back to where we were.
-        with _Short(path) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
-            for member in itertools.islice(archive, _MEMBERS):
+        with _BoundedGzip(path) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
+            for member in itertools.islice(archive, _MAX_MEMBERS):
                 # No links, and no files with holes, which are larger than what is in them.
-                whole = member.isreg() and not member.issparse() and member.size <= MOST
+                whole = member.isreg() and not member.issparse() and member.size <= MAX_BYTES
                 file = archive.extractfile(member) if whole and member.name in wanted else None
                 if file is not None:
                     contents[wanted[member.name]] = file.read()
                 if len(contents) == len(wanted):
                     break
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
-        raise DamagedData(f"{path} is no good archive: {reason(error)}; fetch it again") from None
+        raise DamagedData(
+            f"{path} is no good archive: {error_line(error)}; fetch it again"
+        ) from None
     for name in names:
         if name not in contents:
             raise DamagedData(f"{path} lacks {name}.bin; fetch it again")
     return contents
 
 
-_MEMBERS = 1000
+_MAX_MEMBERS = 1000
 """Files that are looked at in the archive; it has eight."""
 
 
-class _Short(gzip.GzipFile):
+class _BoundedGzip(gzip.GzipFile):
     """An unpacked file that ends in an error if it has more than an archive of CIFAR-10 has."""
 
-    _left = MOST
+    _left = MAX_BYTES
 
     def read(self, size: int | None = -1) -> bytes:
         """Return up to so many bytes."""
@@ -158,5 +166,5 @@ class _Short(gzip.GzipFile):
         content = super().read(min(asked, self._left + 1))
         self._left -= len(content)
         if self._left < 0:
-            raise ValueError(f"it has more than {MOST:,} bytes unpacked")
+            raise ValueError(f"it has more than {MAX_BYTES:,} bytes unpacked")
         return content

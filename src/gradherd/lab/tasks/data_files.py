@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradherd.lab.tasks.datasets import SETS, DataSet, File, Form
-from gradherd.lab.tasks.safe_readers import MOST, DamagedData, decode, printable, unpack
+from gradherd.lab.tasks.datasets import DATASETS, DataFile, DataSet, Form
+from gradherd.lab.tasks.safe_readers import (
+    MAX_BYTES,
+    DamagedData,
+    decode_utf8,
+    printable,
+    read_file,
+)
 
 _PACKED = ("", ".xz", ".gz")
 
@@ -21,7 +27,7 @@ class MissingData(ValueError):
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalDataSet:
     """A data set that is there: each of its files by name, and where it lies."""
 
     dataset: DataSet
@@ -37,15 +43,15 @@ class Found:
         """
         file = next(file for file in self.form.files if file.name == name)
         # Line ends of another system are no reason to have twice the size.
-        content = unpack(self.paths[name], MOST if file.size is None else 2 * file.size)
+        content = read_file(self.paths[name], MAX_BYTES if file.size is None else 2 * file.size)
         if file.text:
             content = content.replace(b"\r\n", b"\n")
-        verify(file, content, self.paths[name])
+        verify_file(file, content, self.paths[name])
         return content
 
     def text(self, name: str) -> str:
         """Return a text file, unpacked and checked."""
-        return decode(self.read(name), self.paths[name])
+        return decode_utf8(self.read(name), self.paths[name])
 
 
 def cache_dir() -> Path:
@@ -60,10 +66,10 @@ def data_dirs(data_dir: Path | None = None) -> list[Path]:
     given = [str(data_dir)] if data_dir is not None else []
     named = os.environ.get("GRADHERD_DATA", "")
     folders = [*given, *([named] if named else []), str(cache_dir())]
-    return list(dict.fromkeys(expanded(Path(folder)) for folder in folders))
+    return list(dict.fromkeys(expand_user(Path(folder)) for folder in folders))
 
 
-def expanded(path: Path) -> Path:
+def expand_user(path: Path) -> Path:
     """Return a path with ~ for the home folder; of a user that there is not, as it is."""
     try:
         return path.expanduser()
@@ -71,7 +77,7 @@ def expanded(path: Path) -> Path:
         return path
 
 
-def find_set(name: str, data_dir: Path | None = None) -> Found:
+def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     """Find a data set.
 
     Args:
@@ -82,16 +88,16 @@ def find_set(name: str, data_dir: Path | None = None) -> Found:
         MissingData: It is in none of the folders.
         ValueError: `data_dir` is no folder.
     """
-    if data_dir is not None and not _is_dir(expanded(Path(data_dir))):
+    if data_dir is not None and not _is_dir(expand_user(Path(data_dir))):
         raise ValueError(f"data_dir must be a folder, got {str(data_dir)!r}: there is none")
-    dataset, folders = SETS[name], data_dirs(data_dir)
+    dataset, folders = DATASETS[name], data_dirs(data_dir)
     most, nearly = 0, ""
     for root in folders:
         for form in dataset.forms:
             for folder in (root / below for below in form.folders):
                 paths = _present(folder, form.files)
                 if len(paths) == len(form.files):
-                    return Found(dataset, form, folder, paths)
+                    return LocalDataSet(dataset, form, folder, paths)
                 if len(paths) > most:
                     lack = next(file.name for file in form.files if file.name not in paths)
                     most, nearly = len(paths), f" ({folder} lacks {lack})"
@@ -103,16 +109,16 @@ def find_set(name: str, data_dir: Path | None = None) -> Found:
     )
 
 
-def lies_in(dataset: DataSet, folder: Path) -> Found | None:
+def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
     """Return the data set if its files, in one of its forms, lie right in this folder."""
     for form in dataset.forms:
         paths = _present(folder, form.files)
         if len(paths) == len(form.files):
-            return Found(dataset, form, folder, paths)
+            return LocalDataSet(dataset, form, folder, paths)
     return None
 
 
-def verify(file: File, content: bytes, where: object) -> None:
+def verify_file(file: DataFile, content: bytes, where: object) -> None:
     """Raise DamagedData if unpacked content is not what was published."""
     if file.size is not None and len(content) != file.size:
         state = "cut" if len(content) < file.size else "not the published file"
@@ -127,7 +133,7 @@ def verify(file: File, content: bytes, where: object) -> None:
         )
 
 
-def _present(folder: Path, files: tuple[File, ...]) -> dict[str, Path]:
+def _present(folder: Path, files: tuple[DataFile, ...]) -> dict[str, Path]:
     """Return those of the files that lie in a folder, in whichever name and packing."""
     paths = {}
     for file in files:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """One file of a data set. It may be packed: name.xz and name.gz are the same file."""
 
     name: str
@@ -27,7 +27,7 @@ class Form:
 
     name: str
     folders: tuple[str, ...]
-    files: tuple[File, ...]
+    files: tuple[DataFile, ...]
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ CIFAR10 = DataSet(
         Form(
             "binary",
             ("cifar10/cifar-10-batches-bin", "cifar-10-batches-bin", "cifar10", ""),
-            tuple(File(f"{name}.bin", 30_730_000, sha256) for name, sha256 in CIFAR_BATCHES),
+            tuple(DataFile(f"{name}.bin", 30_730_000, sha256) for name, sha256 in CIFAR_BATCHES),
         ),
         Form(
             "sheets",
             ("cifar10",),
-            (*(File(f"{name}.webp") for name, _ in CIFAR_BATCHES), File("labels.npz")),
+            (*(DataFile(f"{name}.webp") for name, _ in CIFAR_BATCHES), DataFile("labels.npz")),
         ),
-        Form("archive", ("cifar10", ""), (File("cifar-10-binary.tar.gz"),)),
+        Form("archive", ("cifar10", ""), (DataFile("cifar-10-binary.tar.gz"),)),
         Form(
             "pickles",
             ("cifar10/cifar-10-batches-py", "cifar-10-batches-py"),
-            tuple(File(name) for name, _ in CIFAR_BATCHES),
+            tuple(DataFile(name) for name, _ in CIFAR_BATCHES),
         ),
     ),
     by_hand="put cifar-10-batches-bin/ or cifar-10-binary.tar.gz",
@@ -98,22 +98,22 @@ CIFAR10 = DataSet(
 
 _FASHION = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 _FASHION_FILES = (
-    File(
+    DataFile(
         "train-images-idx3-ubyte",
         47_040_016,
         "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     ),
-    File(
+    DataFile(
         "train-labels-idx1-ubyte",
         60_008,
         "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
     ),
-    File(
+    DataFile(
         "t10k-images-idx3-ubyte",
         7_840_016,
         "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     ),
-    File(
+    DataFile(
         "t10k-labels-idx1-ubyte",
         10_008,
         "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
@@ -133,7 +133,7 @@ _WIKITEXT = (
     "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
 )
 _WIKITEXT_FILES = tuple(
-    File(f"{part}.txt", size, sha256, aliases=(f"wiki.{part}.tokens",), text=True)
+    DataFile(f"{part}.txt", size, sha256, aliases=(f"wiki.{part}.tokens",), text=True)
     for part, size, sha256 in (
         ("train", 10_797_148, "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f"),
         ("valid", 1_121_681, "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
@@ -156,13 +156,13 @@ GPT2_BPE = DataSet(
             "text",
             ("gpt2-bpe",),
             (
-                File(
+                DataFile(
                     "encoder.json",
                     1_042_301,
                     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
                     text=True,
                 ),
-                File(
+                DataFile(
                     "vocab.bpe",
                     456_318,
                     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -187,13 +187,13 @@ M4 = DataSet(
             "csv",
             ("m4", "M4"),
             (
-                File(
+                DataFile(
                     "Weekly-train.csv",
                     4_015_067,
                     "d478d3f6ed673e6ed3c2cb0fbed5425f72eedd51318ebebeb0b5ecfcefc37714",
                     text=True,
                 ),
-                File(
+                DataFile(
                     "Weekly-test.csv",
                     44_247,
                     "3b2bc4be8e636e802260dcd843ca3c5da40536a1fbe1ecb3229a97dae4f44688",
@@ -217,13 +217,13 @@ SST2 = DataSet(
             "tsv",
             ("sst2", "SST-2"),
             (
-                File(
+                DataFile(
                     "train.tsv",
                     3_806_081,
                     "48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1",
                     text=True,
                 ),
-                File(
+                DataFile(
                     "dev.tsv",
                     94_931,
                     "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0",
@@ -245,14 +245,14 @@ SST2 = DataSet(
 HMDA_2017 = DataSet(
     name="hmda-2017",
     title="HMDA 2017, mortgage applications of New Jersey",
-    forms=(Form("npz", ("hmda-2017",), (File("hmda-2017-NJ.npz"),)),),
+    forms=(Form("npz", ("hmda-2017",), (DataFile("hmda-2017-NJ.npz"),)),),
     by_hand=(
         "make hmda-2017/hmda-2017-NJ.npz with the toolkit github.com/pasta41/hmda-data-2017 "
         "(X: rows x 18 numbers, y: 1 = granted, 0 = not) and put it"
     ),
 )
 
-SETS: dict[str, DataSet] = {
+DATASETS: dict[str, DataSet] = {
     one.name: one for one in (HMDA_2017, WIKITEXT2, GPT2_BPE, M4, CIFAR10, FASHION_MNIST, SST2)
 }
 """Data sets by name."""

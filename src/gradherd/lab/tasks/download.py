@@ -15,20 +15,19 @@ from typing import BinaryIO
 from urllib.error import HTTPError
 
 from gradherd.lab.tasks.cifar10 import read_batches
-from gradherd.lab.tasks.data_files import Found, lies_in
+from gradherd.lab.tasks.data_files import LocalDataSet, find_in_folder
 from gradherd.lab.tasks.datasets import DataSet, Download
 from gradherd.lab.tasks.hmda import read_hmda
-from gradherd.lab.tasks.safe_readers import BAD_ZIP, DamagedData, reason
-from gradherd.lab.tasks.safe_readers import member as unzip
+from gradherd.lab.tasks.safe_readers import ZIP_ERRORS, DamagedData, error_line, read_zip_member
 
 # Sets whose files have no checksum of their own; all others are read file by file.
-_READERS: dict[str, Callable[[Found], object]] = {
+_READERS: dict[str, Callable[[LocalDataSet], object]] = {
     "cifar10": read_batches,
     "hmda-2017": read_hmda,
 }
 
 
-def check_set(found: Found) -> None:
+def verify_dataset(found: LocalDataSet) -> None:
     """Read a whole data set and compare it with what was published.
 
     Raises:
@@ -42,79 +41,79 @@ def check_set(found: Found) -> None:
         found.read(file.name)
 
 
-Progress = Callable[[str, int, int | None], None]
+DownloadProgress = Callable[[str, int, int | None], None]
 """Told a file's name, the bytes that came so far, and how many there are (None: not known)."""
 
 _TIMEOUT = 30.0
 _CHUNK = 1 << 18
 
 
-class FetchError(RuntimeError):
+class DownloadError(RuntimeError):
     """A data set could not be fetched: one sentence says which, why, and what to do."""
 
 
-def fetch_set(dataset: DataSet, root: Path, progress: Progress) -> Found:
+def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -> LocalDataSet:
     """Download a data set into `root`/name, unless it is there and whole, and return it.
 
     Raises:
         FetchError: There is no network, no such file, no space, or something else came.
     """
     folder = root / dataset.name
-    there = _whole(dataset, folder)
+    there = _find_intact(dataset, folder)
     if there is not None:
         return there
     if not dataset.downloads:
-        raise FetchError(
+        raise DownloadError(
             f"no download is known for {dataset.name!r}: {dataset.by_hand} into {root}"
         )
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{dataset.name}-", dir=root) as name:
-            _download(dataset, Path(name), progress)
-            came = lies_in(dataset, Path(name))
+            _download_all(dataset, Path(name), progress)
+            came = find_in_folder(dataset, Path(name))
             if came is None:
                 raise DamagedData("some files did not come")
-            check_set(came)
+            verify_dataset(came)
             folder.mkdir(exist_ok=True)
             for path in came.paths.values():
                 os.replace(path, folder / path.name)
     except DamagedData as error:
-        raise FetchError(
+        raise DownloadError(
             f"what came for {dataset.name!r} is not the published set: {error}; "
             f"{dataset.by_hand} into {root}"
         ) from None
     except OSError as error:
-        raise FetchError(f"cannot write {dataset.name!r} into {root}: {error}") from None
-    found = lies_in(dataset, folder)
+        raise DownloadError(f"cannot write {dataset.name!r} into {root}: {error}") from None
+    found = find_in_folder(dataset, folder)
     assert found is not None
     return found
 
 
-def _whole(dataset: DataSet, folder: Path) -> Found | None:
-    found = lies_in(dataset, folder)
+def _find_intact(dataset: DataSet, folder: Path) -> LocalDataSet | None:
+    found = find_in_folder(dataset, folder)
     try:
         if found is not None:
-            check_set(found)
+            verify_dataset(found)
     except DamagedData:
         return None
     return found
 
 
-def _download(dataset: DataSet, folder: Path, progress: Progress) -> None:
+def _download_all(dataset: DataSet, folder: Path, progress: DownloadProgress) -> None:
     for download in dataset.downloads:
         try:
-            _receive(download, folder / download.name, progress)
+            _download_file(download, folder / download.name, progress)
         except (OSError, HTTPException, ValueError) as error:
-            reason = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
-            raise FetchError(
-                f"cannot fetch {download.url}: {reason}; try again, or {dataset.by_hand} "
+            cause = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
+            raise DownloadError(
+                f"cannot fetch {download.url}: {cause}; try again, or {dataset.by_hand} "
                 f"into {folder.parent}"
             ) from None
         if download.members:
             _unzip(download, folder)
 
 
-def _receive(download: Download, path: Path, progress: Progress) -> None:
+def _download_file(download: Download, path: Path, progress: DownloadProgress) -> None:
     request = urllib.request.Request(download.url, headers={"User-Agent": "gradherd"})
     try:
         opened = urllib.request.urlopen(request, timeout=_TIMEOUT)
@@ -140,8 +139,8 @@ def _copy(source: BinaryIO, target: BinaryIO, tell: Callable[[int], None]) -> in
 def _unzip(download: Download, folder: Path) -> None:
     try:
         with zipfile.ZipFile(folder / download.name) as archive:
-            members = {name: unzip(archive, member) for member, name in download.members}
-    except (ValueError, OSError, EOFError, *BAD_ZIP) as error:
-        raise DamagedData(f"{download.url} is no good archive: {reason(error)}") from None
+            members = {name: read_zip_member(archive, path) for path, name in download.members}
+    except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
+        raise DamagedData(f"{download.url} is no good archive: {error_line(error)}") from None
     for name, content in members.items():
         (folder / name).write_bytes(content)

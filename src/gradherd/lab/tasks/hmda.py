@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import Found, find_set
-from gradherd.lab.tasks.metrics import average
-from gradherd.lab.tasks.safe_readers import DamagedData, npz
+from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
+from gradherd.lab.tasks.metrics import mean_over_examples
+from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz
 from gradherd.lab.tasks.task import Defaults, Split
 
 COLUMNS = 18
@@ -46,7 +46,7 @@ class HMDA:
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 18) standardised columns and (n,) answers, 1 = granted, split 80 to 20."""
-        rows, answers = read_hmda(find_set("hmda-2017", data_dir))
+        rows, answers = read_hmda(find_dataset("hmda-2017", data_dir))
         order = np.random.RandomState(0).permutation(len(rows))
         cut = max(1, len(rows) * 4 // 5)
         # In double: some columns are large next to their deviation.
@@ -73,13 +73,13 @@ class HMDA:
             logits: Tensor = model(inputs).squeeze(1)
             return (logits > 0) == (targets > 0)
 
-        return 100 * average(model, right, *tensors, chunk=100_000)
+        return 100 * mean_over_examples(model, right, *tensors, chunk=100_000)
 
 
-def read_hmda(found: Found) -> tuple[NDArray[Any], NDArray[Any]]:
+def read_hmda(found: LocalDataSet) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return (n, 18) columns and (n,) answers as they are in the file."""
     path = found.paths[_FILE]
-    rows, answers = npz(found.read(_FILE), path, ("X", "y"))
+    rows, answers = parse_npz(found.read(_FILE), path, ("X", "y"))
     if rows.ndim != 2 or rows.shape[1] != COLUMNS or answers.shape != (len(rows),):
         raise DamagedData(
             f"{path} holds X {rows.shape} and y {answers.shape}, expected (n, {COLUMNS}) and (n,)"

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.cifar10 import load_cifar10, normalised
-from gradherd.lab.tasks.data_files import Found, find_set
+from gradherd.lab.tasks.cifar10 import load_cifar10, normalize
+from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.metrics import accuracy
-from gradherd.lab.tasks.safe_readers import DamagedData, idx
+from gradherd.lab.tasks.safe_readers import DamagedData, parse_idx
 from gradherd.lab.tasks.task import Defaults, Split
 
 
@@ -71,11 +71,11 @@ class Cifar10LeNet:
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
         pixels, kinds = tensors
-        return F.cross_entropy(model(normalised(pixels)), kinds)
+        return F.cross_entropy(model(normalize(pixels)), kinds)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the share of right kinds in percent."""
-        return accuracy(model, *tensors, prepare=normalised)
+        return accuracy(model, *tensors, prepare=normalize)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class FashionLeNet:
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 1, 28, 28) pixels as bytes and (n,) kinds, 60,000 + 10,000 of them."""
-        found = find_set("fashion-mnist", data_dir)
-        return Split(_part(found, "train"), _part(found, "t10k")).first(limit)
+        found = find_dataset("fashion-mnist", data_dir)
+        return Split(_read_fashion(found, "train"), _read_fashion(found, "t10k")).first(limit)
 
     def model(self) -> nn.Module:
         """Return the network."""
@@ -110,22 +110,22 @@ class FashionLeNet:
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
         pixels, kinds = tensors
-        return F.cross_entropy(model(_normalised(pixels)), kinds)
+        return F.cross_entropy(model(_normalize_fashion(pixels)), kinds)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the share of right kinds in percent."""
-        return accuracy(model, *tensors, prepare=_normalised)
+        return accuracy(model, *tensors, prepare=_normalize_fashion)
 
 
-def _normalised(pixels: Tensor) -> Tensor:
+def _normalize_fashion(pixels: Tensor) -> Tensor:
     """Return pixels as numbers with mean 0 and deviation 1 over the set."""
     return (pixels.float() / 255 - 0.2860) / 0.3530
 
 
-def _part(found: Found, part: str) -> tuple[Tensor, Tensor]:
+def _read_fashion(found: LocalDataSet, part: str) -> tuple[Tensor, Tensor]:
     images, labels = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
-    pixels = idx(found.read(images), found.paths[images], 3)
-    kinds = idx(found.read(labels), found.paths[labels], 1)
+    pixels = parse_idx(found.read(images), found.paths[images], 3)
+    kinds = parse_idx(found.read(labels), found.paths[labels], 1)
     if pixels.shape != (len(kinds), 28, 28) or not len(kinds):
         raise DamagedData(
             f"{found.paths[images]} holds {pixels.shape}, "

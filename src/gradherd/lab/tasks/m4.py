@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import Found, find_set
-from gradherd.lab.tasks.metrics import average
-from gradherd.lab.tasks.safe_readers import DamagedData, printable, reason, table
+from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
+from gradherd.lab.tasks.metrics import mean_over_examples
+from gradherd.lab.tasks.safe_readers import DamagedData, error_line, parse_table, printable
 from gradherd.lab.tasks.task import Defaults, Split
 
 SEEN, AHEAD, STRIDE, HORIZON = 20, 6, 3, 13
@@ -73,7 +73,7 @@ class M4MLP:
         Train: (n, 20) and (n, 6), standardised. Test: (s, 20) standardised ends of the series,
         (s, 13) true values, (s, 1) means and (s, 1) deviations.
         """
-        seen, true = read_m4(find_set("m4", data_dir))
+        seen, true = read_m4(find_dataset("m4", data_dir))
         means = np.array([[series.mean()] for series in seen])
         scales = np.array([[series.std() or 1.0] for series in seen])
         windows, ends = [], []
@@ -106,10 +106,10 @@ class M4MLP:
             said: Tensor = model(seen, true.shape[1]) * scales + means
             return (200 * (said - true).abs() / (said.abs() + true.abs())).mean(1)
 
-        return average(model, smape, *tensors)
+        return mean_over_examples(model, smape, *tensors)
 
 
-def read_m4(found: Found) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
+def read_m4(found: LocalDataSet) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
     """Return the series, of different lengths, and the (s, 13) values that follow them."""
     seen, ahead = (_series(found, name) for name in ("Weekly-train.csv", "Weekly-test.csv"))
     if list(seen) != list(ahead):
@@ -124,14 +124,14 @@ def read_m4(found: Found) -> tuple[list[NDArray[np.float64]], NDArray[np.float64
     return list(seen.values()), np.stack(list(ahead.values()))
 
 
-def _series(found: Found, name: str) -> dict[str, NDArray[np.float64]]:
+def _series(found: LocalDataSet, name: str) -> dict[str, NDArray[np.float64]]:
     path, series = found.paths[name], {}
-    for row in table(found.text(name), path):
+    for row in parse_table(found.text(name), path):
         try:
             values = np.array([float(cell) for cell in row[1:] if cell not in ("", "NA")])
         except ValueError as error:
             raise DamagedData(
-                f"{path}: series {printable(row[0], 40)}: {reason(error)}; fetch it again"
+                f"{path}: series {printable(row[0], 40)}: {error_line(error)}; fetch it again"
             ) from None
         # Beyond that, float32 has no number: nothing that is weighed, paid or counted is so large.
         if not row or not (np.abs(values) < _LARGEST).all():

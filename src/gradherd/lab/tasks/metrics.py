@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Hold a model in evaluation mode, without gradients; each module gets its own mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -20,17 +20,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def average(
+def mean_over_examples(
     model: nn.Module, score: Callable[..., Tensor], *tensors: Tensor, chunk: int = 1000
 ) -> float:
     """Return the mean of `score(model, *chunk)`, one number per example, over all examples.
 
-    >>> average(nn.Identity(), lambda model, x: model(x) > 1, torch.arange(5), chunk=2)
+    >>> mean_over_examples(nn.Identity(), lambda model, x: model(x) > 1, torch.arange(5), chunk=2)
     0.6
     """
     # Added up where the numbers are: a GPU need not wait for anybody between chunks.
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    with evaluating(model):
+    with eval_mode(model):
         for parts in zip(*(tensor.split(chunk) for tensor in tensors), strict=True):
             total = total + score(model, *parts).double().sum()
     return float(total) / len(tensors[0])
@@ -54,4 +54,4 @@ def accuracy(
         scores: Tensor = model(prepare(inputs))
         return scores.argmax(1) == kinds
 
-    return 100 * average(model, right, inputs, kinds, chunk=chunk)
+    return 100 * mean_over_examples(model, right, inputs, kinds, chunk=chunk)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradherd.lab.tasks.safe_readers import DamagedData, reason
+from gradherd.lab.tasks.safe_readers import DamagedData, error_line
 
 _NUMBERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "BINFLOAT", "FLOAT"}
 _BYTES = {"STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
@@ -34,7 +34,7 @@ class _Name(str):
     """What a pickle would import."""
 
 
-class _Made:
+class _Built:
     """An array or a dtype that a pickle builds: what it was made from, and its state."""
 
     def __init__(self, kind: str, given: tuple[Any, ...]) -> None:
@@ -42,20 +42,22 @@ class _Made:
         self.state: tuple[Any, ...] = ()
 
 
-def plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
+def parse_plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
     """Return a pickled dict of plain values and arrays of bytes; nothing of it is executed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about strings of protocol 0
-            value = _value(content)
+            value = _interpret(content)
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, not a dict")
-        return {key: _array(one) if isinstance(one, _Made) else one for key, one in value.items()}
+        return {key: _array(one) if isinstance(one, _Built) else one for key, one in value.items()}
     except (ValueError, LookupError, TypeError, OverflowError) as error:
-        raise DamagedData(f"{path} is no plain pickle: {reason(error)}; fetch it again") from None
+        raise DamagedData(
+            f"{path} is no plain pickle: {error_line(error)}; fetch it again"
+        ) from None
 
 
-def _value(content: bytes) -> Any:
+def _interpret(content: bytes) -> Any:
     """Carry out a pickle's instructions, as far as they make plain values."""
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
@@ -76,13 +78,13 @@ def _value(content: bytes) -> Any:
             stack.append(_Mark())
         elif name == "REDUCE":
             given, what = stack.pop(), stack.pop()
-            stack.append(_made(what, given))
+            stack.append(_build(what, given))
         elif name == "BUILD":
             state, made = stack.pop(), stack[-1]
-            if not isinstance(made, _Made) or not isinstance(state, tuple):
+            if not isinstance(made, _Built) or not isinstance(state, tuple):
                 raise ValueError("it builds what is no array")
             made.state = state
-        elif not _collected(name, stack):
+        elif not _collect(name, stack):
             stack.append(_plain(name, argument))
     raise ValueError("it has no end")
 
@@ -101,7 +103,7 @@ def _plain(name: str, argument: Any) -> Any:
     raise ValueError(f"it asks for {name}, which is not allowed")
 
 
-def _collected(name: str, stack: list[Any]) -> bool:
+def _collect(name: str, stack: list[Any]) -> bool:
     """Put what lies on top of the stack into a list, a tuple or a dict, if this asks for it."""
     if name in _TUPLES:
         size = _TUPLES[name]
@@ -155,17 +157,17 @@ def _global(argument: Any, stack: list[Any]) -> _Name:
     return _Name(argument)
 
 
-def _made(what: Any, given: Any) -> _Made:
+def _build(what: Any, given: Any) -> _Built:
     """Note down an array or a dtype: what makes one is never called."""
     if not isinstance(what, _Name) or what == _ARRAY or not isinstance(given, tuple):
         raise ValueError("it calls what is not allowed")
-    return _Made(_DTYPE if what == _DTYPE else _ARRAY, given)
+    return _Built(_DTYPE if what == _DTYPE else _ARRAY, given)
 
 
-def _array(made: _Made) -> Any:
+def _array(made: _Built) -> Any:
     """Return an array of bytes from the state that numpy gave it: version, shape, dtype, ..."""
     _, shape, dtype, fortran, raw = made.state
-    if not isinstance(dtype, _Made) or dtype.kind != _DTYPE or dtype.given[0] not in (b"u1", b"B"):
+    if not isinstance(dtype, _Built) or dtype.kind != _DTYPE or dtype.given[0] not in (b"u1", b"B"):
         raise ValueError("its arrays do not hold bytes")
     if not isinstance(shape, tuple) or not isinstance(raw, bytes):
         raise ValueError("its arrays have no shape or no content")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from gradherd.lab.tasks.data_files import expanded, is_file
+from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.lenet import Cifar10LeNet, FashionLeNet
@@ -55,7 +55,7 @@ def find_task(name: str) -> Task:
 
 def _from_file(name: str) -> Task:
     where, _, kind = name.rpartition(":")
-    path = expanded(Path(where))
+    path = expand_user(Path(where))
     if not is_file(path):
         raise ValueError(f"task {name!r}: there is no file {where!r}")
     make = getattr(_imported(path, name), kind, None) if kind.isidentifier() else None

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.cifar10 import load_cifar10, normalised
+from gradherd.lab.tasks.cifar10 import load_cifar10, normalize
 from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.task import Defaults, Split
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3 x 3 convolutions and a way around them."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -41,7 +41,7 @@ def resnet18() -> nn.Sequential:
     """Return ResNet-18 for 32 x 32 images: no pooling at the start, 10 scores at the end."""
     blocks, before = [], 64
     for after, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        blocks += [Block(before, after, stride), Block(after, after, 1)]
+        blocks += [ResidualBlock(before, after, stride), ResidualBlock(after, after, 1)]
         before = after
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1, bias=False),
@@ -98,17 +98,17 @@ class Cifar10ResNet18:
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
         pixels, kinds = tensors
-        images = normalised(pixels)
+        images = normalize(pixels)
         if self.augment and model.training:
-            images = _augmented(images)
+            images = _augment(images)
         return F.cross_entropy(model(images), kinds)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the share of right kinds in percent."""
-        return accuracy(model, *tensors, prepare=normalised, chunk=250)
+        return accuracy(model, *tensors, prepare=normalize, chunk=250)
 
 
-def _augmented(images: Tensor) -> Tensor:
+def _augment(images: Tensor) -> Tensor:
     """Return (B, C, 32, 32) images, each moved by up to 4 pixels and mirrored or not."""
     count, _, high, wide = images.shape
     # Drawn on the CPU: the same numbers wherever the images are.

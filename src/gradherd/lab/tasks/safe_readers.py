@@ -31,13 +31,13 @@ class DamagedData(ValueError):
         super().__init__(printable(message, most=1000))
 
 
-MOST = 1 << 28
+MAX_BYTES = 1 << 28
 """Bytes that a file may have when unpacked, where nothing else is known about it."""
-_DICTIONARY = 1 << 28
+_XZ_MEMORY = 1 << 28
 """Bytes that unpacking .xz may take: `xz -9` needs a quarter."""
 
 
-def unpack(path: Path, most: int = MOST) -> bytes:
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     """Return the content of a file, unpacked if its name ends in .xz or .gz.
 
     Args:
@@ -49,24 +49,24 @@ def unpack(path: Path, most: int = MOST) -> bytes:
             raise OSError("it is not a file")
         with path.open("rb") as file:
             if path.suffix == ".xz":
-                content = _unxz(file.read(most + 1), most)
+                content = _decompress_xz(file.read(most + 1), most)
             elif path.suffix == ".gz":
                 content = gzip.GzipFile(fileobj=file).read(most + 1)
             else:
                 content = file.read(most + 1)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise DamagedData(f"{path} cannot be read: {reason(error)}; fetch it again") from None
+        raise DamagedData(f"{path} cannot be read: {error_line(error)}; fetch it again") from None
     if len(content) > most:
         raise DamagedData(f"{path} is no such file: it has more than {most:,} bytes unpacked")
     return content
 
 
-def _unxz(packed: bytes, most: int) -> bytes:
+def _decompress_xz(packed: bytes, most: int) -> bytes:
     """Return up to `most` + 1 unpacked bytes of one stream or several."""
     parts: list[bytes] = []
     left = most + 1
     while packed and left:
-        stream = lzma.LZMADecompressor(memlimit=_DICTIONARY)
+        stream = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
         parts.append(stream.decompress(packed, left))
         left -= len(parts[-1])
         if left and not stream.eof:
@@ -77,20 +77,22 @@ def _unxz(packed: bytes, most: int) -> bytes:
     return b"".join(parts)
 
 
-def decode(content: bytes, path: Path) -> str:
+def decode_utf8(content: bytes, path: Path) -> str:
     """Return the text in UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DamagedData(f"{path} is not text in UTF-8: {reason(error)}; fetch it again") from None
+        raise DamagedData(
+            f"{path} is not text in UTF-8: {error_line(error)}; fetch it again"
+        ) from None
 
 
-def lines(text: str) -> Iterator[str]:
+def split_lines(text: str) -> Iterator[str]:
     r"""Return the lines, each with its end; only \n ends one, whatever Unicode says."""
     return iter(io.StringIO(text, newline="\n"))
 
 
-def idx(content: bytes, path: Path, axes: int) -> NDArray[np.uint8]:
+def parse_idx(content: bytes, path: Path, axes: int) -> NDArray[np.uint8]:
     """Return an array of bytes in the idx format of MNIST."""
     size = 4 + 4 * axes
     if len(content) < size or content[:4] != struct.pack(">I", 0x800 + axes):
@@ -103,21 +105,21 @@ def idx(content: bytes, path: Path, axes: int) -> NDArray[np.uint8]:
     return np.frombuffer(content[size:], np.uint8).reshape(shape)
 
 
-def table(text: str, path: Path, delimiter: str = ",") -> list[list[str]]:
+def parse_table(text: str, path: Path, delimiter: str = ",") -> list[list[str]]:
     """Return the rows below the header of a table; quotes count in .csv files only."""
     if delimiter != ",":
-        rows = [line.rstrip("\n").split(delimiter) for line in lines(text)]
+        rows = [line.rstrip("\n").split(delimiter) for line in split_lines(text)]
     else:
         try:
             rows = list(csv.reader(io.StringIO(text)))
         except csv.Error as error:
-            raise DamagedData(f"{path} is no table: {reason(error)}") from None
+            raise DamagedData(f"{path} is no table: {error_line(error)}") from None
     if len(rows) < 2:
         raise DamagedData(f"{path} has no rows below its header")
     return rows[1:]
 
 
-def sheet(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
+def parse_tiles(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
     """Return the tiles of a WebP image, row by row: (tiles, 3, side, side)."""
     try:
         from PIL import Image
@@ -132,7 +134,7 @@ def sheet(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content), formats=("WEBP",)) as image:
                 wide, high = image.size
-                if wide * high > _PIXELS:
+                if wide * high > _MAX_PIXELS:
                     raise ValueError(f"{wide} x {high} pixels are too many")
                 pixels = np.asarray(image.convert("RGB"))
     # Decoders complain in their own ways: SyntaxError is one of Pillow's.
@@ -140,18 +142,18 @@ def sheet(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
         *(OSError, ValueError, SyntaxError, EOFError, TypeError, RuntimeError),
         Image.DecompressionBombError,
     ) as error:
-        raise DamagedData(f"{path} is no good image: {reason(error)}; fetch it again") from None
+        raise DamagedData(f"{path} is no good image: {error_line(error)}; fetch it again") from None
     if high % side or wide % side:
         raise DamagedData(f"{path} is {wide} x {high} pixels, which are no tiles of {side}")
     tiles = pixels.reshape(high // side, side, wide // side, side, 3).transpose(0, 2, 4, 1, 3)
     return tiles.reshape(-1, 3, side, side)
 
 
-_PIXELS = 1 << 25
+_MAX_PIXELS = 1 << 25
 """An image may have so many: three times those of a sheet of CIFAR-10."""
 
 
-def reason(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return what an error says, in one short line that a terminal can show."""
     line = " ".join(str(error).split()) or type(error).__name__
     return printable(line)
@@ -167,17 +169,17 @@ def printable(text: str, most: int = 200) -> str:
     return shown if len(text) <= most else f"{shown}..."
 
 
-BAD_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, RuntimeError)
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, RuntimeError)
 """What a zip archive that is damaged or made up can raise, besides ValueError and OSError."""
-_BAD_HEADER = (
+_HEADER_ERRORS = (
     *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),
     *(RecursionError, MemoryError, tokenize.TokenError),
 )
-_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """How arrays are packed in an .npz; other ways cannot be stopped in time."""
 
 
-def npz(content: bytes, path: Path, names: tuple[str, ...]) -> list[NDArray[Any]]:
+def parse_npz(content: bytes, path: Path, names: tuple[str, ...]) -> list[NDArray[Any]]:
     """Return the arrays of these names from an .npz archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -185,18 +187,18 @@ def npz(content: bytes, path: Path, names: tuple[str, ...]) -> list[NDArray[Any]
             lack = [name for name in names if f"{name}.npy" not in there]
             if lack:
                 raise ValueError(f"it has no array {lack[0]!r}")
-            return [npy(member(archive, f"{name}.npy")) for name in names]
+            return [parse_npy(read_zip_member(archive, f"{name}.npy")) for name in names]
     # RuntimeError: it is encrypted; NotImplementedError: it needs a newer zip.
-    except (ValueError, OSError, EOFError, *BAD_ZIP) as error:
+    except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
         raise DamagedData(
-            f"{path} is no good .npz archive: {reason(error)}; fetch it again"
+            f"{path} is no good .npz archive: {error_line(error)}; fetch it again"
         ) from None
 
 
-def member(archive: zipfile.ZipFile, name: str, most: int = MOST) -> bytes:
+def read_zip_member(archive: zipfile.ZipFile, name: str, most: int = MAX_BYTES) -> bytes:
     """Return a file of a zip archive, or raise ValueError before it takes too much memory."""
     info = archive.getinfo(name)
-    if info.compress_type not in _PACKED:
+    if info.compress_type not in _ZIP_METHODS:
         raise ValueError(f"{name} is packed in an unusual way")
     if info.file_size > most:
         raise ValueError(f"{name} would have {info.file_size:,} bytes, {most:,} are allowed")
@@ -208,7 +210,7 @@ def member(archive: zipfile.ZipFile, name: str, most: int = MOST) -> bytes:
     return content
 
 
-def npy(content: bytes) -> NDArray[Any]:
+def parse_npy(content: bytes) -> NDArray[Any]:
     """Return an array of the .npy format, read-only, or raise ValueError; never a pickle."""
     file = io.BytesIO(content)
     # Headers of Python 2 are told about in a warning, and then read well.
@@ -221,8 +223,8 @@ def npy(content: bytes) -> NDArray[Any]:
             }[np.lib.format.read_magic(file)]
             shape, fortran, dtype = read(file)
         # A header is a Python literal: one that is nested deeply breaks its parser.
-        except _BAD_HEADER as error:
-            raise ValueError(f"its header is no array's ({reason(error)})") from None
+        except _HEADER_ERRORS as error:
+            raise ValueError(f"its header is no array's ({error_line(error)})") from None
     if dtype.hasobject:
         raise ValueError("it holds objects, which are pickles (allow_pickle=False)")
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) != len(content) - file.tell():

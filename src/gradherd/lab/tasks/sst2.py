@@ -13,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import Found, find_set
+from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.metrics import accuracy
-from gradherd.lab.tasks.safe_readers import DamagedData, table
+from gradherd.lab.tasks.safe_readers import DamagedData, parse_table
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.tokenization import numbers, vocabulary
-from gradherd.lab.tasks.transformer import Body
+from gradherd.lab.tasks.tokenization import build_vocabulary, token_ids
+from gradherd.lab.tasks.transformer import Transformer
 
 WORDS = 12_000
 LENGTH = 64
 PADDING, UNKNOWN = 0, 1
 
 
-class Encoder(nn.Module):
+class PhraseClassifier(nn.Module):
     """Two transformer layers that see the whole phrase; the mean over its words is scored."""
 
     def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.body = Body(WORDS, LENGTH, width, heads, layers, causal=False)
+        self.body = Transformer(WORDS, LENGTH, width, heads, layers, causal=False)
         self.head = nn.Linear(width, 2)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -69,37 +69,37 @@ class SST2Transformer:
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 64) word numbers, padded with 0, and (n,) answers, 1 = kind."""
         check_limit(limit)
-        found = find_set("sst2", data_dir)
+        found = find_dataset("sst2", data_dir)
         train, test = (read_phrases(found, name) for name in ("train.tsv", "dev.tsv"))
-        known = vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
+        known = build_vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
         parts = []
         for phrases, answers in (train, test):
             words = np.full((len(phrases[:limit]), LENGTH), PADDING)
             for row, phrase in zip(words, phrases[:limit], strict=True):
-                kept = numbers(phrase[:LENGTH], known, UNKNOWN)
+                kept = token_ids(phrase[:LENGTH], known, UNKNOWN)
                 row[: len(kept)] = kept
             parts.append((torch.from_numpy(words), torch.tensor(answers[:limit])))
         return Split(*parts).first(limit)
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return Encoder()
+        return PhraseClassifier()
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
         words, answers = tensors
-        return F.cross_entropy(model(_trimmed(words)), answers)
+        return F.cross_entropy(model(_trim_padding(words)), answers)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the share of right answers in percent."""
-        return accuracy(model, *tensors, prepare=_trimmed, chunk=200)
+        return accuracy(model, *tensors, prepare=_trim_padding, chunk=200)
 
 
-def read_phrases(found: Found, name: str) -> tuple[list[list[str]], list[int]]:
+def read_phrases(found: LocalDataSet, name: str) -> tuple[list[list[str]], list[int]]:
     """Return the words of each phrase and whether it is kind, of a table with a header."""
     path = found.paths[name]
     phrases, answers = [], []
-    for at, row in enumerate(table(found.text(name), path, "\t")):
+    for at, row in enumerate(parse_table(found.text(name), path, "\t")):
         words = row[0].split() if row else []
         if len(row) != 2 or row[1] not in ("0", "1") or not words:
             raise DamagedData(f"{path}: row {at + 1} is not a phrase, a tab, and 0 or 1")
@@ -108,7 +108,7 @@ def read_phrases(found: Found, name: str) -> tuple[list[list[str]], list[int]]:
     return phrases, answers
 
 
-def _trimmed(words: Tensor) -> Tensor:
+def _trim_padding(words: Tensor) -> Tensor:
     """Leave out the columns that are padding in all phrases: most phrases are short."""
     if words.is_cuda:
         return words  # Asking how many there are would make the GPU wait at every step.

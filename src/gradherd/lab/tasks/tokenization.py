@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def vocabulary(words: Iterable[str], size: int, special: Sequence[str]) -> dict[str, int]:
+def build_vocabulary(words: Iterable[str], size: int, special: Sequence[str]) -> dict[str, int]:
     """Return numbers for the special words and then for the commonest, `size` at most.
 
     Of equally common words the one that came first is first.
 
-    >>> vocabulary("b a b c".split(), 3, ["<unk>"])
+    >>> build_vocabulary("b a b c".split(), 3, ["<unk>"])
     {'<unk>': 0, 'b': 1, 'a': 2}
     """
     counts = Counter(words)
@@ -32,20 +32,20 @@ def vocabulary(words: Iterable[str], size: int, special: Sequence[str]) -> dict[
     return {word: number for number, word in enumerate(chain(special, common))}
 
 
-def numbers(words: Iterable[str], known: dict[str, int], unknown: int) -> NDArray[np.int64]:
+def token_ids(words: Iterable[str], known: dict[str, int], unknown: int) -> NDArray[np.int64]:
     """Return the number of each word.
 
-    >>> numbers("b z".split(), {"<unk>": 0, "b": 1}, 0).tolist()
+    >>> token_ids("b z".split(), {"<unk>": 0, "b": 1}, 0).tolist()
     [1, 0]
     """
     return np.fromiter((known.get(word, unknown) for word in words), np.int64)
 
 
 @dataclass(frozen=True)
-class BytePairs:
+class BytePairEncoder:
     r"""A vocabulary, its merges in order, and the words that were met so far.
 
-    >>> pairs = BytePairs.parse('{"h": 0, "i": 1, "hi": 2, "!": 3}', "#version: 0.2\nh i\n")
+    >>> pairs = BytePairEncoder.parse('{"h": 0, "i": 1, "hi": 2, "!": 3}', "#version: 0.2\nh i\n")
     >>> pairs.encode("hi!ih")
     [2, 3, 1, 0]
     """
@@ -55,7 +55,7 @@ class BytePairs:
     _met: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def parse(cls, encoder: str, merges: str) -> "BytePairs":
+    def parse(cls, encoder: str, merges: str) -> "BytePairEncoder":
         """Build it from the texts of encoder.json and vocab.bpe.
 
         Raises:
@@ -80,17 +80,17 @@ class BytePairs:
     def encode_lines(self, lines: Iterable[str]) -> Iterator[list[int]]:
         """Return the tokens of each line, cut for itself."""
         letters: set[str] = set()
-        cut = _pattern(letters)
+        cut = _word_pattern(letters)
         for line in lines:
             if not letters.issuperset(line):
                 letters.update(line)
-                cut = _pattern(letters)
+                cut = _word_pattern(letters)
             yield [token for word in cut.findall(line) for token in self._word(word)]
 
     def _word(self, word: str) -> list[int]:
         found = self._met.get(word)
         if found is None:
-            parts = merged([_PRINTABLE[byte] for byte in word.encode()], self.ranks)
+            parts = merge_pairs([_BYTE_CHARACTERS[byte] for byte in word.encode()], self.ranks)
             lack = [part for part in parts if part not in self.tokens]
             if lack:
                 raise ValueError(f"the vocabulary has no token {lack[0]!r}")
@@ -98,10 +98,10 @@ class BytePairs:
         return found
 
 
-def merged(parts: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
+def merge_pairs(parts: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     """Join neighbours as long as there is a merge for them, the first in rank first.
 
-    >>> merged(list("abab"), {("a", "b"): 0, ("ab", "ab"): 1})
+    >>> merge_pairs(list("abab"), {("a", "b"): 0, ("ab", "ab"): 1})
     ['abab']
     """
     while len(parts) > 1:
@@ -118,7 +118,7 @@ def merged(parts: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     return parts
 
 
-def _pattern(characters: set[str]) -> re.Pattern[str]:
+def _word_pattern(characters: set[str]) -> re.Pattern[str]:
     """Return GPT-2's rule for words, exact for texts of these characters.
 
     Python's `re` has no classes for letters and numbers of all scripts, so they are spelled out.
@@ -135,11 +135,11 @@ def _pattern(characters: set[str]) -> re.Pattern[str]:
     )
 
 
-def _printable() -> list[str]:
+def _byte_characters() -> list[str]:
     """Return a printable character for every byte: itself, or one from beyond the first 256."""
     kept = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
 
 
-_PRINTABLE = _printable()
+_BYTE_CHARACTERS = _byte_characters()

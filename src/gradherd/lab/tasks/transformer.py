@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Self-attention with H heads."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
@@ -33,13 +33,13 @@ class Attention(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Attention, then two linear maps at each position, each added to what came in (GPT-2)."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal=causal)
+        self.attention = SelfAttention(width, heads, causal=causal)
         self.norm2 = nn.LayerNorm(width)
         self.wide = nn.Linear(width, 4 * width)
         self.narrow = nn.Linear(4 * width, width)
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return out
 
 
-class Body(nn.Module):
+class Transformer(nn.Module):
     """Token and position embeddings and a stack of layers."""
 
     def __init__(
@@ -60,7 +60,9 @@ class Body(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(tokens, width)
         self.positions = nn.Embedding(positions, width)
-        self.layers = nn.ModuleList(Layer(width, heads, causal=causal) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            TransformerLayer(width, heads, causal=causal) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import Found, cache_dir, find_set
-from gradherd.lab.tasks.metrics import average
-from gradherd.lab.tasks.safe_readers import DamagedData, lines, npz, unpack
+from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir, find_dataset
+from gradherd.lab.tasks.metrics import mean_over_examples
+from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file, split_lines
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.tokenization import BytePairs, numbers, vocabulary
-from gradherd.lab.tasks.transformer import Body
+from gradherd.lab.tasks.tokenization import BytePairEncoder, build_vocabulary, token_ids
+from gradherd.lab.tasks.transformer import Transformer
 
 WORDS = 33_278
 LSTM_LENGTH = 35
@@ -81,15 +81,17 @@ class WikiText2LSTM:
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 36) word numbers; the vocabulary is that of the training part."""
         check_limit(limit)
-        found = find_set("wikitext-2", data_dir)
+        found = find_dataset("wikitext-2", data_dir)
         train, test = (_words(found.text(f"{part}.txt")) for part in ("train", "test"))
-        known = vocabulary(train, WORDS, (UNKNOWN, END))
+        known = build_vocabulary(train, WORDS, (UNKNOWN, END))
         parts = []
         for name, words in (("train.txt", train), ("test.txt", test)):
             if len(words) <= LSTM_LENGTH:
                 raise DamagedData(f"{found.paths[name]} has only {len(words)} words")
             used = words if limit is None else words[: limit * LSTM_LENGTH + 1]
-            parts.append((sequences(numbers(used, known, known[UNKNOWN]), LSTM_LENGTH),))
+            parts.append(
+                (overlapping_sequences(token_ids(used, known, known[UNKNOWN]), LSTM_LENGTH),)
+            )
         return Split(*parts).first(limit)
 
     def model(self) -> nn.Module:
@@ -106,10 +108,10 @@ class WikiText2LSTM:
         return perplexity(model, *tensors, chunk=32)
 
 
-def sequences(stream: NDArray[np.int64], length: int) -> Tensor:
+def overlapping_sequences(stream: NDArray[np.int64], length: int) -> Tensor:
     """Cut a stream into (n, length + 1): each begins with the last word of the one before.
 
-    >>> sequences(np.arange(6), 2)
+    >>> overlapping_sequences(np.arange(6), 2)
     tensor([[0, 1, 2],
             [2, 3, 4]])
     """
@@ -127,11 +129,11 @@ def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
         losses = F.cross_entropy(scores, wanted.flatten(), reduction="none")
         return losses.view_as(wanted).mean(1)
 
-    return float(torch.tensor(average(model, mean_loss, tokens, chunk=chunk)).exp())
+    return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())
 
 
 def _words(text: str) -> list[str]:
-    return list(chain.from_iterable([*line.split(), END] for line in lines(text)))
+    return list(chain.from_iterable([*line.split(), END] for line in split_lines(text)))
 
 
 TOKENS = 50_257
@@ -143,7 +145,7 @@ class GPT2(nn.Module):
 
     def __init__(self, width: int = 128, heads: int = 2, layers: int = 2) -> None:
         super().__init__()
-        self.body = Body(TOKENS, GPT2_LENGTH, width, heads, layers, causal=True)
+        self.body = Transformer(TOKENS, GPT2_LENGTH, width, heads, layers, causal=True)
         self.head = nn.Linear(width, TOKENS, bias=False)
         self.head.weight = self.body.tokens.weight
 
@@ -181,7 +183,7 @@ class WikiText2GPT2:
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Read (n, 128) tokens."""
         check_limit(limit)
-        text, pairs = find_set("wikitext-2", data_dir), find_set("gpt2-bpe", data_dir)
+        text, pairs = find_dataset("wikitext-2", data_dir), find_dataset("gpt2-bpe", data_dir)
         most = None if limit is None else limit * GPT2_LENGTH
         return Split(
             (_blocks(text, "train.txt", pairs, most),), (_blocks(text, "test.txt", pairs, most),)
@@ -201,28 +203,28 @@ class WikiText2GPT2:
         return perplexity(model, *tensors, chunk=8)
 
 
-def _blocks(text: Found, name: str, pairs: Found, most: int | None) -> Tensor:
+def _blocks(text: LocalDataSet, name: str, pairs: LocalDataSet, most: int | None) -> Tensor:
     """Return (n, 128) tokens of a file, from the cache if they are there."""
     content = text.read(name)
     sources = [content, pairs.read("encoder.json"), pairs.read("vocab.bpe")]
     marks = "".join(hashlib.sha256(source).hexdigest() for source in sources)
     kept = cache_dir() / "tokens" / f"{hashlib.sha256(marks.encode()).hexdigest()[:32]}.npz"
-    tokens = recall(kept)
+    tokens = load_tokens(kept)
     if tokens is None:
-        tokens = _encoded(text.text(name), pairs, most)
+        tokens = _encode(text.text(name), pairs, most)
         if most is None:
-            keep(kept, tokens)
+            save_tokens(kept, tokens)
     if len(tokens) < GPT2_LENGTH:
         raise DamagedData(f"{text.paths[name]} has only {len(tokens)} tokens")
     count = len(tokens) // GPT2_LENGTH
     return torch.from_numpy(tokens[: count * GPT2_LENGTH].astype(np.int64)).view(count, GPT2_LENGTH)
 
 
-def _encoded(text: str, pairs: Found, most: int | None) -> NDArray[np.uint16]:
+def _encode(text: str, pairs: LocalDataSet, most: int | None) -> NDArray[np.uint16]:
     try:
-        coder = BytePairs.parse(pairs.text("encoder.json"), pairs.text("vocab.bpe"))
+        coder = BytePairEncoder.parse(pairs.text("encoder.json"), pairs.text("vocab.bpe"))
         tokens: list[int] = []
-        for line in coder.encode_lines(lines(text)):
+        for line in coder.encode_lines(split_lines(text)):
             tokens += line
             if most is not None and len(tokens) >= most:
                 break
@@ -233,17 +235,17 @@ def _encoded(text: str, pairs: Found, most: int | None) -> NDArray[np.uint16]:
     return np.array(tokens, np.uint16)
 
 
-def recall(path: Path) -> NDArray[np.uint16] | None:
+def load_tokens(path: Path) -> NDArray[np.uint16] | None:
     """Return tokens that were kept, or None if there are none or the file is not whole."""
     try:
-        (tokens,) = npz(unpack(path), path, ("tokens",))
+        (tokens,) = parse_npz(read_file(path), path, ("tokens",))
     except DamagedData:
         return None
     good = tokens.ndim == 1 and tokens.dtype == np.uint16
     return tokens if good and int(tokens.max(initial=0)) < TOKENS else None
 
 
-def keep(path: Path, tokens: NDArray[np.uint16]) -> None:
+def save_tokens(path: Path, tokens: NDArray[np.uint16]) -> None:
     """Write tokens for the next time; a folder that cannot be written to is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

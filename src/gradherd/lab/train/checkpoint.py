@@ -21,23 +21,23 @@ import torch
 from gradherd.attach.pack import pack, unpack
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
-from gradherd.lab.train.record import shown
+from gradherd.lab.train.record import short_repr
 
 log = logging.getLogger("gradherd")
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
-_MOST = 64  # checkpoints that are looked at
+_MAX_LISTED = 64  # checkpoints that are looked at
 _LARGEST_MANIFEST = 1 << 24  # bytes: room for 100,000 ranks
 
 
-class NoCheckpoint(ValueError):
+class NoUsableCheckpoint(ValueError):
     """There are checkpoints, but none that can be used; the message says why."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read."""
 
     step: int
@@ -50,7 +50,7 @@ class Loaded:
     """Reads what a rank had for itself."""
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(
@@ -96,10 +96,10 @@ class Checkpoints:
             parts[_SHARED] = pack(shared())
         try:
             for name, data in parts.items():
-                _write(draft / name, data)
+                _write_synced(draft / name, data)
         except OSError as error:
             problem = error
-        table = self._agree(problem, draft, *(_entry(data) for data in parts.values()))
+        table = self._agree(problem, draft, *(_fingerprint(data) for data in parts.values()))
         if self._world.rank == 0:
             try:
                 self._finish(step, draft, table)
@@ -134,7 +134,7 @@ class Checkpoints:
             "identity": self._identity,
             "files": files,
         }
-        _write(draft / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        _write_synced(draft / _MANIFEST, json.dumps(manifest, indent=1).encode())
         final = self._folder / f"step-{step:09d}"
         aside = self._folder / f".{final.name}.old"
         if final.exists():  # The same step again: one of both is there at any moment.
@@ -166,7 +166,7 @@ class Checkpoints:
         steps = [int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{9,18}", name)]
         return sorted((step for step in steps if f"step-{step:09d}" in names), reverse=True)
 
-    def load(self) -> Loaded | None:
+    def load(self) -> LoadedCheckpoint | None:
         """Read the newest checkpoint that is whole and of this run, on all ranks together.
 
         Returns:
@@ -177,7 +177,7 @@ class Checkpoints:
         """
         if self._world.rank == 0:
             self._clear_away()
-        mine = [*self._found()[:_MOST], *[-1] * _MOST][:_MOST]
+        mine = [*self._found()[:_MAX_LISTED], *[-1] * _MAX_LISTED][:_MAX_LISTED]
         told = torch.tensor(mine, dtype=torch.int64, device=self._device)
         steps = [step for step in all_gather(told, self._world).value[0].tolist() if step >= 0]
         reasons: list[str] = []
@@ -195,75 +195,75 @@ class Checkpoints:
                 return loaded
             reasons.append(f"step {step}: {why or f'rank {bad[0]} cannot use its part'}")
         if reasons:
-            raise NoCheckpoint(
+            raise NoUsableCheckpoint(
                 f"no checkpoint in {self._folder} can be used ({'; '.join(reasons)}): "
                 "go on with the settings it was saved with, or start in a new folder"
             )
         return None
 
-    def _read(self, step: int) -> Loaded:
+    def _read(self, step: int) -> LoadedCheckpoint:
         folder = self._folder / f"step-{step:09d}"
-        manifest = _manifest(folder / _MANIFEST)
+        manifest = _read_manifest(folder / _MANIFEST)
         for key, ours in self._identity.items():
             theirs = manifest["identity"].get(key)
             if theirs != ours:
                 raise ValueError(
-                    f"it was saved with {key} {shown(theirs)}, this run has {shown(ours)}"
+                    f"it was saved with {key} {short_repr(theirs)}, this run has {short_repr(ours)}"
                 )
         workers, files = manifest["workers"], manifest["files"]
 
         def part(rank: int) -> Any:
-            return unpack(_checked(folder / _rank_file(rank), files))
+            return unpack(_read_verified(folder / _rank_file(rank), files))
 
-        shared = unpack(_checked(folder / _SHARED, files))
+        shared = unpack(_read_verified(folder / _SHARED, files))
         # Read and checked now: after a look at all of it another checkpoint cannot be taken.
         if workers == self._world.size:
             own = part(self._world.rank)
-            return Loaded(step, workers, shared, lambda rank: own)
+            return LoadedCheckpoint(step, workers, shared, lambda rank: own)
         for rank in range(workers):
             part(rank)
-        return Loaded(step, workers, shared, part)
+        return LoadedCheckpoint(step, workers, shared, part)
 
 
 def _rank_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def _entry(data: bytes) -> list[int]:
+def _fingerprint(data: bytes) -> list[int]:
     """Return the length and digest of a file, as numbers that a collective can carry."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
     halves = (digest[:8], digest[8:])
     return [len(data), *(int.from_bytes(half, "big", signed=True) for half in halves)]
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_read(path, _LARGEST_MANIFEST).decode("utf-8"))
+        found = json.loads(_read_bounded(path, _LARGEST_MANIFEST).decode("utf-8"))
         if found["format"] != _FORMAT:
-            raise ValueError(f"its format is {shown(found['format'])}, expected {_FORMAT}")
+            raise ValueError(f"its format is {short_repr(found['format'])}, expected {_FORMAT}")
         shapes = (found["workers"], int), (found["identity"], dict), (found["files"], dict)
         if not all(isinstance(value, kind) for value, kind in shapes):
             raise ValueError("its manifest is damaged")
         if len(found["files"]) != found["workers"] + 1:
-            raise ValueError(f"its manifest is damaged: {shown(found['workers'])} workers")
+            raise ValueError(f"its manifest is damaged: {short_repr(found['workers'])} workers")
     except (KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{path.name} is damaged") from None
     manifest: dict[str, Any] = found
     return manifest
 
 
-def _checked(path: Path, files: Mapping[str, Any]) -> bytes:
+def _read_verified(path: Path, files: Mapping[str, Any]) -> bytes:
     """Return a file's bytes if they are those that were written."""
     entry = files.get(path.name)
     size = entry[0] if isinstance(entry, list) and entry else None
     # What is longer than it was is not read: only as much memory is taken as was written.
-    data = _read(path, size) if isinstance(size, int) and size >= 0 else b""
-    if _entry(data) != entry:
+    data = _read_bounded(path, size) if isinstance(size, int) and size >= 0 else b""
+    if _fingerprint(data) != entry:
         raise ValueError(f"{path.name} is damaged or cut short")
     return data
 
 
-def _read(path: Path, most: int) -> bytes:
+def _read_bounded(path: Path, most: int) -> bytes:
     """Return a file's bytes, if it is one and has no more than it may."""
     if path.exists() and not path.is_file():  # A pipe would never end.
         raise ValueError(f"{path.name} is not a file")
@@ -273,7 +273,7 @@ def _read(path: Path, most: int) -> bytes:
         return file.read()
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -16,22 +16,22 @@ import torch
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.lab.train.checkpoint import Checkpoints
+from gradherd.lab.train.checkpoint import CheckpointStore
 
-_SELDOM = 50
+_COST_RATIO = 50
 """Where the clock decides, a save comes after so many times what the last one took: 2 % at most."""
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """The run was told to end, and has saved itself."""
 
 
-class Keeper:
+class Checkpointer:
     """Saves a run in time."""
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointStore,
         world: World,
         *,
         every: int | None,
@@ -98,7 +98,7 @@ class Keeper:
             self._saved_at = time.monotonic()
             self._cost = self._saved_at - begin
         if stop:
-            raise Stopped(f"stopped after {self.step} steps")
+            raise RunStopped(f"stopped after {self.step} steps")
 
     def _feel(self) -> tuple[bool, bool]:
         """Ask all ranks whether one was told to end, and rank 0 for its clock."""
@@ -107,7 +107,7 @@ class Keeper:
         each = (now - self._felt_at) / steps
         # A few quick steps say little about those to come: look at most twice as far ahead.
         ahead = max(1, min(1000, 2 * steps, round(self._seconds_ahead / max(each, 1e-6))))
-        late = now - self._saved_at >= max(self._seconds, _SELDOM * self._cost)
+        late = now - self._saved_at >= max(self._seconds, _COST_RATIO * self._cost)
         mine = torch.tensor([int(self._told), int(late), ahead], device=self._device)
         table = all_gather(mine, self._world).value.tolist()
         self._felt_at, self._felt_step = time.monotonic(), self.step

@@ -68,9 +68,9 @@ class RunConfig:
     """Where: cpu or cuda."""
 
     def __post_init__(self) -> None:
-        _known("order", self.order, tuple(POLICIES))
-        _known("sparsify", self.sparsify, tuple(SPARSIFIERS))
-        _known("rows", self.rows, ROWS)
+        _check_known("order", self.order, tuple(POLICIES))
+        _check_known("sparsify", self.sparsify, tuple(SPARSIFIERS))
+        _check_known("rows", self.rows, ROWS)
         if self.sketch_size is not None and self.rows != "sketch":
             raise ValueError(
                 f"sketch_size goes with rows='sketch', got {self.sketch_size} with {self.rows!r}"
@@ -148,7 +148,7 @@ class RunConfig:
         return Path(f"{self.order}_{sent}") / f"seed-{self.seed}"
 
 
-def plan(
+def plan_runs(
     task: str,
     defaults: Defaults,
     *,
@@ -163,7 +163,7 @@ def plan(
     A comparison that is broken off then has whole pairs.
 
     >>> from gradherd.lab.tasks.digits import Digits
-    >>> runs = plan("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
+    >>> runs = plan_runs("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
     ...             sparsifiers=["dense"], density=None, seeds=[0, 1])
     >>> [(run.seed, run.order) for run in runs]
     [(0, 'd-rr'), (0, 'cd-grab'), (1, 'd-rr'), (1, 'cd-grab')]
@@ -184,7 +184,7 @@ def plan(
     ]
 
 
-def steps_of(config: RunConfig, examples: int) -> int:
+def count_steps(config: RunConfig, examples: int) -> int:
     """Return how many steps a run takes."""
     deal = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     return -(-deal.length * config.unit // config.batch_size) * config.epochs
@@ -201,6 +201,6 @@ def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any
     make_settings(sparsify, density, **method)
 
 
-def _known(what: str, name: str, known: tuple[str, ...]) -> None:
+def _check_known(what: str, name: str, known: tuple[str, ...]) -> None:
     if name not in known:
         raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")

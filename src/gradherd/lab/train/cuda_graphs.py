@@ -29,7 +29,7 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 @dataclass(frozen=True)
-class _Replay:
+class _CapturedGraph:
     """A graph and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
@@ -43,14 +43,14 @@ class _Replay:
         return self.outputs
 
 
-class Captured:
+class GraphedFunction:
     """Calls a function; on a GPU replays it from the second time on that shapes are met.
 
     The function must be the same work each time: it may read and write in place whatever it
     closes over (parameters, buffers, large tables that are not worth a copy), as long as that
     stays where it is in memory. It must not write to its arguments.
 
-    >>> doubled = Captured(lambda x: (2 * x,))
+    >>> doubled = GraphedFunction(lambda x: (2 * x,))
     >>> doubled(torch.ones(2))
     (tensor([2., 2.]),)
     """
@@ -65,7 +65,7 @@ class Captured:
         self._function = function
         self._restore = tuple(restore)
         self._met: set[_Shapes] = set()
-        self._replays: dict[_Shapes, _Replay] = {}
+        self._replays: dict[_Shapes, _CapturedGraph] = {}
         self._stream: torch.cuda.Stream | None = None
         self.why_not: str | None = None
         """Why the function is called for good; None as long as it may be captured."""
@@ -88,15 +88,15 @@ class Captured:
         if shapes not in self._met:
             # A real call, so that nothing needs to be undone should it draw numbers.
             self._met.add(shapes)
-            before = chance(tensors[0].device)
+            before = rng_states(tensors[0].device)
             found = self._function(*tensors)
-            if drawn(before, chance(tensors[0].device)):
+            if rng_advanced(before, rng_states(tensors[0].device)):
                 self._give_up("it draws random numbers")
             return found
         try:
             self._replays[shapes] = self._captured(tensors)
         except RuntimeError as error:
-            self._give_up(_first_line(error))
+            self._give_up(_root_cause(error))
         return self(*tensors)
 
     def _give_up(self, why: str) -> None:
@@ -104,7 +104,7 @@ class Captured:
         self._replays.clear()
         log.warning("a step is not captured as a CUDA graph: %s", why)
 
-    def _captured(self, tensors: tuple[Tensor, ...]) -> _Replay:
+    def _captured(self, tensors: tuple[Tensor, ...]) -> _CapturedGraph:
         """Warm up and capture. Raises RuntimeError where that is not possible."""
         with torch.cuda.device(tensors[0].device):
             if self._stream is None:
@@ -130,10 +130,10 @@ class Captured:
         for _ in range(_WARM_UPS - 1):
             self._function(*inputs)
         # Most of what cannot be captured is found here, where failing breaks nothing.
-        with _no_waiting():
+        with _forbid_host_sync():
             self._function(*inputs)
 
-    def _record(self, inputs: tuple[Tensor, ...]) -> _Replay:
+    def _record(self, inputs: tuple[Tensor, ...]) -> _CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         # Shapes are replayed one at a time, and outputs are kept: they may share the rest.
         pool = next(iter(self._replays.values())).graph.pool() if self._replays else None
@@ -142,12 +142,12 @@ class Captured:
                 outputs = self._function(*inputs)
         except BaseException:
             _FAILED.append(graph)
-            _end_capturing()
+            _reset_capture_state()
             raise
-        return _Replay(graph, inputs, outputs)
+        return _CapturedGraph(graph, inputs, outputs)
 
 
-def chance(device: torch.device) -> list[Tensor]:
+def rng_states(device: torch.device) -> list[Tensor]:
     """Return where torch's, Python's and NumPy's global generators stand."""
     python = torch.tensor(random.getstate()[1], dtype=torch.int64)
     theirs = np.random.get_state(legacy=False)["state"]
@@ -156,21 +156,21 @@ def chance(device: torch.device) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
-def drawn(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+def rng_advanced(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
     """Return whether numbers were drawn between two looks at the generators.
 
     >>> cpu = torch.device("cpu")
-    >>> before = chance(cpu)
-    >>> drawn(before, chance(cpu))
+    >>> before = rng_states(cpu)
+    >>> rng_advanced(before, rng_states(cpu))
     False
     >>> _ = torch.rand(1)
-    >>> drawn(before, chance(cpu))
+    >>> rng_advanced(before, rng_states(cpu))
     True
     """
     return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def drops(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Return whether a model has dropout that is not zero."""
     return any(
         (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
@@ -180,7 +180,7 @@ def drops(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
+def _forbid_host_sync() -> Iterator[None]:
     """Raise RuntimeError if the host waits for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode(2)
@@ -196,7 +196,7 @@ def _set_sync_debug_mode(mode: int) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _end_capturing() -> None:
+def _reset_capture_state() -> None:
     """Let torch's generator know that no capture is under way, by one that does not fail.
 
     After one that has failed, some versions refuse to draw numbers.
@@ -207,7 +207,7 @@ def _end_capturing() -> None:
         number.add_(1)
 
 
-def _first_line(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return what went wrong first: the end of a capture that is broken raises once more."""
     while error.__context__ is not None:
         error = error.__context__

@@ -14,16 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from gradherd.lab.tasks.task import Split, Task
-from gradherd.lab.train.checkpoint_schedule import Stopped
+from gradherd.lab.train.checkpoint_schedule import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.environment import hardware, versions
-from gradherd.lab.train.record import EpochRow, RunRecord, finite, write_record, write_whole
-from gradherd.lab.train.trainer import Fleet, Quality, Tally
+from gradherd.lab.train.record import (
+    EpochRow,
+    RunRecord,
+    finite_or_none,
+    write_atomic,
+    write_record,
+)
+from gradherd.lab.train.trainer import EpochCounters, Evaluation, Trainer
 
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
-class Journal:
+class RunWriter:
     """The record of one run; without a folder it is kept in memory alone."""
 
     def __init__(
@@ -36,11 +42,11 @@ class Journal:
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_record(record, folder)
-        if record.epochs or (folder / METRICS).exists():  # A run that goes on, or starts over.
+        if record.epochs or (folder / METRICS_FILE).exists():  # A run that goes on, or starts over.
             lines = [_line(row) for row in record.epochs]
-            write_whole(folder / METRICS, "".join(f"{line}\n" for line in lines))
+            write_atomic(folder / METRICS_FILE, "".join(f"{line}\n" for line in lines))
         if tensorboard:
-            self._events = _events(folder)
+            self._events = _event_writer(folder)
 
     def start(self, loss: float | None, metric: float | None) -> None:
         """Note what the model was worth before training."""
@@ -53,12 +59,14 @@ class Journal:
             self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
         )
         if self._folder is not None:
-            _append(self._folder / METRICS, _line(row))
+            _append(self._folder / METRICS_FILE, _line(row))
         self._save()
         if self._events is not None:
             for name, value in dataclasses.asdict(row).items():
                 if isinstance(value, int | float) and name != "epoch":
-                    self._events.add_scalar(f"{_KINDS.get(name, 'run')}/{name}", value, row.epoch)
+                    self._events.add_scalar(
+                        f"{_TENSORBOARD_GROUPS.get(name, 'run')}/{name}", value, row.epoch
+                    )
             self._events.flush()
 
     def end(self, status: str) -> RunRecord:
@@ -74,7 +82,7 @@ class Journal:
             write_record(self.record, self._folder)
 
 
-_KINDS = {
+_TENSORBOARD_GROUPS = {
     "train_loss": "quality",
     "metric": "quality",
     "herding_bound": "order",
@@ -107,7 +115,7 @@ def _append(path: Path, line: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _events(folder: Path) -> Any:
+def _event_writer(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -156,9 +164,9 @@ def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> 
 
 
 def run_epochs(
-    fleet: Fleet,
+    fleet: Trainer,
     configs: Sequence[RunConfig],
-    journals: Sequence[Journal],
+    journals: Sequence[RunWriter],
     progress: Progress,
     *,
     first: int = 1,
@@ -176,15 +184,15 @@ def run_epochs(
     """
     try:
         _epochs(fleet, configs, journals, progress, first, resumed)
-    except Stopped:
+    except RunStopped:
         return [journal.end("stopped") for journal in journals]
     return [journal.end(_status(journal.record)) for journal in journals]
 
 
 def _epochs(
-    fleet: Fleet,
+    fleet: Trainer,
     configs: Sequence[RunConfig],
-    journals: Sequence[Journal],
+    journals: Sequence[RunWriter],
     progress: Progress,
     first: int,
     resumed: bool,
@@ -216,7 +224,7 @@ def _status(record: RunRecord) -> str:
 
 
 def _row(
-    number: int, config: RunConfig, tally: Tally, quality: Quality, evaluation: float
+    number: int, config: RunConfig, tally: EpochCounters, quality: Evaluation, evaluation: float
 ) -> EpochRow:
     apart = tally.data_seconds + tally.ordering_seconds + tally.exchange_seconds
     apart += tally.saving_seconds
@@ -246,4 +254,4 @@ def _row(
 
 
 def _finite(value: float | None) -> float | None:
-    return None if value is None else finite(value)
+    return None if value is None else finite_or_none(value)

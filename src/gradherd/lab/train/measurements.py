@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 # Up to this many numbers the gradients of an epoch are kept.
-_CHEAP = 64_000_000
+_MAX_TRACKED = 64_000_000
 # So many of them are looked at in double precision at a time, in columns of whole vectors: sums
 # have the same bits as if all were.
-_AT_ONCE, _VECTORS = 4_000_000, 64
+_MAX_DOUBLES, _VECTORS = 4_000_000, 64
 
 
-def cheap(steps: int, parameters: int) -> bool:
+def can_track_prefix_sums(steps: int, parameters: int) -> bool:
     """Return whether the prefix sums of an epoch are cheap enough to be watched."""
-    return steps * parameters <= _CHEAP
+    return steps * parameters <= _MAX_TRACKED
 
 
-def prefix_bound(means: Tensor, examples: int) -> float:
+def herding_bound(means: Tensor, examples: int) -> float:
     """Return the largest entry of any prefix sum of (gradient - mean), summed over examples.
 
     Args:
@@ -28,10 +28,10 @@ def prefix_bound(means: Tensor, examples: int) -> float:
         examples: Examples of a step, of all workers.
 
     >>> import torch
-    >>> prefix_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), examples=4)
+    >>> herding_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), examples=4)
     8.0
     """
-    columns = max(1, _AT_ONCE // len(means) // _VECTORS) * _VECTORS
+    columns = max(1, _MAX_DOUBLES // len(means) // _VECTORS) * _VECTORS
     largest = []
     for part in means.split(columns, dim=1):
         wide = part.double()
@@ -39,10 +39,10 @@ def prefix_bound(means: Tensor, examples: int) -> float:
     return float(torch.stack(largest).max()) * examples
 
 
-class Stretches:
+class DeviceTimer:
     """Adds up the time of stretches of work; on a GPU by its own clock, without waiting for it.
 
-    >>> stretches = Stretches(torch.device("cpu"))
+    >>> stretches = DeviceTimer(torch.device("cpu"))
     >>> with stretches.one():
     ...     pass
     >>> stretches.take() >= 0, stretches.take()
@@ -77,10 +77,10 @@ class Stretches:
         return seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1000
 
 
-class Bins:
+class BinnedSeries:
     """A series of any length in a few hundred bins, each with its mean, least and largest.
 
-    >>> bins = Bins(most=2)
+    >>> bins = BinnedSeries(most=2)
     >>> for value in (1.0, 3.0, 5.0, 7.0, 9.0):
     ...     bins.add(value)
     >>> [(b["step"], b["mean"], b["max"]) for b in bins.listed()]
@@ -118,7 +118,7 @@ class Bins:
         return {"most": self._most, "width": self._width, "bins": [list(b) for b in self._bins]}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Bins":
+    def of(cls, state: Mapping[str, Any]) -> "BinnedSeries":
         """Return the bins that `state` described."""
         bins = cls(state["most"])
         bins._width = state["width"]

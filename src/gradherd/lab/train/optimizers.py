@@ -21,7 +21,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: RunConfig) -> tor
     )
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -43,18 +43,18 @@ def flat_grad(parameters: list[nn.Parameter]) -> Tensor:
     )
 
 
-def seed_of_worker(seed: int, worker: int) -> int:
+def worker_seed(seed: int, worker: int) -> int:
     """Return the seed of what a worker draws for itself, such as dropout."""
     return (seed + 1) * 1_000_003 + worker
 
 
-def generator_states(device: torch.device) -> list[Tensor]:
+def get_rng_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a model on this device draws from."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
-def set_generator_states(states: list[Tensor], device: torch.device) -> None:
+def set_rng_states(states: list[Tensor], device: torch.device) -> None:
     """Let generators go on from these states."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
@@ -64,11 +64,11 @@ def set_generator_states(states: list[Tensor], device: torch.device) -> None:
 State = tuple[Tensor, ...]
 """What an optimizer remembers of S runs, each (S, ...)."""
 # torch's own.
-_BETAS, _SMALLEST, _CLIP_SMALLEST = (0.9, 0.999), 1e-8, 1e-6
+_BETAS, _EPS, _CLIP_EPS = (0.9, 0.999), 1e-8, 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class FunctionalOptimizer:
     """The settings of an optimizer that do not change from step to step."""
 
     optimizer: str = "sgd"
@@ -77,7 +77,7 @@ class Rule:
     clip: float | None = None
 
     @classmethod
-    def of(cls, config: RunConfig) -> "Rule":
+    def of(cls, config: RunConfig) -> "FunctionalOptimizer":
         """Return the rule of a run."""
         return cls(
             optimizer=config.optimizer,
@@ -107,7 +107,7 @@ class Rule:
         """
         if self.clip is not None:
             norm = torch.linalg.vector_norm(grads, dim=1, keepdim=True)
-            grads = grads * (self.clip / (norm + _CLIP_SMALLEST)).clamp(max=1.0)
+            grads = grads * (self.clip / (norm + _CLIP_EPS)).clamp(max=1.0)
         step: Callable[..., tuple[Tensor, State]]
         step = self._adamw if self.optimizer == "adamw" else self._sgd
         return step(parameters, state, rate, grads)
@@ -128,6 +128,6 @@ class Rule:
         first = torch.lerp(first, grads, 1 - _BETAS[0])
         second = _BETAS[1] * second + (1 - _BETAS[1]) * grads * grads
         parts = [(1 - beta**taken).to(parameters.dtype) for beta in _BETAS]
-        size = (second / parts[1]).sqrt() + _SMALLEST
+        size = (second / parts[1]).sqrt() + _EPS
         moved = parameters * (1 - rate * self.weight_decay)
         return moved - rate / parts[0] * first / size, (first, second, taken)

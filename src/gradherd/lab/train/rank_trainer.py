@@ -16,34 +16,34 @@ from gradherd.attach.state import merge_states
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task, Tensors
-from gradherd.lab.train.checkpoint import Loaded
-from gradherd.lab.train.checkpoint_schedule import Keeper
+from gradherd.lab.train.checkpoint import LoadedCheckpoint
+from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.mean_hook import MeanHook
-from gradherd.lab.train.measurements import Bins, cheap, prefix_bound
+from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import (
     clip_and_step,
     flat_grad,
-    generator_states,
+    get_rng_states,
     make_optimizer,
-    seed_of_worker,
-    set_generator_states,
-    set_rate,
+    set_lr,
+    set_rng_states,
+    worker_seed,
 )
 from gradherd.lab.train.trainer import (
-    Quality,
-    Tally,
-    Tick,
+    EpochCounters,
+    Evaluation,
+    StepCallback,
+    broadcast_buffers,
     chunk_size,
+    finite_metric,
     full_loss,
-    metric,
-    share_buffers,
 )
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.sparsify.settings import make_settings
 
 
-class Table(Dataset[Tensors]):
+class InMemoryDataset(Dataset[Tensors]):
     """Examples in memory; a loader takes a whole batch at once."""
 
     def __init__(self, columns: Tensors) -> None:
@@ -60,12 +60,12 @@ class Table(Dataset[Tensors]):
         return tuple(column[indices] for column in self.columns)
 
 
-def as_is(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """Collate nothing: the table's batches are whole."""
     return batch
 
 
-class RankFleet:
+class RankTrainer:
     """One rank of a DDP training with gradherd attached: the loop that a user would write."""
 
     def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
@@ -74,12 +74,12 @@ class RankFleet:
         self._split = split.to(self._device)
         torch.manual_seed(config.seed)
         self.model = task.model().to(self._device)
-        torch.manual_seed(seed_of_worker(config.seed, world.rank))
+        torch.manual_seed(worker_seed(config.seed, world.rank))
         self._parameters: list[nn.Parameter] = [
             p for p in self.model.parameters() if p.requires_grad
         ]
         self._ddp = DDP(self.model)
-        table = Table(self._split.train)
+        table = InMemoryDataset(self._split.train)
         self.sampler = OrderedSampler(
             table,
             config.order,
@@ -93,21 +93,21 @@ class RankFleet:
             table,
             batch_size=config.batch_size,
             sampler=self.sampler,
-            collate_fn=as_is,
+            collate_fn=identity_collate,
             generator=torch.Generator(),  # or it would draw among the model's own numbers
         )
         self._optimizer = make_optimizer(self._parameters, config)
         size = sum(p.numel() for p in self._parameters)
         dense = config.sparsify == "dense"
         # Gradients are the same on all ranks, so one of them watches.
-        self.series = [Bins()]
-        self.keeper: Keeper | None = None
+        self.series = [BinnedSeries()]
+        self.keeper: Checkpointer | None = None
         """Saves the run in time, if it is to be saved."""
         self.record: Callable[[], Any] | None = None
         """Tells rank 0's record so far, to be saved with the rest."""
-        self.tally = Tally()
+        self.tally = EpochCounters()
         """What the epoch at hand has cost before this process went on with it."""
-        self._watches = dense and world.rank == 0 and cheap(len(self._loader), size)
+        self._watches = dense and world.rank == 0 and can_track_prefix_sums(len(self._loader), size)
 
     def _attached(self) -> tuple[Herd, MeanHook | None]:
         config = self._config
@@ -119,18 +119,18 @@ class RankFleet:
         taken = bool(self._ddp._comm_hooks)
         return herd, None if taken else MeanHook(self._ddp, self._world)
 
-    def epoch(self, number: int, tick: Tick) -> list[Tally]:
+    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
         """Train one epoch, or what is left of it."""
-        tally, self.tally = self.tally, Tally()
+        tally, self.tally = self.tally, EpochCounters()
         if self.sampler.ordering.epoch < number:  # else it was saved after its last step
             self._train(number, tally, tick)
         return [tally]
 
-    def _train(self, number: int, tally: Tally, tick: Tick) -> None:
+    def _train(self, number: int, tally: EpochCounters, tick: StepCallback) -> None:
         before, already, means = self._costs(), tally.seconds, []
         whole = tally.steps == 0
         begin = time.perf_counter()
-        set_rate(self._optimizer, self._config.lr_at(number))
+        set_lr(self._optimizer, self._config.lr_at(number))
         self.sampler.set_epoch(number - 1)
         self._ddp.train()
         batches = iter(self._loader)
@@ -164,12 +164,12 @@ class RankFleet:
         self._add_costs(tally, before)
         if means and whole:
             examples = self._config.batch_size * self._world.size
-            tally.herding_bound = prefix_bound(torch.stack(means), examples)
+            tally.herding_bound = herding_bound(torch.stack(means), examples)
 
-    def state(self, number: int, tally: Tally) -> tuple[Callable[[], Any], Any]:
+    def state(self, number: int, tally: EpochCounters) -> tuple[Callable[[], Any], Any]:
         """Return what decides the rest of the run: what rank 0 saves for all, and what is own."""
         told = self._herd.state_dict()
-        own = {"generators": generator_states(self._device), "sparsify": told.pop("sparsify", None)}
+        own = {"generators": get_rng_states(self._device), "sparsify": told.pop("sparsify", None)}
 
         def shared() -> dict[str, Any]:
             return {
@@ -184,23 +184,23 @@ class RankFleet:
 
         return shared, own
 
-    def load(self, loaded: Loaded) -> int:
+    def load(self, loaded: LoadedCheckpoint) -> int:
         """Go on where a checkpoint was saved; return the epoch to go on with."""
         shared, size = loaded.shared, self._world.size
         self.model.load_state_dict(shared["model"])
         self._optimizer.load_state_dict(shared["optimizer"])
-        self.tally = Tally(**shared["tally"])
-        self.series = [Bins.of(shared["series"])]
+        self.tally = EpochCounters(**shared["tally"])
+        self.series = [BinnedSeries.of(shared["series"])]
         if loaded.workers == size:
             own = loaded.part(self._world.rank)
             self._herd.load_state_dict(_herd_state(shared, own))
-            set_generator_states(own["generators"], self._device)
+            set_rng_states(own["generators"], self._device)
         else:
             ranks = range(loaded.workers)
             self._herd.load_state_dict(
                 merge_states(_herd_state(shared, loaded.part(rank)) for rank in ranks)
             )
-            torch.manual_seed(seed_of_worker(self._config.seed + loaded.step, self._world.rank))
+            torch.manual_seed(worker_seed(self._config.seed + loaded.step, self._world.rank))
             self.tally.load, self.tally.load_steps = [], 0
         epoch: int = shared["epoch"]
         return epoch
@@ -219,7 +219,7 @@ class RankFleet:
             "residual_norm": told.get("residual_norm", 0.0),
         }
 
-    def _add_costs(self, tally: Tally, before: dict[str, float]) -> None:
+    def _add_costs(self, tally: EpochCounters, before: dict[str, float]) -> None:
         after = self._costs()
         spent = {name: after[name] - before[name] for name in after}
         tally.ordering_seconds += spent["ordering_seconds"]
@@ -237,16 +237,18 @@ class RankFleet:
         if self._config.density is not None:
             tally.residual_norm = after["residual_norm"]
 
-    def quality(self) -> list[Quality]:
+    def quality(self) -> list[Evaluation]:
         """Measure the model, all ranks together."""
-        share_buffers(self.model, self._world)
+        broadcast_buffers(self.model, self._world)
         chunk = chunk_size(self.model, self._config.batch_size)
         with self._herd.pause():
             loss = full_loss(self._task, self.model, self._split.train, self._world, chunk)
             value = (
-                metric(self._task, self.model, self._split.test) if not self._world.rank else None
+                finite_metric(self._task, self.model, self._split.test)
+                if not self._world.rank
+                else None
             )
-        return [Quality(loss, value)]
+        return [Evaluation(loss, value)]
 
     def close(self) -> None:
         """Leave the model."""

@@ -14,36 +14,36 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-_TEXTS = ("task", "description", "order", "sparsify", "metric_name", "started", "status")
-_COUNTS = ("seed", "parameters", "train_examples", "test_examples")
-_MAY_BE_NONE = ("train_loss", "metric", "padding", "residual_norm", "herding_bound")
-_MAY_BE_ANY = ("train_loss", "metric")
-_LARGEST = 1e100
+_TEXT_FIELDS = ("task", "description", "order", "sparsify", "metric_name", "started", "status")
+_COUNT_FIELDS = ("seed", "parameters", "train_examples", "test_examples")
+_OPTIONAL_FIELDS = ("train_loss", "metric", "padding", "residual_norm", "herding_bound")
+_NON_FINITE_FIELDS = ("train_loss", "metric")
+_MAX_VALUE = 1e100
 """Beyond it, sums and squares of numbers are none any more."""
-_DEEPEST = 16
+_MAX_DEPTH = 16
 """Levels of lists and mappings in a setting; ours have two."""
 
 
-def problem_of(record: Any) -> str | None:
+def find_problem(record: Any) -> str | None:
     """Return what is wrong with the values of a RunRecord, or None."""
-    for name in _TEXTS:
+    for name in _TEXT_FIELDS:
         if not isinstance(value := getattr(record, name), str):
-            return f"{name} is {shown(value)}, not text"
+            return f"{name} is {short_repr(value)}, not text"
     for name in ("config", "versions", "hardware"):
         if not isinstance(value := getattr(record, name), dict):
-            return f"{name} is {shown(value)}, not a mapping"
+            return f"{name} is {short_repr(value)}, not a mapping"
         if (problem := _nested_problem(value)) is not None:
             return f"{name} holds {problem}"
-    for name in _COUNTS:
+    for name in _COUNT_FIELDS:
         value = getattr(record, name)
         if not isinstance(value, int) or abs(value) >= 2**63:
-            return f"{name} is {shown(value)}, not a whole number"
+            return f"{name} is {short_repr(value)}, not a whole number"
     if not isinstance(record.higher_is_better, bool):
-        return f"higher_is_better is {shown(record.higher_is_better)}, neither true nor false"
+        return f"higher_is_better is {short_repr(record.higher_is_better)}, neither true nor false"
     for name in ("density", "start_loss", "start_metric"):
         value = getattr(record, name)
         if value is not None and not is_number(value):
-            return f"{name} is {shown(value)}, not a number"
+            return f"{name} is {short_repr(value)}, not a number"
     for position, row in enumerate(record.epochs, 1):
         if (problem := _row_problem(row, position)) is not None:
             return f"epoch {position}: {problem}"
@@ -51,41 +51,43 @@ def problem_of(record: Any) -> str | None:
         return "density_by_step is not a list"
     for point in record.density_by_step:
         if not isinstance(point, dict) or not all(map(is_number, point.values())):
-            return f"density_by_step holds {shown(point)}"
+            return f"density_by_step holds {short_repr(point)}"
     return None
 
 
 def _row_problem(row: Any, position: int) -> str | None:
     if row.epoch != position:
-        return f"epoch is {shown(row.epoch)}"
+        return f"epoch is {short_repr(row.epoch)}"
     for one in fields(row):
         value = getattr(row, one.name)
         if one.name == "load":
             if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
-                return f"load is {shown(value)}"
-        elif value is None and one.name in _MAY_BE_NONE:
+                return f"load is {short_repr(value)}"
+        elif value is None and one.name in _OPTIONAL_FIELDS:
             continue
-        elif one.name in _MAY_BE_ANY and isinstance(value, float) and not math.isfinite(value):
+        elif (
+            one.name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value)
+        ):
             continue  # Not finite is a finding, not damage.
         elif not is_number(value):
-            return f"{one.name} is {shown(value)}, not a number"
+            return f"{one.name} is {short_repr(value)}, not a number"
     return None
 
 
 def _nested_problem(value: dict[str, Any]) -> str | None:
     """Return what a setting must not hold: it is shown, compared and written as JSON."""
     level: list[Any] = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         inner: list[Any] = []
         for one in level:
             if isinstance(one, dict | list):
                 inner += one.values() if isinstance(one, dict) else one
             elif isinstance(one, int | float) and not isinstance(one, bool) and not is_number(one):
-                return f"{shown(one)}, which is too large or no number"
+                return f"{short_repr(one)}, which is too large or no number"
         level = inner
         if not level:
             return None
-    return f"more than {_DEEPEST} levels"
+    return f"more than {_MAX_DEPTH} levels"
 
 
 def is_number(value: object) -> bool:
@@ -94,26 +96,26 @@ def is_number(value: object) -> bool:
 
 
 def _in_range(value: float) -> bool:
-    return -_LARGEST <= value <= _LARGEST  # False for NaN; whole numbers may be of any length
+    return -_MAX_VALUE <= value <= _MAX_VALUE  # False for NaN; whole numbers may be of any length
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a value out of a file as it can be told: shortened, on one line.
 
-    >>> shown(10**50), shown([[[[[[[1]]]]]]])
+    >>> short_repr(10**50), short_repr([[[[[[[1]]]]]]])
     ('1000000000...0000000000', '[[[[[[[...]]]]]]]')
     """
-    return _brief.repr(value)
+    return _SHORT_REPR.repr(value)
 
 
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = 60
-_brief.maxlong = 23
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = 60
+_SHORT_REPR.maxlong = 23
 
 
-FORMAT = 1
-FILE = "record.json"
-_LARGEST_FILE = 1 << 26
+RECORD_FORMAT = 1
+RECORD_FILE = "record.json"
+_MAX_BYTES = 1 << 26
 """Bytes of a record: room for 100,000 epochs."""
 
 
@@ -205,46 +207,50 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        return {"format": RECORD_FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "RunRecord":
         """Return the record that `to_json` described, or raise ValueError."""
-        if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        if not isinstance(found, Mapping) or found.get("format") != RECORD_FORMAT:
             got = found.get("format") if isinstance(found, Mapping) else type(found).__name__
-            raise ValueError(f"not a record of a run: format is {shown(got)}, expected {FORMAT}")
+            raise ValueError(
+                f"not a record of a run: format is {short_repr(got)}, expected {RECORD_FORMAT}"
+            )
         try:
-            rows = [_made(EpochRow, row) for row in found["epochs"]]
-            record: RunRecord = _made(cls, {**found, "epochs": rows})
+            rows = [_build_dataclass(EpochRow, row) for row in found["epochs"]]
+            record: RunRecord = _build_dataclass(cls, {**found, "epochs": rows})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged record: {error}") from None
-        problem = problem_of(record)
+        problem = find_problem(record)
         if problem is not None:
             raise ValueError(f"damaged record: {problem}")
         return record
 
 
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+def _build_dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
     """Build a dataclass; what later versions added is passed over."""
     known = {one.name for one in dataclasses.fields(kind)}
     return kind(**{key: value for key, value in values.items() if key in known})
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a number that JSON can hold: None for one that is not finite."""
     return value if math.isfinite(value) else None
 
 
 def write_record(record: RunRecord, folder: Path) -> None:
     """Write `folder/record.json`, whole or not at all."""
-    write_whole(folder / FILE, json.dumps(record.to_json(), allow_nan=False, indent=1) + "\n")
+    write_atomic(
+        folder / RECORD_FILE, json.dumps(record.to_json(), allow_nan=False, indent=1) + "\n"
+    )
 
 
 def read_record(path: Path) -> RunRecord:
     """Read a record.json, or raise ValueError that names it."""
-    name = plain(str(path))
+    name = printable(str(path))
     try:
-        found = json.loads(read_text(path))
+        found = json.loads(read_bounded_text(path))
     except (ValueError, RecursionError, OSError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(
@@ -256,23 +262,23 @@ def read_record(path: Path) -> RunRecord:
         raise ValueError(f"{name}: {error}; remove its folder, or train again") from None
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Return what can be shown on a terminal: files and what they hold may be called anything."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def read_text(path: Path) -> str:
+def read_bounded_text(path: Path) -> str:
     """Return a file's text, if it is one of bounded size; else raise ValueError or OSError."""
     if path.exists() and not path.is_file():  # A pipe would never end.
         raise ValueError("it is not a file")
     with path.open("rb") as file:
-        content = file.read(_LARGEST_FILE + 1)
-    if len(content) > _LARGEST_FILE:
-        raise ValueError(f"it is longer than {_LARGEST_FILE:,} bytes")
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"it is longer than {_MAX_BYTES:,} bytes")
     return content.decode("utf-8")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file under another name, then rename it: a reader sees all of it or the old one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:

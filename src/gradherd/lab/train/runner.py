@@ -15,26 +15,31 @@ from torch import Tensor, nn
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split, Task
-from gradherd.lab.train.checkpoint import Checkpoints, Loaded
-from gradherd.lab.train.checkpoint_schedule import Keeper
-from gradherd.lab.train.config import RunConfig, steps_of
-from gradherd.lab.train.loop import Journal, Progress, new_record, run_epochs
-from gradherd.lab.train.rank_trainer import RankFleet
+from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
+from gradherd.lab.train.checkpoint_schedule import Checkpointer
+from gradherd.lab.train.config import RunConfig, count_steps
+from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
+from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.stacked_trainer import BatchedFleet
-from gradherd.lab.train.stacking import kept_by, stacks, why_no_mean, why_not
-from gradherd.lab.train.trainer import Fleet, Tally
-from gradherd.lab.train.virtual_trainer import VirtualFleet
+from gradherd.lab.train.stacked_trainer import StackedTrainer
+from gradherd.lab.train.stacking import (
+    saved_per_example,
+    stack_runs,
+    why_not_mean_loss,
+    why_not_stackable,
+)
+from gradherd.lab.train.trainer import EpochCounters, Trainer
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 log = logging.getLogger("gradherd")
 
 
-FOLDER = "checkpoints"
+CHECKPOINT_FOLDER = "checkpoints"
 """Where a run's checkpoints lie in its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class CheckpointOptions:
     """When a run saves itself, and whether it goes on with what is there."""
 
     every: int | None = None
@@ -57,7 +62,7 @@ def run_all(
     data_dir: Path | None = None,
     progress: Progress | None = None,
     tensorboard: bool = False,
-    saving: Saving | None = None,
+    saving: CheckpointOptions | None = None,
 ) -> list[RunRecord]:
     """Run all of them, one after the other (small virtual ones side by side), on every rank.
 
@@ -75,19 +80,23 @@ def run_all(
     task = find_task(configs[0].task)
     split = task.load(data_dir, configs[0].limit)
     told = progress or Progress()
-    total = sum(steps_of(config, len(split.train[0])) for config in configs)
+    total = sum(count_steps(config, len(split.train[0])) for config in configs)
     records: dict[int, RunRecord] = {}
     told.begin(len(configs), total)
     if saving is not None and out is not None and not configs[0].virtual:
         told.group(configs)
         (config,) = configs
-        return [run_saved(config, task, split, world, out, saving, told, tensorboard=tensorboard)]
-    for places, side_by_side in _groups(configs, task, split):
+        return [
+            run_with_checkpoints(
+                config, task, split, world, out, saving, told, tensorboard=tensorboard
+            )
+        ]
+    for places, side_by_side in _group_runs(configs, task, split):
         group = [configs[at] for at in places]
-        folders = [_folder(out, config, saving is not None, world) for config in group]
+        folders = [_run_folder(out, config, saving is not None, world) for config in group]
         # No name for the fleet: it would be there until the next one is.
         made = _run_group(
-            _fleet(group, task, split, world, side_by_side=side_by_side),
+            _make_trainer(group, task, split, world, side_by_side=side_by_side),
             group=group,
             task=task,
             split=split,
@@ -105,7 +114,7 @@ def run_all(
 
 
 def _run_group(
-    fleet: Fleet,
+    fleet: Trainer,
     *,
     group: Sequence[RunConfig],
     task: Task,
@@ -117,7 +126,7 @@ def _run_group(
     """Run a group to its end, and let go of what its fleet holds."""
     size = sum(p.numel() for p in fleet.model.parameters())
     journals = [
-        Journal(new_record(config, task, split, size), folder, tensorboard=tensorboard)
+        RunWriter(new_record(config, task, split, size), folder, tensorboard=tensorboard)
         for config, folder in zip(group, folders, strict=True)
     ]
     told.group(group)
@@ -127,27 +136,29 @@ def _run_group(
         fleet.close()
 
 
-def _fleet(
+def _make_trainer(
     group: Sequence[RunConfig], task: Task, split: Split, world: World, *, side_by_side: bool
-) -> Fleet:
+) -> Trainer:
     if side_by_side:
-        return BatchedFleet(group, task, split)
+        return StackedTrainer(group, task, split)
     if group[0].virtual:
-        return VirtualFleet(group[0], task, split)
-    return RankFleet(group[0], task, split, world)
+        return VirtualTrainer(group[0], task, split)
+    return RankTrainer(group[0], task, split, world)
 
 
-def _groups(configs: Sequence[RunConfig], task: Task, split: Split) -> list[tuple[list[int], bool]]:
+def _group_runs(
+    configs: Sequence[RunConfig], task: Task, split: Split
+) -> list[tuple[list[int], bool]]:
     """Return the places of runs in groups, and whether a group's go side by side."""
     if not configs[0].virtual:
         return [([at], False) for at in range(len(configs))]
     model = task.model()
     groups: list[tuple[list[int], bool]] = []
     on_gpu = configs[0].device != "cpu"
-    kept = kept_by(task, model, split.train) if on_gpu else 0
-    for places in stacks(configs, model, kept):
+    kept = saved_per_example(task, model, split.train) if on_gpu else 0
+    for places in stack_runs(configs, model, kept):
         first = configs[places[0]]
-        why = why_not(first, model) or why_no_mean(task, model, split.train)
+        why = why_not_stackable(first, model) or why_not_mean_loss(task, model, split.train)
         if why is None:
             groups.append((places, True))
             continue
@@ -156,27 +167,30 @@ def _groups(configs: Sequence[RunConfig], task: Task, split: Split) -> list[tupl
     return groups
 
 
-def _folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:
+def _run_folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:
     if out is None or world.rank:
         return None
     return out if flat else out / config.folder()
 
 
-def run_saved(
+def run_with_checkpoints(
     config: RunConfig,
     task: Task,
     split: Split,
     world: World,
     out: Path,
-    saving: Saving,
+    saving: CheckpointOptions,
     progress: Progress,
     *,
     tensorboard: bool = False,
 ) -> RunRecord:
     """Train a run into `out`, saving it as `saving` says."""
-    fleet = RankFleet(config, task, split, world)
-    checkpoints = Checkpoints(
-        out / FOLDER, world, identity(config, split, fleet.model), device=config.device
+    fleet = RankTrainer(config, task, split, world)
+    checkpoints = CheckpointStore(
+        out / CHECKPOINT_FOLDER,
+        world,
+        run_identity(config, split, fleet.model),
+        device=config.device,
     )
     loaded = checkpoints.load() if saving.resume else None
     size = sum(p.numel() for p in fleet.model.parameters())
@@ -187,8 +201,8 @@ def run_saved(
         record = dataclasses.replace(before, status="running", config=settings)
         if world.rank == 0:
             log.info("going on after step %d", loaded.step)
-    journal = Journal(record, None if world.rank else out, tensorboard=tensorboard)
-    keeper = Keeper(
+    journal = RunWriter(record, None if world.rank else out, tensorboard=tensorboard)
+    keeper = Checkpointer(
         checkpoints, world, every=saving.every, pulse=saving.pulse, device=config.device
     )
     fleet.keeper, fleet.record = keeper, lambda: journal.record.to_json()
@@ -204,34 +218,34 @@ def run_saved(
             )
         trained = first <= config.epochs  # else the checkpoint says more than we could
         if journal.record.status == "done" and trained:  # More epochs may follow.
-            checkpoints.save(keeper.step, *fleet.state(config.epochs + 1, Tally()))
+            checkpoints.save(keeper.step, *fleet.state(config.epochs + 1, EpochCounters()))
         return found
     finally:
         fleet.close()
 
 
-def _world_sizes(before: RunRecord, loaded: Loaded, workers: int) -> list[list[int]]:
+def _world_sizes(before: RunRecord, loaded: LoadedCheckpoint, workers: int) -> list[list[int]]:
     """Return [step, workers] for each time that a run went on with another number of ranks."""
     known: list[list[int]] = before.config.get("world_sizes") or [[0, loaded.workers]]
     return known if loaded.workers == workers else [*known, [loaded.step, workers]]
 
 
-FREE = ("epochs", "virtual", "device", "workers")
+CHANGEABLE_SETTINGS = ("epochs", "virtual", "device", "workers")
 """Settings that may change when a run goes on (another number of workers is told)."""
 
 
-def identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:
+def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:
     """Return what a run must have in common with one that it continues."""
-    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in CHANGEABLE_SETTINGS}
     settings["task"] = settings["task"].rpartition("/")[2]  # its file may have moved
     shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
     return settings | {
         "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
-        "data": _digest(split.train),
+        "data": _data_digest(split.train),
     }
 
 
-def _digest(columns: tuple[Tensor, ...]) -> str:
+def _data_digest(columns: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for column in columns:
         digest.update(f"{column.dtype} {tuple(column.shape)}".encode())

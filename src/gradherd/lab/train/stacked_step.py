@@ -20,16 +20,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.lab.tasks.task import Task, Tensors
-from gradherd.lab.train.cuda_graphs import Captured
-from gradherd.lab.train.optimizers import Rule
-from gradherd.lab.train.vmap_layers import one_by_one, stackable
+from gradherd.lab.train.cuda_graphs import GraphedFunction
+from gradherd.lab.train.optimizers import FunctionalOptimizer
+from gradherd.lab.train.vmap_layers import make_vmappable, prefers_loop
 from gradherd.rows.flat import FlatSpec
 
 # Kernels of small models fill a part of a GPU: runs that go one by one share it.
 _STREAMS = 8
 
 Step = Callable[..., tuple[Tensor, ...]]
-Keep = Callable[[Tensor], tuple[Tensor, ...]]
+RowSelector = Callable[[Tensor], tuple[Tensor, ...]]
 """What orders are shown of (S, G, D) gradients."""
 
 
@@ -41,9 +41,9 @@ class StackedStep:
         task: Task,
         model: nn.Module,
         columns: Tensors,
-        rule: Rule,
+        rule: FunctionalOptimizer,
         parameters: Tensor,
-        keep: Keep = lambda rows: (rows,),
+        keep: RowSelector = lambda rows: (rows,),
         workers: int = 1,
     ) -> None:
         """Start.
@@ -60,7 +60,7 @@ class StackedStep:
         self.parameters = parameters
         self._rule = rule
         self._state = rule.start(parameters)
-        gradients = _gradients(task, model, columns)
+        gradients = _make_gradients(task, model, columns)
 
         def step(rate: Tensor, indices: Tensor, *now: Tensor) -> tuple[Tensor, ...]:
             rows = gradients(now[0], indices)
@@ -73,7 +73,7 @@ class StackedStep:
             rows = gradients(parameters, indices)
             return rows.unflatten(1, (workers, -1)).mean(2), *keep(rows)
 
-        self._step, self._worker_means = _Graphs(step), _Graphs(worker_means)
+        self._step, self._worker_means = _GraphCache(step), _GraphCache(worker_means)
 
     def __call__(self, rate: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Step.
@@ -118,12 +118,12 @@ class StackedStep:
             tensor.copy_(value)
 
 
-class _Graphs:
+class _GraphCache:
     """A function whose graph is made once for each shape."""
 
     def __init__(self, function: Step) -> None:
         self._function = function
-        self._captured = Captured(function)
+        self._captured = GraphedFunction(function)
         self._traced: dict[tuple[torch.Size, ...], Step] = {}
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -135,18 +135,18 @@ class _Graphs:
         return self._traced[shapes](*given)
 
 
-def _gradients(
+def _make_gradients(
     task: Task, model: nn.Module, columns: Tensors
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    spec, stacked = FlatSpec.of(model), stackable(model)
+    spec, stacked = FlatSpec.of(model), make_vmappable(model)
 
     def loss_of_group(flat: Tensor, *examples: Tensor) -> Tensor:
         pieces = torch.split(flat, list(spec.numels))
         named = {n: p.view(s) for n, p, s in zip(spec.names, pieces, spec.shapes, strict=True)}
-        return task.loss(_Stand(stacked, named), *examples)  # type: ignore[arg-type]
+        return task.loss(_FunctionalModel(stacked, named), *examples)  # type: ignore[arg-type]
 
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in columns)))
-    of_runs = _each_by_itself(of_groups) if one_by_one(model) else vmap(of_groups)
+    of_runs = _loop_over_runs(of_groups) if prefers_loop(model) else vmap(of_groups)
 
     def gradients(parameters: Tensor, indices: Tensor) -> Tensor:
         """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
@@ -158,7 +158,7 @@ def _gradients(
     return gradients
 
 
-def _each_by_itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return what `vmap` would, but one after the other; on a GPU in several streams."""
     streams: list[torch.cuda.Stream] = []
 
@@ -183,7 +183,7 @@ def _each_by_itself(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return stacked
 
 
-class _Stand:
+class _FunctionalModel:
     """Stands in for a model whose parameters come from elsewhere."""
 
     training = True

@@ -19,11 +19,18 @@ from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.mean_hook import mean_bytes
-from gradherd.lab.train.measurements import Bins, cheap, prefix_bound
-from gradherd.lab.train.optimizers import Rule
+from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
+from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
-from gradherd.lab.train.trainer import Quality, Tally, Tick, chunk_size, full_loss, metric
-from gradherd.lab.train.virtual_exchange import Portions, SparseMean
+from gradherd.lab.train.trainer import (
+    EpochCounters,
+    Evaluation,
+    StepCallback,
+    chunk_size,
+    finite_metric,
+    full_loss,
+)
+from gradherd.lab.train.virtual_exchange import Portions, SparseAverager
 from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
 from gradherd.ordering.gather import seen_batches
 from gradherd.ordering.registry import make_policy
@@ -31,7 +38,7 @@ from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import count_sketch
 
 
-class Shown:
+class RowBuffer:
     """Rows of some of the runs, kept until there are enough to be shown together."""
 
     def __init__(self, runs: Sequence[int], sketch: SketchRows | None, size: int) -> None:
@@ -67,7 +74,7 @@ class Shown:
         yield from zip(self.runs, self._held[:, :steps], strict=True)
 
 
-def shown_of(configs: Sequence[RunConfig], size: int) -> list[Shown]:
+def make_row_buffers(configs: Sequence[RunConfig], size: int) -> list[RowBuffer]:
     """Return what each kind of runs is shown; runs whose orders need no gradients are in none."""
     runs: dict[SketchRows | None, list[int]] = {}
     for at, config in enumerate(configs):
@@ -75,14 +82,14 @@ def shown_of(configs: Sequence[RunConfig], size: int) -> list[Shown]:
             settings = row_settings(config, True, size)
             sketch = settings if isinstance(settings, SketchRows) else None
             runs.setdefault(sketch, []).append(at)
-    return [Shown(places, sketch, size) for sketch, places in runs.items()]
+    return [RowBuffer(places, sketch, size) for sketch, places in runs.items()]
 
 
 # Rows of several steps are shown to the orders together, up to so many steps and numbers.
 _STEPS, _NUMBERS, _GPU_NUMBERS = 512, 8_000_000, 1 << 30
 
 
-class BatchedFleet:
+class StackedTrainer:
     """S runs of R workers each; settings may differ as `stacks` allows."""
 
     def __init__(self, configs: Sequence[RunConfig], task: Task, split: Split) -> None:
@@ -99,38 +106,38 @@ class BatchedFleet:
         dealt = [make_ordering(config, len(split.train[0])) for config in self._configs]
         self.deal, self.orderings = dealt[0][0], [ordering for _, ordering in dealt]
         self._portions = [Portions(ordering, first.workers) for ordering in self.orderings]
-        self._shown = shown = shown_of(self._configs, self._size)
+        self._shown = shown = make_row_buffers(self._configs, self._size)
         self._step = StackedStep(
             task,
             self.model,
             self._split.train,
-            Rule.of(first),
+            FunctionalOptimizer.of(first),
             self._parameters,
             # Not of `self`: a step that holds on to its fleet keeps a GPU full after the end.
             lambda rows: tuple(one.fold(rows) for one in shown),
             first.workers,
         )
-        self._sparse: list[SparseMean] = []
+        self._sparse: list[SparseAverager] = []
         if first.density is not None:
-            self._sparse = [SparseMean(config, self.model) for config in self._configs]
-        self.series = [one.series for one in self._sparse] or [Bins() for _ in configs]
+            self._sparse = [SparseAverager(config, self.model) for config in self._configs]
+        self.series = [one.series for one in self._sparse] or [BinnedSeries() for _ in configs]
         # Whole batches of several dense workers: what is exchanged is the row.
         self._rides = first.unit == first.batch_size and first.workers > 1 and not self._sparse
         self._ride_bytes = [
-            ride_bytes(config, len(split.train[0])) if self._rides else 0
+            batch_order_bytes(config, len(split.train[0])) if self._rides else 0
             for config in self._configs
         ]
         batches = -(-self.deal.length * first.unit // first.batch_size)
-        self._watches = not self._sparse and cheap(batches, self._size)
+        self._watches = not self._sparse and can_track_prefix_sums(batches, self._size)
 
-    def epoch(self, number: int, tick: Tick) -> list[Tally]:
+    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
         """Train one epoch of all runs."""
-        with _quiet(self._parameters.device):
+        with _no_autograd(self._parameters.device):
             return self._epoch(number, tick)
 
-    def _epoch(self, number: int, tick: Tick) -> list[Tally]:
+    def _epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
         config, runs = self._configs[0], len(self._configs)
-        tallies = [Tally() for _ in self._configs]
+        tallies = [EpochCounters() for _ in self._configs]
         begin = time.perf_counter()
         batches = self._indices().split(config.batch_size, dim=2)
         rates = [[config.lr_at(number)] for config in self._configs]
@@ -178,7 +185,7 @@ class BatchedFleet:
         ).to(self._parameters.device)
 
     def _advance(
-        self, rate: Tensor, batch: Tensor, tallies: list[Tally]
+        self, rate: Tensor, batch: Tensor, tallies: list[EpochCounters]
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Step on (S, R, B) examples; return what is shown of gradients, and their (S, D) mean."""
         groups = batch.reshape(len(batch), -1, self._group_size(batch))
@@ -206,7 +213,7 @@ class BatchedFleet:
         numbers = sum(len(shown.runs) * shown.columns for shown in self._shown) * units
         return max(1, min(_STEPS, most // max(1, numbers)))
 
-    def _show(self, steps: int, tallies: list[Tally]) -> None:
+    def _show(self, steps: int, tallies: list[EpochCounters]) -> None:
         """Show the rows that were kept of so many steps to the orders."""
         workers = self._configs[0].workers
         for shown in self._shown:
@@ -221,7 +228,7 @@ class BatchedFleet:
                     self._portions[at].show(rows, sizes)
                 tallies[at].ordering_seconds += time.perf_counter() - begin
 
-    def _end(self, tallies: list[Tally]) -> None:
+    def _end(self, tallies: list[EpochCounters]) -> None:
         for sparse, tally in zip(self._sparse, tallies, strict=bool(self._sparse)):
             sparse.end_epoch(tally)
         for portion, tally in zip(self._portions, tallies, strict=True):
@@ -229,28 +236,28 @@ class BatchedFleet:
             portion.end_epoch()
             tally.ordering_seconds += time.perf_counter() - begin
 
-    def _watch(self, means: list[Tensor], tallies: list[Tally]) -> None:
+    def _watch(self, means: list[Tensor], tallies: list[EpochCounters]) -> None:
         if means:
             examples = self._configs[0].batch_size * self._configs[0].workers
             for at, tally in enumerate(tallies):
                 visited = torch.stack([mean[at] for mean in means])
-                tally.herding_bound = prefix_bound(visited, examples)
+                tally.herding_bound = herding_bound(visited, examples)
 
-    def quality(self) -> list[Quality]:
+    def quality(self) -> list[Evaluation]:
         """Measure the models one after the other."""
         found, single = [], World.single()
         chunk = chunk_size(self.model, self._configs[0].batch_size)
         for flat in self._parameters:
             nn.utils.vector_to_parameters(flat, self.model.parameters())
             loss = full_loss(self._task, self.model, self._split.train, single, chunk)
-            found.append(Quality(loss, metric(self._task, self.model, self._split.test)))
+            found.append(Evaluation(loss, finite_metric(self._task, self.model, self._split.test)))
         return found
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def ride_bytes(config: RunConfig, examples: int) -> int:
+def batch_order_bytes(config: RunConfig, examples: int) -> int:
     """Return what ordering sends in an epoch where whole batches are rows.
 
     Counted on rows of one number: what is sent are products of rows, whatever their length.
@@ -265,7 +272,7 @@ def ride_bytes(config: RunConfig, examples: int) -> int:
 
 
 @contextlib.contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
+def _no_autograd(device: torch.device) -> Iterator[None]:
     """Record nothing for gradients; a captured graph cannot be made in inference mode."""
     with torch.inference_mode(device.type == "cpu"), torch.no_grad():
         yield

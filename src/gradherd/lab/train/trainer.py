@@ -10,14 +10,14 @@ from torch import nn
 
 from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
-from gradherd.lab.tasks.metrics import evaluating
+from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.task import Task, Tensors
-from gradherd.lab.train.measurements import Bins
-from gradherd.lab.train.record import finite
+from gradherd.lab.train.measurements import BinnedSeries
+from gradherd.lab.train.record import finite_or_none
 
 
 @dataclass
-class Tally:
+class EpochCounters:
     """What one epoch of one run has cost so far."""
 
     steps: int = 0
@@ -53,14 +53,14 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Quality:
+class Evaluation:
     """What a model is worth; None where a number is not finite."""
 
     loss: float | None
     metric: float | None
 
 
-class Tick(Protocol):
+class StepCallback(Protocol):
     """Is told that steps were done."""
 
     def __call__(self, steps: int = 1) -> None:
@@ -68,19 +68,19 @@ class Tick(Protocol):
         ...
 
 
-class Fleet(Protocol):
+class Trainer(Protocol):
     """Workers that train one or more runs side by side, an epoch at a time."""
 
     model: nn.Module
     """A model of the kind that is trained."""
-    series: list[Bins]
+    series: list[BinnedSeries]
     """Densities of all steps so far, for each run."""
 
-    def epoch(self, number: int, tick: Tick) -> list[Tally]:
+    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
         """Train one epoch, counted from 1; return what it cost, for each run."""
         ...
 
-    def quality(self) -> list[Quality]:
+    def quality(self) -> list[Evaluation]:
         """Return what the models of all runs are worth now."""
         ...
 
@@ -113,7 +113,7 @@ def full_loss(
     """
     parts = list(zip(*(column.split(chunk) for column in columns), strict=True))
     sums = torch.zeros(len(parts), dtype=torch.float64, device=columns[0].device)
-    with evaluating(model):
+    with eval_mode(model):
         for at in range(world.rank, len(parts), world.size):
             sums[at] = task.loss(model, *parts[at]).double() * len(parts[at][0])
     totals = all_reduce(sums, world).value.tolist()
@@ -122,12 +122,12 @@ def full_loss(
     return math.fsum(totals) / len(columns[0])
 
 
-def metric(task: Task, model: nn.Module, columns: Tensors) -> float | None:
+def finite_metric(task: Task, model: nn.Module, columns: Tensors) -> float | None:
     """Return the task's metric, None if it is not finite."""
-    return finite(float(task.metric(model, *columns)))
+    return finite_or_none(float(task.metric(model, *columns)))
 
 
-def share_buffers(model: nn.Module, world: World) -> None:
+def broadcast_buffers(model: nn.Module, world: World) -> None:
     """Give all ranks rank 0's buffers (BatchNorm's averages), as DDP does before a forward."""
     for buffer in model.buffers():
         broadcast(buffer, world)

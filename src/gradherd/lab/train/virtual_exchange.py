@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from gradherd.comm.collectives import all_gather_bytes, all_reduce_small_bytes
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.mean_hook import mean_bytes, mean_of
-from gradherd.lab.train.measurements import Bins
+from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.optimizers import (
     flat_grad,
-    generator_states,
-    seed_of_worker,
-    set_generator_states,
+    get_rng_states,
+    set_rng_states,
+    worker_seed,
 )
-from gradherd.lab.train.trainer import Tally
+from gradherd.lab.train.trainer import EpochCounters
 from gradherd.ordering.gather import enough, seen_batches
 from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
@@ -29,7 +29,7 @@ from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import Workers
 
 
-class Turns:
+class WorkerTurns:
     """Gives each worker its own generator, and all of them rank 0's buffers, as DDP does."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
@@ -37,14 +37,14 @@ class Turns:
         self._device = torch.device(config.device)
         self._states = []
         for worker in range(config.workers):
-            torch.manual_seed(seed_of_worker(config.seed, worker))
-            self._states.append(generator_states(self._device))
+            torch.manual_seed(worker_seed(config.seed, worker))
+            self._states.append(get_rng_states(self._device))
         self._shared: list[Tensor] = []
         self._ahead: list[Tensor] = []
 
     def resume(self) -> None:
         """Let generators stand where the last worker left them, whatever was drawn since."""
-        set_generator_states(self._states[-1], self._device)
+        set_rng_states(self._states[-1], self._device)
 
     @contextlib.contextmanager
     def of(self, worker: int) -> Iterator[None]:
@@ -58,10 +58,10 @@ class Turns:
         else:
             self._put(self._shared)
         if not captures:
-            set_generator_states(self._states[worker], self._device)
+            set_rng_states(self._states[worker], self._device)
         yield
         if not captures:
-            self._states[worker] = generator_states(self._device)
+            self._states[worker] = get_rng_states(self._device)
         if worker == 0:
             self._ahead = [buffer.clone() for buffer in self._buffers]
         if worker == len(self._states) - 1:
@@ -72,7 +72,7 @@ class Turns:
             buffer.copy_(value)
 
 
-class Exchange:
+class GradientAverager:
     """Averages the workers' gradients, all or sparsified."""
 
     def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
@@ -85,7 +85,7 @@ class Exchange:
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
         """(D,) the last average."""
-        self.series = Bins()
+        self.series = BinnedSeries()
         """Densities of the steps."""
         self._sparse: Workers | None = None
         if settings is not None:
@@ -102,7 +102,7 @@ class Exchange:
         """Return (D,) the gradient at hand."""
         return flat_grad(self.parameters)
 
-    def average(self, grads: Tensor, tally: Tally) -> None:
+    def average(self, grads: Tensor, tally: EpochCounters) -> None:
         """Give the model the average of (R, D) gradients."""
         if self._sparse is None:
             self.mean = mean_of(grads)
@@ -118,7 +118,7 @@ class Exchange:
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
 
-    def end_epoch(self, tally: Tally) -> None:
+    def end_epoch(self, tally: EpochCounters) -> None:
         """Take down what worker 0 keeps after the last step."""
         if self._sparse is not None:
             kept = self._sparse.workers[0].feedback.kept
@@ -170,11 +170,11 @@ class Portions:
         ordering.end_epoch()
 
 
-class SparseMean:
+class SparseAverager:
     """Averages the workers' gradients of one run, sparsified."""
 
     def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self._exchange = Exchange(config, dict(model.named_parameters()))
+        self._exchange = GradientAverager(config, dict(model.named_parameters()))
         self.series = self._exchange.series
         spec = FlatSpec.of(model)
         spans = dict(zip(spec.names, zip(spec.offsets, spec.numels, strict=True), strict=True))
@@ -186,7 +186,7 @@ class SparseMean:
             ]
         ).to(config.device)
 
-    def __call__(self, grads: Tensor, tally: Tally) -> Tensor:
+    def __call__(self, grads: Tensor, tally: EpochCounters) -> Tensor:
         """Return (D,) the mean of (R, D) gradients, zero where nothing travelled."""
         begin = time.perf_counter()
         self._exchange.average(grads[:, self._places], tally)
@@ -195,6 +195,6 @@ class SparseMean:
         tally.exchange_seconds += time.perf_counter() - begin
         return placed
 
-    def end_epoch(self, tally: Tally) -> None:
+    def end_epoch(self, tally: EpochCounters) -> None:
         """Take down what worker 0 keeps after the last step."""
         self._exchange.end_epoch(tally)

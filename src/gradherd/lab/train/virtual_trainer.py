@@ -19,11 +19,18 @@ from gradherd.attach.row_sources import Reader
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.cuda_graphs import Captured, drops
-from gradherd.lab.train.measurements import Stretches, cheap, prefix_bound
-from gradherd.lab.train.optimizers import clip_and_step, make_optimizer, set_rate
-from gradherd.lab.train.trainer import Quality, Tally, Tick, chunk_size, full_loss, metric
-from gradherd.lab.train.virtual_exchange import Exchange, Portions, Turns
+from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout
+from gradherd.lab.train.measurements import DeviceTimer, can_track_prefix_sums, herding_bound
+from gradherd.lab.train.optimizers import clip_and_step, make_optimizer, set_lr
+from gradherd.lab.train.trainer import (
+    EpochCounters,
+    Evaluation,
+    StepCallback,
+    chunk_size,
+    finite_metric,
+    full_loss,
+)
+from gradherd.lab.train.virtual_exchange import GradientAverager, Portions, WorkerTurns
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.ordering.sharding import UnitSharding
@@ -49,7 +56,7 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
     )
 
 
-class VirtualFleet:
+class VirtualTrainer:
     """R workers of one run, one after the other.
 
     On a GPU the passes of all workers in a step are replayed as one CUDA graph, unless numbers
@@ -76,7 +83,7 @@ class VirtualFleet:
         self.model = task.model().to(device)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.deal, self.ordering = make_ordering(config, len(split.train[0]))
-        self._exchange = Exchange(config, named)
+        self._exchange = GradientAverager(config, named)
         self.series = [self._exchange.series]
         size = self._exchange.layout.size
         needs_rows = self.ordering.policy.needs_rows
@@ -91,19 +98,24 @@ class VirtualFleet:
                 self._reader = make_reader(self.model, rows, config.unit, config.batch_size)
         self._parameters = list(named.values())
         self._optimizer = make_optimizer(self._parameters, config)
-        self._turns = Turns(self.model, config)
-        self._captured: Captured | None = None
-        if capture and device.type == "cuda" and self._reader is None and not drops(self.model):
-            self._captured = Captured(self._passes, restore=list(self.model.buffers()))
-        self._exchange_time, self._ordering_time = Stretches(device), Stretches(device)
+        self._turns = WorkerTurns(self.model, config)
+        self._captured: GraphedFunction | None = None
+        if (
+            capture
+            and device.type == "cuda"
+            and self._reader is None
+            and not has_dropout(self.model)
+        ):
+            self._captured = GraphedFunction(self._passes, restore=list(self.model.buffers()))
+        self._exchange_time, self._ordering_time = DeviceTimer(device), DeviceTimer(device)
         batches = -(-self.deal.length * config.unit // config.batch_size)
-        self._watches = config.density is None and cheap(batches, size)
+        self._watches = config.density is None and can_track_prefix_sums(batches, size)
 
-    def epoch(self, number: int, tick: Tick) -> list[Tally]:
+    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
         """Train one epoch."""
-        config, tally, means = self._config, Tally(), []
+        config, tally, means = self._config, EpochCounters(), []
         begin = time.perf_counter()
-        set_rate(self._optimizer, config.lr_at(number))
+        set_lr(self._optimizer, config.lr_at(number))
         indices = torch.stack(
             [self.deal.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
@@ -135,12 +147,12 @@ class VirtualFleet:
         tally.ordering_bytes = self._portions.bytes - sent_before
         tally.bytes += tally.ordering_bytes
         if means:
-            tally.herding_bound = prefix_bound(
+            tally.herding_bound = herding_bound(
                 torch.stack(means), config.batch_size * config.workers
             )
         return [tally]
 
-    def _gradients(self, batch: Tensor, tally: Tally) -> tuple[Tensor, list[Tensor]]:
+    def _gradients(self, batch: Tensor, tally: EpochCounters) -> tuple[Tensor, list[Tensor]]:
         """Return every worker's (R, D) gradient of its own (R, B) examples, and (U, k) rows.
 
         The gradients may be overwritten by those of the next step.
@@ -151,9 +163,9 @@ class VirtualFleet:
 
     def _passes(self, batch: Tensor) -> tuple[Tensor]:
         """Return the (R, D) gradients alone, as what is captured."""
-        return (self._one_by_one(batch, Tally())[0],)
+        return (self._one_by_one(batch, EpochCounters())[0],)
 
-    def _one_by_one(self, batch: Tensor, tally: Tally) -> tuple[Tensor, list[Tensor]]:
+    def _one_by_one(self, batch: Tensor, tally: EpochCounters) -> tuple[Tensor, list[Tensor]]:
         grads, rows = [], []
         for worker, own in enumerate(batch):
             fetch = time.perf_counter()
@@ -168,11 +180,11 @@ class VirtualFleet:
                     rows.append(self._reader.take(len(own), 1.0))
         return torch.stack(grads), rows
 
-    def quality(self) -> list[Quality]:
+    def quality(self) -> list[Evaluation]:
         """Measure the model."""
         chunk = chunk_size(self.model, self._config.batch_size)
         loss = full_loss(self._task, self.model, self._split.train, World.single(), chunk)
-        return [Quality(loss, metric(self._task, self.model, self._split.test))]
+        return [Evaluation(loss, finite_metric(self._task, self.model, self._split.test))]
 
     def close(self) -> None:
         """Leave the model."""

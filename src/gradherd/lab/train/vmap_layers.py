@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # These draw numbers, or carry state from batch to batch.
-_UNFIT = (
+_NOT_VMAPPABLE = (
     nn.modules.dropout._DropoutNd,
     nn.modules.batchnorm._BatchNorm,  # Without buffers, too: it looks at a whole batch.
     nn.RNNBase,
@@ -24,7 +24,7 @@ _UNFIT = (
 )
 
 
-class _ByPatches(torch.autograd.Function):
+class _PatchConvFunction(torch.autograd.Function):
     """A convolution whose weights' gradient is a product with patches of the images."""
 
     generate_vmap_rule = True
@@ -87,13 +87,13 @@ class PatchConv2d(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """Turn (B, C, H, W) into (B, C', H', W')."""
-        scores: Tensor = _ByPatches.apply(  # type: ignore[no-untyped-call]
+        scores: Tensor = _PatchConvFunction.apply(  # type: ignore[no-untyped-call]
             images, self.weight, self.stride, self.padding, self.dilation
         )
         return scores if self.bias is None else scores + self.bias.view(-1, 1, 1)
 
 
-class StepLSTM(nn.LSTM):
+class UnrolledLSTM(nn.LSTM):
     """An LSTM step by step; its state starts at zero."""
 
     def forward(self, inputs: Tensor, hx: None = None) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -121,7 +121,7 @@ class StepLSTM(nn.LSTM):
         return torch.stack(states)
 
 
-def why_unfit(model: nn.Module) -> str | None:
+def why_not_vmappable(model: nn.Module) -> str | None:
     """Return why many models like this one cannot be stacked; None if they can."""
     if any(True for _ in model.buffers()):
         return "it has buffers"
@@ -130,12 +130,12 @@ def why_unfit(model: nn.Module) -> str | None:
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and module.dropout:
             return "it has attention with dropout"
-        if isinstance(module, _UNFIT) and not _plain_lstm(module):
+        if isinstance(module, _NOT_VMAPPABLE) and not _plain_lstm(module):
             return f"it has a {type(module).__name__}"
     return None
 
 
-def one_by_one(model: nn.Module) -> bool:
+def prefers_loop(model: nn.Module) -> bool:
     """Return whether models are better not stacked with each other, but each with its examples.
 
     A convolution of many images with one set of weights is what libraries are made for; with a
@@ -144,7 +144,7 @@ def one_by_one(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
 
 
-def stackable(model: nn.Module) -> nn.Module:
+def make_vmappable(model: nn.Module) -> nn.Module:
     """Return a copy whose layers have a form to be stacked; names of parameters stay."""
     model = copy.deepcopy(model)
     for module in model.modules():
@@ -152,7 +152,7 @@ def stackable(model: nn.Module) -> nn.Module:
         if _plain_conv(module):
             module.__class__ = PatchConv2d
         elif _plain_lstm(module):
-            module.__class__ = StepLSTM
+            module.__class__ = UnrolledLSTM
     return model
 
 
