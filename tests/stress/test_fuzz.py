@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.attach.pack import read_file
+from gradherd.attach.pack import unpack
 from gradherd.cli.main import main
 from gradherd.comm.world import World
 from gradherd.lab.report.find import find_records
@@ -32,7 +32,7 @@ from gradherd.lab.tasks.safe_readers import (
     parse_npz,
     parse_tiles,
 )
-from gradherd.lab.tasks.safe_readers import read_file as unpacked
+from gradherd.lab.tasks.safe_readers import read_file
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
 from gradherd.replay.arrays import open_array
@@ -159,24 +159,24 @@ def test_packings_that_cannot_be_stopped_in_time(packing):
 @pytest.mark.parametrize("end", [".gz", ".xz"])
 def test_bombs_are_refused_within_memory(tmp_path, end):
     (tmp_path / f"a{end}").write_bytes(bomb(end))
-    with limits(), pytest.raises(DamagedData, match=r"more than 268,435,456 bytes unpacked"):
-        unpacked(tmp_path / f"a{end}")
+    with limits(), pytest.raises(DamagedData, match=r"more than 268,435,456 bytes read_file"):
+        read_file(tmp_path / f"a{end}")
 
 
 def test_files_of_several_streams(tmp_path):
     for end, pack in ((".gz", gzip.compress), (".xz", lzma.compress)):
         (tmp_path / f"a{end}").write_bytes(pack(b"one, ") + pack(b"two"))
-        assert unpacked(tmp_path / f"a{end}") == b"one, two"
+        assert read_file(tmp_path / f"a{end}") == b"one, two"
     (tmp_path / "a.xz").write_bytes(lzma.compress(b"one") + b"more")
     with pytest.raises(DamagedData, match=r"a\.xz cannot be read: .*; fetch it again"):
-        unpacked(tmp_path / "a.xz")
+        read_file(tmp_path / "a.xz")
 
 
 def test_a_file_that_is_a_hole(tmp_path):
     with (tmp_path / "a").open("wb") as file:
         file.truncate(1 << 42)
     with limits(), pytest.raises(DamagedData, match="more than"):
-        unpacked(tmp_path / "a")
+        read_file(tmp_path / "a")
 
 
 # Other data.
@@ -449,4 +449,4 @@ def test_manifests_that_no_run_writes(tmp_path, how):
 def test_states_of_odd_trees(tree):
     head = json.dumps({"__metadata__": {"tree": tree}}).encode()
     with pytest.raises(ValueError, match="not a saved state"):
-        read_file(len(head).to_bytes(8, "little") + head)
+        unpack(len(head).to_bytes(8, "little") + head)
