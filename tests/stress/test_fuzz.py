@@ -31,8 +31,8 @@ from gradherd.lab.tasks.safe_readers import (
     parse_idx,
     parse_npz,
     parse_tiles,
+    read_file,
 )
-from gradherd.lab.tasks.safe_readers import read_file
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
 from gradherd.replay.arrays import open_array
