@@ -1,8 +1,9 @@
-"""The pages: their programs run as shown, their links lead somewhere, their commands exist."""
+"""The pages: programs run as shown; links, files, names and commands exist."""
 
 import contextlib
 import functools
 import io
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -15,12 +16,14 @@ from gradherd.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+# Files and commands of the worked examples in CONTRIBUTING.md, which a reader is to write.
+EXAMPLES = ("cyclic", "learn_once")
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def programs(page: str) -> list[str]:
-    """Blocks of Python that are no part of a list."""
+    """Return the blocks of Python outside of lists."""
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
 
 
@@ -47,10 +50,10 @@ SAYS = [
 
 
 @pytest.mark.parametrize("number", range(len(SAYS)))
-def test_programs_of_the_quickstart_run_and_say_what_is_told(tmp_path, number):
-    found = programs("quickstart.md")
-    assert len(found) == len(SAYS)
-    assert re.match(SAYS[number], output_of(tmp_path, found[number]), re.S)
+def test_programs_of_the_quickstart_print_what_the_page_says(tmp_path, number):
+    blocks = programs("quickstart.md")
+    assert len(blocks) == len(SAYS)
+    assert re.match(SAYS[number], output_of(tmp_path, blocks[number]), re.S)
 
 
 def test_arrays_of_replay_are_made_as_shown(tmp_path):
@@ -64,6 +67,23 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http:", "https:")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_pages_exist(page):
+    folders = r"\b(?:src|tests|docs|benchmarks|examples|studies)/[\w./-]+\.(?:py|md|toml)\b"
+    for path in re.findall(folders, page.read_text()):
+        assert (ROOT / path).exists() or Path(path).stem.endswith(EXAMPLES), f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_names_in_pages_exist(page):
+    text = page.read_text()
+    names = re.findall(r"`(gradherd(?:\.\w+)+)", text)
+    for module, imported in re.findall(r"^from (gradherd[\w.]*) import (.+)$", text, re.M):
+        names += [f"{module}.{name.strip()}" for name in imported.split(",")]
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 def test_every_page_and_every_command_is_in_the_index():
@@ -90,7 +110,7 @@ def test_commands_in_pages_exist_with_their_options(page):
 
 @functools.cache
 def help_of(name: str) -> str:
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), pytest.raises(SystemExit):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
         main([*name.split(), "--help"])
-    return told.getvalue()
+    return output.getvalue()
