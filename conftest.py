@@ -1,4 +1,4 @@
-"""Doctests are looked for in all modules; those for a GPU cannot be imported without Triton."""
+"""Collect doctests from all modules, except Triton kernels where Triton is not installed."""
 
 from importlib.util import find_spec
 
