@@ -166,6 +166,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
         for work in _exchange_pairwise([tensor.contiguous()] * world.size, outputs, world):
             work.wait()
         return CollectiveResult(out, all_gather_bytes(tensor, world.size))
+    # One tensor of equal rows is gathered in one call. The padding is sent, so its bytes count.
     padded = tensor.new_zeros(max(sizes))
     padded[: len(tensor)] = tensor
     rows, sent = all_gather(padded, world)
@@ -190,6 +191,7 @@ def all_to_all_start(
     if world.size == 1:
         out.copy_(tensor)
         return PendingCollective(out, 0)
+    # Not all of it is sent: the row of this rank stays.
     sent, rows = all_to_all_bytes(tensor, world.size), tensor.contiguous()
     if dist.get_backend(world.group) == "gloo" and out.is_contiguous():
         inputs, outputs = (list(each.view(world.size, -1)) for each in (rows, out))

@@ -130,6 +130,7 @@ def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
                 returned.append(end.value)
         if not requests:
             return [ScriptResult(value, sent) for value, sent in zip(returned, totals, strict=True)]
+        # Real ranks would hang or mix up messages here; one process can see it and say so.
         kinds = {type(request) for request in requests}
         if returned or len(kinds) > 1:
             names = sorted(kind.__name__ for kind in kinds)

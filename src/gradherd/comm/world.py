@@ -80,6 +80,7 @@ def join_torchrun_group(backend: str) -> None:
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         dist.init_process_group(backend)
         return
+    # What init_process_group does without a store, but with a prefix in between.
     store, rank, size = next(rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(

@@ -62,10 +62,12 @@ class Capture:
         self.spec = FlatSpec.of(model)
         self._batch_dim = batch_dim
         self._owners = {owner.name: owner for owner in parameter_owners(model)}
+        # By parameter, not by name: modules that share a weight know it under different names.
         names = {p: name for name, p in model.named_parameters()}
         parameters = [p for owner in self._owners.values() for p in owner.parameters.values()]
         self._index = {p: self.spec.names.index(names[p]) for p in parameters}
         self._factored = _only_outer_terms(self._owners, self._index)
+        # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if parameters:
             self._like = at_least_float32(parameters[0].detach().new_empty(0))
@@ -120,6 +122,7 @@ class Capture:
             zip(self.spec.names, terms_by_parameter, strict=True)
         ):
             for term in terms:
+                # The two sketches hash the weight differently and must not be added.
                 if isinstance(term, OuterTerm) and index not in self._factored:
                     total += count_sketch(term.dense(), k, seed, name=name)
                 else:
@@ -167,6 +170,8 @@ class Capture:
         kwargs: dict[str, Any],
         outputs: Any,
     ) -> None:
+        # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
+        # runs again with gradients enabled.
         if not torch.is_grad_enabled() or self._replaying:
             return
         if isinstance(outputs, tuple) and any(isinstance(out, PackedSequence) for out in outputs):
@@ -174,6 +179,7 @@ class Capture:
                 f"module '{owner.name}' got a PackedSequence, in which examples are interleaved: "
                 "pad the sequences instead, or order whole batches"
             )
+        # Detached: a reference to the graph would keep the activations of all layers below alive.
         args, kwargs = detach_all((args, kwargs))
         call = ModuleCall(
             owner.name,
@@ -184,6 +190,8 @@ class Capture:
             statistics=save_statistics(module),
             versions=tensor_versions((args, kwargs)),
         )
+        # Hooks on tensors, because a module's full backward hook forbids in-place operations on
+        # its outputs, such as ReLU(inplace=True).
         for index, output in enumerate(tree_leaves(outputs)):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(partial(self._on_grad, call, index))
@@ -191,6 +199,7 @@ class Capture:
     def _on_grad(self, call: ModuleCall, index: int, grad: Tensor) -> None:
         if not call.grads:
             self._calls.append(call)
+        # A retained graph may run backward several times before the rows are read: add up.
         before = call.grads.get(index)
         call.grads[index] = grad.detach() if before is None else before + grad.detach()
 
@@ -217,6 +226,7 @@ class Capture:
         if owner.rule is None:
             yield from replay(call, owner.parameters, batch).items()
         else:
+            # Called with a keyword: torch's layers name their one argument `input`.
             inputs = call.args[0] if call.args else call.kwargs["input"]
             yield from owner.rule(call.module, inputs, call.grads[0], batch, call.statistics)
 
@@ -244,4 +254,5 @@ def _row_scale(examples: int, reduction: str, loss_scale: float) -> float:
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if not loss_scale > 0:
         raise ValueError(f"loss_scale must be positive, got {loss_scale}")
+    # A mean divides the loss of each example by B; its own gradient is B times what arrived.
     return (examples if reduction == "mean" else 1) / loss_scale

@@ -45,6 +45,7 @@ class ConvTerm:
 
     def dot(self, vector: Tensor) -> Tensor:
         """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        # A convolution is linear in its weight: <gradient, v> = <conv(inputs, v), grads>.
         outputs = F.conv2d(
             at_least_float32(self.inputs),
             vector.view(self.weight_shape),
@@ -59,6 +60,7 @@ class ConvTerm:
     def combine(self, weights: Tensor, onto: Tensor) -> None:
         """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
         inputs, grads = at_least_float32(self.inputs), at_least_float32(self.grads)
+        # Output gradients scaled by example: the weight gradient of the batch is then the sum.
         total: Tensor = conv2d_weight(
             inputs,
             self.weight_shape,

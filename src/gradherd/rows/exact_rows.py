@@ -102,6 +102,7 @@ class FactoredRows:
         sums = self.like.new_zeros(len(vectors), self.examples)
         for terms, part in zip(self.terms, self.spec.split(vectors), strict=True):
             for term in terms:
+                # One vector at a time: K is small, and temporaries stay those of one.
                 for k, vector in enumerate(part):
                     sums[k] += term.dot(vector)
         return sums.mul_(self.scale)
@@ -113,7 +114,7 @@ class FactoredRows:
         for terms in self.terms:
             if terms:
                 total += _parameter_gram(terms, cache)
-        return total.mul_(self.scale**2)
+        return total.mul_(self.scale**2)  # each inner product has the scale of two rows
 
     def combine(self, weights: Tensor) -> Tensor:
         """Return sums of rows weighted by weights (K, B): (K, D)."""

@@ -58,6 +58,7 @@ class FlatSpec:
         trainable parameters are ignored.
         """
         given = [tensors.get(name) for name in self.names]
+        # Zeros take dtype and device from the tensors that are given.
         like = next((tensor for tensor in given if tensor is not None), torch.zeros(()))
         parts = []
         for name, shape, tensor in zip(self.names, self.shapes, given, strict=True):

@@ -44,6 +44,7 @@ class ForwardContext:
         """Save the context of `module`; call it right before the forward."""
         parameters = list(module.parameters())
         devices = {p.device for p in parameters}
+        # Autocast has one state per device type; the one of the parameters matters.
         kind = "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
         return cls(
             rng=torch.get_rng_state(),
@@ -92,6 +93,7 @@ def replay(
     """Return the per-example gradients of a module's parameters, by their local names."""
     assert call.context is not None
     _check_unchanged(call, call.context)
+    # pop_rows() runs without gradients; the replay needs a graph of its own.
     with _restored(call.module, call.context), torch.enable_grad():
         outputs = tree_leaves(_forward(call))
     grads = _per_example_grads(
@@ -186,6 +188,7 @@ def _per_example_grads(
     examples: int,
 ) -> list[Tensor]:
     """Return the gradient of each parameter from each example alone: one (B, N) each."""
+    # Zeros: a parameter that the outputs do not depend on gets no gradient.
     rows = [p.new_zeros(examples, p.numel()) for p in parameters]
     step = max(1, min(examples, _MAX_TEMPORARY // max(1, sum(grad.numel() for grad in grads))))
     batched = True
@@ -210,6 +213,8 @@ def _per_example_grads(
 
 def _mask_examples(grad: Tensor, dim: int, lo: int, hi: int) -> Tensor:
     """Return (E, *shape) copies of `grad`, the e-th with all examples but lo + e zeroed."""
+    # Masked, not sliced: examples may interact inside the module (BatchNorm), so the forward ran
+    # on the whole batch.
     front = grad.movedim(dim, 0)
     masked = front.new_zeros(hi - lo, *front.shape)
     index = torch.arange(hi - lo, device=grad.device)
@@ -227,7 +232,7 @@ def _backward(
             outputs,
             parameters,
             grads if batched else [grad[0] for grad in grads],
-            retain_graph=True,
+            retain_graph=True,  # the next examples go through the same graph
             allow_unused=True,
             is_grads_batched=batched,
         )

@@ -95,7 +95,7 @@ def embedding(
     assert isinstance(module, nn.Embedding)
     tokens = batch.move_first(inputs, 0).long()
     right = batch.move_first(grads, 1)
-    if module.padding_idx is not None:
+    if module.padding_idx is not None:  # torch gives the padding token no gradient
         right = right * (tokens != module.padding_idx).unsqueeze(-1)
     if is_trainable(module.weight):
         yield "weight", OuterTerm(tokens, right, module.num_embeddings)
@@ -147,6 +147,7 @@ def layer_norm(
     grads = at_least_float32(batch.move_first(grads, len(shape)))
     if is_trainable(module.weight):
         inputs = at_least_float32(batch.move_first(inputs, len(shape)))
+        # Normalised again: hooks see inputs and outputs, not what is between.
         if isinstance(module, nn.LayerNorm):
             normalized = F.layer_norm(inputs, shape, eps=module.eps)
         else:
@@ -212,6 +213,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     A subclass has a rule only if it keeps the forward of its layer and adds no parameters.
     """
     for kind, rule in RULES.items():
+        # The forward decides, not the class: many libraries subclass nn.Linear and change it.
         if isinstance(module, kind) and type(module).forward is kind.forward:
             if not set(module._parameters) <= {"weight", "bias"}:
                 return None
@@ -225,6 +227,8 @@ def rule_for(module: nn.Module) -> Rule | None:
 def save_statistics(module: nn.Module) -> tuple[Tensor, ...]:
     """Copy the buffers that a rule needs as they were during the forward."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        # In training the batch has its own statistics. In evaluation the buffers are used, and
+        # a later forward in training would change them before the rows are read.
         if not module.training and module.running_mean is not None:
             assert module.running_var is not None
             return (module.running_mean.clone(), module.running_var.clone())

@@ -31,9 +31,10 @@ def parameter_owners(model: nn.Module) -> Iterator[ParameterOwner]:
     stack = [("", model)]
     while stack:
         name, module = stack.pop()
-        if module in seen:
+        if module in seen:  # a module in two places has one set of hooks
             continue
         seen.add(module)
+        # Attention hands the weights of its out_proj to a function; hooks of out_proj never run.
         owns_all = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
         owns_all = owns_all or hasattr(module, "parametrizations")
         if owns_all:

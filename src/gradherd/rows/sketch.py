@@ -44,6 +44,7 @@ def hashes(
     True
     """
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    # numpy, because torch has little arithmetic on unsigned 64-bit integers.
     x = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x += np.uint64(int.from_bytes(digest, "little"))
@@ -152,6 +153,7 @@ def tensor_sketch(left: Tensor, right: Tensor) -> Tensor:
     step = max(1, _MAX_TEMPORARY // max(1, examples * k))
     for lo in range(0, left.shape[1], step):
         span = slice(lo, lo + step)
+        # Convolution is a product of spectra, and sums over T can be taken before going back.
         product = torch.fft.rfft(left[:, span]) * torch.fft.rfft(right[:, span])
         spectrum = product.sum(1) if spectrum is None else spectrum + product.sum(1)
     return left.new_zeros(examples, k) if spectrum is None else torch.fft.irfft(spectrum, n=k)

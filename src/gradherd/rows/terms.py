@@ -133,7 +133,7 @@ class OuterTerm:
         """Return the inner product of each example's gradient with vector (N,): (B,)."""
         left, right = self.factors()
         matrix = vector.view(self.out_features, right.shape[-1])
-        if self.one_hot:
+        if self.one_hot:  # A one-hot row times the matrix is a lookup.
             return _dot_per_example(matrix[left], right)
         if left.is_cuda and left.shape[1] == 1:  # The same in fewer kernels.
             left, right = left[:, 0], right[:, 0]
@@ -153,6 +153,7 @@ class OuterTerm:
             scaled = (right * weights[:, None, None]).reshape(-1, columns)
             onto.view(self.out_features, columns).index_add_(0, left.reshape(-1), scaled)
             return
+        # The weights may scale either factor; scale the smaller one.
         if self.out_features <= columns:
             left = left * weights[:, None, None]
         else:
@@ -163,6 +164,7 @@ class OuterTerm:
     def gram(self, cache: GramCache) -> Tensor:
         """Return the inner products between examples: (B, B)."""
         if self.right.shape[1] == 1 and not self.one_hot:
+            # <l r^T, l' r'^T> = <l, l'> <r, r'>: two small Gram matrices, multiplied elementwise.
             left, right = self.factors()
             return cache.gram(left[:, 0]) * cache.gram(right[:, 0])
         return outer_gram([self])
@@ -185,6 +187,7 @@ class OuterTerm:
     def sketch(self, k: int, seed: int, name: str) -> Tensor:
         """Return the tensor sketch of each gradient, from the factors alone: (B, k)."""
         left, right = self.factors()
+        # The buckets of the two factors are added, so their hashes must be independent.
         keys = f"{name}/left", f"{name}/right"
         if not self.one_hot and has_cached_matrix(left, k) and has_cached_matrix(right, k):
             return tensor_sketch_by_matrix(left, right, k, seed, keys)
@@ -198,6 +201,7 @@ class OuterTerm:
 
 def _dot_per_example(one: Tensor, two: Tensor) -> Tensor:
     """Return the inner product of (B, T, X) with (B, T, X) per example: (B,)."""
+    # bmm, not a product and a sum: no temporary of the size of the factors.
     return torch.bmm(one.flatten(1).unsqueeze(1), two.flatten(1).unsqueeze(2)).view(-1)
 
 
@@ -206,6 +210,7 @@ def outer_gram(terms: Sequence[OuterTerm]) -> Tensor:
 
     It includes all cross terms, also those between an embedding and a linear layer.
     """
+    # A linear use touches all rows of the weight, so ids are renumbered for embeddings only.
     if all(term.one_hot for term in terms):
         terms = _renumber_tokens(terms)
     examples, columns = len(terms[0].right), terms[0].right.shape[-1]
@@ -281,7 +286,7 @@ def _pair_products(one: OuterTerm, rows: slice, two: OuterTerm, columns: slice) 
     products = right.flatten(0, 1) @ right2.flatten(0, 1).T
     left, left2 = left.flatten(0, 1), left2.flatten(0, 1)
     if one.one_hot and two.one_hot:
-        products *= left[:, None] == left2
+        products *= left[:, None] == left2  # one-hot rows: 1 for equal tokens, else 0
     elif one.one_hot:
         products *= left2[:, left].T
     elif two.one_hot:
