@@ -114,7 +114,7 @@ def measure_link(net: Namespaces, ranks: Ranks, rate: float | None, delay: float
     net.limit(rate, delay)
     size = int(min(32e6, max(1e5, (rate or 4e9) / 8 * _LINK_SECONDS)))
     found = ranks.ask("link", repeats=40, bytes=size)[0]
-    arrives = units.show_rate(found["goodput"])
+    arrives = units.format_rate(found["goodput"])
     progress(f"link of {rate_name(rate)}: {arrives} arrive, {1e3 * found['latency']:.2f} ms a hop")
     return {"rate": rate, **found}
 
@@ -145,7 +145,7 @@ def summary(case: str, rate: float | None, answers: Sequence[dict[str, Any]]) ->
 
 def rate_name(rate: float | None) -> str:
     """Return a rate as people say it."""
-    return "no limit" if rate is None else units.show_rate(rate)
+    return "no limit" if rate is None else units.format_rate(rate)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def judge(record: dict[str, Any]) -> None:
 def listed_rates(text: str) -> list[float]:
     """Read --rates."""
     try:
-        return [units.rate(word) for word in text.split(",") if word.strip()]
+        return [units.parse_rate(word) for word in text.split(",") if word.strip()]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

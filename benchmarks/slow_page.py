@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradherd.advise.units import show_rate
+from gradherd.advise.units import format_rate
 
 _FAR = 0.25  # off by so much, a prediction has failed
 
@@ -72,7 +72,7 @@ def _links(record: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for link in record["links"]:
-        arrives, hop = show_rate(link["goodput"]), 1e3 * link["latency"]
+        arrives, hop = format_rate(link["goodput"]), 1e3 * link["latency"]
         lines.append(f"| {_rate(link['rate'])} | {arrives} | {hop:.2f} ms | {link['deal']:.2f} |")
     free = next(link["goodput"] for link in record["links"] if link["rate"] is None)
     cores, ranks = record["hardware"]["cores"], record["config"]["workers"]
@@ -81,7 +81,7 @@ def _links(record: dict[str, Any]) -> str:
         lines += [
             "",
             f"{ranks} ranks and the kernel's TCP share {cores} cores, so no more than "
-            f"{show_rate(free)} arrives without any limit: the rows of "
+            f"{format_rate(free)} arrives without any limit: the rows of "
             f"{' and '.join(_rate(link['rate']) for link in fast)} show this machine's cores, not "
             "such a network.",
         ]
@@ -214,7 +214,7 @@ def _training(record: dict[str, Any]) -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return "no limit" if rate is None else show_rate(rate)
+    return "no limit" if rate is None else format_rate(rate)
 
 
 def _case(case: str) -> str:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradherd.advise.choices import Setting, predict
-from gradherd.advise.link import Link
-from gradherd.advise.overheads import Overheads
+from gradherd.advise.costs import NetworkLink, Overheads
 
 
 def _setting(record: dict[str, Any], rate: float | None, own: Overheads) -> Setting:
@@ -20,7 +19,7 @@ def _setting(record: dict[str, Any], rate: float | None, own: Overheads) -> Sett
     return Setting(
         params=record["model"]["parameters"],
         workers=config["workers"],
-        link=Link(
+        link=NetworkLink(
             bandwidth=link["goodput"], latency=link["latency"], goodput=1.0, deal=link["deal"]
         ),
         backward=backward,

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.advise.measure import hop, wide
+from gradherd.advise.measure import ring_seconds, wide_model
 from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_bytes, all_to_all_start
 from gradherd.ordering.gather import EVERY
 
@@ -52,7 +52,7 @@ class Case:
         self.world, self.exchange = world, job["exchange"]
         batch, cap = job["batch"], {}
         torch.manual_seed(0)
-        net = wide(job["params"])
+        net = wide_model(job["params"])
         side = net[0].in_features
         self.shapes = [tuple(p.shape) for p in net.parameters()]
         self.rank = job["rank"]
@@ -134,9 +134,9 @@ class Rank:
 
     def link(self, job: dict[str, Any]) -> dict[str, float]:
         """Measure latency and goodput from each rank to the next, all of them at once."""
-        short = hop(4, job["repeats"], self.world)
+        short = ring_seconds(4, job["repeats"], self.world)
         numbers = int(job["bytes"])
-        long = hop(numbers, 7, self.world)
+        long = ring_seconds(numbers, 7, self.world)
         dealt = self._deal(numbers)
         return {
             "latency": short,

@@ -112,7 +112,7 @@ def test_options_are_explained_and_checked():
     code, text = says("--help")
     assert code == 0 and "--rates" in text and "sudo python" in text
     code, text = says("--rates", "fast")
-    assert code == 2 and "'fast' is no link speed" in text
+    assert code == 2 and "'fast' is not a link speed" in text
 
 
 def test_without_root_it_says_so(monkeypatch):

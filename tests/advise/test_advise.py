@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 import gradherd.advise
 from gradherd.advise import units
 from gradherd.advise.choices import EXCHANGES, ORDERS, Setting, all_choices, predict
+from gradherd.advise.costs import (
+    NetworkLink,
+    Overheads,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    typical_overheads,
+)
 from gradherd.advise.decide import advise, break_even
-from gradherd.advise.link import Link, all_gather, all_reduce, all_to_all
-from gradherd.advise.measure import wide
-from gradherd.advise.overheads import Overheads, usual
+from gradherd.advise.measure import wide_model
 from gradherd.cli.main import main
 from gradherd.comm.collectives import all_reduce_small_bytes
 from gradherd.ordering.gather import EVERY
@@ -28,7 +34,7 @@ from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.topk import TopK
 from gradherd.sparsify.virtual_workers import Workers
 
-MEGABYTE = Link(bandwidth=8e6, latency=0.01, goodput=1.0)
+MEGABYTE = NetworkLink(bandwidth=8e6, latency=0.01, goodput=1.0)
 """A link of a megabyte per second."""
 
 
@@ -36,10 +42,10 @@ def setting(**changes) -> Setting:
     known = {
         "params": 25e6,
         "workers": 4,
-        "link": Link(bandwidth=1e9, latency=50e-6),
+        "link": NetworkLink(bandwidth=1e9, latency=50e-6),
         "backward": 0.08,
         "forward": 0.04,
-        "overheads": usual("cuda", changes.get("params", 25e6)),
+        "overheads": typical_overheads("cuda", changes.get("params", 25e6)),
     }
     return Setting(**{**known, **changes})
 
@@ -126,13 +132,13 @@ def some_settings(draw) -> Setting:
     return Setting(
         params=params,
         workers=draw(st.integers(1, 3000)),
-        link=Link(
+        link=NetworkLink(
             bandwidth=10 ** draw(st.floats(4, 14)),
             latency=draw(st.floats(0, 0.1)),
         ),
         backward=10 ** draw(st.floats(-5, 3)),
         forward=draw(st.floats(0, 10)),
-        overheads=usual(draw(st.sampled_from(["cpu", "cuda"])), params),
+        overheads=typical_overheads(draw(st.sampled_from(["cpu", "cuda"])), params),
         density=draw(st.sampled_from([1e-4, 1e-3, 0.01, 0.1, 1.0])),
         rank=draw(st.integers(1, 8)),
         overlap=draw(st.floats(0, 1)),
@@ -171,7 +177,7 @@ def test_the_break_even_is_where_the_lines_cross(one):
 
 def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     small = setting(params=11e6, backward=0.015, forward=0.008)
-    fast = advise(replace(small, link=Link(bandwidth=2.4e12, latency=5e-6)))
+    fast = advise(replace(small, link=NetworkLink(bandwidth=2.4e12, latency=5e-6)))
     slow = advise(small)
     assert not fast["pays"] and fast["advice"].startswith("No: over 2.4 Tb/s, ")
     assert slow["pays"] and slow["advice"].startswith("Yes: over 1 Gb/s, exdyna")
@@ -179,7 +185,7 @@ def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     for result in (fast, slow):
         assert "time per step only" in result["advice"] and "residual" in result["advice"]
     alone = advise(replace(small, workers=1))
-    assert not alone["pays"] and alone["advice"].startswith("No: one worker")
+    assert not alone["pays"] and alone["advice"].startswith("No: a single worker")
     assert alone["break_even_bandwidth"] is None
     assert {choice["bytes"] for choice in alone["choices"]} == {0}
 
@@ -192,7 +198,7 @@ def test_all_exchanges_come_with_both_orders():
 def test_wide_models_have_about_the_size_asked_for():
     for params in (1e4, 3e5, 25e6):
         with torch.device("meta"):
-            count = sum(p.numel() for p in wide(int(params)).parameters())
+            count = sum(p.numel() for p in wide_model(int(params)).parameters())
         assert 0.9 * params <= count <= params
 
 
@@ -208,15 +214,15 @@ def test_the_arithmetic_needs_no_torch():
 
 def test_units_that_are_none_are_refused():
     for reader, texts in (
-        (units.rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999"]),
-        (units.seconds, ["", "ms", "1h", "nan", "-5ms", "5 m s"]),
-        (units.count, ["", "M", "1.2.3", "0", "-1", "1e400", "nan"]),
+        (units.parse_rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999"]),
+        (units.parse_seconds, ["", "ms", "1h", "nan", "-5ms", "5 m s"]),
+        (units.parse_count, ["", "M", "1.2.3", "0", "-1", "1e400", "nan"]),
     ):
         for text in texts:
             with pytest.raises(ValueError):
                 reader(text)
-    assert units.rate("2.5 Gbit") == 2.5e9 and units.rate("100mb/s") == 1e8
-    assert units.rate("50GB/s") == 4e11 and units.seconds("0") == 0
+    assert units.parse_rate("2.5 Gbit") == 2.5e9 and units.parse_rate("100mb/s") == 1e8
+    assert units.parse_rate("50GB/s") == 4e11 and units.parse_seconds("0") == 0
 
 
 def run(capsys, *args) -> tuple[int, str, str]:
@@ -278,7 +284,7 @@ def test_what_is_not_told_is_assumed_and_said(capsys):
     assert code == 0 and found["assumed"] == ["bandwidth", "backward"]
     assert found["setting"]["link"]["bandwidth"] == 10e9
     code, out, _ = run(capsys, "--params", "7e9", "--bandwidth", "1G")
-    assert code == 0 and "Not told, so assumed: --backward." in " ".join(out.split())
+    assert code == 0 and "Not given, so assumed: --backward." in " ".join(out.split())
     code, out, _ = run(capsys, "--params", "7e9", *KNOWN, "--json")
     assert json.loads(out)["assumed"] == []
 
@@ -286,10 +292,10 @@ def test_what_is_not_told_is_assumed_and_said(capsys):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--params", "many", *KNOWN], "--params: 'many' is no number of parameters"),
+        (["--params", "many", *KNOWN], "--params: 'many' is not a number of parameters"),
         (["--params", "0.5", *KNOWN], "--params must be at least 1"),
-        (["--params", "1e6", *KNOWN, "--bandwidth", "fast"], "--bandwidth: 'fast' is no link"),
-        (["--params", "1e6", *KNOWN, "--latency", "1 week"], "--latency: '1 week' is no time"),
+        (["--params", "1e6", *KNOWN, "--bandwidth", "fast"], "--bandwidth: 'fast' is not a link"),
+        (["--params", "1e6", *KNOWN, "--latency", "1 week"], "--latency: '1 week' is not a time"),
         (["--params", "1e6", *KNOWN, "--workers", "0"], "--workers must be at least 1, got 0"),
         (["--params", "1e6", *KNOWN, "--workers", "1e3"], "--workers"),
         (["--params", "1e6", *KNOWN, "--workers", 10**9], "--workers must be at most"),
@@ -298,9 +304,9 @@ def test_what_is_not_told_is_assumed_and_said(capsys):
         (["--params", "1e6", *KNOWN, "--side", "0"], "--side must be at least 1"),
         (["--params", "1e6", *KNOWN, "--overlap", "2"], "--overlap must be in [0, 1], got 2.0"),
         (["--params", "1e6", *KNOWN, "--device", "tpu"], "--device: unknown 'tpu'"),
-        (["--params", "1e6", *KNOWN, "--fp16-overhead", "x"], "--fp16-overhead: 'x' is no time"),
+        (["--params", "1e6", *KNOWN, "--fp16-overhead", "x"], "--fp16-overhead: 'x' is not a time"),
         (["--params", "1e6", "--measure"], "--measure on a GPU needs torchrun"),
-        (["--params", "1e12", "--measure", "--device", "cpu"], "--measure makes a model of 1e+12"),
+        (["--params", "1e12", "--measure", "--device", "cpu"], "--measure builds a model of 1e+12"),
         (["--params", "1e6", "--measure", "--density", "7"], "--density must be in (0, 1]"),
         ([], "--params"),
     ],

@@ -95,19 +95,19 @@ def test_bench_signs_json(capsys):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["fly"], "no command 'fly'; there are: demo"),
-        (["replay"], "replay needs to know which: replay order"),
+        (["fly"], "unknown command 'fly'; choose from: demo"),
+        (["replay"], "replay needs a subcommand: replay order"),
         (["replay", "order", "{tiny}", "--order", "cd-grab,d-rr"], "unknown 'cd-grab,d-rr'"),
         (["replay", "order", "{tiny}", "--order", "d-rr", "--signs", "walk"], "has no effect"),
-        (["herding", "--workers", "9" * 23], "must be at most 8,589,934,592 numbers"),
+        (["herding", "--workers", "9" * 23], "must be at most 8,589,934,592"),
         (["bench", "signs", "--dim", "inf"], "--dim: 'inf' is not a positive whole number"),
         (["bench", "signs", "--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
         (["bench", "rows", "--params", "1e4,1e5"], "--params must be one number"),
         (["bench", "virtual", "--steps", "1"], "--steps must be at least 2, got 1"),
-        (["replay", "ordre"], "no command 'replay ordre'; there are: replay order"),
+        (["replay", "ordre"], "unknown command 'replay ordre'; choose from: replay order"),
         (["replay", "order"], "FILE"),
-        (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; known are d-rr"),
-        (["replay", "order", "{tiny}", "--signs", "x"], "--signs: unknown 'x'; known are greedy"),
+        (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; choose from d-rr"),
+        (["replay", "order", "{tiny}", "--signs", "x"], "--signs: unknown 'x'; choose from greedy"),
         (["replay", "order", "{tiny}", "--start", "x"], "'x'"),
         (["replay", "order", "{tiny}", "--rounds", "-1"], "--rounds must be at least 0, got -1"),
         (["replay", "order", "{tiny}", "--rounds", "two"], "--rounds"),
@@ -143,10 +143,10 @@ def test_an_unexpected_failure_is_one_line_and_code_1(capsys, tiny, monkeypatch)
     def broken(*args, **kwargs):
         raise OSError("disk\non fire")
 
-    monkeypatch.setattr("gradherd.cli.replay_order.replay_order", broken)
+    monkeypatch.setattr("gradherd.cli.replay.replay_order", broken)
     code, _, err = run(capsys, "replay", "order", tiny)
     assert code == 1 and err == (
-        "gradherd: failed: OSError: disk on fire (GRADHERD_TRACEBACK=1 shows where)\n"
+        "gradherd: failed: OSError: disk on fire (set GRADHERD_TRACEBACK=1 to see where)\n"
     )
 
 

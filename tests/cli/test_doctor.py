@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradherd.cli import doctor_machine
-from gradherd.cli.doctor_checks import PACKAGES, Check, Package, package
+from gradherd.cli import doctor_checks
+from gradherd.cli.doctor_checks import PACKAGES, Check, Package, check_package
 from gradherd.cli.main import main
 from gradherd.lab.tasks.datasets import DATASETS
 
@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch) -> Path:
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("GRADHERD_DATA", "GLOO_SOCKET_IFNAME", *doctor_machine.LAUNCHER):
+    for name in ("GRADHERD_DATA", "GLOO_SOCKET_IFNAME", *doctor_checks.LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return here
 
@@ -31,7 +31,7 @@ def place(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def no_workers(monkeypatch):
     """Start no processes where they are not the point."""
-    monkeypatch.setattr(doctor_machine, "local_workers", lambda: WORKS)
+    monkeypatch.setattr(doctor_checks, "local_workers", lambda: WORKS)
 
 
 def examined(capsys, *args) -> tuple[int, dict[str, dict[str, str]], str]:
@@ -70,7 +70,7 @@ def test_it_reads_well_for_people(capsys, no_workers):
     out, err = capsys.readouterr()
     assert (stop.value.code, err) == (0, "")
     assert all(one.name in out for one in PACKAGES)
-    assert "All that is needed works" in out
+    assert "Everything that training needs works" in out
 
 
 def test_packages_are_those_of_pyproject():
@@ -95,7 +95,7 @@ def test_packages_are_those_of_pyproject():
         (
             "raise ImportError('wrong\\nABI')",
             "problem",
-            ["cannot be imported", "wrong ABI", "anew"],
+            ["cannot be imported", "wrong ABI", "reinstall"],
         ),
     ],
 )
@@ -104,19 +104,19 @@ def test_a_package_in_every_state(tmp_path, monkeypatch, source, status, words):
     monkeypatch.delitem(sys.modules, "funny_one", raising=False)
     if source is not None:
         (tmp_path / "funny_one.py").write_text(source)
-    found = package(Package("funny-one", "funny_one", "2.10", "fun", "pip install funny"))
+    found = check_package(Package("funny-one", "funny_one", "2.10", "fun", "pip install funny"))
     monkeypatch.delitem(sys.modules, "funny_one", raising=False)
     assert found.status == status and not found.essential
     assert all(word in f"{found.found} {found.hint}" for word in words)
 
 
 def test_what_is_needed_and_lacks_is_a_problem():
-    found = package(Package("a", "no_such_module_here", "1", "all", "get it", essential=True))
+    found = check_package(Package("a", "no_such_module_here", "1", "all", "get it", essential=True))
     assert (found.status, found.essential) == ("problem", True)
 
 
 def test_workers_that_cannot_meet_are_code_1(capsys, monkeypatch):
-    monkeypatch.setattr(doctor_machine, "add_up", fails)
+    monkeypatch.setattr(doctor_checks, "sum_of_ranks", fails)
     code, checks, err = examined(capsys)
     found = checks["two local workers"]
     assert code == 1 and found["status"] == "problem" and "no network today" in found["found"]
@@ -129,7 +129,7 @@ def fails() -> float:
 
 
 def test_workers_that_take_too_long_are_a_problem(monkeypatch):
-    found = doctor_machine.local_workers(deadline=0.0)
+    found = doctor_checks.local_workers(deadline=0.0)
     assert found.status == "problem" and "TimeoutError" in found.found
 
 
@@ -160,7 +160,7 @@ def test_data_is_found_where_the_variable_says(capsys, monkeypatch, place, no_wo
 
 
 def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
-    monkeypatch.setattr(doctor_machine, "LITTLE", 1 << 60)
+    monkeypatch.setattr(doctor_checks, "MIN_FREE_BYTES", 1 << 60)
     code, checks, err = examined(capsys)
     assert code == 1 and "disk, current folder" in err
     assert "--out" in checks["disk, current folder"]["hint"]
@@ -168,7 +168,7 @@ def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
 
 
 def test_a_folder_that_cannot_be_written_to(place):
-    found = doctor_machine.disk("disk", lambda: place / "away", "x", "go elsewhere")
+    found = doctor_checks.disk("disk", lambda: place / "away", "x", "go elsewhere")
     assert found.status == "problem" and "go elsewhere" in found.hint
     assert "cannot be written to" in found.found
 

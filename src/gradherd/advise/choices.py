@@ -1,8 +1,8 @@
-"""What a step takes with each way to exchange gradients, and with each order.
+"""Predict the time of a training step for each gradient exchange and each order.
 
-A step is forward and optimizer, backward, the part of the exchange that does not hide behind the
-backward, and a method's own work. Dense exchanges start while the backward still runs, bucket by
-bucket; a sparse one needs the whole gradient first.
+A step is forward pass and optimizer, backward pass, the part of the exchange that does not overlap
+with the backward pass, and what the method itself computes. A dense exchange starts during the
+backward pass, bucket by bucket; a sparse one needs the whole gradient first.
 
 Letters: D parameters, R workers, k = density x D.
 """
@@ -11,18 +11,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradherd.advise.link import Link, all_gather, all_reduce, all_to_all
-from gradherd.advise.overheads import Overheads
+from gradherd.advise.costs import NetworkLink, Overheads, all_gather, all_reduce, all_to_all
+from gradherd.sparsify.wire import (
+    COUNT_BYTES,
+    EXDYNA_CAPACITY,
+    FLAG_BYTES,
+    INDEX_BYTES,
+    MAGNITUDE_BYTES,
+    OFFSET_BYTES,
+    ONE_ROUND_BYTES,
+    ONE_ROUND_SHARE,
+    PAGE,
+)
 
-_BUCKET = 25 * 2**20  # bytes, DDP's
-_PAGE = 1 << 16
-_CAPACITY = 1.05  # of ExDyna
-# Of the values' exchange: one round or two.
-_ONE_ROUND = 1 << 10
-_SMALL = 1.25e-3
-_FEW_RANKS = 8  # that add up small tensors by a gather
+_VALUE_BYTES = 4
+_BUCKET_BYTES = 25 * 2**20  # DDP's default
+# Up to so many ranks, the small tensors of CD-GraB are summed by an all-gather.
+_FEW_RANKS = 8
 SKETCH, TOGETHER = 512, 32
-"""Numbers of a sketched row, and steps whose rows travel together."""
+"""Elements of a sketched row, and steps whose rows are sent together (tests compare both with the
+defaults of `SketchRows` and of CD-GraB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +38,24 @@ class Setting:
     """A model, its workers and their network."""
 
     params: float
-    """D, numbers in the model."""
+    """D."""
     workers: int
     """R."""
-    link: Link
+    link: NetworkLink
     backward: float
     """Seconds of a backward pass."""
     forward: float
-    """Seconds of all else in a step: forward, optimizer, data."""
+    """Seconds of everything else in a step: forward pass, optimizer, data."""
     overheads: Overheads
-    """Seconds of a step that each method computes."""
+    """Seconds per step that each method spends computing."""
     density: float = 1e-3
     """Share of the gradient that a sparse exchange sends."""
     rank: int = 1
-    """Of PowerSGD."""
+    """Rank of PowerSGD."""
     side: float = 1024
-    """Rows and columns of the model's matrices, for PowerSGD."""
+    """Typical number of rows and columns of the model's matrices, for PowerSGD."""
     overlap: float = 1.0
-    """Share of the backward during which a dense exchange gets on."""
+    """Share of the backward pass that a dense exchange can overlap with."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.params < math.inf:
@@ -68,154 +76,174 @@ class Setting:
 
     @property
     def compute(self) -> float:
-        """Seconds of a step in which nothing is exchanged."""
+        """Seconds of a step without any exchange."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a step takes."""
+    """The predicted step of one exchange with one order."""
 
     exchange: str
     order: str
     step_seconds: float
     exchange_seconds: float
-    """Of it: the exchange, as far as training waits for it."""
+    """The part of the step that training waits for the exchange."""
     overhead_seconds: float
-    """Of it: the method's own work."""
+    """The part of the step that the method computes."""
     bytes: float
-    """What a worker sends."""
+    """Bytes that a worker sends."""
 
     @property
     def name(self) -> str:
-        """Exchange, and the order where it is not random."""
+        """The exchange, and the order if it is not random reshuffling."""
         return self.exchange if self.order == "d-rr" else f"{self.exchange} + {self.order}"
 
 
 def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
-    """Return what a step takes."""
+    """Predict a step.
+
+    Args:
+        setting: Model, workers and network.
+        exchange: One of `EXCHANGES`.
+        order: One of `ORDERS`.
+    """
     ordered = order == "cd-grab" and setting.workers > 1
     overheads = setting.overheads
-    own = overheads.of(exchange) if setting.workers > 1 else 0.0
+    overhead = overheads.of(exchange) if setting.workers > 1 else 0.0
     if exchange == "dense" and ordered:
-        waited, sent = _ride(setting)
-        own = max(own, overheads.ride)
+        exposed, sent = _sharded_cd_grab(setting)
+        overhead = max(overhead, overheads.ride)
     else:
-        waited, sent = EXCHANGES[exchange](setting)
+        exposed, sent = EXCHANGES[exchange](setting)
     if exchange in ("dense", "fp16"):
-        own = max(0.0, own - waited)  # one bucket is worked on while another travels
+        overhead = max(0.0, overhead - exposed)  # one bucket is processed while another is sent
     if exchange != "dense" and ordered:
-        seconds, size = _sketches(setting)
-        waited, sent, own = waited + seconds, sent + size, own + overheads.sketch
+        seconds, size = _gathered_sketches(setting)
+        exposed, sent, overhead = exposed + seconds, sent + size, overhead + overheads.sketch
     return Choice(
         exchange=exchange,
         order=order,
-        step_seconds=setting.compute + waited + own,
-        exchange_seconds=waited,
-        overhead_seconds=own,
+        step_seconds=setting.compute + exposed + overhead,
+        exchange_seconds=exposed,
+        overhead_seconds=overhead,
         bytes=sent,
     )
 
 
-def exposed(setting: Setting, whole: float, last: float, buckets: int) -> float:
-    """Return the seconds that training waits for buckets that travel one after the other.
+def exposed_seconds(setting: Setting, whole: float, last: float, buckets: int) -> float:
+    """Return the seconds that training waits for buckets that are sent one after the other.
 
-    Bucket i of m is ready at i/m of the backward. What training waits for is either the whole
-    queue, less the backward after the first bucket, or the last bucket.
+    Bucket i of m is ready after i/m of the backward pass. Training waits for the whole queue less
+    the backward pass after the first bucket, but at least for the last bucket.
+
+    Args:
+        setting: Gives the backward pass and how much of it can overlap.
+        whole: Seconds to send all buckets.
+        last: Seconds to send the last one.
+        buckets: Their number, m.
     """
     hidden = setting.overlap * setting.backward * (1 - 1 / buckets)
     return max(whole - hidden, last)
 
 
-def _buckets(setting: Setting) -> int:
-    return max(1, math.ceil(4 * setting.params / _BUCKET))
+def _num_buckets(setting: Setting) -> int:
+    return max(1, math.ceil(_VALUE_BYTES * setting.params / _BUCKET_BYTES))
 
 
-def _reduced(setting: Setting, width: int) -> tuple[float, float]:
-    """Return what torch's all-reduce of numbers with so many bytes takes, in DDP's buckets."""
-    size, count, ranks = width * setting.params, _buckets(setting), setting.workers
-    # Buckets follow each other closely: only the first one's latency shows.
+def _all_reduced(setting: Setting, width: int) -> tuple[float, float]:
+    """Predict DDP's all-reduce of values with `width` bytes each."""
+    size, count, ranks = width * setting.params, _num_buckets(setting), setting.workers
+    # Buckets follow each other closely, so the latency counts once.
     whole = all_reduce(size, ranks, setting.link)
     last = all_reduce(size / count, ranks, setting.link)
-    return exposed(setting, whole, last, count), 2 * size * (ranks - 1) / ranks
+    return exposed_seconds(setting, whole, last, count), 2 * size * (ranks - 1) / ranks
 
 
 def _dense(setting: Setting) -> tuple[float, float]:
-    return _reduced(setting, 4)
+    return _all_reduced(setting, 4)
 
 
 def _fp16(setting: Setting) -> tuple[float, float]:
-    return _reduced(setting, 2)
+    return _all_reduced(setting, 2)
 
 
-def _ride(setting: Setting) -> tuple[float, float]:
-    """CD-GraB on the dense exchange: slices go out as buckets are ready, means after the last.
+def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
+    """Predict CD-GraB on a dense exchange.
 
-    Every second step the workers add up the products of all pairs, of each with itself and with the
-    running sum, R (R + 3) / 2 doubles, beside the step.
+    An all-to-all sends the shards of each bucket once it is ready; the means are all-gathered after
+    the last one. At every second step the workers also sum R (R + 3) / 2 float64 inner products (of
+    all pairs, of each difference with itself and with the running sum), in the background.
     """
-    ranks, link, count = setting.workers, setting.link, _buckets(setting)
-    size = 4 * setting.params
+    ranks, link, count = setting.workers, setting.link, _num_buckets(setting)
+    size = _VALUE_BYTES * setting.params
     whole, last = all_to_all(size, ranks, link), all_to_all(size / count, ranks, link)
-    waited = exposed(setting, whole, last, count) + all_gather(size / ranks, ranks, link)
-    waited = max(waited, _dense(setting)[0])  # direct messages may save hops, but promise nothing
-    products = 2 * ranks * (ranks + 3)  # bytes of a step
-    beside = products * (ranks - 1) * (1 if ranks <= _FEW_RANKS else 2 / ranks)
-    return waited, 2 * size * (ranks - 1) / ranks + beside
+    seconds = exposed_seconds(setting, whole, last, count) + all_gather(size / ranks, ranks, link)
+    # Direct messages may take fewer hops than a ring, but do not count on it.
+    seconds = max(seconds, _dense(setting)[0])
+    products = 2 * ranks * (ranks + 3)  # bytes per step
+    background = products * (ranks - 1) * (1 if ranks <= _FEW_RANKS else 2 / ranks)
+    return seconds, 2 * size * (ranks - 1) / ranks + background
 
 
 def _powersgd(setting: Setting) -> tuple[float, float]:
-    """Two factors, one after the other, and the vectors (biases) whole.
+    """Predict PowerSGD: two all-reduced factors, one after the other, and uncompressed biases.
 
-    A matrix of n x n has factors of n r numbers each, and a bias of n.
+    An n x n matrix has factors of n x rank elements each, and a bias of n.
     """
     ranks = setting.workers
-    factor = 4 * setting.rank * setting.params / setting.side
-    vectors = 4 * setting.params / setting.side
-    seconds = 2 * all_reduce(factor, ranks, setting.link) + all_reduce(vectors, ranks, setting.link)
-    return seconds, 2 * (2 * factor + vectors) * (ranks - 1) / ranks
+    factor = _VALUE_BYTES * setting.rank * setting.params / setting.side
+    biases = _VALUE_BYTES * setting.params / setting.side
+    seconds = 2 * all_reduce(factor, ranks, setting.link) + all_reduce(biases, ranks, setting.link)
+    return seconds, 2 * (2 * factor + biases) * (ranks - 1) / ranks
 
 
 def _topk(setting: Setting) -> tuple[float, float]:
-    """Indices of all workers, then values of their union, which builds up.
+    """Predict top-k: all workers' indices are gathered, then the values of their union summed.
 
-    Workers are taken to pick independently, which is nearly the worst: R times k.
+    Workers are assumed to select independently. That is nearly the worst case: a union of R k.
     """
-    ranks, picked = setting.workers, setting.density * setting.params
+    ranks, k = setting.workers, setting.density * setting.params
     if setting.density == 1:
         return _values(setting, setting.params)
-    indices = min(4 * picked, 2 * picked + 4 * math.ceil(setting.params / _PAGE))
+    indices = _index_bytes(k, math.ceil(setting.params / PAGE))
     union = setting.params * -math.expm1(ranks * math.log1p(-setting.density))
     seconds, sent = _values(setting, union)
-    flag = all_gather(4, ranks, setting.link)
+    flags = all_gather(FLAG_BYTES, ranks, setting.link)
     gathered = all_gather(indices, ranks, setting.link)
-    return flag + gathered + seconds, sent + (indices + 4) * (ranks - 1)
+    return flags + gathered + seconds, sent + (indices + FLAG_BYTES) * (ranks - 1)
 
 
 def _exdyna(setting: Setting) -> tuple[float, float]:
-    """Offers of all workers in one message of known length, then values of what is kept."""
-    ranks, picked = setting.workers, setting.density * setting.params
+    """Predict ExDyna: all workers' offers in one all-gather, then the values of the selection."""
+    ranks, k = setting.workers, setting.density * setting.params
     if setting.density == 1:
         return _values(setting, setting.params)
-    most = math.ceil(_CAPACITY * picked / ranks)
-    pages = math.ceil(setting.params / ranks / _PAGE)
-    offers = 2 * most + min(4 * most, 2 * most + 4 * pages) + 8
-    seconds, sent = _values(setting, picked)
+    count = math.ceil(EXDYNA_CAPACITY * k / ranks)
+    pages = math.ceil(setting.params / ranks / PAGE)
+    offers = MAGNITUDE_BYTES * count + _index_bytes(count, pages) + FLAG_BYTES + COUNT_BYTES
+    seconds, sent = _values(setting, k)
     return all_gather(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
 
 
+def _index_bytes(count: float, pages: int) -> float:
+    """Return the bytes of `count` indices: in full, or as offsets in pages and page counts."""
+    return min(INDEX_BYTES * count, OFFSET_BYTES * count + COUNT_BYTES * pages)
+
+
 def _values(setting: Setting, count: float) -> tuple[float, float]:
-    """Sum `count` numbers: in one round if they are few, else in two that send less."""
-    ranks, link, size = setting.workers, setting.link, 4 * count
-    if size <= _ONE_ROUND or (ranks - 2) * size <= _SMALL * 8 * setting.params:
+    """Predict the sum of `count` values: one round if they are few, else two that send less."""
+    ranks, link, size = setting.workers, setting.link, _VALUE_BYTES * count
+    dense = 2 * _VALUE_BYTES * setting.params
+    if size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * dense:
         return all_gather(size, ranks, link), size * (ranks - 1)
     seconds = all_to_all(size, ranks, link) + all_gather(size / ranks, ranks, link)
     return seconds, 2 * size * (ranks - 1) / ranks
 
 
-def _sketches(setting: Setting) -> tuple[float, float]:
-    """Rows for ordering, gathered beside any other exchange; many steps travel together."""
-    size = 4.0 * SKETCH
+def _gathered_sketches(setting: Setting) -> tuple[float, float]:
+    """Predict the all-gather of sketched rows for CD-GraB, many steps at a time."""
+    size = float(_VALUE_BYTES * SKETCH)
     seconds = all_gather(TOGETHER * size, setting.workers, setting.link) / TOGETHER
     return seconds, size * (setting.workers - 1)
 
@@ -227,11 +255,11 @@ EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "topk": _topk,
     "exdyna": _exdyna,
 }
-"""Exchange -> seconds that training waits for it, and bytes that a worker sends."""
+"""Exchange -> a function that returns the seconds training waits and the bytes a worker sends."""
 SPARSE = ("topk", "exdyna")
 ORDERS = ("d-rr", "cd-grab")
 
 
 def all_choices(setting: Setting) -> list[Choice]:
-    """Return what a step takes with every exchange and order."""
+    """Predict a step with every exchange and order."""
     return [predict(setting, exchange, order) for order in ORDERS for exchange in EXCHANGES]

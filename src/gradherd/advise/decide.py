@@ -1,22 +1,27 @@
-"""Which choice to take, from which link speed on, and why, in words."""
+"""Decide which exchange to use and from which link speed on, and explain why."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
-from gradherd.advise.units import show_bytes, show_rate, show_seconds
+from gradherd.advise.units import format_bytes, format_rate, format_seconds
 
-# Link speeds looked at, in bits per second, and how many of them.
-_SLOWEST, _FASTEST, _PLACES = 1e3, 1e16, 261
-# A gain of less is not worth a change.
-_WORTH = 0.95
+# Grid of link speeds searched for the break-even, in bits per second: 20 per decade.
+_SLOWEST, _FASTEST, _GRID_POINTS = 1e3, 1e16, 261
+# A step must be at least 5 % faster to be worth a change.
+_WORTHWHILE = 0.95
 
 
 def break_even(setting: Setting, dense: str = "dense") -> float | None:
-    """Return the link speed, bits per second, below which the best sparse exchange is faster.
+    """Return the link speed in bits per second below which the best sparse exchange is faster.
 
-    None if there is no such speed: it is slower on any link, or faster on any.
+    Args:
+        setting: Model, workers and network; the bandwidth does not matter.
+        dense: The exchange to compare with, "dense" or "fp16".
+
+    Returns:
+        None if there is no such speed: sparse is slower on every link, or faster on every link.
     """
 
     def gain(bandwidth: float) -> float:
@@ -25,19 +30,20 @@ def break_even(setting: Setting, dense: str = "dense") -> float | None:
         return predict(at, dense).step_seconds - best
 
     decades = math.log10(_FASTEST / _SLOWEST)
-    speeds = [_SLOWEST * math.pow(10, decades * p / (_PLACES - 1)) for p in range(_PLACES)]
-    paying = [place for place, speed in enumerate(speeds) if gain(speed) > 0]
-    if not paying or paying[-1] == _PLACES - 1:
+    exponents = [decades * point / (_GRID_POINTS - 1) for point in range(_GRID_POINTS)]
+    speeds = [_SLOWEST * math.pow(10, exponent) for exponent in exponents]
+    paying = [point for point, speed in enumerate(speeds) if gain(speed) > 0]
+    if not paying or paying[-1] == _GRID_POINTS - 1:
         return None
     low, high = speeds[paying[-1]], speeds[paying[-1] + 1]
-    for _ in range(60):
+    for _ in range(60):  # bisect on a logarithmic scale, to the last bit
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain(middle) > 0 else (low, middle)
     return low
 
 
 def advise(setting: Setting) -> dict[str, object]:
-    """Return choices, break-even bandwidths and the advice."""
+    """Return all predicted steps, the break-even bandwidths and the advice, ready for JSON."""
     choices = all_choices(setting)
     limit = break_even(setting)
     sparse, dense = _best(choices, SPARSE), _best(choices, ("dense", "fp16"))
@@ -57,49 +63,55 @@ def advise(setting: Setting) -> dict[str, object]:
         "break_even_bandwidth": limit,
         "break_even_bandwidth_fp16": break_even(setting, "fp16"),
         "pays": pays(sparse, dense),
-        "advice": words(setting, choices, limit),
+        "advice": explain(setting, choices, limit),
     }
 
 
 def pays(sparse: Choice, dense: Choice) -> bool:
-    """Tell whether the gain is worth a change."""
-    return sparse.step_seconds < _WORTH * dense.step_seconds
+    """Return whether sparse is faster by enough to be worth a change."""
+    return sparse.step_seconds < _WORTHWHILE * dense.step_seconds
 
 
-def words(setting: Setting, choices: Sequence[Choice], limit: float | None) -> str:
-    """Return the advice and the figures that it rests on."""
+def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) -> str:
+    """Return the advice in words, with the numbers behind it.
+
+    Args:
+        setting: Model, workers and network.
+        choices: The predicted steps.
+        limit: The break-even bandwidth, if there is one.
+    """
     if setting.workers == 1:
-        return "No: one worker exchanges nothing, so there is nothing to save."
+        return "No: a single worker exchanges nothing, so there is nothing to save."
     sparse, dense = _best(choices, SPARSE), _best(choices, ("dense", "fp16"))
-    speed = show_rate(setting.link.bandwidth)
+    speed = format_rate(setting.link.bandwidth)
     if pays(sparse, dense):
-        said = [_yes(setting, sparse, dense, speed)]
+        sentences = [_yes(setting, sparse, dense, speed)]
     else:
-        said = [_no(sparse, dense, speed)]
-    said.append(_border(sparse, choices, limit, pays(sparse, dense)))
+        sentences = [_no(sparse, dense, speed)]
+    sentences.append(_break_even_sentence(sparse, choices, limit, pays(sparse, dense)))
     low_rank = _best(choices, ("powersgd",))
-    if low_rank.step_seconds < _WORTH * min(sparse.step_seconds, dense.step_seconds):
-        said.append(
-            f"PowerSGD of rank {setting.rank} may be faster still: "
-            f"{show_seconds(low_rank.step_seconds)}."
+    if low_rank.step_seconds < _WORTHWHILE * min(sparse.step_seconds, dense.step_seconds):
+        sentences.append(
+            f"PowerSGD of rank {setting.rank} may be even faster: "
+            f"{format_seconds(low_rank.step_seconds)}."
         )
-    taken = sparse if pays(sparse, dense) else dense
-    said.append(_order(choices, taken))
-    said.append(
-        "All this is time per step only, predicted: a step that sends less may also learn less, "
-        "though exdyna keeps what it does not send as a residual and sends it later. "
-        "`gradherd compare` shows what becomes of the loss."
+    best = sparse if pays(sparse, dense) else dense
+    sentences.append(_order_sentence(choices, best))
+    sentences.append(
+        "This predicts time per step only. A step that sends less may also learn less, although "
+        "exdyna keeps what it does not send in a residual and sends it later: "
+        "run `gradherd compare` to see the effect on the loss."
     )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _yes(setting: Setting, sparse: Choice, dense: Choice, speed: str) -> str:
     times = dense.step_seconds / sparse.step_seconds
     return (
         f"Yes: over {speed}, {sparse.name} at density {setting.density:g} takes "
-        f"{show_seconds(sparse.step_seconds)} a step where {dense.name} takes "
-        f"{show_seconds(dense.step_seconds)}, {times:.3g} times as fast: a worker sends "
-        f"{show_bytes(sparse.bytes)} instead of {show_bytes(dense.bytes)}."
+        f"{format_seconds(sparse.step_seconds)} a step where {dense.name} takes "
+        f"{format_seconds(dense.step_seconds)}, {times:.3g} times as fast: a worker sends "
+        f"{format_bytes(sparse.bytes)} instead of {format_bytes(dense.bytes)}."
     )
 
 
@@ -107,28 +119,30 @@ def _no(sparse: Choice, dense: Choice, speed: str) -> str:
     extra = sparse.overhead_seconds + sparse.exchange_seconds
     waits = dense.overhead_seconds + dense.exchange_seconds
     return (
-        f"No: over {speed}, {dense.name} takes {show_seconds(dense.step_seconds)} a step, of which "
-        f"{show_seconds(waits)} does not hide behind the backward pass; {sparse.name} takes "
-        f"{show_seconds(sparse.step_seconds)}, as picking and exchanging take "
-        f"{show_seconds(extra)} and can hide behind nothing."
+        f"No: over {speed}, {dense.name} takes {format_seconds(dense.step_seconds)} a step, of "
+        f"which {format_seconds(waits)} does not overlap with the backward pass; {sparse.name} "
+        f"takes {format_seconds(sparse.step_seconds)}, because selecting and exchanging take "
+        f"{format_seconds(extra)} and cannot overlap with it."
     )
 
 
-def _border(sparse: Choice, choices: Sequence[Choice], limit: float | None, yes: bool) -> str:
+def _break_even_sentence(
+    sparse: Choice, choices: Sequence[Choice], limit: float | None, yes: bool
+) -> str:
     if limit is not None:
-        return f"{sparse.name} beats dense fp32 below {show_rate(limit)}."
+        return f"{sparse.name} beats dense fp32 below {format_rate(limit)}."
     plain = _best(choices, ("dense",))
     if yes or sparse.step_seconds < plain.step_seconds:
-        return f"{sparse.name} beats dense fp32 on any link."
-    return f"{sparse.name} beats dense fp32 on no link."
+        return f"{sparse.name} beats dense fp32 on every link."
+    return f"{sparse.name} does not beat dense fp32 on any link."
 
 
-def _order(choices: Sequence[Choice], taken: Choice) -> str:
-    ordered = next(c for c in choices if c.exchange == taken.exchange and c.order == "cd-grab")
-    more = ordered.step_seconds / taken.step_seconds - 1
-    return f"The order cd-grab adds {100 * more:.1f} % to a step with {taken.name}."
+def _order_sentence(choices: Sequence[Choice], best: Choice) -> str:
+    ordered = next(c for c in choices if c.exchange == best.exchange and c.order == "cd-grab")
+    more = ordered.step_seconds / best.step_seconds - 1
+    return f"The order cd-grab adds {100 * more:.1f} % to a step with {best.name}."
 
 
 def _best(choices: Sequence[Choice], exchanges: Sequence[str]) -> Choice:
-    among = [c for c in choices if c.exchange in exchanges and c.order == "d-rr"]
-    return min(among, key=lambda choice: choice.step_seconds)
+    matches = [c for c in choices if c.exchange in exchanges and c.order == "d-rr"]
+    return min(matches, key=lambda choice: choice.step_seconds)

@@ -1,4 +1,4 @@
-"""Find the numbers that the advice is made from: link, latency, backward.
+"""Measure the numbers that a prediction needs: bandwidth, latency, backward and forward pass.
 
 Letters: R ranks.
 """
@@ -15,31 +15,30 @@ from gradherd.comm.world import World
 
 _LAYERS = 6
 _BATCH = 4
-_SHORT = 4  # bytes
-_LONG = 1 << 24
-_REPEATS, _LONG_REPEATS = 50, 7
-_WARM = 2
-_STEPS = 5
+_SHORT_BYTES, _LONG_BYTES = 4, 1 << 24
+_SHORT_REPEATS, _LONG_REPEATS = 50, 7
+_WARMUP_STEPS, _STEPS = 2, 5
 _CPU = torch.device("cpu")
 
 
-class Measured(NamedTuple):
-    """What ranks have found out together."""
+class LinkMeasurement(NamedTuple):
+    """What the ranks have measured together."""
 
     bandwidth: float
-    """Bits per second that arrive, from each rank at the next one, all of them at once."""
+    """Bits per second that arrive when every rank sends to the next one at the same time."""
     latency: float
-    """Seconds that a short message takes to the next rank."""
+    """Seconds of a short message to the next rank."""
     backward: float
-    """Seconds of a backward pass of a model of that size."""
+    """Seconds of a backward pass of a model of the given size."""
     forward: float
-    """Seconds of all else in a step: forward and optimizer."""
+    """Seconds of the rest of a step: forward pass and optimizer."""
 
 
-def wide(params: int) -> nn.Sequential:
+def wide_model(params: int) -> nn.Sequential:
     """Return six equal linear layers with about `params` parameters in all.
 
-    Nothing has more parameters for so little arithmetic, so what counts is their exchange.
+    With a small batch such a model has many parameters for little arithmetic, so the exchange of
+    its gradients dominates.
     """
     side = max(1, int((math.sqrt(1 + 4 * params / _LAYERS) - 1) / 2))
     layers: list[nn.Module] = []
@@ -48,43 +47,43 @@ def wide(params: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def hop(size: int, repeats: int, world: World, device: torch.device = _CPU) -> float:
-    """Return the seconds that `size` bytes take from each rank to the next, all at once."""
+def ring_seconds(size: int, repeats: int, world: World, device: torch.device = _CPU) -> float:
+    """Return the median seconds in which every rank sends `size` bytes to the next one."""
     if world.size == 1:
         return 0.0
-    mine, times = torch.zeros(size, dtype=torch.uint8, device=device), []
-    onward, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    message, times = torch.zeros(size, dtype=torch.uint8, device=device), []
+    following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for _ in range(1 + repeats):
-        all_reduce(torch.zeros(1, device=device), world)  # start together
+        all_reduce(torch.zeros(1, device=device), world)  # a barrier: start together
         begin = _now(device)
-        send_recv(mine, onward, mine, back, world)
+        send_recv(message, following, message, previous, world)
         times.append(_now(device) - begin)
-    # The slowest rank counts, at each message; the first one makes connections.
+    # A round takes as long as its slowest rank. The first round opens connections: leave it out.
     return float(all_gather(torch.tensor(times[1:], device=device), world).value.amax(0).median())
 
 
-def measure(params: int, kind: str) -> Measured:
-    """Measure on this rank, together with all others; all get the same."""
-    world, device = World.detect(), torch.device(kind)
-    latency = hop(_SHORT, _REPEATS, world, device)
-    whole = hop(_LONG, _LONG_REPEATS, world, device)
-    bandwidth = 8 * _LONG / max(1e-9, whole - latency) if world.size > 1 else math.inf
-    found = torch.tensor(passes(params, device), device=device)
-    backward, forward = all_gather(found, world).value.amax(0).tolist()
-    return Measured(bandwidth, latency, backward, forward)
+def measure(params: int, device_name: str) -> LinkMeasurement:
+    """Measure on this rank together with all others; all ranks return the same."""
+    world, device = World.detect(), torch.device(device_name)
+    latency = ring_seconds(_SHORT_BYTES, _SHORT_REPEATS, world, device)
+    long = ring_seconds(_LONG_BYTES, _LONG_REPEATS, world, device)
+    bandwidth = 8 * _LONG_BYTES / max(1e-9, long - latency) if world.size > 1 else math.inf
+    own = torch.tensor(step_seconds(params, device), device=device)
+    backward, forward = all_gather(own, world).value.amax(0).tolist()
+    return LinkMeasurement(bandwidth, latency, backward, forward)
 
 
-def passes(params: int, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a backward pass, and of all else in a step."""
+def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of a backward pass, and of the rest of a step."""
     torch.manual_seed(0)
-    net = wide(params).to(device)
+    net = wide_model(params).to(device)
     side = net[0].in_features
     assert isinstance(side, int)
     x = torch.randn(_BATCH, side, device=device)
     y = torch.randint(side, (_BATCH,), device=device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     backwards, others = [], []
-    for _ in range(_WARM + _STEPS):
+    for _ in range(_WARMUP_STEPS + _STEPS):
         optimizer.zero_grad()
         begin = _now(device)
         loss = nn.functional.cross_entropy(net(x), y)
@@ -94,7 +93,7 @@ def passes(params: int, device: torch.device) -> tuple[float, float]:
         optimizer.step()
         backwards.append(after - middle)
         others.append(_now(device) - after + middle - begin)
-    return _median(backwards[_WARM:]), _median(others[_WARM:])
+    return _median(backwards[_WARMUP_STEPS:]), _median(others[_WARMUP_STEPS:])
 
 
 def _now(device: torch.device) -> float:
@@ -103,5 +102,5 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _median(found: list[float]) -> float:
-    return float(torch.tensor(found, dtype=torch.float64).median())
+def _median(times: list[float]) -> float:
+    return float(torch.tensor(times, dtype=torch.float64).median())

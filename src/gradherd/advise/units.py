@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: 1Gb, 50us, 7B."""
+"""Parse and format numbers with units: 1Gb, 50us, 7B."""
 
 import math
 import re
@@ -9,79 +9,78 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
-def rate(text: str) -> float:
-    """Read a link speed, in bits per second; with a capital B in bytes.
+def parse_rate(text: str) -> float:
+    """Parse a link speed in bits per second; a capital B stands for bytes.
 
-    >>> rate("1G") == rate("1Gb") == rate("1 Gbit/s") == rate("1Gbps") == rate("1e9")
-    True
-    >>> rate("125MB/s")
-    1000000000.0
+    >>> {parse_rate(text) for text in ("1G", "1Gb", "1 Gbit/s", "1Gbps", "1e9", "125MB/s")}
+    {1000000000.0}
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"{_NUMBER}\s*([kmgtp]?)(bits?|bps|b)?(?:/s|ps)?", text.strip(), re.IGNORECASE
     )
-    if found is None:
-        raise ValueError(f"{text!r} is no link speed: write 1G, 100M, 2.5e9 or 50GB/s (bytes)")
-    number, prefix, unit = found.groups()
+    if match is None:
+        raise ValueError(f"{text!r} is not a link speed: write 1G, 100M, 2.5e9 or 50GB/s (bytes)")
+    number, prefix, unit = match.groups()
     bits = 8 if (unit or "").startswith("B") and unit.lower() in ("b", "bps") else 1
     return _positive(float(number) * _PREFIXES[prefix.lower()] * bits, text)
 
 
-def seconds(text: str, *, zero: bool = True) -> float:
-    """Read a time, in seconds unless it says otherwise.
+def parse_seconds(text: str, *, zero: bool = True) -> float:
+    """Parse a time; without a unit it is in seconds.
 
-    >>> seconds("50us"), seconds("80 ms"), seconds("0.1")
+    >>> parse_seconds("50us"), parse_seconds("80 ms"), parse_seconds("0.1")
     (5e-05, 0.08, 0.1)
     """
-    found = re.fullmatch(rf"{_NUMBER}\s*(\w*)", text.strip(), re.IGNORECASE)
-    if found is None or found[2].lower() not in _SECONDS:
-        raise ValueError(f"{text!r} is no time: write 80ms, 50us or 0.1 (seconds)")
-    value = float(f"{float(found[1]) * _SECONDS[found[2].lower()]:.12g}")
+    match = re.fullmatch(rf"{_NUMBER}\s*(\w*)", text.strip(), re.IGNORECASE)
+    if match is None or match[2].lower() not in _SECONDS:
+        raise ValueError(f"{text!r} is not a time: write 80ms, 50us or 0.1 (seconds)")
+    # Rounded, so that 50us is 5e-05 and not 4.9999999999999996e-05.
+    value = float(f"{float(match[1]) * _SECONDS[match[2].lower()]:.12g}")
     if zero and value == 0:
         return 0.0
     return _positive(value, text)
 
 
-def count(text: str) -> float:
-    """Read how many there are of something.
+def parse_count(text: str) -> float:
+    """Parse a number of parameters.
 
-    >>> count("7B") == count("7e9"), count("25M")
+    >>> parse_count("7B") == parse_count("7e9"), parse_count("25M")
     (True, 25000000.0)
     """
-    found = re.fullmatch(rf"{_NUMBER}\s*([kmbgt]?)", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise ValueError(f"{text!r} is no number of parameters: write 25M, 7B or 7e9")
-    return _positive(float(found[1]) * _COUNTS[found[2].lower()], text)
+    match = re.fullmatch(rf"{_NUMBER}\s*([kmbgt]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of parameters: write 25M, 7B or 7e9")
+    return _positive(float(match[1]) * _COUNTS[match[2].lower()], text)
 
 
 def _positive(value: float, text: str) -> float:
     if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} must be more than 0 and finite")
+        raise ValueError(f"{text!r} must be above 0 and finite")
     return value
 
 
-def show_rate(bits: float) -> str:
-    """Write a link speed.
+def format_rate(bits: float) -> str:
+    """Format a link speed in bits per second.
 
-    >>> show_rate(1e9), show_rate(2.4e12), show_rate(3.1416e7)
+    >>> format_rate(1e9), format_rate(2.4e12), format_rate(3.1416e7)
     ('1 Gb/s', '2.4 Tb/s', '31.4 Mb/s')
     """
     return f"{_scaled(bits)}b/s"
 
 
-def show_bytes(size: float) -> str:
-    """Write a size.
+def format_bytes(size: float) -> str:
+    """Format a size in bytes.
 
-    >>> show_bytes(150e6), show_bytes(380_906), show_bytes(12)
+    >>> format_bytes(150e6), format_bytes(380_906), format_bytes(12)
     ('150 MB', '381 kB', '12 B')
     """
     return f"{_scaled(size)}B"
 
 
-def show_seconds(value: float) -> str:
-    """Write a time.
+def format_seconds(value: float) -> str:
+    """Format a time in seconds.
 
-    >>> show_seconds(1.4159), show_seconds(0.02), show_seconds(0), show_seconds(7321)
+    >>> format_seconds(1.4159), format_seconds(0.02), format_seconds(0), format_seconds(7321)
     ('1.42 s', '20 ms', '0 s', '7,321 s')
     """
     if value >= 1000:

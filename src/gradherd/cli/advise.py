@@ -1,11 +1,12 @@
-"""`gradherd advise`: will a sparse exchange pay here?"""
+"""`gradherd advise`: predict whether a sparse exchange pays on a given cluster."""
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch.distributed as dist
 import tyro
 from rich.console import Console
 from rich.markup import escape
@@ -13,68 +14,94 @@ from rich.table import Table
 
 from gradherd.advise import units
 from gradherd.advise.choices import Setting
+from gradherd.advise.costs import (
+    DEVICES,
+    GOODPUT,
+    NetworkLink,
+    guess_backward,
+    typical_overheads,
+)
 from gradherd.advise.decide import advise
-from gradherd.advise.link import GOODPUT, Link
-from gradherd.advise.overheads import DEVICES, guessed_backward, usual
-from gradherd.cli.usage import UsageError, at_least, name, print_json
+from gradherd.advise.measure import LinkMeasurement, measure
+from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.launch import join_torchrun, measure_on_ranks
+from gradherd.cli.options import (
+    check_at_least,
+    check_name,
+    print_json,
+    under_torchrun,
+    usable_device,
+)
+from gradherd.comm.ranks import RankError
+from gradherd.comm.world import World
 
-_MOST_WORKERS = 1 << 24
-Given = Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(from --device)")]
+_MAX_WORKERS = 1 << 24
+# Largest model that --measure builds: parameters and gradients take 8 bytes each.
+_MAX_MEASURED_PARAMS = 4_000_000_000
+_DEFAULT_BANDWIDTH = 10e9  # bits per second: what rented machines usually have
+_DEFAULT_LATENCY = 50e-6
+_PLACEHOLDER = {"bandwidth": 1e9, "backward": 1.0}
+"""Stands for numbers that are still to be measured, so that all others are checked first."""
+OverheadOption = Annotated[
+    str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(from --device)")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own:
-    """Times that methods compute in a step, where you have measured them."""
+class OverheadOptions:
+    """Time per step that a method spends computing, if you have measured it."""
 
-    fp16_overhead: Given = None
+    fp16_overhead: OverheadOption = None
     """Converting to half precision and back."""
-    powersgd_overhead: Given = None
-    """PowerSGD's products and orthogonalising."""
-    topk_overhead: Given = None
-    """Residual, picking and writing the mean, by top-k."""
-    exdyna_overhead: Given = None
-    """The same by exdyna."""
-    ride_overhead: Given = None
-    """cd-grab on a dense exchange."""
-    sketch_overhead: Given = None
+    powersgd_overhead: OverheadOption = None
+    """Matrix products and orthogonalisation of PowerSGD."""
+    topk_overhead: OverheadOption = None
+    """Adding the residual, selecting and writing the mean, with topk."""
+    exdyna_overhead: OverheadOption = None
+    """The same with exdyna."""
+    ride_overhead: OverheadOption = None
+    """cd-grab on top of a dense exchange."""
+    sketch_overhead: OverheadOption = None
     """cd-grab beside any other exchange."""
 
-    def known(self) -> dict[str, float | None]:
-        """Return seconds by the names that `Overheads` has."""
-        found = {}
+    def given(self) -> dict[str, float | None]:
+        """Return seconds by the field names of `Overheads`; None where nothing is given."""
+        seconds = {}
         for key, text in dataclasses.asdict(self).items():
             option = f"--{key.replace('_', '-')}"
-            found[key.removesuffix("_overhead")] = None if text is None else _time(option, text)
-        return found
+            value = None if text is None else _parse_time(option, text)
+            seconds[key.removesuffix("_overhead")] = value
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advise:
-    """Predict what a training step takes with every exchange and order, and say what to use.
+class AdviseCommand:
+    """Predict the time of a training step with every exchange and order, and recommend one.
 
-    Tell it the model (--params, --backward), the workers and the link; it knows what collectives
-    cost (the better of ring and tree), that a dense exchange hides behind the backward pass and a
-    sparse one cannot, and how long picking takes. Or let it measure link, latency and backward with
-    --measure: on local workers, or on those of `torchrun ... -m gradherd advise --measure`.
+    Describe the model (--params, --backward), the number of workers and the network. The prediction
+    knows what collectives cost (the better of ring and tree), that a dense exchange overlaps with
+    the backward pass while a sparse one cannot, and how long selection takes. Or let it measure
+    network, latency and backward pass with --measure: on local workers, or on those of
+    `torchrun ... -m gradherd advise --measure`.
 
-    Units: --bandwidth 1G, 100M or 2.5e9 are bits per second, as networks are sold (50GB/s with a
-    capital B are bytes); times are seconds or 80ms, 50us; --params 25M, 7B or 7e9.
+    Units: --bandwidth 1G, 100M or 2.5e9 is in bits per second, as networks are sold (50GB/s with a
+    capital B is in bytes); times are in seconds, or 80ms, 50us; --params 25M, 7B or 7e9.
 
     Example: gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms
     """
 
     params: str
-    """Numbers in the model, such as 25M or 7e9."""
+    """Number of parameters, such as 25M or 7e9."""
     workers: int = 4
-    """Workers that train together."""
+    """Number of workers."""
     bandwidth: Annotated[str | None, tyro.conf.arg(metavar="BITS", help_behavior_hint="(10G)")] = (
         None
     )
-    """Speed of a worker's link, bits per second."""
+    """Speed of a worker's network link in bits per second."""
     latency: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(50us)")] = (
         None
     )
-    """Time that a short message takes to another worker."""
+    """Time of a short message to another worker."""
     backward: Annotated[
         str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(a guess by --params)")
     ] = None
@@ -82,72 +109,72 @@ class Advise:
     forward: Annotated[
         str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
     ] = None
-    """Time of all else in a step: forward, optimizer, data."""
+    """Time of everything else in a step: forward pass, optimizer, data."""
     density: float = 0.001
     """Share of the gradient that a sparse exchange sends, in (0, 1]."""
     rank: int = 1
     """Rank of PowerSGD."""
     side: float = 1024
-    """Rows and columns of the model's matrices, about, for PowerSGD."""
+    """Typical number of rows and columns of the model's matrices, for PowerSGD."""
     device: str = "cuda"
-    """cuda or cpu: where gradients are, for the time that picking takes (and for --measure)."""
+    """cuda or cpu: where gradients are. Decides how long selection takes, and where to measure."""
     overlap: Annotated[
         float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(1; cpu: 0)")
     ] = None
-    """Share of the backward pass in which a dense exchange gets on, in [0, 1]."""
-    own: Own = field(default_factory=Own)
-    """Times that methods compute in a step, where you have measured them."""
+    """Share of the backward pass that a dense exchange can overlap with, in [0, 1]."""
+    overheads: OverheadOptions = field(default_factory=OverheadOptions)
+    """Time per step that a method spends computing, if you have measured it."""
     measure: bool = False
-    """Measure link, latency, backward and forward; what is given by hand stays as given."""
+    """Measure bandwidth, latency, backward and forward; options that you give take precedence."""
     json: bool = False
     """Print {"choices": [{"name", "step_seconds", "bytes", ...}], "break_even_bandwidth",
     "break_even_bandwidth_fp16", "pays", "advice", "assumed", "setting"}."""
 
     def run(self) -> None:
-        """Predict."""
-        at_least("--workers", self.workers, 1)
-        name("--device", self.device, DEVICES)
-        if self.workers > _MOST_WORKERS:
-            raise UsageError(f"--workers must be at most {_MOST_WORKERS:,}, got {self.workers}")
-        params = _read("--params", self.params, units.count)
+        """Measure if asked to, predict, and print the advice."""
+        check_at_least("--workers", self.workers, 1)
+        check_name("--device", self.device, DEVICES)
+        if self.workers > _MAX_WORKERS:
+            raise UsageError(f"--workers must be at most {_MAX_WORKERS:,}, got {self.workers}")
+        params = _parse("--params", self.params, units.parse_count)
         given, assumed = self._given(), list[str]()
         if self.measure:
-            from gradherd.cli.advise_measure import measured
-
-            self._setting(params, given | _PLACEHOLDER)  # complain before minutes are spent
-            found = measured(params, self.workers, self.device)
-            if found is None:
-                return  # another rank speaks
-            setting = self._setting(params, found.values | given, workers=found.workers)
+            self._setting(params, given | _PLACEHOLDER)  # refuse bad options before measuring
+            cluster = _measure_cluster(params, self.workers, self.device)
+            if cluster is None:
+                return  # rank 0 prints
+            setting = self._setting(params, cluster.numbers | given, workers=cluster.workers)
         else:
-            guessed = {
-                "bandwidth": _BANDWIDTH,
-                "backward": guessed_backward(self.device, params),
+            defaults = {
+                "bandwidth": _DEFAULT_BANDWIDTH,
+                "backward": guess_backward(self.device, params),
             }
-            assumed = [option for option in guessed if option not in given]
-            setting = self._setting(params, guessed | given)
-        self._show(setting, assumed)
+            assumed = [option for option in defaults if option not in given]
+            setting = self._setting(params, defaults | given)
+        self._print(setting, assumed)
 
     def _given(self) -> dict[str, float]:
-        """Return what was told, in plain units."""
-        found = {}
+        """Return the numbers given as options, in bits per second and seconds."""
+        given = {}
         if self.bandwidth is not None:
-            found["bandwidth"] = _read("--bandwidth", self.bandwidth, units.rate)
+            given["bandwidth"] = _parse("--bandwidth", self.bandwidth, units.parse_rate)
         for option in ("latency", "backward", "forward"):
             text = getattr(self, option)
             if text is not None:
-                found[option] = _time(f"--{option}", text)
-        return found
+                given[option] = _parse_time(f"--{option}", text)
+        return given
 
     def _setting(
         self, params: float, numbers: dict[str, float], *, workers: int | None = None
     ) -> Setting:
+        # On a CPU the cores that exchange are those that compute: nothing overlaps.
         overlap = self.overlap if self.overlap is not None else float(self.device != "cpu")
-        link = Link(
+        link = NetworkLink(
             bandwidth=numbers["bandwidth"],
-            latency=numbers.get("latency", 50e-6),
+            latency=numbers.get("latency", _DEFAULT_LATENCY),
             goodput=numbers.get("goodput", GOODPUT) if self.bandwidth is None else GOODPUT,
         )
+        overheads = typical_overheads(self.device, params)
         try:
             return Setting(
                 params=params,
@@ -155,7 +182,7 @@ class Advise:
                 link=link,
                 backward=numbers["backward"],
                 forward=numbers.get("forward", numbers["backward"] / 2),
-                overheads=usual(self.device, params).with_known(self.own.known()),
+                overheads=overheads.replaced_by(self.overheads.given()),
                 density=self.density,
                 rank=self.rank,
                 side=self.side,
@@ -164,61 +191,93 @@ class Advise:
         except ValueError as error:
             raise UsageError(f"--{error}") from None
 
-    def _show(self, setting: Setting, assumed: list[str]) -> None:
+    def _print(self, setting: Setting, assumed: list[str]) -> None:
         result = advise(setting) | {"assumed": assumed}
         if self.json:
-            told = dataclasses.asdict(setting)
+            used = dataclasses.asdict(setting)
             if not math.isfinite(setting.link.bandwidth):
-                told["link"]["bandwidth"] = None  # one worker has no link
-            print_json({**result, "setting": told})
+                used["link"]["bandwidth"] = None  # one worker has no link; JSON has no infinity
+            print_json({**result, "setting": used})
             return
         console = Console()
-        console.print(_table(setting, result))
+        console.print(_choices_table(setting, result))
         console.print(escape(str(result["advice"])))
         if assumed:
             options = " and ".join(f"--{option}" for option in assumed)
-            console.print(f"Not told, so assumed: {options}. Tell yours, or --measure them.")
+            console.print(f"Not given, so assumed: {options}. Give yours, or add --measure.")
 
 
-_BANDWIDTH = 10e9
-"""Bits per second, where nobody told: what machines are rented with."""
-_PLACEHOLDER = {"bandwidth": 1e9, "backward": 1.0}
-"""Stands for what is going to be measured."""
+class _Cluster(NamedTuple):
+    """What the workers have measured together."""
+
+    workers: int
+    numbers: dict[str, float]
 
 
-def _read(option: str, text: str, reader: Callable[[str], float]) -> float:
+def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | None:
+    """Measure on torchrun's ranks or on local ones; return None on all ranks but the first."""
+    if params > _MAX_MEASURED_PARAMS:
+        raise UsageError(f"--measure builds a model of {params:.3g} parameters: at most 4e9")
+    if not under_torchrun():
+        if device != "cpu":
+            raise UsageError(
+                "--measure on a GPU needs torchrun, with one worker per GPU; or add --device cpu"
+            )
+        try:
+            return _as_cluster(workers, measure_on_ranks(measure, workers, int(params), device))
+        except RankError as error:
+            raise CommandFailed(error.reason) from None
+    usable_device(device)
+    join_torchrun(device)
     try:
-        return reader(text)
+        world = World.detect()
+        result = measure(int(params), device)
+        return _as_cluster(world.size, result) if world.rank == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _as_cluster(workers: int, measured: LinkMeasurement) -> _Cluster:
+    # The bandwidth was measured as data that arrived, so no share of it is headers.
+    numbers = {**measured._asdict(), "goodput": 1.0}
+    if math.isinf(measured.bandwidth):
+        numbers["latency"] = 0.0
+    return _Cluster(workers, numbers)
+
+
+def _parse(option: str, text: str, parse: Callable[[str], float]) -> float:
+    try:
+        return parse(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
 
 
-def _time(option: str, text: str) -> float:
-    return _read(option, text, units.seconds)
+def _parse_time(option: str, text: str) -> float:
+    return _parse(option, text, units.parse_seconds)
 
 
-def _table(setting: Setting, result: dict[str, Any]) -> Table:
+def _choices_table(setting: Setting, result: dict[str, Any]) -> Table:
     table = Table(
         title=f"{setting.params:,.0f} parameters, {setting.workers} workers, "
-        f"{units.show_rate(setting.link.bandwidth)}, "
-        f"latency {units.show_seconds(setting.link.latency)}, "
-        f"backward {units.show_seconds(setting.backward)}",
+        f"{units.format_rate(setting.link.bandwidth)}, "
+        f"latency {units.format_seconds(setting.link.latency)}, "
+        f"backward {units.format_seconds(setting.backward)}",
         title_justify="left",
     )
     table.add_column("exchange and order")
-    for heading in ("step", "exchange", "own work", "sent", "time / dense"):
+    for heading in ("step", "exchange", "computing", "sent", "time / dense"):
         table.add_column(heading, justify="right")
     dense = result["choices"][0]["step_seconds"]
     best = min(choice["step_seconds"] for choice in result["choices"])
     for choice in result["choices"]:
-        taken = choice["step_seconds"]
+        seconds = choice["step_seconds"]
         table.add_row(
             choice["name"],
-            units.show_seconds(taken),
-            units.show_seconds(choice["exchange_seconds"]),
-            units.show_seconds(choice["overhead_seconds"]),
-            units.show_bytes(choice["bytes"]),
-            f"{taken / dense:.3g}" if dense else "",
-            style="bold green" if taken == best else None,
+            units.format_seconds(seconds),
+            units.format_seconds(choice["exchange_seconds"]),
+            units.format_seconds(choice["overhead_seconds"]),
+            units.format_bytes(choice["bytes"]),
+            f"{seconds / dense:.3g}" if dense else "",
+            style="bold green" if seconds == best else None,
         )
     return table

@@ -7,26 +7,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from gradherd.cli.compare import report_so_far
-from gradherd.cli.compare_show import as_json, compare, show, write_report
-from gradherd.cli.train_folder import new_folder
-from gradherd.cli.train_options import AnyPath, Options
-from gradherd.cli.training import execute
-from gradherd.cli.usage import at_least, print_json
+from gradherd.cli.compare import report_interrupted
+from gradherd.cli.launch import output_folder, train_runs
+from gradherd.cli.options import FolderOption, TrainingOptions, check_at_least, print_json
+from gradherd.cli.tables import print_comparison
+from gradherd.lab.report.compare import as_json, compare
+from gradherd.lab.report.page import write_report
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
-    """Compare orders on one small task and sparsifiers on another, with real local workers.
+class DemoCommand:
+    """Compare orders on one small task and sparsifiers on another, on local worker processes.
 
-    First: logistic regression on small digits with random reshuffling (d-rr), with CD-GraB, where
-    workers balance their gradients together (cd-grab), and with a control that orders without
-    looking (always-plus). Then: a network with 300,000 parameters that exchanges all of its
-    gradients (dense), or one number in a hundred of them (exdyna). Needs scikit-learn, no
-    network, and two to three minutes on two cores.
+    First, logistic regression on small images of digits with three orders: random reshuffling
+    (d-rr), CD-GraB, which balances the gradients of all workers (cd-grab), and a control that
+    reorders without looking at gradients (always-plus). Then a network with 300,000 parameters
+    that exchanges its whole gradient (dense), or one element in a hundred of it (exdyna). Needs
+    scikit-learn, no network, and two to three minutes on two cores.
 
     Example: gradherd demo --out my-demo
     """
@@ -35,16 +35,16 @@ class Demo:
     """Number of worker processes."""
     seeds: int = 3
     """Number of seeds of every arm."""
-    out: AnyPath = None
+    out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
     json: bool = False
-    """Print {"comparisons": [as `gradherd compare --json` does], "report"}."""
+    """Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}."""
 
     def run(self) -> None:
-        """Train, tell, write the page."""
-        at_least("--workers", self.workers, 1)
-        at_least("--seeds", self.seeds, 1)
-        with new_folder(self.out, "demo") as out:
+        """Train both parts, print the comparisons, and write the page."""
+        check_at_least("--workers", self.workers, 1)
+        check_at_least("--seeds", self.seeds, 1)
+        with output_folder(self.out, "demo") as out:
             self._compare(out)
 
     def _compare(self, out: Path) -> None:
@@ -56,28 +56,28 @@ class Demo:
             console.print(f"[bold]{part.title}[/bold] ({self.workers} worker processes)")
             configs = part.configs(self.workers, self.seeds)
             try:
-                found = execute(configs, out / part.task, Options())
+                part_records = train_runs(configs, out / part.task, TrainingOptions())
             except KeyboardInterrupt:
-                report_so_far(out, len(_PARTS) * len(configs))
+                report_interrupted(out, len(_PARTS) * len(configs))
                 raise
-            comparisons.append(compare(found))
-            records += found
+            comparisons.append(compare(part_records))
+            records += part_records
             if not self.json:
-                show(comparisons[-1], None)
+                print_comparison(comparisons[-1], None)
                 console.print()
         write_report(records, page, title="gradherd demo: fewer epochs, fewer bytes")
         if self.json:
-            told = [as_json(one, str(page)) for one in comparisons]
-            print_json({"comparisons": told, "report": str(page)})
+            results = [as_json(comparison, str(page)) for comparison in comparisons]
+            print_json({"comparisons": results, "report": str(page)})
         console.print(
-            f"{time.monotonic() - begin:.0f} seconds. The page with all curves: "
+            f"Took {time.monotonic() - begin:.0f} seconds. See all curves in "
             f"[bold]{escape(str(page))}[/bold]",
             soft_wrap=True,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _DemoPart:
     """One comparison of the demo."""
 
     title: str
@@ -88,7 +88,7 @@ class _Part:
     epochs: int
 
     def configs(self, workers: int, seeds: int) -> list[RunConfig]:
-        """Return its runs."""
+        """Return the settings of its runs."""
         return plan_runs(
             self.task,
             find_task(self.task).defaults,
@@ -102,13 +102,13 @@ class _Part:
 
 
 _PARTS = (
-    _Part(
+    _DemoPart(
         title="Does a better order need fewer epochs?",
         task="digits",
         orders=("d-rr", "cd-grab", "always-plus"),
         epochs=10,
     ),
-    _Part(
+    _DemoPart(
         title="Does sending less cost accuracy?",
         task="digits-mlp",
         sparsifiers=("dense", "exdyna"),

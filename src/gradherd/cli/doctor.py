@@ -1,27 +1,28 @@
-"""`gradherd doctor`: is everything there that gradherd needs, and does it work?"""
+"""`gradherd doctor`: check that this machine has what gradherd needs."""
 
 from dataclasses import asdict, dataclass
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli import doctor_machine as look
-from gradherd.cli.doctor_checks import Check, packages
-from gradherd.cli.usage import Failed, print_json
+from gradherd.cli import doctor_checks as checks_of
+from gradherd.cli.doctor_checks import Check
+from gradherd.cli.errors import CommandFailed
+from gradherd.cli.options import print_json
+from gradherd.cli.tables import plain_table
 
-_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}
+_STATUS_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """Check what gradherd needs on this machine, and tell the way out of what is wrong.
+class DoctorCommand:
+    """Check what gradherd needs on this machine, and say how to fix what is wrong.
 
-    Versions, what torch was built with, GPUs, cores, memory, disks, data sets; and two local
-    workers are started to see whether they find each other. Takes some seconds. ok: there and
-    working. missing: optional, and not there. problem: does not work. Exit code 1 if something
-    is broken that no training can do without.
+    Looks at versions, the build of torch, GPUs, cores, memory, disks and data sets, and starts two
+    local workers to see whether they can talk to each other. Takes a few seconds. Every check is
+    ok, missing (an optional part is not installed) or a problem (it does not work). Exit code 1 if
+    something does not work that every training needs.
 
     Example: gradherd doctor
     """
@@ -31,57 +32,57 @@ class Doctor:
     problem."""
 
     def run(self) -> None:
-        """Look at everything."""
+        """Run all checks and print them."""
         checks = self._checks()
         broken = [one.name for one in checks if one.essential and one.status == "problem"]
         if self.json:
-            print_json({"checks": [_plain(one) for one in checks], "ok": not broken})
+            print_json({"checks": [_as_json(one) for one in checks], "ok": not broken})
         else:
             Console().print(_table(checks))
         if broken:
-            raise Failed(f"gradherd cannot work well here: see {', '.join(broken)} above")
+            raise CommandFailed(f"gradherd will not work well here: see {', '.join(broken)} above")
         if not self.json:
             Console().print(_summary(checks))
 
     def _checks(self) -> list[Check]:
         console = Console(stderr=True, quiet=self.json)
         with console.status("starting two local workers"):  # shown on a terminal only
-            workers = look.local_workers()
+            workers = checks_of.local_workers()
         return [
-            *packages(),
-            *look.distributed(),
-            look.gpu(),
-            *look.machine(),
+            *checks_of.packages(),
+            *checks_of.distributed(),
+            checks_of.gpu(),
+            *checks_of.machine(),
             workers,
-            *look.data(),
+            *checks_of.data(),
         ]
 
 
-def _plain(one: Check) -> dict[str, str]:
-    return {key: value for key, value in asdict(one).items() if key != "essential"}
+def _as_json(check: Check) -> dict[str, str]:
+    return {key: value for key, value in asdict(check).items() if key != "essential"}
 
 
 def _table(checks: list[Check]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     table.add_column("check", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("found", overflow="fold")
-    for one in checks:
-        mark = f"[{_STYLES[one.status]}]{one.status}[/]"
-        table.add_row(one.name, mark, _told(one))
+    for check in checks:
+        status = f"[{_STATUS_STYLES[check.status]}]{check.status}[/]"
+        table.add_row(check.name, status, _details(check))
     return table
 
 
-def _told(one: Check) -> str:
-    """Return what was found; a hint that is needed gets a line of its own."""
-    found, hint = escape(one.found), escape(one.hint)
-    if one.status == "ok":
+def _details(check: Check) -> str:
+    """Return what was found and the hint, which gets its own line if there is a problem."""
+    found, hint = escape(check.found), escape(check.hint)
+    if check.status == "ok":
         return f"{found}  [dim]{hint}[/]" if hint else found
-    return f"{found}\n{hint}" if one.status == "problem" else f"{found}  {hint}"
+    return f"{found}\n{hint}" if check.status == "problem" else f"{found}  {hint}"
 
 
 def _summary(checks: list[Check]) -> str:
-    odd = [one.name for one in checks if one.status == "problem"]
-    if odd:
-        return f"What no training can do without works. Look at: {', '.join(odd)}."
-    return "All that is needed works; what is missing is optional."
+    problems = [check.name for check in checks if check.status == "problem"]
+    if problems:
+        return f"Everything that training needs works. Have a look at: {', '.join(problems)}."
+    return "Everything that training needs works; what is missing is optional."

@@ -1,7 +1,8 @@
-"""The command line: find the command, read its options, say in one line what is wrong.
+"""The `gradherd` command line: find the command, parse its options, report errors in one line.
 
-Each command is a frozen dataclass of options with a `run` method, in a file of its own under
-`cli/`; it is imported when it is called. Exit codes: 0 done, 1 failed, 2 wrong usage.
+Each command is a frozen dataclass of options with a `run` method, in a module of this package that
+is imported only when the command is called. Exit codes: 0 done, 1 failed, 2 wrong usage, 130
+interrupted. Results go to stdout, progress and errors to stderr.
 """
 
 import contextlib
@@ -12,69 +13,71 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradherd.cli.usage import Failed, UsageError
+from gradherd.cli.errors import CommandFailed, UsageError
 
 
 class Command(Protocol):
-    """A command's options, ready to run."""
+    """The parsed options of a command, ready to run."""
 
     def run(self) -> None:
-        """Do it, print it."""
+        """Do the work and print the result."""
         ...
 
 
 COMMANDS = {
-    "demo": ("demo:Demo", "both halves at work in three minutes, and a page about it"),
-    "train": ("train:Train", "train a task once, and write down how it went"),
-    "compare": ("compare:Compare", "orders or sparsifiers on one task: who won, and is it sure?"),
-    "study": ("study:Study", "run a study that a file describes, and keep its results"),
-    "herding": ("herding:Herding", "random vectors: how short does each order keep prefix sums?"),
-    "replay order": (
-        "replay_order:ReplayOrder",
-        "what order would a policy find for my gradients?",
-    ),
+    "demo": ("demo:DemoCommand", "see both halves at work in three minutes, with an HTML report"),
+    "train": ("train:TrainCommand", "train a task once and record every epoch"),
+    "compare": ("compare:CompareCommand", "compare orders or sparsifiers on one task over seeds"),
+    "study": ("study:StudyCommand", "run all arms and seeds of a study file; keep the results"),
+    "herding": ("herding:HerdingCommand", "compare orders on random vectors, without training"),
+    "replay order": ("replay:ReplayOrderCommand", "reorder recorded gradients with any policy"),
     "replay sparsify": (
-        "replay_sparsify:ReplaySparsify",
-        "what would a sparsifier have sent of my gradients?",
+        "replay:ReplaySparsifyCommand",
+        "sparsify recorded gradients: what is sent, what stays?",
     ),
-    "bench signs": ("bench_signs:BenchSigns", "signs of a step: block-Gram against the loop"),
+    "bench signs": ("bench:BenchSignsCommand", "time the signs of a step: Gram block or loop"),
     "bench coordination": (
-        "bench_coordination:BenchCoordination",
-        "balancing across workers against all-reduce and all-gather",
+        "bench:BenchCoordinationCommand",
+        "time balancing across workers against all-reduce and all-gather",
     ),
-    "bench rows": ("bench_rows:BenchRows", "per-example gradients against vmap and a loop"),
+    "bench rows": ("bench:BenchRowsCommand", "time per-example gradients against vmap and a loop"),
     "bench sparsify": (
-        "bench_sparsify:BenchSparsify",
-        "picking against torch.topk, a sparse exchange against all-reduce and PowerSGD",
+        "bench:BenchSparsifyCommand",
+        "time selection against torch.topk, exchange against all-reduce and PowerSGD",
     ),
-    "bench step": ("bench_step:BenchStep", "a whole DDP step with cd-grab against d-rr"),
-    "bench virtual": ("bench_virtual:BenchVirtual", "virtual runs of LeNet against a plain loop"),
-    "advise": ("advise:Advise", "will a sparse exchange pay here? predicted step times"),
-    "report": ("report:Report", "records of runs -> what they show, and one HTML page"),
-    "data list": ("data_list:DataList", "which data sets are there, and how to get the others"),
-    "data get": ("data_get:DataGet", "download a data set from its usual public source"),
-    "data check": ("data_check:DataCheck", "are the data sets that are there whole?"),
-    "doctor": ("doctor:Doctor", "is all there that gradherd needs, and does it work?"),
+    "bench step": ("bench:BenchStepCommand", "time a whole DDP step with cd-grab and with d-rr"),
+    "bench virtual": ("bench:BenchVirtualCommand", "time virtual runs of LeNet against a loop"),
+    "advise": ("advise:AdviseCommand", "predict step times: will a sparse exchange pay here?"),
+    "report": ("report:ReportCommand", "compare recorded runs and write one HTML page"),
+    "data list": ("data:DataListCommand", "list data sets: which are here, how to get the others"),
+    "data get": ("data:DataGetCommand", "download a data set from its usual public source"),
+    "data check": ("data:DataCheckCommand", "verify sizes and checksums of the data sets here"),
+    "doctor": ("doctor:DoctorCommand", "check that this machine has what gradherd needs"),
 }
-"""Command -> (module:class under gradherd.cli, one line of help)."""
-_ON_RANKS = ("train", "compare", "advise")
-"""Commands that every process that torchrun started takes part in."""
+"""Command -> (module:class in gradherd.cli, one line of help)."""
+_ON_ALL_RANKS = ("train", "compare", "advise")
+"""Commands that run on every rank under torchrun."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
+    """Run one command and exit with its code.
+
+    Args:
+        args: Words after `gradherd`; those of this process if None.
+    """
     words = list(sys.argv[1:] if args is None else args)
     try:
         _run(words)
         sys.stdout.flush()
     except UsageError as error:
         _fail(2, str(error))
-    except Failed as error:
+    except CommandFailed as error:
         _fail(1, f"failed: {error}")
     except KeyboardInterrupt:
         _fail(130, "interrupted")
     except BrokenPipeError:
-        # The reader (head, less) has seen enough. Nothing more can be written, not at exit either.
+        # The reader (head, less) has closed the pipe. Point stdout elsewhere, or Python would
+        # complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except MemoryError as error:
@@ -82,8 +85,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
-        what = f"{type(error).__name__}: {_one_line(str(error))}"
-        _fail(1, f"failed: {what} (GRADHERD_TRACEBACK=1 shows where)")
+        cause = f"{type(error).__name__}: {_one_line(str(error))}"
+        _fail(1, f"failed: {cause} (set GRADHERD_TRACEBACK=1 to see where)")
     sys.exit(0)
 
 
@@ -105,17 +108,31 @@ def _run(words: list[str]) -> None:
         asked = " ".join(words[: 2 if group else 1])
         known = ", ".join(group or COMMANDS)
         if group and len(words) == 1:
-            raise UsageError(f"{asked} needs to know which: {known}")
-        raise UsageError(f"no command {asked!r}; there are: {known}")
-    if os.environ.get("RANK", "0") != "0" and name not in _ON_RANKS:
-        return  # Started by torchrun: the other commands are for one process, and print once.
-    module, kind = COMMANDS[name][0].split(":")
-    command = getattr(importlib.import_module(f"gradherd.cli.{module}"), kind)
-    _parse(command, f"gradherd {name}", words[len(name.split()) :]).run()
+            raise UsageError(f"{asked} needs a subcommand: {known}")
+        raise UsageError(f"unknown command {asked!r}; choose from: {known}")
+    if os.environ.get("RANK", "0") != "0" and name not in _ON_ALL_RANKS:
+        return  # torchrun started several processes, but this command needs only one.
+    _parse(_load(name), f"gradherd {name}", words[len(name.split()) :]).run()
+
+
+def _load(name: str) -> type[Command]:
+    module, command = COMMANDS[name][0].split(":")
+    try:
+        loaded = importlib.import_module(f"gradherd.cli.{module}")
+    except ModuleNotFoundError as error:
+        # Commands import their optional packages at the top, so that a missing one is reported
+        # before any work is done. All of these belong to the extra `report`.
+        if (error.name or "").split(".")[0] == "gradherd":
+            raise
+        raise UsageError(
+            f"reports need {error.name}, which is not installed: pip install 'gradherd[report]'"
+        ) from None
+    found: type[Command] = getattr(loaded, command)
+    return found
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
-    """Return the list of commands."""
+    """Return the list of commands, as `gradherd --help` prints it."""
     lines = [f"  gradherd {name:<19} {COMMANDS[name][1]}" for name in names]
     return "\n".join(
         [
@@ -123,8 +140,8 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
             "",
             *lines,
             "",
-            "`gradherd COMMAND --help` tells more. Results go to stdout (--json for programs),",
-            "progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage.",
+            "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json",
+            "for programs), progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage.",
         ]
     )
 
@@ -133,18 +150,18 @@ def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
     import tyro
 
     style = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
-    complaint = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(stderr):
             return tyro.cli(command, prog=prog, args=args, config=style)
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise UsageError(f"{_unboxed(complaint.getvalue())} (see {prog} --help)") from None
+        raise UsageError(f"{_unboxed(stderr.getvalue())} (see {prog} --help)") from None
 
 
 def _unboxed(text: str) -> str:
-    """Return tyro's complaint, which comes in a drawn box, as one line."""
+    """Return tyro's error message, which it prints in a box, as one line."""
     lines = [line.strip("│╭╰╮╯ ") for line in text.splitlines()[1:]]
     rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
     return _one_line(" ".join(lines[:rule]))
@@ -155,9 +172,10 @@ def _one_line(text: str) -> str:
 
 
 def _fail(code: int, message: str) -> None:
-    # What is wrong with a call is wrong for all processes that torchrun started: one speaks.
+    from gradherd.lab.text import printable
+
+    # Under torchrun a wrong call is wrong on every rank: let rank 0 say so. Work may fail on any.
     if code == 1 or os.environ.get("RANK", "0") == "0":
-        # Names that the user typed may hold anything: a line stays a line.
-        shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in message)
-        print(f"gradherd: {shown}", file=sys.stderr)
+        # The message may quote file names and other input, which may hold control characters.
+        print(f"gradherd: {printable(message)}", file=sys.stderr)
     sys.exit(code)

@@ -1,19 +1,116 @@
-"""Progress on stderr, for people only: silent where stderr is not a terminal."""
+"""One progress bar for everything that takes long: on stderr, and only if that is a terminal."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from gradherd.lab.study.kinds import PlannedRun, StudyProgress
+from gradherd.lab.train.config import RunConfig
+
+
+class ProgressBar(StudyProgress):
+    """Show which run is being trained, how far it is, its loss, and the time left.
+
+    A training is one bar from the first run to the last. A study starts the bar anew for each batch
+    of runs, since batches differ too much to predict one from another.
+    """
+
+    def __init__(self, *, study_runs: int | None = None, quiet: bool = False) -> None:
+        """Make a bar.
+
+        Args:
+            study_runs: Number of runs of a study; None for a training, which tells by `begin`.
+            quiet: Draw nothing, as all ranks but the first.
+        """
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, loss="")
+        self._is_study = study_runs is not None
+        self._runs, self._started = study_runs or 0, 0
+
+    def __enter__(self) -> "ProgressBar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begin(self, runs: int, steps: int) -> None:
+        """Start a bar of `steps` steps."""
+        if not self._is_study:
+            self._runs = runs
+        self._bar.reset(self._task, total=steps)
+
+    def begin_loop(self, total: int, unit: str) -> None:
+        """Start a bar of `total` iterations."""
+        self._bar.reset(self._task, total=total, description=f"{total} {unit}")
+
+    def group(self, configs: Sequence[RunConfig]) -> None:
+        """Name the runs of a training that start now."""
+        if not self._is_study:  # a study has named them by their arms
+            text = self._next_runs(_run_name(configs[0]), len(configs))
+            self._bar.update(self._task, description=text)
+
+    def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
+        """Name the runs of a study that start now."""
+        text = self._next_runs(f"{batch[0].arm}, seed {batch[0].seed}", len(batch))
+        self._bar.reset(self._task, total=None, description=text, loss="")
+
+    def begin_parallel(self, runs: int, jobs: int) -> None:
+        """Count finished runs instead of steps, for runs in several processes."""
+        text = f"{runs} runs, {jobs} at a time"
+        self._bar.reset(self._task, total=runs, description=text, loss="")
+
+    def step(self, steps: int = 1) -> None:
+        """Advance the bar."""
+        self._bar.advance(self._task, steps)
+
+    def epoch(self, number: int, losses: list[float | None]) -> None:
+        """Show the loss after an epoch; of several runs, that of the last one."""
+        loss = "not finite" if losses[-1] is None else f"{losses[-1]:.4g}"
+        self._bar.update(self._task, loss=f"epoch {number}, loss {loss}")
+
+    def _next_runs(self, first: str, count: int) -> str:
+        """Describe the next `count` runs, e.g. "run 3 of 6: cd-grab, seed 0"."""
+        number, self._started = self._started + 1, self._started + count
+        span = f"{number}" if count == 1 else f"{number}-{self._started}"
+        return f"run {span} of {self._runs}: {escape(first) if count == 1 else 'side by side'}"
 
 
 @contextlib.contextmanager
-def steps(total: int, what: str = "rounds") -> Iterator[Callable[[], None]]:
-    """Show a bar of `total` steps; call what this yields after each one."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """Show a bar for a loop; call the function that this yields after each iteration.
+
+    Args:
+        total: Number of iterations.
+        unit: What an iteration is, in the plural, e.g. "rounds".
+    """
+    with ProgressBar() as bar:
+        bar.begin_loop(total, unit)
+        yield bar.step
+
+
+def _run_name(config: RunConfig) -> str:
+    sparse = "" if config.density is None else f" + {config.sparsify} {config.density:g}"
+    return f"{config.order}{sparse}, seed {config.seed}"

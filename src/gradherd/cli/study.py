@@ -1,4 +1,4 @@
-"""`gradherd study`: run what a file describes, and keep small results."""
+"""`gradherd study`: run the arms and seeds of a study file, and keep small results."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -15,11 +14,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli.bench_show import usable_device
-from gradherd.cli.claims_show import as_claims, print_claims
-from gradherd.cli.study_bar import Bar
-from gradherd.cli.train_options import AnyPath, check_data, known_task
-from gradherd.cli.usage import Failed, UsageError, at_least, print_json
+from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.launch import raise_interrupt
+from gradherd.cli.options import (
+    FolderOption,
+    check_at_least,
+    check_data,
+    named_task,
+    print_json,
+    usable_device,
+)
+from gradherd.cli.progress import ProgressBar
+from gradherd.cli.tables import claims_json, print_claims
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, task_path
 from gradherd.lab.study.results import RunResult, read_arms, read_other_studies
@@ -32,7 +38,7 @@ from gradherd.lab.study.run import (
     run_planned,
     store_results,
 )
-from gradherd.lab.study.spec import Study as StudyFile
+from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.text import counted
 
@@ -43,14 +49,16 @@ RESULTS = Path("benchmarks") / "results"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
-    """Run the arms and seeds that a TOML file describes; results are small files to be committed.
+class StudyCommand:
+    """Run the arms and seeds of a study file and keep their results as small files.
 
-    It ends with the verdict on each claim that the file makes and its results can tell about. Each
-    arm has one file with a line for each seed. A study may be run in pieces: --only and
-    --seeds pick runs, --resume leaves out what is there already with the same settings; a run that
-    was interrupted left nothing and is run again. --resume also takes over what another study in
-    benchmarks/results has run with the same settings. `gradherd report --evidence` makes the page.
+    A study is a TOML file with arms, seeds and claims. Its results are meant to be committed: one
+    file per arm, with one line per seed. At the end you see the verdict on every claim that the
+    results can settle; `gradherd report --evidence` turns all studies into a page.
+
+    You can run a study in parts. --only and --seeds select runs, --resume skips those that already
+    have results with the same settings. An interrupted run leaves no result and is run again.
+    --resume also reuses results of other studies in benchmarks/results that have the same settings.
 
     Example: gradherd study studies/hmda.toml --resume
     """
@@ -58,179 +66,171 @@ class Study:
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The study, as TOML."""
     resume: bool = False
-    """Leave out runs whose results are there; without it there must be none."""
+    """Skip runs that have results; without this, there must be no results yet."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ARM", help_behavior_hint="")] = ()
-    """Only arms of these names; `cd-grab*` is all that begin so."""
+    """Run only these arms; `cd-grab*` matches every arm whose name starts with cd-grab."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT", help_behavior_hint="")] = ()
-    """Only these seeds of the file's."""
+    """Run only these of the study's seeds."""
     plan: bool = False
-    """Show what would be run and what is there; run nothing."""
+    """Show what would be run and what is there already; run nothing."""
     device: str | None = None
-    """Where: cpu or cuda; as the file says if not given."""
+    """cpu or cuda; by default what the file says."""
     jobs: int = 1
-    """Processes that make runs side by side: on a CPU as many as it has cores."""
-    data_dir: AnyPath = None
-    """Folder to look for data in first; then come GRADHERD_DATA and the cache folder."""
-    out: AnyPath = None
-    """Folder for results; benchmarks/results/NAME if not given."""
+    """Number of runs at a time, each in its own process; on a CPU use its number of cores."""
+    data_dir: FolderOption = None
+    """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
+    out: FolderOption = None
+    """Folder for results; by default benchmarks/results/NAME."""
     json: bool = False
     """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped",
     "claims": [{"id", "verdict", "ours"}]}."""
 
     def run(self) -> None:
-        """Read, plan, run, tell."""
-        at_least("--jobs", self.jobs, 1)
+        """Read the file, run what is missing, and print the verdicts."""
+        check_at_least("--jobs", self.jobs, 1)
         if self.device is not None:
             usable_device(self.device)
         try:
             study = read_study(self.file)
-            pieces = plan_runs(study, self.only, self.seeds)
-            _check_told(study)
+            planned = plan_runs(study, self.only, self.seeds)
+            _check_reportable(study)
             out = RESULTS / study.name if self.out is None else self.out
-            there = read_arms(out, dict.fromkeys(piece.arm for piece in pieces), study.kind)
-            todo = missing_runs(pieces, there)
+            results = read_arms(out, dict.fromkeys(run.arm for run in planned), study.kind)
+            todo = missing_runs(planned, results)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        found = self._elsewhere(study, todo)
-        taken = {(one.arm, one.seed) for one in found}
-        todo = [piece for piece in todo if (piece.arm, piece.seed) not in taken]
+        reused = self._reusable(study, todo)
+        reused_keys = {(result.arm, result.seed) for result in reused}
+        todo = [run for run in todo if (run.arm, run.seed) not in reused_keys]
         if self.plan:
-            self._show_plan(study, pieces, todo)
+            self._print_plan(study, planned, todo)
             return
-        if there and not self.resume:
-            arms = ", ".join(repr(arm) for arm in list(there)[:3])
+        if results and not self.resume:
+            arms = ", ".join(repr(arm) for arm in list(results)[:3])
             raise UsageError(
-                f"{out} holds results of {arms}{' ...' if len(there) > 3 else ''}: --resume adds "
-                "what is missing; or remove them, or name another --out"
+                f"{out} holds results of {arms}{' ...' if len(results) > 3 else ''}: add --resume "
+                "to run what is missing, remove them, or name another --out"
             )
         if kind_of(study).alone and self.jobs > 1:
-            raise UsageError(f"--jobs: kind {study.kind} measures time, its runs go one by one")
+            raise UsageError(
+                f"--jobs must be 1, got {self.jobs}: kind {study.kind} measures time, so nothing "
+                "may run at the same time"
+            )
         _check_out(out)
-        store_results(study, out, found)
-        made = self._made(study, todo, out)
-        self._end(study, out, made, len(pieces) - len(todo))
+        store_results(study, out, reused)
+        runs = self._run_missing(study, todo, out)
+        self._print_result(study, out, runs, len(planned) - len(todo))
 
-    def _elsewhere(self, study: StudyFile, todo: Sequence[PlannedRun]) -> list[RunResult]:
-        """Return results of these runs that another study has.
+    def _reusable(self, study: Study, todo: Sequence[PlannedRun]) -> list[RunResult]:
+        """Return the results of these runs that another study has.
 
-        Only where results of studies are known to be side by side, and not of those that measure
-        time: they are of one machine.
+        Other studies are searched only in benchmarks/results, where all of them are. Kinds that
+        measure time reuse nothing: times belong to one machine.
         """
         if not self.resume or self.out is not None or kind_of(study).alone or not todo:
             return []
-        told = partial(print, "gradherd: passed over:", file=sys.stderr)
-        return reusable_results(todo, read_other_studies(RESULTS, study.name, study.kind, told))
+        warn = partial(print, "gradherd: skipped:", file=sys.stderr)
+        return reusable_results(todo, read_other_studies(RESULTS, study.name, study.kind, warn))
 
-    def _made(
-        self, study: StudyFile, todo: Sequence[PlannedRun], out: Path
+    def _run_missing(
+        self, study: Study, todo: Sequence[PlannedRun], out: Path
     ) -> list[dict[str, Any]]:
         if not todo:
             return []
         if study.task is not None:
-            check_data(known_task(task_path(study.task, study.folder)), self.data_dir)
-        made: list[dict[str, Any]] = []
-        # To be ended is to be interrupted: what is written so far is whole.
-        before = signal.signal(signal.SIGTERM, _interrupt)
+            check_data(named_task(task_path(study.task, study.folder)), self.data_dir)
+        runs: list[dict[str, Any]] = []
+        # SIGTERM acts like Ctrl-C: results are written run by run, so none is left half-written.
+        previous = signal.signal(signal.SIGTERM, raise_interrupt)
         try:
-            with Bar(len(todo)) as bar:
-                where = RunContext(
+            with ProgressBar(study_runs=len(todo)) as bar:
+                context = RunContext(
                     folder=study.folder,
                     device=_device(study, self.device),
                     data_dir=self.data_dir,
                     progress=bar,
                 )
-                for results in run_planned(study, todo, out, where, self.jobs):
-                    made += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
+                for results in run_planned(study, todo, out, context, self.jobs):
+                    runs += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
         except KeyboardInterrupt:
-            print(f"gradherd: {len(made)} of {len(todo)} runs are in {out}", file=sys.stderr)
+            print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
         except (DamagedData, ProcessDied) as error:
-            raise Failed(str(error)) from None
+            raise CommandFailed(str(error)) from None
         finally:
-            signal.signal(signal.SIGTERM, before)
-        return made
+            signal.signal(signal.SIGTERM, previous)
+        return runs
 
-    def _end(
-        self,
-        study: StudyFile,
-        out: Path,
-        made: list[dict[str, Any]],
-        skipped: int,
+    def _print_result(
+        self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int
     ) -> None:
         verdicts = _verdicts(study, out)
         if self.json:
-            told = {"study": study.name, "kind": study.kind, "out": str(out), "runs": made}
-            print_json({**told, "skipped": skipped, "claims": as_claims(verdicts)})
+            result = {"study": study.name, "kind": study.kind, "out": str(out), "runs": runs}
+            print_json({**result, "skipped": skipped, "claims": claims_json(verdicts)})
             return
         print_claims(verdicts)
-        lost = sum(one["status"] == "diverged" for one in made)
-        more = f", {skipped} were there" if skipped else ""
-        more += f", {lost} diverged" if lost else ""
-        print(f"{study.name}: {counted(len(made), 'run')}{more}; results in {out}")
+        diverged = sum(run["status"] == "diverged" for run in runs)
+        details = f", {skipped} skipped" if skipped else ""
+        details += f", {diverged} diverged" if diverged else ""
+        print(f"{study.name}: {counted(len(runs), 'run')}{details}; results in {out}")
 
-    def _show_plan(
-        self,
-        study: StudyFile,
-        pieces: Sequence[PlannedRun],
-        todo: Sequence[PlannedRun],
+    def _print_plan(
+        self, study: Study, planned: Sequence[PlannedRun], todo: Sequence[PlannedRun]
     ) -> None:
-        waiting = [{"arm": one.arm, "seed": one.seed} for one in todo]
         if self.json:
-            skipped = len(pieces) - len(todo)
-            told = {"study": study.name, "kind": study.kind, "left": waiting}
-            print_json({**told, "skipped": skipped})
+            left_over = [{"arm": run.arm, "seed": run.seed} for run in todo]
+            skipped = len(planned) - len(todo)
+            result = {"study": study.name, "kind": study.kind, "left": left_over}
+            print_json({**result, "skipped": skipped})
             return
         table = Table(title=escape(study.title), title_justify="left")
-        for name in ("arm", "seeds that are there", "seeds to run"):
+        for name in ("arm", "seeds with results", "seeds to run"):
             table.add_column(name)
-        for arm in dict.fromkeys(piece.arm for piece in pieces):
-            open_ = [one.seed for one in todo if one.arm == arm]
-            there = [p.seed for p in pieces if p.arm == arm and p.seed not in open_]
-            table.add_row(escape(arm), " ".join(map(str, there)), " ".join(map(str, open_)))
+        for arm in dict.fromkeys(run.arm for run in planned):
+            missing = [run.seed for run in todo if run.arm == arm]
+            done = [run.seed for run in planned if run.arm == arm and run.seed not in missing]
+            table.add_row(escape(arm), " ".join(map(str, done)), " ".join(map(str, missing)))
         Console().print(table)
 
 
-def _check_told(study: StudyFile) -> None:
-    """Refuse claims and figures that no result can serve, as long as nothing has been run."""
+def _check_reportable(study: Study) -> None:
+    """Refuse claims and charts that no result of this study can support, before running it."""
     try:
         from gradherd.lab.report.told import check_told
-    except ModuleNotFoundError:  # `_verdicts` says what is missing.
+    except ModuleNotFoundError:  # `_verdicts` reports it at the end.
         return
     check_told(study)
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a folder that cannot be written to, before there is something to lose."""
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise UsageError(f"--out {str(out)!r}: {str(there)!r} is a file, not a folder")
-    if not os.access(there, os.W_OK):
-        raise UsageError(f"--out {str(out)!r}: the folder {str(there)!r} cannot be written to")
+    """Refuse a folder that cannot be written to before any run is lost to it."""
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise UsageError(f"--out {str(out)!r}: {str(existing)!r} is a file, not a folder")
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"--out {str(out)!r}: the folder {str(existing)!r} cannot be written to")
 
 
-def _verdicts(study: StudyFile, out: Path) -> "list[Verdict]":
-    """Return what the results tell about the claims; without what reports need, nothing."""
+def _verdicts(study: Study, out: Path) -> "list[Verdict]":
+    """Return the verdicts on the study's claims; none if a package for reports is missing."""
     try:
         from gradherd.lab.report.evidence import judged
     except ModuleNotFoundError as error:
-        lacking = f"verdicts need {error.name}: pip install 'gradherd[report]'"
-        print(f"gradherd: {lacking}", file=sys.stderr)
+        advice = f"verdicts need {error.name}: pip install 'gradherd[report]'"
+        print(f"gradherd: {advice}", file=sys.stderr)
         return []
     return judged(study, out)[1]
 
 
-def _device(study: StudyFile, asked: str | None) -> str:
-    """Return where to run: as asked, or as the file says, if that can be used."""
-    if asked is not None:
-        return asked
+def _device(study: Study, option: str | None) -> str:
+    """Return the device of --device, or that of the file if it can be used."""
+    if option is not None:
+        return option
     try:
         usable_device(study.device)
     except UsageError:
         raise UsageError(
-            f"{study.name} is meant for a GPU and there is none: --device cpu takes much longer"
+            f"{study.name} is meant for a GPU, and there is none: add --device cpu (much slower)"
         ) from None
     return study.device
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`gradherd train`: one run of a task."""
+"""`gradherd train`: train a task once."""
 
 import dataclasses
 import signal
@@ -11,16 +11,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli.train_folder import new_folder
-from gradherd.cli.train_options import (
-    Density,
-    Options,
+from gradherd.cli.errors import UsageError
+from gradherd.cli.launch import output_folder, train_runs
+from gradherd.cli.options import (
+    METHODS,
+    ORDERS,
+    DensityOption,
+    TaskArgument,
+    TrainingOptions,
+    check_at_least,
     check_data,
-    checked_density,
-    known_task,
+    check_name,
+    density_for,
+    named_task,
+    print_json,
 )
-from gradherd.cli.training import execute
-from gradherd.cli.usage import UsageError, at_least, name, print_json
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
@@ -30,49 +35,49 @@ from gradherd.sparsify.registry import SPARSIFIERS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a task once, on real local workers, and write down how it went.
+class TrainCommand:
+    """Train a task once, on local worker processes, and record how it went.
 
-    TASK is a name (`gradherd data list` shows what each needs; digits and digits-mlp need nothing)
-    or a task of your own, path/to/file.py:ClassName. The folder then holds record.json (settings,
-    surroundings, a row for each epoch) and metrics.jsonl; `gradherd report` makes a page of it.
-    Under torchrun, start it as `torchrun --nproc-per-node 4 -m gradherd train ...`.
+    TASK is a name (`gradherd data list` shows which data each task needs; digits and digits-mlp
+    need none) or a task of your own, path/to/file.py:ClassName. The output folder then holds
+    record.json (settings, hardware, versions, a row for each epoch) and metrics.jsonl; `gradherd
+    report` turns it into a page. On several machines or GPUs, start it with torchrun:
+    `torchrun --nproc-per-node 4 -m gradherd train ...`.
 
     Example: gradherd train digits --order cd-grab --epochs 10
     """
 
-    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+    task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
-    order: str = "d-rr"
-    """One of: d-rr, shuffle-once, fixed, flip-flop, grab, pair-grab, id-grab, id-pair-grab,
-    cd-grab, always-plus."""
-    sparsify: str = "dense"
-    """One of: dense, exdyna, micro, deft, topk, gtopk, cltk, randomk, threshold, sage, sidco."""
-    density: Density = None
+    order: Annotated[str, tyro.conf.arg(help=f"Order of examples, one of: {ORDERS}.")] = "d-rr"
+    sparsify: Annotated[
+        str, tyro.conf.arg(help=f"How gradients are exchanged, one of: {METHODS}.")
+    ] = "dense"
+    density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     seed: int = 0
     """Seed of the model and the order."""
     checkpoint_every: Annotated[
         int | None, tyro.conf.arg(metavar="STEPS", help_behavior_hint="(default: once a minute)")
     ] = None
-    """Save the run every so many steps; the last two checkpoints are kept."""
+    """Save a checkpoint every so many steps; the last two are kept."""
     resume: bool = False
-    """Go on with the newest good checkpoint in --out, if there is one; else start."""
+    """Continue from the newest intact checkpoint in --out; start from scratch if there is none."""
     json: bool = False
     """Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", "final_loss",
     "final_metric", "seconds", "bytes", "out"}."""
-    training: Options = field(default_factory=Options)
-    """How each run is trained; what is not given comes from the task."""
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    """How the run is trained. What you leave out comes from the task."""
 
     def run(self) -> None:
         """Train."""
-        name("--order", self.order, POLICIES)
-        name("--sparsify", self.sparsify, SPARSIFIERS)
-        density = checked_density(self.density, [self.sparsify])
-        at_least("--seed", self.seed, 0)
+        check_name("--order", self.order, POLICIES)
+        check_name("--sparsify", self.sparsify, SPARSIFIERS)
+        density = density_for([self.sparsify], self.density)
+        check_at_least("--seed", self.seed, 0)
         if self.seed >= 2**31:
             raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
-        task, chosen = known_task(self.task), self.training.chosen()
+        task, settings = named_task(self.task), self.training.checked()
         try:
             config = RunConfig.of(
                 self.task,
@@ -81,31 +86,31 @@ class Train:
                 sparsify=self.sparsify,
                 density=density,
                 seed=self.seed,
-                **chosen,
+                **settings,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
         check_data(task, self.training.data_dir)
         saving = self._saving()
-        with new_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
-            record = finished_before(out, config) if self.resume else None
+        with output_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
+            record = finished_record(out, config) if self.resume else None
             if record is None:
-                (record,) = execute([config], out, self.training, saving=saving)
+                (record,) = train_runs([config], out, self.training, saving=saving)
         if World.detect().rank == 0:
-            self._show(record, str(out))
+            self._print(record, str(out))
         if record.status == "stopped":
             raise SystemExit(128 + signal.SIGTERM)
 
     def _saving(self) -> CheckpointOptions:
         if self.checkpoint_every is not None:
-            at_least("--checkpoint-every", self.checkpoint_every, 1)
+            check_at_least("--checkpoint-every", self.checkpoint_every, 1)
         if self.training.virtual and (self.resume or self.checkpoint_every is not None):
-            raise UsageError("--virtual runs are not saved: leave --resume, --checkpoint-every out")
+            raise UsageError("--virtual runs are not saved: drop --resume and --checkpoint-every")
         if self.resume and self.training.out is None:
-            raise UsageError("--resume needs --out, the folder of the run to go on with")
+            raise UsageError("--resume needs --out, the folder of the run to continue")
         return CheckpointOptions(every=self.checkpoint_every, resume=self.resume)
 
-    def _show(self, record: RunRecord, out: str) -> None:
+    def _print(self, record: RunRecord, out: str) -> None:
         last = record.epochs[-1] if record.epochs else None
         result: dict[str, Any] = {
             "task": record.task,
@@ -124,41 +129,44 @@ class Train:
         if self.json:
             print_json(result)
             return
-        metric = record.metric_name
         table = Table(title=escape(f"{record.task}: {record.description}"), show_header=False)
         for label, value in (
             ("status", record.status),
             ("epochs", str(len(record.epochs))),
-            ("train loss", f"{_figure(record.start_loss)} -> {_figure(result['final_loss'])}"),
-            (metric, f"{_figure(record.start_metric)} -> {_figure(result['final_metric'])}"),
+            ("train loss", _change(record.start_loss, result["final_loss"])),
+            (record.metric_name, _change(record.start_metric, result["final_metric"])),
             ("seconds of training", f"{result['seconds']:.1f}"),
-            ("bytes sent by a worker", f"{result['bytes']:,}"),
+            ("bytes sent per worker", f"{result['bytes']:,}"),
             ("written to", out),
         ):
             table.add_row(escape(label), escape(value))
         Console().print(table)
 
 
-def finished_before(out: Path, config: RunConfig) -> RunRecord | None:
-    """Return the record in a folder if its run went through all epochs, or diverged."""
+def finished_record(out: Path, config: RunConfig) -> RunRecord | None:
+    """Return the record in a folder if its run needs no more training: complete or diverged.
+
+    Raises:
+        UsageError: It is the record of a run with other settings, or it is damaged.
+    """
     if not (out / RECORD_FILE).exists():
         return None
     try:
         record = read_record(out / RECORD_FILE)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    done = record.status == "done" and len(record.epochs) >= config.epochs
-    if not done and record.status != "diverged":
+    complete = record.status == "done" and len(record.epochs) >= config.epochs
+    if not complete and record.status != "diverged":
         return None
-    for key, ours in dataclasses.asdict(config).items():
-        theirs = record.config.get(key)
-        if key not in CHANGEABLE_SETTINGS and theirs != ours:
+    for key, value in dataclasses.asdict(config).items():
+        recorded = record.config.get(key)
+        if key not in CHANGEABLE_SETTINGS and recorded != value:
             raise UsageError(
-                f"--out {str(out)!r} holds a run with {key} {theirs!r}, not {ours!r}: "
-                "go on with its settings, or name a new folder"
+                f"--out {str(out)!r} holds a run with {key} {recorded!r}, not {value!r}: "
+                "resume it with its own settings, or name a new folder"
             )
     return record
 
 
-def _figure(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.5g}"
+def _change(start: float | None, end: float | None) -> str:
+    return " -> ".join("not finite" if x is None else f"{x:.5g}" for x in (start, end))

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.cli.compare_show import show
 from gradherd.cli.main import main
+from gradherd.cli.tables import print_comparison
 from gradherd.lab.report.compare import compare
 from gradherd.lab.train.record import write_record
 from tests.lab.report.made import hostile, orders, record, sparsifiers
@@ -144,7 +144,9 @@ def test_disk_that_is_full_is_one_line(capsys, tmp_path, monkeypatch):
 
 def test_terminal_does_not_obey_records(capsys):
     evil = "\x1b]0;owned\x07[red]x[/red][/] \ud800"
-    show(compare([hostile(evil, record(epochs=2)), hostile(evil, record("b", epochs=2))]), None)
+    print_comparison(
+        compare([hostile(evil, record(epochs=2)), hostile(evil, record("b", epochs=2))]), None
+    )
     out = capsys.readouterr().out
     assert "\x1b]0" not in out and "\x07" not in out and "[red]x[/red][/]" in out
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gradherd.advise.choices import Setting, predict
-from gradherd.advise.link import Link
-from gradherd.advise.overheads import usual
+from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.lab.bench import virtual
 from gradherd.lab.study.cost_kind import CostStudy
 from gradherd.lab.study.density_kind import density_figures
@@ -150,7 +149,7 @@ def test_steps_of_many_workers_are_predicted(tmp_path):
     arm = {"case": "advise", "workers": 64, "dim": 25_000_000, "bandwidth": 1e10, "backward": 0.06}
     one = study("cost", [arm], {"repeats": 1})
     (found,) = results_of(one, tmp_path).values()
-    summary, link = found.figures["summary"], Link(bandwidth=1e10, latency=50e-6)
+    summary, link = found.figures["summary"], NetworkLink(bandwidth=1e10, latency=50e-6)
     assert found.settings == arm  # Nothing is repeated here.
     setting = Setting(
         params=25e6,
@@ -158,7 +157,7 @@ def test_steps_of_many_workers_are_predicted(tmp_path):
         link=link,
         backward=0.06,
         forward=0.03,
-        overheads=usual("cuda", 25e6),
+        overheads=typical_overheads("cuda", 25e6),
     )
     assert summary["cd-grab.seconds"] == predict(setting, "dense", "cd-grab").step_seconds
     assert summary["d-rr.ratio"] == 1 < summary["cd-grab.ratio"]

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradherd.advise.choices import Setting, predict
-from gradherd.advise.link import Link
-from gradherd.advise.overheads import usual
+from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.comm.ranks import run_ranks
 from gradherd.lab.bench.coordination import bench_coordination
 from gradherd.lab.bench.signs import bench_signs
@@ -121,10 +120,10 @@ def _setting(settings: Mapping[str, Any]) -> Setting:
     return Setting(
         params=dim,
         workers=settings["workers"],
-        link=Link(bandwidth=settings["bandwidth"], latency=_LATENCY),
+        link=NetworkLink(bandwidth=settings["bandwidth"], latency=_LATENCY),
         backward=backward,
         forward=backward / 2,
-        overheads=usual("cuda", dim),
+        overheads=typical_overheads("cuda", dim),
     )
 
 

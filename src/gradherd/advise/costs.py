@@ -1,0 +1,180 @@
+"""What communication and computation cost: collectives on a network link, and method overheads.
+
+A message to the next rank takes `latency + bytes / rate`. For each collective there are two
+algorithms, one around a ring and one over a tree; libraries pick the faster one, and so do the
+functions here.
+
+The overheads are measurements. CPU: one rank on one core of a Neoverse-N1 (processor times of
+`benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly).
+GPU: reads and writes of gradient memory on an H200, plus 1.5 ms of host time for a sparse exchange;
+several GPUs were not available. Take both as starting points, and measure your own.
+
+Letters: R ranks.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+GOODPUT = 0.94
+"""Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
+Ethernet, IP and TCP, and gaps between frames."""
+
+_PER_PARAMETER = {
+    "cpu": {
+        "fp16": 19e-9,
+        "powersgd": 7e-9,
+        "topk": 3.5e-9,
+        "exdyna": 2e-9,
+        "ride": 1.4e-9,
+        "sketch": 2.4e-9,
+    },
+    "cuda": {
+        "fp16": 6e-12,
+        "powersgd": 20e-12,
+        "topk": 35e-12,
+        "exdyna": 16e-12,
+        "ride": 16e-12,
+        "sketch": 16e-12,
+    },
+}
+"""Device -> method -> seconds per parameter."""
+_FIXED = {
+    "cpu": {"powersgd": 1e-3, "topk": 1e-3, "exdyna": 1e-3, "ride": 0.2e-3, "sketch": 0.2e-3},
+    "cuda": {"powersgd": 1e-3, "topk": 1.5e-3, "exdyna": 1.5e-3, "ride": 0.2e-3, "sketch": 0.2e-3},
+}
+"""Device -> method -> seconds per step, whatever the size of the model."""
+DEVICES = tuple(_PER_PARAMETER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkLink:
+    """The network as one rank sees it; the same for all ranks."""
+
+    bandwidth: float
+    """Bits per second from one rank to all others together, in each direction."""
+    latency: float
+    """Seconds of a short message to another rank."""
+    goodput: float = GOODPUT
+    """Share of the bandwidth that carries data."""
+    deal: float = 1.0
+    """Share of the goodput that an all-to-all reaches: gloo's does not fill a slow link."""
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth must be positive, got {self.bandwidth}")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency must be 0 or more and finite, got {self.latency}")
+        for name in ("goodput", "deal"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+
+    def transfer(self, size: float) -> float:
+        """Return the seconds to send, or to receive, `size` bytes."""
+        return 8 * size / (self.bandwidth * self.goodput)
+
+
+def all_reduce(size: float, ranks: int, link: NetworkLink) -> float:
+    """Return the seconds to sum `size` bytes over all ranks.
+
+    Ring: 2 (R - 1) hops with 1/R of the bytes each. Tree: up and down two pipelined trees of
+    log2 R levels, each with half of the bytes.
+
+    >>> link = NetworkLink(bandwidth=8e6, latency=0.01, goodput=1)  # a megabyte per second
+    >>> round(all_reduce(1e6, 4, link), 3)  # ring: 6 x 0.01 + 1.5
+    1.56
+    >>> round(all_reduce(4, 1024, link), 3)  # tree: 20 x 0.01
+    0.2
+    """
+    if ranks == 1:
+        return 0.0
+    ring = 2 * (ranks - 1) * link.latency + link.transfer(2 * size * (ranks - 1) / ranks)
+    tree = 2 * levels(ranks) * link.latency + link.transfer(2 * size)
+    return min(ring, tree)
+
+
+def all_gather(size: float, ranks: int, link: NetworkLink) -> float:
+    """Return the seconds to gather `size` bytes of each rank on all ranks.
+
+    Every rank receives all bytes either way; only the number of hops differs: R - 1 around a ring,
+    log2 R with recursive doubling.
+    """
+    if ranks == 1:
+        return 0.0
+    hops = min(ranks - 1, levels(ranks))
+    return hops * link.latency + link.transfer(size * (ranks - 1))
+
+
+def all_to_all(size: float, ranks: int, link: NetworkLink) -> float:
+    """Return the seconds of an all-to-all in which each rank holds `size` bytes.
+
+    Direct: R - 1 messages with 1/R of the bytes. Bruck's algorithm: log2 R rounds, each with half
+    of them.
+    """
+    if ranks == 1:
+        return 0.0
+    moved = size / link.deal  # as if there were more bytes on a full link
+    direct = (ranks - 1) * link.latency + link.transfer(moved * (ranks - 1) / ranks)
+    bruck = levels(ranks) * (link.latency + link.transfer(moved / 2))
+    return min(direct, bruck)
+
+
+def levels(ranks: int) -> int:
+    """Return the number of levels of a binary tree over `ranks` ranks.
+
+    >>> [levels(ranks) for ranks in (1, 2, 3, 4, 5)]
+    [0, 1, 2, 2, 3]
+    """
+    return (ranks - 1).bit_length()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """Seconds per step that each method spends computing."""
+
+    dense: float = 0.0
+    """Summing. Like fp16 and ride it overlaps with sending, and counts only if it takes longer."""
+    fp16: float = 0.0
+    """Converting to half precision and back."""
+    powersgd: float = 0.0
+    """Matrix products and orthogonalisation."""
+    topk: float = 0.0
+    """Adding the residual, selecting, writing the mean."""
+    exdyna: float = 0.0
+    """The same."""
+    ride: float = 0.0
+    """CD-GraB on top of a dense exchange, whose buckets it shares."""
+    sketch: float = 0.0
+    """CD-GraB beside any other exchange: sketching the gradient."""
+
+    def of(self, exchange: str) -> float:
+        """Return the seconds of an exchange."""
+        seconds: float = getattr(self, exchange)
+        return seconds
+
+    def replaced_by(self, given: dict[str, float | None]) -> "Overheads":
+        """Return these overheads with all values of `given` that are not None."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+_TYPICAL_WORK = {"cpu": (64, 20e9), "cuda": (2048, 200e12)}
+"""Device -> examples or tokens of a worker's step, operations per second."""
+
+
+def guess_backward(device: str, params: float) -> float:
+    """Guess the seconds of a backward pass, at 4 operations per parameter and example.
+
+    >>> round(guess_backward("cuda", 7e9), 2)
+    0.29
+    """
+    examples, speed = _TYPICAL_WORK[device]
+    return 4 * params * examples / speed
+
+
+def typical_overheads(device: str, params: float) -> Overheads:
+    """Return the overheads to expect of a model with `params` parameters.
+
+    >>> round(1e3 * typical_overheads("cpu", 10e6).exdyna)  # milliseconds
+    21
+    """
+    fixed, rates = _FIXED[device], _PER_PARAMETER[device]
+    return Overheads(**{name: fixed.get(name, 0.0) + rate * params for name, rate in rates.items()})

@@ -1,0 +1,245 @@
+"""`gradherd bench`: time gradherd's parts against what a user would do instead."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gradherd.cli.errors import UsageError
+from gradherd.cli.launch import measure_on_ranks
+from gradherd.cli.options import check_at_least, check_density, parse_counts, usable_device
+from gradherd.cli.progress import counted_loop
+from gradherd.cli.tables import print_bench
+from gradherd.lab.bench.coordination import bench_coordination
+from gradherd.lab.bench.rows import bench_rows
+from gradherd.lab.bench.signs import bench_signs
+from gradherd.lab.bench.sparsify import bench_exchange, bench_select
+from gradherd.lab.bench.step import bench_step
+from gradherd.lab.bench.virtual import CASES as VIRTUAL_CASES
+from gradherd.lab.bench.virtual import LEAST_STEPS, bench_virtual
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSignsCommand:
+    """Time how long computing the signs of one step takes.
+
+    sequential is the loop of the published CD-GraB code, block-gram takes all signs of a step from
+    one Gram matrix, and balance is the form that gradherd chooses for this device and size.
+
+    Example: gradherd bench signs --workers 4,64 --dim 1e4,1e6 --json
+    """
+
+    workers: str = "4,16,64"
+    """Numbers of workers, separated by commas; each worker contributes one vector per step."""
+    dim: str = "10000,1000000"
+    """Gradient sizes, separated by commas."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    json: bool = False
+    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to the sequential loop."""
+
+    def run(self) -> None:
+        """Measure."""
+        workers = parse_counts("--workers", self.workers)
+        dims = parse_counts("--dim", self.dim)
+        device = usable_device(self.device)
+        with counted_loop(len(workers) * len(dims), "sizes") as advance:
+            rows = bench_signs(workers, dims, device, advance)
+        print_bench("signs", str(device), rows, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCoordinationCommand:
+    """Time the gradient exchange of a step over local processes, with and without balancing.
+
+    all-reduce only averages the gradients. all-gather is CD-GraB as published: every rank gathers
+    all gradients. sharded is gradherd's: every rank gets one shard of all gradients and averages
+    it on the way.
+
+    Example: gradherd bench coordination --workers 2,4,8 --dim 4000000
+    """
+
+    workers: str = "2,4"
+    """Numbers of local processes, separated by commas."""
+    dim: str = "1000000"
+    """Gradient sizes, separated by commas."""
+    repeats: int = 7
+    """Pairs of steps to measure; the median counts."""
+    json: bool = False
+    """Print {"bench", "device", "rows": [...]}; ratios are relative to all-reduce."""
+
+    def run(self) -> None:
+        """Measure."""
+        workers = parse_counts("--workers", self.workers)
+        dims = parse_counts("--dim", self.dim)
+        check_at_least("--repeats", self.repeats, 1)
+        rows = []
+        with counted_loop(len(workers) * len(dims), "sizes") as advance:
+            for count in workers:
+                for dim in dims:
+                    rows += measure_on_ranks(bench_coordination, count, dim, self.repeats)
+                    advance()
+        print_bench("coordination", "cpu", rows, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRowsCommand:
+    """Time the per-example gradients of an MLP.
+
+    plain is forward and backward alone. vmap (torch.func) and loop (one example at a time) are what
+    one would do instead; exact and sketch are gradherd's.
+
+    Example: gradherd bench rows --params 2e6 --batch 256 --json
+    """
+
+    params: str = "2000000"
+    """Approximate number of parameters of the MLP."""
+    batch: int = 256
+    """Examples in a batch."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    json: bool = False
+    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to plain."""
+
+    def run(self) -> None:
+        """Measure."""
+        sizes = parse_counts("--params", self.params)
+        if len(sizes) > 1:
+            raise UsageError(f"--params must be one number, got {self.params!r}")
+        (batch,) = parse_counts("--batch", str(self.batch))
+        device = usable_device(self.device)
+        with counted_loop(5, "cases") as advance:
+            rows = bench_rows(sizes[0], batch, device, advance)
+        print_bench("rows", str(device), rows, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSparsifyCommand:
+    """Time selection in one process, and whole exchanges over local processes.
+
+    Selection (workers = 1): copy reads and writes every element once; eager adds the residual,
+    selects above a threshold and clears, as one would write it in torch; topk does so with
+    torch.topk; fused is gradherd's. On a GPU, tally is fused plus a histogram of all magnitudes.
+    Exchange: torch's own hooks dense (all-reduce), fp16 and powersgd (rank 1), and exdyna with
+    everything it does. Ratios are relative to copy and to dense.
+
+    Example: gradherd bench sparsify --workers 4 --dim 1e7
+    """
+
+    workers: str = "4"
+    """Numbers of local processes, separated by commas."""
+    dim: str = "1000000"
+    """Gradient sizes, separated by commas."""
+    density: float = 0.001
+    """Share of the elements to send, in (0, 1]."""
+    repeats: int = 15
+    """Exchanges to measure; the median counts."""
+    device: str = "cpu"
+    """Where selection is measured: cpu or cuda. With cuda no exchange is measured: it would need
+    one GPU per process."""
+    json: bool = False
+    """Print {"bench", "device", "rows": [...]}."""
+
+    def run(self) -> None:
+        """Measure."""
+        workers = parse_counts("--workers", self.workers)
+        dims = parse_counts("--dim", self.dim)
+        check_at_least("--repeats", self.repeats, 1)
+        check_density(self.density)
+        device = usable_device(self.device)
+        counts = [count for count in workers if count > 1] if device.type == "cpu" else []
+        rows = []
+        with counted_loop(len(dims) * (1 + len(counts)), "sizes") as advance:
+            for dim in dims:
+                rows += _bench_select_on_one_core(dim, self.density, device)
+                advance()
+                for count in counts:
+                    rows += measure_on_ranks(bench_exchange, count, dim, self.density, self.repeats)
+                    advance()
+        print_bench("sparsify", device.type, rows, as_json=self.json)
+
+
+def _bench_select_on_one_core(
+    dim: int, density: float, device: torch.device
+) -> list[dict[str, object]]:
+    # A local rank has one core as well, so the rows can be compared.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return bench_select(dim, density, device)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchStepCommand:
+    """Time a whole DDP step over local processes, with d-rr and with cd-grab.
+
+    An MLP is trained with whole batches as units; a step is data, forward, backward, exchange and
+    optimizer.
+
+    Example: gradherd bench step --workers 4 --params 2e6 --batch 64
+    """
+
+    workers: str = "4"
+    """Numbers of local processes, separated by commas."""
+    params: str = "1000000"
+    """Approximate numbers of parameters of the MLP, separated by commas."""
+    batch: int = 64
+    """Examples per rank and step."""
+    repeats: int = 9
+    """Blocks of 4 steps to measure with each order; the median counts."""
+    json: bool = False
+    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to d-rr."""
+
+    def run(self) -> None:
+        """Measure."""
+        workers = parse_counts("--workers", self.workers)
+        params = parse_counts("--params", self.params)
+        check_at_least("--batch", self.batch, 1)
+        check_at_least("--repeats", self.repeats, 1)
+        rows = []
+        with counted_loop(len(workers) * len(params), "sizes") as advance:
+            for count in workers:
+                for size in params:
+                    rows += measure_on_ranks(bench_step, count, size, self.batch, self.repeats)
+                    advance()
+        print_bench("step", "cpu", rows, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchVirtualCommand:
+    """Time a step of virtual runs of LeNet on random images.
+
+    plain loop is what one writes without an order. turns is cd-grab with workers one after the
+    other. one run, nine runs (cd-grab, id-grab and id-pair-grab with three seeds each) and nine
+    runs, d-rr train all workers at once. Times are per step of one run: with nine runs side by
+    side, each one counts a ninth.
+
+    Example: gradherd bench virtual --device cuda --json
+    """
+
+    workers: int = 64
+    """Workers of a run."""
+    batch: int = 1
+    """Examples per worker and step."""
+    steps: int | None = None
+    """Steps of an epoch, by default 10 on the CPU and 200 on a GPU; turns takes a tenth of them."""
+    repeats: int = 5
+    """Epochs to measure of each case; the median counts."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    json: bool = False
+    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to the plain loop."""
+
+    def run(self) -> None:
+        """Measure."""
+        check_at_least("--workers", self.workers, 1)
+        check_at_least("--batch", self.batch, 1)
+        check_at_least("--repeats", self.repeats, 1)
+        device = usable_device(self.device)
+        default = 10 if device.type == "cpu" else 200
+        steps = default if self.steps is None else self.steps
+        check_at_least("--steps", steps, LEAST_STEPS)
+        with counted_loop(len(VIRTUAL_CASES) * (self.repeats + 1), "epochs") as advance:
+            rows = bench_virtual(self.workers, self.batch, steps, self.repeats, device, advance)
+        print_bench("virtual", str(device), rows, as_json=self.json)

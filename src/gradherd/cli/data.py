@@ -1,0 +1,216 @@
+"""`gradherd data`: list, download and check the data sets that tasks train on."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gradherd.cli.errors import UsageError
+from gradherd.cli.options import check_name, print_json
+from gradherd.cli.progress import counted_loop
+from gradherd.lab.tasks.data_files import (
+    LocalDataSet,
+    MissingData,
+    cache_dir,
+    data_dirs,
+    find_dataset,
+)
+from gradherd.lab.tasks.datasets import DATASETS
+from gradherd.lab.tasks.download import DownloadError, download_dataset, verify_dataset
+from gradherd.lab.tasks.registry import TASKS
+from gradherd.lab.tasks.safe_readers import DamagedData
+
+_STATUS_STYLES = {"ok": "green", "damaged": "bold red", "unchecked": "yellow", "missing": "dim"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataListCommand:
+    """List every data set, the tasks that need it, and where it is or how to get it.
+
+    Data sets are searched in --data-dir, then in the folder that the environment variable
+    GRADHERD_DATA names, then in the cache folder (~/.cache/gradherd).
+
+    Example: gradherd data list --data-dir ~/data
+    """
+
+    data_dir: Path | None = None
+    """Folder to search first."""
+    json: bool = False
+    """Print {"folders", "sets": [{"name", "title", "tasks", "found", "form", "advice"}]}."""
+
+    def run(self) -> None:
+        """Search for all data sets and print where they are."""
+        sets = [self._entry(name) for name in DATASETS]
+        folders = [str(folder) for folder in data_dirs(self.data_dir)]
+        if self.json:
+            print_json({"folders": folders, "sets": sets})
+            return
+        table = _sets_table(folders, ("set", "for tasks", "found"))
+        for entry in sets:
+            where = f"{entry['found']} ({entry['form']})" if entry["found"] else entry["advice"]
+            table.add_row(
+                entry["name"],
+                ", ".join(entry["tasks"]),
+                escape(where),
+                style=None if entry["found"] else "dim",
+            )
+        console = Console()
+        console.print(table)
+        without_data = [name for name, make in TASKS.items() if not make().data]
+        console.print(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        found = find_local(name, self.data_dir)
+        return {
+            "name": name,
+            "title": DATASETS[name].title,
+            "tasks": tasks_of(name),
+            "found": str(found.folder) if found else None,
+            "form": found.form.name if found else None,
+            "advice": None if found else _how_to_get(name),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGetCommand:
+    """Download a data set into the cache folder (~/.cache/gradherd) and check it.
+
+    A data set that is there already and intact is not downloaded again.
+
+    Example: gradherd data get fashion-mnist
+    """
+
+    set: Annotated[
+        str,
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="NAME", help=f"Data set, one of: {', '.join(DATASETS)}."),
+    ]
+    data_dir: Path | None = None
+    """Folder to put it into, instead of the cache folder."""
+    json: bool = False
+    """Print {"name", "folder", "files", "bytes"}."""
+
+    def run(self) -> None:
+        """Download the data set."""
+        dataset = DATASETS[check_name("NAME", self.set, DATASETS)]
+        root = (self.data_dir or cache_dir()).expanduser()
+        try:
+            found = self._fetch(root)
+        except DownloadError as error:
+            print(f"gradherd: {' '.join(str(error).split())}", file=sys.stderr)
+            raise SystemExit(1) from None
+        paths = list(found.paths.values())
+        size = sum(path.stat().st_size for path in paths)
+        if self.json:
+            files = [path.name for path in paths]
+            folder = str(found.folder)
+            print_json({"name": dataset.name, "folder": folder, "files": files, "bytes": size})
+        else:
+            print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {found.folder}, checked")
+
+    def _fetch(self, root: Path) -> LocalDataSet:
+        # One bar per file, in bytes: not the bar of `progress`, which has one for everything.
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress:
+            bars = {}
+
+            def update(file: str, done: int, size: int | None) -> None:
+                if file not in bars:
+                    bars[file] = progress.add_task(file, total=size)
+                progress.update(bars[file], completed=done)
+
+            return download_dataset(DATASETS[self.set], root, update)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheckCommand:
+    """Read every data set that is here and compare sizes and checksums with the published ones.
+
+    Exit code 1 if one is damaged. Missing data sets are no error.
+
+    Example: gradherd data check --json
+    """
+
+    data_dir: Path | None = None
+    """Folder to search first."""
+    json: bool = False
+    """Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is ok, damaged,
+    unchecked (the package that reads it is not installed) or missing."""
+
+    def run(self) -> None:
+        """Check all data sets."""
+        with counted_loop(len(DATASETS), "sets") as advance:
+            sets = [self._entry(name, advance) for name in DATASETS]
+        if self.json:
+            print_json({"sets": sets})
+        else:
+            table = _sets_table(map(str, data_dirs(self.data_dir)), ("set", "status", "where"))
+            for entry in sets:
+                where = escape(entry["problem"] or entry["found"] or "")
+                style = _STATUS_STYLES[entry["status"]]
+                table.add_row(entry["name"], entry["status"], where, style=style)
+            Console().print(table)
+        if any(entry["status"] == "damaged" for entry in sets):
+            raise SystemExit(1)
+
+    def _entry(self, name: str, advance: Callable[[], None]) -> dict[str, Any]:
+        found, problem = find_local(name, self.data_dir), None
+        status = "missing" if found is None else "ok"
+        try:
+            if found is not None:
+                verify_dataset(found)
+        except DamagedData as error:
+            status, problem = "damaged", str(error)
+        except ValueError as error:  # the package that reads it is not installed
+            status, problem = "unchecked", str(error)
+        advance()
+        return {
+            "name": name,
+            "status": status,
+            "found": None if found is None else str(found.folder),
+            "form": None if found is None else found.form.name,
+            "problem": problem,
+        }
+
+
+def _sets_table(folders: Iterable[str], columns: Sequence[str]) -> Table:
+    """Return an empty table about data sets; names and states never wrap."""
+    table = Table(title=escape(f"Data sets in {', '.join(folders)}"), title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in ("set", "status"))
+    return table
+
+
+def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
+    """Return a data set, or None if it is missing; raise UsageError if data_dir is no folder."""
+    try:
+        return find_dataset(name, data_dir)
+    except MissingData:
+        return None
+    except ValueError as error:
+        raise UsageError(f"--data-dir: {error}") from None
+
+
+def tasks_of(name: str) -> list[str]:
+    """Return the names of the tasks that need a data set."""
+    return [task for task, make in TASKS.items() if name in make().data]
+
+
+def _how_to_get(name: str) -> str:
+    download = f"gradherd data get {name}, or " if DATASETS[name].downloads else ""
+    return f"{download}{DATASETS[name].by_hand} into one of the folders"

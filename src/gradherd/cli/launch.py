@@ -1,0 +1,203 @@
+"""Start a training in this process, on local ranks or on torchrun's; manage its output folder."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.options import TrainingOptions, under_torchrun
+from gradherd.cli.progress import ProgressBar
+from gradherd.comm.ranks import RankError, run_ranks
+from gradherd.comm.world import World, join_torchrun_group
+from gradherd.lab.tasks.safe_readers import DamagedData
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
+from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
+
+# Deadlines only guard against hangs: training takes as long as it takes, and so does a benchmark
+# of large sizes on few cores.
+_TRAINING_DEADLINE = 30 * 24 * 3600.0
+_MEASUREMENT_DEADLINE = 1800.0
+# How long a rank waits for the others: rank 0 evaluates the test set while they wait.
+_COLLECTIVE_TIMEOUT = 1800.0
+
+
+def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
+    """Return what `fn(*args)` returns on rank 0 of `workers` local gloo processes."""
+    return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
+
+
+def join_torchrun(device: str) -> None:
+    """Join the process group of torchrun, with one GPU or one CPU thread for this rank."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    join_torchrun_group("nccl" if device.startswith("cuda") else "gloo")
+
+
+def train_runs(
+    configs: Sequence[RunConfig],
+    out: Path,
+    options: TrainingOptions,
+    *,
+    saving: CheckpointOptions | None = None,
+) -> list[RunRecord]:
+    """Train all runs and return their records.
+
+    Whatever happens, the records in `out` hold every epoch that was finished.
+
+    Args:
+        configs: Settings of the runs.
+        out: Folder for records.
+        options: Where to train: in this process, on local ranks, or under torchrun.
+        saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
+    """
+    previous = signal.getsignal(signal.SIGTERM)
+    if saving is None:
+        signal.signal(signal.SIGTERM, raise_interrupt)
+    job = (list(configs), out, options.data_dir, options.tensorboard, saving)
+    try:
+        if options.virtual:
+            return _train_virtual(job)
+        if under_torchrun():
+            return _train_under_torchrun(job, options.device)
+        return _train_locally(job, configs[0].workers)
+    except KeyboardInterrupt:
+        mark_unfinished(out, "interrupted")
+        raise
+    except BaseException:
+        # If the disk is what failed, marking fails as well; the first error says more.
+        with contextlib.suppress(OSError):
+            mark_unfinished(out, "failed")
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle a signal as Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def _train_virtual(job: tuple[Any, ...]) -> list[RunRecord]:
+    # One thread: small steps gain nothing from more, and results equal those of ranks to the bit.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return train_on_this_rank(*job)
+    except DamagedData as error:
+        raise CommandFailed(str(error)) from None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train_locally(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
+    saving = job[-1]
+    try:
+        records: list[RunRecord] = run_ranks(
+            train_on_this_rank,
+            workers,
+            *job,
+            timeout=_TRAINING_DEADLINE,
+            collective_timeout=_COLLECTIVE_TIMEOUT,
+            forward_signals=() if saving is None else (signal.SIGTERM,),
+        )[0]
+    except RankError as error:
+        if os.environ.get("GRADHERD_TRACEBACK"):
+            raise
+        raise CommandFailed(error.reason) from None
+    return records
+
+
+def _train_under_torchrun(job: tuple[Any, ...], device: str) -> list[RunRecord]:
+    join_torchrun(device)
+    try:
+        return train_on_this_rank(*job)
+    finally:
+        dist.destroy_process_group()
+
+
+def train_on_this_rank(
+    configs: list[RunConfig],
+    out: Path,
+    data_dir: Path | None,
+    tensorboard: bool,
+    saving: CheckpointOptions | None,
+) -> list[RunRecord]:
+    """Train all runs on this rank, together with the other ranks."""
+    world = World.single() if configs[0].virtual else World.detect()
+    with ProgressBar(quiet=world.rank > 0) as bar:
+        return run_all(
+            configs,
+            world,
+            out=out,
+            data_dir=data_dir,
+            progress=bar,
+            tensorboard=tensorboard,
+            saving=saving,
+        )
+
+
+@contextlib.contextmanager
+def output_folder(out: Path | None, name: str, *, resume: bool = False) -> Iterator[Path]:
+    """Provide a folder that no other run writes to, and remove it again if it stays empty.
+
+    Args:
+        out: The folder to use; it must be empty or new. None: a new one in gradherd-runs.
+        name: What a new folder is named after; the time is added.
+        resume: Also accept a folder that holds a run.
+    """
+    if out is None:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)  # a user's own task may have any name
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        out = Path("gradherd-runs") / f"{name}-{stamp}"
+        if out.exists():  # another run started within the same second
+            out = out.with_name(f"{out.name}-{os.getpid()}")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {str(out)!r} is a file, not a folder")
+    created = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        resumable = resume and ((out / RECORD_FILE).exists() or (out / CHECKPOINT_FOLDER).exists())
+        if out.exists() and any(out.iterdir()) and not resumable:
+            has_checkpoint = not resume and (out / CHECKPOINT_FOLDER).exists()
+            hint = "; --resume continues its run" if has_checkpoint else ""
+            raise UsageError(
+                f"--out {str(out)!r} is not empty: name a new folder, or remove it{hint}"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
+    try:
+        yield out
+    finally:
+        if World.detect().rank == 0:
+            remove_empty(out, created)
+
+
+def mark_unfinished(out: Path, status: str) -> None:
+    """Write into the records of runs that have not ended why they never will."""
+    if World.detect().rank > 0:
+        return
+    for path in out.rglob(RECORD_FILE):
+        record = read_record(path)
+        if record.status == "running":
+            write_record(dataclasses.replace(record, status=status), path.parent)
+
+
+def remove_empty(folder: Path, created: Sequence[Path]) -> None:
+    """Remove empty folders: all below `folder`, and those that were created for it."""
+    below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    for path in [*below, *created]:  # the deepest first
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()

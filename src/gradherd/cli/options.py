@@ -1,0 +1,228 @@
+"""What commands share: checks of option values, JSON output, and the options of a training."""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from gradherd.cli.errors import UsageError
+from gradherd.lab.tasks.data_files import find_dataset
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.task import Task
+from gradherd.lab.train.config import ROWS
+from gradherd.ordering.registry import POLICIES
+from gradherd.sparsify.registry import SPARSIFIERS
+
+# Names in help texts come from the registries: a new method needs no edit here.
+ORDERS = ", ".join(POLICIES)
+METHODS = ", ".join(SPARSIFIERS)
+_BY_TASK = "(default: the task's)"
+IntByTask = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
+FloatByTask = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
+FolderOption = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+DensityOption = Annotated[
+    float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
+]
+TaskArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+DEFAULT_DENSITY = 0.001
+
+
+def check_at_least(option: str, value: int, least: int) -> None:
+    """Raise UsageError if a number is too small."""
+    if value < least:
+        raise UsageError(f"{option} must be at least {least}, got {value}")
+
+
+def check_density(density: float) -> None:
+    """Raise UsageError if a density is not in (0, 1]."""
+    if not 0 < density <= 1:  # also refuses nan
+        raise UsageError(f"--density must be in (0, 1], got {density}")
+
+
+def check_name(option: str, name: str, known: Iterable[str]) -> str:
+    """Return `name` if it is known, else raise UsageError."""
+    known = list(known)
+    if name not in known:
+        raise UsageError(f"{option}: unknown {name!r}; choose from {', '.join(known)}")
+    return name
+
+
+def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Split comma-separated names, check each, and drop duplicates."""
+    known = list(known)
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        check_name(option, name, known)
+    if not names:
+        raise UsageError(f"{option} must name at least one of {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    """Split comma-separated positive whole numbers; 1e6 is one."""
+    counts = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        try:
+            value = float(word)
+        except ValueError:
+            value = 0
+        if not math.isfinite(value) or value < 1 or value != int(value):
+            raise UsageError(f"{option}: {word!r} is not a positive whole number")
+        if value > 2**53:  # larger floats are not exact
+            raise UsageError(f"{option}: {word!r} is too large")
+        counts.append(int(value))
+    if not counts:
+        raise UsageError(f"{option} must name at least one number, got {text!r}")
+    return counts
+
+
+def usable_device(name: str) -> torch.device:
+    """Return the device of that name, or raise UsageError if it cannot be used here."""
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu or cuda, got {name!r}")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {name!r} cannot be used here: {reason}") from None
+    return device
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """Print a result as one JSON object on stdout."""
+    json.dump(result, sys.stdout)
+    print()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How each run is trained. What you leave out comes from the task."""
+
+    workers: IntByTask = None
+    """Number of workers. Under torchrun it is the number of processes that torchrun started."""
+    epochs: IntByTask = None
+    """Number of epochs."""
+    batch_size: IntByTask = None
+    """Examples per worker and step."""
+    unit: IntByTask = None
+    """Consecutive examples that are ordered as one; the batch size orders whole batches."""
+    lr: FloatByTask = None
+    """Learning rate."""
+    momentum: FloatByTask = None
+    """Momentum of SGD."""
+    weight_decay: FloatByTask = None
+    """Weight decay."""
+    rows: Annotated[
+        str, tyro.conf.arg(help=f"How gradients are read for ordering; one of {', '.join(ROWS)}.")
+    ] = "auto"
+    sketch_size: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 512)")
+    ] = None
+    """Size of a sketched gradient; needs --rows sketch."""
+    limit: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
+    ] = None
+    """Use only this many examples of the training set and of the test set."""
+    virtual: bool = False
+    """Run all workers in this process: the same results, and room for a thousand workers."""
+    device: str = "cpu"
+    """cpu or cuda; cuda needs --virtual or torchrun."""
+    data_dir: FolderOption = None
+    """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
+    out: FolderOption = None
+    """Folder to write to; by default a new one in gradherd-runs."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+
+    def checked(self) -> dict[str, Any]:
+        """Return the settings for RunConfig, or raise UsageError; None means the task's value."""
+        check_name("--rows", self.rows, ROWS)
+        for option, value in (
+            ("--workers", self.workers),
+            ("--epochs", self.epochs),
+            ("--batch-size", self.batch_size),
+            ("--unit", self.unit),
+            ("--sketch-size", self.sketch_size),
+            ("--limit", self.limit),
+        ):
+            if value is not None:
+                check_at_least(option, value, 1)
+        if self.sketch_size is not None and self.rows != "sketch":
+            raise UsageError(
+                f"--sketch-size {self.sketch_size} has no effect with --rows {self.rows}: "
+                "add --rows sketch"
+            )
+        usable_device(self.device)
+        if self.tensorboard and not _is_installed("tensorboard"):
+            raise UsageError(
+                "--tensorboard: tensorboard is not installed: pip install 'gradherd[tensorboard]'"
+            )
+        by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
+        others = ("rows", "sketch_size", "limit", "virtual", "device")
+        settings = {key: getattr(self, key) for key in (*by_task, *others)}
+        return settings | self._world_size()
+
+    def _world_size(self) -> dict[str, int]:
+        """Return {"workers": processes of torchrun}, or nothing without torchrun."""
+        if not under_torchrun():
+            if self.device != "cpu" and not self.virtual:
+                raise UsageError(
+                    f"--device {self.device} needs one GPU per worker: start with torchrun, "
+                    "or add --virtual"
+                )
+            return {}
+        size = int(os.environ["WORLD_SIZE"])
+        if self.virtual:
+            raise UsageError("--virtual runs in one process: start without torchrun")
+        if self.workers not in (None, size):
+            raise UsageError(f"--workers is {self.workers}, but torchrun started {size} processes")
+        return {"workers": size}
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # sys.modules holds None for it: importing it is blocked
+        return False
+
+
+def named_task(text: str) -> Task:
+    """Return the task of that name, or raise UsageError."""
+    try:
+        return find_task(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_data(task: Task, data_dir: Path | None) -> None:
+    """Raise UsageError if a data set of the task is missing."""
+    for name in task.data:
+        try:
+            find_dataset(name, data_dir)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def density_for(sparsifiers: Sequence[str], density: float | None) -> float | None:
+    """Return the density to train with, None if nothing is sparsified; or raise UsageError."""
+    if density is not None:
+        check_density(density)
+    if all(name == "dense" for name in sparsifiers):
+        if density is not None:
+            raise UsageError(f"--density {density} has no effect: nothing is sparsified")
+        return None
+    return DEFAULT_DENSITY if density is None else density

@@ -1,0 +1,208 @@
+"""`gradherd replay`: run a policy or a sparsifier on recorded gradients, without training."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from gradherd.cli.errors import UsageError
+from gradherd.cli.options import (
+    METHODS,
+    ORDERS,
+    check_at_least,
+    check_density,
+    check_name,
+    parse_counts,
+    print_json,
+)
+from gradherd.cli.progress import counted_loop
+from gradherd.ordering.registry import POLICIES, make_policy
+from gradherd.ordering.sign_rules import SIGN_RULES
+from gradherd.ordering.state import Start
+from gradherd.replay.arrays import open_array
+from gradherd.replay.order import load_vectors, replay_order
+from gradherd.replay.sparsify import replay_sparsify
+from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.settings import Sparsify
+
+FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+_THRESHOLDED = ("exdyna", "micro")
+# The terminal shows the head of long orders; --json has all of it.
+_SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOrderCommand:
+    """Reorder recorded gradients with a policy; print the herding bounds and the final orders.
+
+    FILE is an .npy array (workers, units, dim) with one gradient, or any other vector, for each
+    unit of each worker. The policy sees all of them in every round and reorders them. The herding
+    bound H after a round is the largest entry of any prefix sum of (vector - mean of all vectors)
+    over all workers; smaller is better.
+
+    Example: gradherd replay order gradients.npy --order cd-grab --rounds 10 --json
+    """
+
+    file: FileArgument
+    """Array (workers, units, dim) in numpy's .npy format."""
+    order: Annotated[str, tyro.conf.arg(help=f"Policy, one of: {ORDERS}.")] = "cd-grab"
+    rounds: int = 10
+    """Number of rounds in which the policy reorders."""
+    start: Start = "identity"
+    """First order: as in the file (identity) or random."""
+    signs: Annotated[
+        str,
+        tyro.conf.arg(
+            help=f"Sign rule of the balancing policies, one of: {', '.join(SIGN_RULES)}."
+        ),
+    ] = "greedy"
+    seed: int = 0
+    """Seed of all random choices."""
+    json: bool = False
+    """Print {"order", "bounds": [H0..HR], "orders": [[unit ids] per worker]}."""
+
+    def run(self) -> None:
+        """Replay the file."""
+        check_name("--order", self.order, POLICIES)
+        check_name("--signs", self.signs, SIGN_RULES)
+        if self.signs != "greedy" and not make_policy(self.order).needs_rows:
+            raise UsageError(f"--signs {self.signs!r} has no effect: {self.order} uses no signs")
+        check_at_least("--rounds", self.rounds, 0)
+        check_at_least("--seed", self.seed, 0)
+        try:
+            vectors = load_vectors(self.file)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        with counted_loop(self.rounds, "rounds") as advance:
+            result = replay_order(
+                vectors,
+                make_policy(self.order, self.signs),
+                rounds=self.rounds,
+                start=self.start,
+                seed=self.seed,
+                progress=advance,
+            )
+        if self.json:
+            print_json({"order": self.order, "bounds": result.bounds, "orders": result.orders})
+            return
+        console = Console()
+        for number, bound in enumerate(result.bounds):
+            label = "start" if number == 0 else f"round {number}"
+            console.print(f"{label:>9}  H = {bound:.6g}")
+        for worker, order in enumerate(result.orders[:_SHOWN_WORKERS]):
+            head = " ".join(map(str, order[:_SHOWN_UNITS]))
+            console.print(f"worker {worker}: {head}{' ...' if len(order) > _SHOWN_UNITS else ''}")
+        if len(result.orders) > _SHOWN_WORKERS:
+            hidden = len(result.orders) - _SHOWN_WORKERS
+            console.print(f"... and {hidden} more workers (--json prints all of them)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySparsifyCommand:
+    """Exchange recorded gradients with a sparsifier, with all workers in this process.
+
+    FILE is an .npy array (steps, workers, dim) with the gradient of each worker at each step. It is
+    read step by step, so it may be larger than memory. What a worker does not send stays in its
+    residual and is added to its next gradient. Each step reports: selected, the number of elements
+    sent; per_rank, how many each worker picked; the threshold; density = selected / dim; padding =
+    workers x largest count / sum of counts; and, as means over workers, the norm of the residual
+    and the bytes sent.
+
+    Example: gradherd replay sparsify gradients.npy --method exdyna --density 0.001 --json
+    """
+
+    file: FileArgument
+    """Array (steps, workers, dim) in numpy's .npy format."""
+    method: Annotated[str, tyro.conf.arg(help=f"Sparsifier, one of: {METHODS}.")] = "exdyna"
+    density: float = 0.001
+    """Share of the elements to send, in (0, 1]; dense sends all."""
+    threshold: Literal["consensus", "online"] | None = None
+    """For exdyna and micro: agree on a threshold in each step (consensus, the default), or adjust
+    it a little after each step as in the papers (online)."""
+    values: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the values sent; what bf16 rounds off stays in the residual."""
+    layers: str | None = None
+    """For deft: lengths of the tensors that make up the vector, separated by commas."""
+    out: Path | None = None
+    """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
+    json: bool = False
+    """Print {"method", "density", "steps": [{"selected", "per_rank", "threshold", "density",
+    "padding", "residual_norm", "bytes"}]}."""
+
+    def run(self) -> None:
+        """Replay the file."""
+        settings = self._settings()
+        try:
+            gradients = open_array(self.file, ("steps", "workers", "dim"))
+            layers = self._layers(gradients.shape[2])
+            with counted_loop(len(gradients), "steps") as advance:
+                steps = replay_sparsify(
+                    gradients, settings, layers=layers, out=self.out, progress=advance
+                )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        density = settings.method.density
+        if self.json:
+            print_json({"method": self.method, "density": density, "steps": steps})
+        else:
+            self._print(steps, gradients.shape, density)
+
+    def _settings(self) -> Sparsify:
+        check_name("--method", self.method, SPARSIFIERS)
+        check_density(self.density)
+        if self.threshold is not None and self.method not in _THRESHOLDED:
+            raise UsageError(
+                f"--threshold {self.threshold} has no effect: only {' and '.join(_THRESHOLDED)} "
+                f"have one, not {self.method}"
+            )
+        if self.values == "bf16" and self.method == "gtopk":
+            raise UsageError("--values bf16 has no effect: gtopk adds up values between workers")
+        if self.layers is not None and self.method != "deft":
+            raise UsageError(f"--layers has no effect: only deft uses layers, not {self.method}")
+        if self.threshold is not None:
+            method = SPARSIFIERS[self.method](density=self.density, threshold=self.threshold)
+        else:
+            method = make_sparsifier(self.method, None if self.method == "dense" else self.density)
+        return Sparsify(method=method, values=self.values)
+
+    def _layers(self, dim: int) -> list[int] | None:
+        if self.layers is None:
+            return None
+        lengths = parse_counts("--layers", self.layers)
+        if sum(lengths) != dim:
+            raise UsageError(
+                f"--layers must add up to the length of the vectors, {dim}, got {sum(lengths)}"
+            )
+        return lengths
+
+    def _print(self, steps: list[dict[str, Any]], shape: tuple[int, ...], density: float) -> None:
+        count, workers, dim = shape
+        errors = [abs(step["density"] / density - 1) for step in steps]
+        within = sum(error <= 0.1 for error in errors) / len(errors)
+        dense_bytes = 8 * dim * (workers - 1) / workers  # ring all-reduce of float32
+        sent_bytes = statistics.fmean(step["bytes"] for step in steps)
+        mean = {
+            key: statistics.fmean(step[key] for step in steps) for key in ("density", "padding")
+        }
+        table = Table(
+            title=f"{self.method}, density {density:g}: {count} steps of {workers} workers, "
+            f"{dim:,} elements",
+            show_header=False,
+        )
+        table.add_row("mean density", f"{mean['density']:.6g}")
+        table.add_row("mean deviation from the target density", f"{statistics.fmean(errors):.2%}")
+        table.add_row("steps within 10 % of the target density", f"{within:.1%}")
+        table.add_row("mean padding", f"{mean['padding']:.3f}")
+        table.add_row(
+            "norm of the residual after the last step", f"{steps[-1]['residual_norm']:.6g}"
+        )
+        table.add_row("bytes sent per worker and step", f"{sent_bytes:,.0f}")
+        if dense_bytes:
+            table.add_row("... relative to a dense exchange", f"{sent_bytes / dense_bytes:.3%}")
+        Console().print(table)
+        if self.out is not None:
+            Console().print(f"wrote mean.npy and residual.npy to {self.out}")

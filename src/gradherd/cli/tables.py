@@ -1,0 +1,134 @@
+"""What commands print for people: tables of benchmarks and comparisons, verdicts on claims.
+
+`gradherd.lab.report` is imported inside functions: it needs optional packages and takes seconds to
+load, and most commands print tables without it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradherd.cli.options import print_json
+
+if TYPE_CHECKING:
+    from gradherd.lab.report.claims import Verdict
+    from gradherd.lab.report.model import Comparison
+    from gradherd.lab.report.tables import Cell
+
+_MARKS = {
+    "gain": ("green", "+"),
+    "cost": ("red", "-"),
+    "mixed": ("yellow", "±"),
+    "open": ("dim", "?"),
+}
+"""Tone of a verdict -> its colour and its mark."""
+_SHORT_HEADINGS = {
+    "arm": "arm",
+    "seeds": "seeds",
+    "final loss": "final loss",
+    "epochs to baseline's final loss": "epochs to it",
+    "seconds in all": "seconds",
+    "bytes in all": "bytes",
+}
+"""Columns of a comparison that fit a terminal, and their headings there; the page has them all."""
+
+
+def plain_table(title: str | None = None, **options: Any) -> Table:
+    """Return a table without vertical rules, for rows that need the width of the terminal."""
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **options)
+
+
+def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    """Print the rows of a benchmark as a table or as JSON."""
+    if as_json:
+        print_json({"bench": bench, "device": device, "rows": rows})
+        return
+    table = Table(title=f"bench {bench} on {device}, torch {torch.__version__}")
+    # Leave out columns that would be empty: a terminal has little room.
+    sends = any(row["bytes"] for row in rows)
+    bounded = not sends and all("ceiling_ratio" in row for row in rows)
+    headings = ["workers", "dim", "case", "ms", "time ratio", "peak bytes"]
+    for heading in headings + ["bytes sent"] * sends + ["x ceiling"] * bounded:
+        left = heading == "case"
+        table.add_column(heading, justify="left" if left else "right", no_wrap=left)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        table.add_row(
+            str(row["workers"]),
+            f"{row['dim']:,}",
+            row["case"],
+            f"{1e3 * row['seconds']:.3f}",
+            f"{row['ratio']:.2f}",
+            "" if row["peak_bytes"] is None else f"{row['peak_bytes']:,}",
+            *([f"{row['bytes']:,}"] if sends else []),
+            *([f"{row['ceiling_ratio']:.2f}"] if bounded else []),
+            end_section=following is not None and _size(row) != _size(following),
+        )
+    Console().print(table)
+
+
+def _size(row: dict[str, Any]) -> tuple[int, int]:
+    return row["workers"], row["dim"]
+
+
+def print_comparison(comparison: "Comparison", page: Path | None) -> None:
+    """Print the table of a comparison, its notes and verdicts, and where the page is."""
+    from gradherd.lab.report.verdict import caution, verdicts_of
+
+    console = Console()
+    console.print(_comparison_table(comparison))
+    for note in comparison.notes:
+        console.print(f"[yellow]note[/yellow]  {escape(note)}", soft_wrap=True)
+    for verdict in verdicts_of(comparison):
+        colour, mark = _MARKS[verdict.tone]
+        console.print(f"[bold {colour}]{mark}[/] {escape(verdict.text)}", soft_wrap=True)
+    warning = caution(comparison)
+    if warning is not None:
+        console.print(f"[dim]{escape(warning)}[/]", soft_wrap=True)
+    if page is not None:
+        console.print(f"report: {escape(str(page))}", soft_wrap=True)
+
+
+def _comparison_table(comparison: "Comparison") -> Table:
+    from gradherd.lab.report.tables import table_of
+
+    full = table_of(comparison)
+    baseline = escape(comparison.baseline.label)
+    table = plain_table(
+        f"{escape(comparison.task)}: {escape(comparison.description)}",
+        caption=f"epochs to it: until the final loss of {baseline}, the baseline; green: best mean",
+        title_justify="left",
+        caption_justify="left",
+    )
+    headings = {**_SHORT_HEADINGS, comparison.metric_name: comparison.metric_name}
+    columns = [index for index, name in enumerate(full.columns) if name in headings]
+    for index in columns:
+        name = full.columns[index]
+        heading = escape(headings[name]).replace(" ", "\n", 1)
+        table.add_column(heading, overflow="fold", no_wrap=name != "arm")
+    for row in full.rows:
+        table.add_row(*(_cell_markup(row[index]) for index in columns))
+    return table
+
+
+def _cell_markup(cell: "Cell") -> str:
+    return f"[bold green]{escape(cell.text)}[/]" if cell.best else escape(cell.text)
+
+
+def print_claims(verdicts: "Sequence[Verdict]") -> None:
+    """Print one line per verdict on a claim."""
+    for verdict in verdicts:
+        print(f"{verdict.word:13}  {verdict.claim.id}: {verdict.ours}")
+
+
+def claims_json(verdicts: "Sequence[Verdict]") -> list[dict[str, str]]:
+    """Return the verdicts on claims for --json."""
+    return [
+        {"id": verdict.claim.id, "verdict": verdict.word, "ours": verdict.ours}
+        for verdict in verdicts
+    ]
