@@ -80,11 +80,11 @@ def test_any_real_numbers_are_fine(capsys, tmp_path, dtype):
     [
         (["--density", 0], "--density must be in (0, 1], got 0.0"),
         (["--density", 2], "--density must be in (0, 1], got 2.0"),
-        (["--method", "best"], "unknown 'best'; known are dense, exdyna"),
+        (["--method", "best"], "unknown 'best'; choose from dense, exdyna"),
         (["--method", "topk", "--threshold", "online"], "has no effect"),
         (
             ["--method", "deft", "--layers", "10,20"],
-            "--layers add up to 30, but vectors have 2000 numbers",
+            "--layers must add up to the length of the vectors, 2000, got 30",
         ),
         (["--threshold", "loud"], "loud"),
     ],

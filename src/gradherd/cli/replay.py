@@ -1,6 +1,7 @@
 """`gradherd replay`: run a policy or a sparsifier on recorded gradients, without training."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,11 +27,17 @@ from gradherd.ordering.state import Start
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors, replay_order
 from gradherd.replay.sparsify import replay_sparsify
-from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.registry import (
+    SPARSIFIERS,
+    make_sparsifier,
+    setting_names,
+    sums_values,
+    takes_density,
+    uses_layers,
+)
 from gradherd.sparsify.settings import Sparsify
 
 FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-_THRESHOLDED = ("exdyna", "micro")
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
 
@@ -154,20 +161,25 @@ class ReplaySparsifyCommand:
     def _settings(self) -> Sparsify:
         check_name("--method", self.method, SPARSIFIERS)
         check_density(self.density)
-        if self.threshold is not None and self.method not in _THRESHOLDED:
+        if self.threshold is not None and "threshold" not in setting_names(self.method):
             raise UsageError(
-                f"--threshold {self.threshold} has no effect: only {' and '.join(_THRESHOLDED)} "
-                f"have one, not {self.method}"
+                f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
+                f"with {_methods_where(lambda name: 'threshold' in setting_names(name))}"
             )
-        if self.values == "bf16" and self.method == "gtopk":
-            raise UsageError("--values bf16 has no effect: gtopk adds up values between workers")
-        if self.layers is not None and self.method != "deft":
-            raise UsageError(f"--layers has no effect: only deft uses layers, not {self.method}")
-        if self.threshold is not None:
-            method = SPARSIFIERS[self.method](density=self.density, threshold=self.threshold)
-        else:
-            method = make_sparsifier(self.method, None if self.method == "dense" else self.density)
-        return Sparsify(method=method, values=self.values)
+        if self.values == "bf16" and sums_values(self.method):
+            raise UsageError(
+                f"--values bf16 has no effect: {self.method} adds up values between workers"
+            )
+        if self.layers is not None and not uses_layers(self.method):
+            raise UsageError(
+                f"--layers has no effect with --method {self.method}: use it with "
+                f"{_methods_where(uses_layers)}"
+            )
+        density = self.density if takes_density(self.method) else None
+        settings = {} if self.threshold is None else {"threshold": self.threshold}
+        return Sparsify(
+            method=make_sparsifier(self.method, density, **settings), values=self.values
+        )
 
     def _layers(self, dim: int) -> list[int] | None:
         if self.layers is None:
@@ -206,3 +218,7 @@ class ReplaySparsifyCommand:
         Console().print(table)
         if self.out is not None:
             Console().print(f"wrote mean.npy and residual.npy to {self.out}")
+
+
+def _methods_where(condition: Callable[[str], bool]) -> str:
+    return " or ".join(name for name in SPARSIFIERS if condition(name))
