@@ -90,7 +90,7 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
 
     # Again without --resume: refused. With it: nothing is left to do. One seed lost: one run.
     code, _, err = run(capsys, "study", "studies/small.toml", *only)
-    assert code == 2 and "--resume adds what is missing" in err
+    assert code == 2 and "add --resume to run what is missing" in err
     before = {path.name: path.read_bytes() for path in results.iterdir()}
     code, out, _ = run(capsys, "study", "studies/small.toml", *only, "--resume", "--json")
     assert (json.loads(out)["runs"], json.loads(out)["skipped"]) == ([], 4)
@@ -225,7 +225,7 @@ def test_runs_that_another_study_has_are_taken_over(root, capsys):
     assert code == 0 and not json.loads(out)["left"] and err == ""
     (root / "studies" / "again.toml").write_text(other)
     code, out, err = run(capsys, "study", "studies/again.toml", *only, "--plan")
-    assert json.loads(out)["left"] == [] and "passed over:" in err and "cd-grab.json" in err
+    assert json.loads(out)["left"] == [] and "skipped:" in err and "cd-grab.json" in err
     # Other settings are other runs.
     (root / "studies" / "third.toml").write_text(other.replace("limit = 300", "limit = 200"))
     _, out, _ = run(capsys, "study", "studies/third.toml", *only)

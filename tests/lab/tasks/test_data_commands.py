@@ -187,7 +187,7 @@ def test_get_what_has_no_source(capsys):
 def test_get_an_unknown_name(capsys):
     code, out, err = run(capsys, "get", "mnist")
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert "NAME: unknown 'mnist'; known are hmda-2017, wikitext-2" in err
+    assert "NAME: unknown 'mnist'; choose from hmda-2017, wikitext-2" in err
 
 
 def test_list_tells_where_and_how(capsys, any_edition, tmp_path):

@@ -51,7 +51,7 @@ def test_the_length_of_sketches_can_be_chosen(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert read_record(tmp_path / "a" / RECORD_FILE).config["sketch_size"] == 8
     code, _, err = run(capsys, *args, "--sketch-size", 8)
-    assert code == 2 and "--sketch-size 8 has no effect on --rows auto: add --rows sketch" in err
+    assert code == 2 and "--sketch-size 8 has no effect with --rows auto: add --rows sketch" in err
     code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 0)
     assert code == 2 and "--sketch-size must be at least 1, got 0" in err
 
