@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import gradherd as gh
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 LAYERS, DECADES, SETTLED = 20, 2, 50
 
@@ -79,7 +79,9 @@ def main() -> None:
         grads = recorded(args.file, args.change or "none") if args.file else synthetic(args.dim, 4)
         workers, ratios, pads = None, [], []
         for _, rows in zip(range(args.steps), grads, strict=False):
-            workers = workers or Workers(gh.Sparsify(method=method), rows.shape[1], len(rows))
+            workers = workers or VirtualWorkers(
+                gh.Sparsify(method=method), rows.shape[1], len(rows)
+            )
             workers.step(rows)
             ratios.append(workers.metrics["density"] / args.density)
             pads.append(workers.metrics["padding"] - 1)

@@ -32,7 +32,7 @@ from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.topk import TopK
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 MEGABYTE = NetworkLink(bandwidth=8e6, latency=0.01, goodput=1.0)
 """A link of a megabyte per second."""
@@ -107,7 +107,7 @@ def test_what_fp16_computes_hides_behind_what_travels():
 @pytest.mark.parametrize(("name", "method"), [("exdyna", ExDyna), ("topk", TopK)])
 def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
     dim = 300_000
-    real = Workers(Sparsify(method=method(density=density)), dim, workers)
+    real = VirtualWorkers(Sparsify(method=method(density=density)), dim, workers)
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
         real.step(torch.randn(workers, dim, generator=draw))

@@ -5,7 +5,7 @@ import torch
 
 import gradherd as gh
 from gradherd.comm.ranks import run_ranks
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach import ddp_work as work
 
 
@@ -160,7 +160,7 @@ def test_a_run_stopped_and_resumed_is_the_same_to_the_bit(settings):
 def test_the_hook_does_what_workers_in_one_process_do(settings):
     ranks = run_ranks(work.flat_steps, 4, settings, 6)
     own = [rank[0] for rank in ranks]
-    virtual = Workers(settings, len(own[0][0]), 4)
+    virtual = VirtualWorkers(settings, len(own[0][0]), 4)
     for step in range(6):
         mean = virtual.step(torch.stack([grads[step] for grads in own]))
         for rank in ranks:

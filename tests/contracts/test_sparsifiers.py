@@ -10,9 +10,9 @@ import torch
 
 from gradherd.comm import run_ranks
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
-from gradherd.sparsify.selector import target
+from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.work import Case, normal, same, tell_real, tell_virtual, undisturbed
 
 SIZES = [1, 2, 4]
@@ -225,7 +225,7 @@ def test_warm_up_asks_for_fewer_from_step_to_step(name, start):
     if name in ALWAYS_ALL:
         pytest.skip("sends everything at every step")
     spy, dim, last = Spy(make_sparsifier(name, 0.01)), 2000, 0.01
-    workers = Workers(Sparsify(method=spy, warmup_steps=4, warmup_from=start), dim, 2)
+    workers = VirtualWorkers(Sparsify(method=spy, warmup_steps=4, warmup_from=start), dim, 2)
     selected = []
     for step in range(7):
         workers.step(normal(step, 2, dim))
@@ -234,7 +234,7 @@ def test_warm_up_asks_for_fewer_from_step_to_step(name, start):
             assert workers.step(torch.full((2, dim), math.nan)).isnan().all()
     wanted = [start * (last / start) ** (min(step, 4) / 4) for step in (0, 1, 2, 3, 3, 4, 5, 6)]
     assert spy.asked[::2] == spy.asked[1::2]
-    assert spy.asked[::2] == [target(density, dim) for density in wanted]
+    assert spy.asked[::2] == [target_count(density, dim) for density in wanted]
     assert spy.asked[0] == start * dim and spy.asked[-1] == 20
     assert selected[0] > selected[-1]
     if start == 1:
@@ -251,7 +251,7 @@ def test_a_method_prints_itself_and_equals_its_like(name):
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 def test_gradients_of_zero_lose_nothing_either(name):
-    workers = Workers(Sparsify(method=make_sparsifier(name, sparse(name))), 300, 3)
+    workers = VirtualWorkers(Sparsify(method=make_sparsifier(name, sparse(name))), 300, 3)
     sent, computed = torch.zeros(300), torch.zeros(300)
     for step in range(5):
         grads = torch.zeros(3, 300) if step in (0, 2, 3) else normal(step, 3, 300)
@@ -263,7 +263,7 @@ def test_gradients_of_zero_lose_nothing_either(name):
 @pytest.mark.parametrize("name", SPARSIFIERS)
 @pytest.mark.parametrize("scale", [1e-36, 1e30])
 def test_any_scale_will_do(name, scale):
-    workers = Workers(Sparsify(method=make_sparsifier(name, sparse(name))), 3000, 2)
+    workers = VirtualWorkers(Sparsify(method=make_sparsifier(name, sparse(name))), 3000, 2)
     sent, computed = torch.zeros(3000).double(), torch.zeros(3000).double()
     for step in range(4):
         grads = scale * normal(step, 2, 3000)

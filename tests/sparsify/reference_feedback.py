@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def number(density, dim):
@@ -29,7 +29,7 @@ def expected(grads, choose, low_pass=1.0):
 def found(grads, method, layers=None):
     """The same of the method itself, and its metrics of every step."""
     _, size, dim = grads.shape
-    workers = Workers(Sparsify(method=method), dim, size, layers=layers, dtype=torch.float64)
+    workers = VirtualWorkers(Sparsify(method=method), dim, size, layers=layers, dtype=torch.float64)
     means, metrics = [], []
     for grad in torch.from_numpy(grads):
         means.append(workers.step(grad))

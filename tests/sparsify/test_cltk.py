@@ -5,7 +5,7 @@ import torch
 from gradherd.comm.ranks import run_ranks
 from gradherd.sparsify import cltk
 from gradherd.sparsify.cltk import CLTK
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.selector import StepContext
 from tests.sparsify import work_tree
 from tests.sparsify.reference_feedback import (
     assert_conserved,
@@ -61,7 +61,7 @@ def test_only_the_leader_searches(monkeypatch):
     monkeypatch.setattr(cltk, "largest", counted)
     accs = torch.from_numpy(gradients(4, 31)[0])
     for rank in range(4):
-        CLTK(0.1).propose(accs[rank], 3, None, Place(step=6, rank=rank, size=4))
+        CLTK(0.1).propose(accs[rank], 3, None, StepContext(step=6, rank=rank, size=4))
     assert len(searched) == 1 and torch.equal(searched[0], accs[2])
 
 

@@ -10,17 +10,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradherd.sparsify.consensus import (
+    accept_largest,
     capacity,
-    floor_of,
-    keep,
+    leading_bits,
+    message_length,
     pack,
-    rank_of,
+    smallest_magnitude,
     unpack,
-    words,
 )
 from tests.sparsify.work import normal
 
-TOP = int(rank_of(torch.tensor(math.inf)))
+TOP = int(leading_bits(torch.tensor(math.inf)))
 LARGEST, SMALLEST, TINY = 3.4028234663852886e38, 1.401298464324817e-45, 1.1754943508222875e-38
 
 
@@ -29,8 +29,10 @@ def magnitudes(width):
         st.floats(width=width, allow_nan=False, allow_infinity=False),
         st.sampled_from([0.0, -0.0, SMALLEST, TINY, LARGEST, 1.0, -1.0, 1.5, 1 - 2**-24]),
         # Just on and beside the edges of bins.
-        st.integers(0, TOP - 1).map(floor_of),
-        st.integers(1, TOP).map(lambda n: float(np.nextafter(np.float32(floor_of(n)), 0))),
+        st.integers(0, TOP - 1).map(smallest_magnitude),
+        st.integers(1, TOP).map(
+            lambda n: float(np.nextafter(np.float32(smallest_magnitude(n)), 0))
+        ),
     )
 
 
@@ -40,7 +42,7 @@ def test_leading_bits_follow_the_order_of_magnitudes(width, dtype):
     @settings(max_examples=200)
     def check(values):
         values = torch.tensor(values, dtype=dtype)
-        bins = rank_of(values.abs())
+        bins = leading_bits(values.abs())
         assert bins.dtype == torch.int32
         assert int(bins.min()) >= 0
         in_order = bins[values.abs().sort().indices].tolist()
@@ -56,11 +58,11 @@ def test_leading_bits_follow_the_order_of_magnitudes(width, dtype):
 @example(0.0)
 @settings(max_examples=300)
 def test_a_magnitude_lies_between_the_edges_of_its_leading_bits(value):
-    (number,) = rank_of(torch.tensor([abs(value)])).tolist()
-    assert floor_of(number) <= abs(value) < floor_of(number + 1)
-    assert int(rank_of(torch.tensor(floor_of(number)))) == number
+    (number,) = leading_bits(torch.tensor([abs(value)])).tolist()
+    assert smallest_magnitude(number) <= abs(value) < smallest_magnitude(number + 1)
+    assert int(leading_bits(torch.tensor(smallest_magnitude(number)))) == number
     if abs(value) >= TINY and number + 1 < TOP:
-        assert floor_of(number + 1) / floor_of(number) - 1 < 0.004
+        assert smallest_magnitude(number + 1) / smallest_magnitude(number) - 1 < 0.004
 
 
 @st.composite
@@ -78,13 +80,13 @@ def spans(draw):
 def test_offers_are_read_as_they_were_written(offered, more, seed):
     indices, span = offered
     magnitudes = normal(seed, len(indices)).abs()
-    length = words(len(indices), span) + more
+    length = message_length(len(indices), span) + more
     message = pack(torch.tensor(indices, dtype=torch.int64), magnitudes, span, length)
     assert (message.dtype, len(message)) == (torch.int32, length)
     assert not message[length - more :].any()  # nothing that was not written
     found, ranks = unpack(message.numpy(), len(indices), span)
     assert found.tolist() == indices
-    assert ranks.tolist() == rank_of(magnitudes).tolist()
+    assert ranks.tolist() == leading_bits(magnitudes).tolist()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_offers_are_read_as_they_were_written(offered, more, seed):
     ],
 )
 def test_the_smaller_way_to_write_is_taken(count, span, wanted):
-    assert words(count, span) == wanted
+    assert message_length(count, span) == wanted
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6))
@@ -113,17 +115,17 @@ def test_the_k_largest_offers_are_kept(data, sizes):
     given_offers = [
         (
             np.arange(begin, begin + len(row), dtype=np.int64),
-            rank_of(torch.tensor(row)).numpy().astype(np.uint16),
+            leading_bits(torch.tensor(row)).numpy().astype(np.uint16),
         )
         for begin, row in zip(begins, drawn, strict=False)
     ]
     k = data.draw(st.integers(1, sum(sizes)))
-    kept = keep(given_offers, k)
+    kept = accept_largest(given_offers, k)
     ranks = np.concatenate([one for _, one in given_offers])
     assert len(kept.indices) == len(set(kept.indices.tolist())) == sum(kept.counts) == k
     dropped = np.setdiff1d(np.arange(len(ranks)), kept.indices)
     line = np.sort(ranks)[-k]
-    assert kept.threshold == floor_of(int(line))
+    assert kept.threshold == smallest_magnitude(int(line))
     assert ranks[kept.indices].min() == line
     assert len(dropped) == 0 or ranks[dropped].max() <= line
     owner = np.searchsorted(begins, kept.indices, side="right") - 1
@@ -131,9 +133,9 @@ def test_the_k_largest_offers_are_kept(data, sizes):
 
 
 def test_ties_are_shared_out():
-    row = rank_of(torch.ones(8)).numpy().astype(np.uint16)
+    row = leading_bits(torch.ones(8)).numpy().astype(np.uint16)
     rows = [(np.arange(8 * r, 8 * r + 8, dtype=np.int64), row) for r in range(4)]
-    assert keep(rows, 16).counts == [4, 4, 4, 4]
+    assert accept_largest(rows, 16).counts == [4, 4, 4, 4]
 
 
 @given(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.comm.ranks import run_ranks
-from gradherd.sparsify.deft import Deft, allot, norms, pack
+from gradherd.sparsify.deft import Deft, allocate, assign, norms
 from tests.sparsify import reference_deft as reference
 from tests.sparsify import work_tree
 from tests.sparsify.reference_feedback import (
@@ -136,9 +136,9 @@ def test_shares_and_bins_are_the_obvious_ones(layers, k, workers):
     rows = torch.tensor([[norm for norm, _ in layers]])
     pieces = [[0] * size for size in sizes]
     shares = reference.shares_of(rows[0].tolist(), pieces, k)
-    assert allot(rows, sizes, k) == [shares]
+    assert allocate(rows, sizes, k) == [shares]
     whole, bins = reference.bins_of(shares, pieces, workers)
-    assert pack(shares, sizes, workers) == (sorted(whole), bins)
+    assert assign(shares, sizes, workers) == (sorted(whole), bins)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
-from gradherd.sparsify import exchange
-from gradherd.sparsify.exchange import add_up, gather_indices, gather_union
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.exchange import gather_indices, gather_union, sum_over_workers
+from gradherd.sparsify.selector import StepContext
+from gradherd.sparsify.wire import ONE_ROUND_BYTES
 from tests.sparsify import work
 
 PAGE = 65_536
@@ -59,7 +59,9 @@ def picks(draw):
 def gather_all(own, spans):
     counts = [len(mine) for mine in own]
     return [
-        gather_indices(torch.tensor(mine, dtype=torch.int64), counts, spans, Place(5, r, len(own)))
+        gather_indices(
+            torch.tensor(mine, dtype=torch.int64), counts, spans, StepContext(5, r, len(own))
+        )
         for r, mine in enumerate(own)
     ]
 
@@ -113,7 +115,9 @@ def test_both_encodings_are_used():
 def test_a_union_has_each_index_once(own):
     counts = [len(mine) for mine in own]
     scripts = [
-        gather_union(torch.tensor(sorted(mine)).long(), counts, 100_000, Place(0, r, len(own)))
+        gather_union(
+            torch.tensor(sorted(mine)).long(), counts, 100_000, StepContext(0, r, len(own))
+        )
         for r, mine in enumerate(own)
     ]
     for told in run_together(scripts):
@@ -122,7 +126,10 @@ def test_a_union_has_each_index_once(own):
 
 def add_all(rows, wire):
     told = run_together(
-        [add_up(row.clone(), Place(0, r, len(rows)), wire) for r, row in enumerate(rows)]
+        [
+            sum_over_workers(row.clone(), StepContext(0, r, len(rows)), wire)
+            for r, row in enumerate(rows)
+        ]
     )
     totals = [one.value[0] for one in told]
     left = [one.value[1] for one in told]
@@ -130,7 +137,7 @@ def add_all(rows, wire):
     return totals[0], left, [one.bytes for one in told]
 
 
-ONE_ROUND = exchange._ONE_ROUND  # bytes to each other worker
+ONE_ROUND = ONE_ROUND_BYTES  # to each other worker
 # On both sides of the border between one round and two, for values of two and four bytes.
 BORDERS = [ONE_ROUND // item + beside for item in (4, 2) for beside in (-1, 0, 1)]
 LENGTHS = [0, 1, 2, 7, *BORDERS, ONE_ROUND + 3, 20_001]
@@ -217,7 +224,9 @@ def poisoned():
 def test_nothing_that_travels_is_uninitialised(poisoned, wire):
     assert torch.empty(3).isnan().all()
     for length in (5, 20_001):
-        scripts = [add_up(torch.ones(length), Place(0, rank, 4), wire) for rank in range(4)]
+        scripts = [
+            sum_over_workers(torch.ones(length), StepContext(0, rank, 4), wire) for rank in range(4)
+        ]
         requests = [next(script) for script in scripts]
         assert not any(bool(request.tensor.isnan().any()) for request in requests)
         padding = requests[0].tensor.view(-1)[length:]
@@ -229,7 +238,9 @@ def test_values_are_not_written_to():
         for wire in (torch.float32, torch.bfloat16):
             rows = work.normal(3, 3, length)
             before = rows.clone()
-            run_together([add_up(row, Place(0, r, 3), wire) for r, row in enumerate(rows)])
+            run_together(
+                [sum_over_workers(row, StepContext(0, r, 3), wire) for r, row in enumerate(rows)]
+            )
             assert work.same(rows, before)
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from gradherd.comm.script import run_together
-from gradherd.sparsify.consensus import floor_of, rank_of
+from gradherd.sparsify.consensus import leading_bits, smallest_magnitude
 from gradherd.sparsify.exclusive import Online
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Worker
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.reference import OnlineExDyna
 from tests.sparsify.work import normal, same
 
@@ -45,7 +45,7 @@ class World:
             worker.commit(one.value)
             assert same(one.value.indices, told[0].value.indices)
             assert same(one.value.mean, told[0].value.mean)
-            assert one.value.chosen.counts == told[0].value.chosen.counts
+            assert one.value.selection.counts == told[0].value.selection.counts
             first = self.workers[0].state_dict() | {"rank": worker.state_dict()["rank"]}
             assert same(worker.state_dict(), first)
         self.outcome = told[0].value
@@ -53,12 +53,12 @@ class World:
 
     @property
     def kept(self):
-        return torch.stack([worker.feedback.kept for worker in self.workers])
+        return torch.stack([worker.feedback.residual for worker in self.workers])
 
     @property
     def picks(self):
         """Of each worker: its partition and what it picked."""
-        found = torch.split(self.outcome.chosen.indices, self.outcome.chosen.counts)
+        found = torch.split(self.outcome.selection.indices, self.outcome.selection.counts)
         for rank, own in enumerate(found):
             part = (self.number + rank) % self.size if self.method.rotate else rank
             yield rank, (self.bounds[part], self.bounds[part + 1]), own
@@ -70,7 +70,7 @@ class World:
 
     def check_consensus(self, k):
         """Exactly k, the largest of each partition, down to the bin of the k-th largest of all."""
-        chosen = self.outcome.chosen
+        chosen = self.outcome.selection
         assert len(chosen.indices) == sum(chosen.counts) == k
         assert len(chosen.indices.unique()) == k
         pool = []
@@ -91,7 +91,7 @@ class World:
         assert max(chosen.counts) <= most
         top = [part.sort(descending=True).values[:most] for part in pool]
         kth = float(torch.cat(top).sort(descending=True).values[k - 1])
-        assert chosen.threshold == floor_of(int(rank_of(torch.tensor(kth))))
+        assert chosen.threshold == smallest_magnitude(int(leading_bits(torch.tensor(kth))))
 
     def most(self, k):
         """The fair share times the capacity; more only where partitions are short of that."""
@@ -126,9 +126,9 @@ def test_the_online_form_is_that_of_the_reference(dim, size, scale, rotate):
         outcome = world.step(grads)
         indices, counts, mean = slow.reduce(grads.numpy())
         assert world.bounds == slow.borders
-        assert outcome.chosen.threshold == slow.tau
+        assert outcome.selection.threshold == slow.tau
         assert outcome.indices.tolist() == indices
-        assert outcome.chosen.counts == counts
+        assert outcome.selection.counts == counts
         assert outcome.mean.numpy().tobytes() == mean[indices].tobytes()
         assert world.kept.numpy().tobytes() == slow.residuals.tobytes()
         forced += sum(
@@ -143,7 +143,7 @@ def test_the_online_form_takes_constants_of_ones_own():
     world = World(ExDyna(0.1, threshold=rule, balance="none"), 400, 2)
     threshold = rule.first(40)
     for step in range(12):
-        chosen = world.step(normal(step, 2, 400)).chosen
+        chosen = world.step(normal(step, 2, 400)).selection
         assert chosen.threshold == threshold
         threshold = rule.following(threshold, sum(chosen.counts), 40)
 
@@ -239,7 +239,7 @@ def test_a_worker_without_rotation_resumes_to_the_bit():
         whole.step(normal(step, 2, 500))
     for there, here in zip(whole.workers, again.workers, strict=True):
         here.load_state_dict(there.state_dict())
-        here.feedback.kept.copy_(there.feedback.kept)
+        here.feedback.residual.copy_(there.feedback.residual)
     for step in range(3, 6):
         grads = normal(step, 2, 500)
         assert same(whole.step(grads).indices, again.step(grads).indices)
@@ -254,7 +254,7 @@ def test_density_one_sends_everything_at_every_step(dim, size, rule):
     for step in range(4):
         outcome = world.step(normal(step, size, dim))
         assert outcome.indices.sort().values.tolist() == list(range(dim))
-        assert sum(outcome.chosen.counts) == dim
+        assert sum(outcome.selection.counts) == dim
         world.check_residuals()
         assert not world.kept.any()
 
@@ -298,7 +298,7 @@ def test_partitions_follow_a_layer_with_most_of_the_mass():
             world.step(one_layer(step, size, dim))
             world.check_partitions()
             world.check_consensus(k)
-            seen.append(size * max(world.outcome.chosen.counts) / k)
+            seen.append(size * max(world.outcome.selection.counts) / k)
         padding[balance] = np.mean(seen[-8:])
     assert padding["none"] > 3
     assert padding["recut"] < 1.3
@@ -313,9 +313,9 @@ def test_no_worker_sends_more_than_its_capacity(capacity):
         world.step(one_layer(step, size, dim))
         world.check_consensus(k)
         world.check_residuals()
-        assert max(world.outcome.chosen.counts) == fair(capacity, k, size)
+        assert max(world.outcome.selection.counts) == fair(capacity, k, size)
         if capacity == 1:
-            assert world.outcome.chosen.counts == [50] * 4
+            assert world.outcome.selection.counts == [50] * 4
 
 
 def test_more_workers_than_coordinates_leave_some_with_nothing():
@@ -332,7 +332,7 @@ def test_values_just_below_the_edge_of_a_bin_count_where_they_lie(size):
     # As a float32 this is one, and one is where a bin begins.
     grads = torch.zeros(size, 8, dtype=torch.float64)
     grads[:, [1, 6]] = 1 - 2.0**-53
-    workers = Workers(Sparsify(method=ExDyna(0.25)), 8, size, dtype=torch.float64)
+    workers = VirtualWorkers(Sparsify(method=ExDyna(0.25)), 8, size, dtype=torch.float64)
     for _ in range(3):
         out = workers.step(grads)
         assert out.nonzero().view(-1).tolist() == [1, 6]
@@ -341,8 +341,10 @@ def test_values_just_below_the_edge_of_a_bin_count_where_they_lie(size):
 
 def test_micro_is_exdyna_whose_partitions_stay_even():
     settings = {"density": 0.02, "threshold": "consensus", "capacity": math.inf}
-    micro = Workers(Sparsify(method=Micro(**settings)), 2048, 4)
-    exdyna = Workers(Sparsify(method=ExDyna(**settings, balance="none", blocks=2048)), 2048, 4)
+    micro = VirtualWorkers(Sparsify(method=Micro(**settings)), 2048, 4)
+    exdyna = VirtualWorkers(
+        Sparsify(method=ExDyna(**settings, balance="none", blocks=2048)), 2048, 4
+    )
     for step in range(8):
         grads = normal(step, 4, 2048) * torch.linspace(0.1, 3, 2048)
         assert same(micro.step(grads), exdyna.step(grads))

@@ -6,8 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.histogram import BINS, Tally
-from gradherd.sparsify.kernels import above, add, add_select, largest, put, select
+from gradherd.sparsify.histogram import BINS, MagnitudeHistogram
+from gradherd.sparsify.kernels import (
+    add,
+    add_select,
+    indices_above,
+    scatter_to_bucket,
+    select,
+    topk_indices,
+)
 from tests.sparsify.work import normal
 
 # Around a chunk of what is compared in one go, and around the length from which one samples.
@@ -22,7 +29,7 @@ def test_what_is_above_a_floor(length, dtype):
     values[::5] = 0
     for floor in (0.0, 1e-300, 0.5, 2.0, 3.5, 1e30, 1e300, float("inf")):
         wanted = np.flatnonzero(np.abs(values.numpy().astype(np.float64)) >= floor)
-        found = above(values, floor)
+        found = indices_above(values, floor)
         assert found.dtype == torch.int64
         assert np.array_equal(found.numpy(), wanted), floor
 
@@ -30,7 +37,7 @@ def test_what_is_above_a_floor(length, dtype):
 def test_a_floor_belongs_to_what_is_above_it():
     for dtype in (torch.float32, torch.float64):
         values = torch.tensor([1.0, -1.0, 0.999, 1.001], dtype=dtype)
-        assert above(values, 1.0).tolist() == [0, 1, 3]
+        assert indices_above(values, 1.0).tolist() == [0, 1, 3]
 
 
 @kinds
@@ -49,7 +56,7 @@ def test_the_largest(length, kind, dtype):
     sizes = values.abs().numpy()
     in_order = np.sort(sizes)[::-1]
     for k in {0, 1, min(30, length), length // 1000, length // 30, length // 9, length}:
-        found = largest(values, k).numpy()
+        found = topk_indices(values, k).numpy()
         assert len(found) == k
         assert (np.diff(found) > 0).all()
         assert np.array_equal(np.sort(sizes[found])[::-1], in_order[:k]), k
@@ -60,7 +67,7 @@ def test_the_largest(length, kind, dtype):
 def test_the_largest_of_a_few(values, data):
     k = data.draw(st.integers(0, len(values)))
     sizes = [abs(value) for value in values]
-    found = largest(torch.tensor(values), k).tolist()
+    found = topk_indices(torch.tensor(values), k).tolist()
     assert found == sorted(set(found))
     assert sorted((sizes[i] for i in found), reverse=True) == sorted(sizes, reverse=True)[:k]
 
@@ -71,11 +78,11 @@ def test_residual_and_gradient_are_added_counted_and_picked(grads):
         old, new = normal(seed, 3001), normal(seed + 9, 3001).to(grads)
         kept, grad = old.clone(), new.clone()
         out = kept if in_place else torch.full_like(kept, torch.nan)
-        tally, floor = Tally.around(torch.tensor(2.0)), torch.tensor(2.0)
-        picks = add_select(kept, grad, 0.5, out, floor, 40, tally=tally, clear=True)
+        tally, floor = MagnitudeHistogram.around(torch.tensor(2.0)), torch.tensor(2.0)
+        picks = add_select(kept, grad, 0.5, out, floor, 40, histogram=tally, clear=True)
         total = old + 0.5 * new.float()
         found = np.flatnonzero(np.abs(total.numpy()) >= 2)
-        assert int(picks.found) == len(found) > 40
+        assert int(picks.total) == len(found) > 40
         assert picks.indices.tolist() == found[:40].tolist()
         assert torch.equal(picks.values, total[found[:40]])
         left = total.clone()
@@ -84,37 +91,37 @@ def test_residual_and_gradient_are_added_counted_and_picked(grads):
         assert in_place or torch.equal(kept, old)
         assert int(tally.counts.sum()) == 3001 and tally.finite()
         rest = select(out, floor, len(found))
-        assert int(rest.found) == len(found) - 40
+        assert int(rest.total) == len(found) - 40
         assert rest.indices[: len(found) - 40].tolist() == found[40:].tolist()
         assert not rest.indices[len(found) - 40 :].any() and torch.equal(out, left)
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 600])
 def test_a_tally_tells_a_floor_that_leaves_enough(k):
-    values, tally = normal(3, 1000), Tally.around(torch.tensor(0.5))
-    add(torch.zeros(1000), values, 1.0, torch.empty(1000), tally=tally)
-    floor = float(tally.floor(k))
+    values, tally = normal(3, 1000), MagnitudeHistogram.around(torch.tensor(0.5))
+    add(torch.zeros(1000), values, 1.0, torch.empty(1000), histogram=tally)
+    floor = float(tally.topk_threshold(k))
     assert floor > 0
     assert (values.abs() >= floor).sum() >= k > (values.abs() >= floor * 17 / 16).sum()
-    assert float(tally.floor(1001)) == 0
+    assert float(tally.topk_threshold(1001)) == 0
     for bad in (torch.nan, torch.inf):
         tally.add(torch.tensor([bad]))
     assert not tally.finite() and int(tally.counts[BINS - 1]) == 2
-    assert float(tally.floor(k)) == floor
+    assert float(tally.topk_threshold(k)) == floor
 
 
 def test_values_far_from_a_threshold_stay_in_the_outer_bins():
-    tally = Tally.around(torch.tensor(1.0))
+    tally = MagnitudeHistogram.around(torch.tensor(1.0))
     tally.add(torch.tensor([0.0, 1e-30, 0.0624, 17.0, 1e30]))
     assert int(tally.counts[0]) == 3 and int(tally.counts[BINS - 2]) == 2
-    tiny = Tally.around(torch.tensor(0.0))
+    tiny = MagnitudeHistogram.around(torch.tensor(0.0))
     tiny.add(torch.tensor([0.0, 1e-45, 1.0]))
-    assert int(tiny.counts.sum()) == 3 and float(tiny.floor(1)) > 0
+    assert int(tiny.counts.sum()) == 3 and float(tiny.topk_threshold(1)) > 0
 
 
 def test_a_mean_goes_to_its_bucket_as_far_as_its_type_holds_it():
     flat, held = torch.zeros(6, dtype=torch.float16), torch.full((4,), 7.0)
     number, at = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 5, 1, 3])
-    put(flat, number, 1, at, torch.tensor([1.0, 1e9, -1e9, 0.1]), held)
+    scatter_to_bucket(flat, number, 1, at, torch.tensor([1.0, 1e9, -1e9, 0.1]), held)
     assert flat.tolist() == [0, -65504, 0, flat[3].item(), 0, 65504]
     assert held.tolist() == [7, 65504, -65504, flat[3].item()] and abs(flat[3] - 0.1) < 1e-4

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.residuals import Feedback
+from gradherd.sparsify.residuals import ErrorFeedback
 from tests.sparsify.reference import MomentumCorrection
 from tests.sparsify.work import normal, same
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def make(dim, *, dtype=torch.float64, momentum=0.0):
-    return Feedback(dim, dtype=dtype, device=CPU, momentum=momentum)
+    return ErrorFeedback(dim, dtype=dtype, device=CPU, momentum=momentum)
 
 
 def some(dim, seed, share=0.3):
@@ -29,7 +29,7 @@ def some(dim, seed, share=0.3):
 def memory(feedback):
     """Bits of all that must outlive a step."""
     velocity = feedback.velocity
-    return [feedback.kept.clone(), None if velocity is None else velocity.clone()]
+    return [feedback.residual.clone(), None if velocity is None else velocity.clone()]
 
 
 @given(
@@ -54,9 +54,9 @@ def test_sent_and_kept_add_up_to_what_was_computed(seed, dim, cuts, rounded):
         sent[indices] += values if left is None else values - left
         assert feedback.finite()
         feedback.commit(indices, left)
-        torch.testing.assert_close(sent + feedback.kept, computed, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sent + feedback.residual, computed, rtol=1e-12, atol=1e-12)
         if not rounded:
-            assert not feedback.kept[indices].any()
+            assert not feedback.residual[indices].any()
 
 
 def test_gradients_of_any_type_are_left_alone():
@@ -80,7 +80,7 @@ def test_gradients_are_multiplied_by_the_unit_once(unit, momentum):
         indices = some(9, step)
         feedback.commit(indices, None)
         plain.commit(indices, None)
-        torch.testing.assert_close(feedback.kept, plain.kept, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(feedback.residual, plain.kept, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -178,7 +178,7 @@ def test_momentum_is_corrected_as_in_deep_gradient_compression(seed, momentum, s
         indices = some(30, seed + step, share)
         slow.send(indices.numpy())
         feedback.commit(indices, None)
-        np.testing.assert_allclose(feedback.kept.numpy(), slow.v, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(feedback.residual.numpy(), slow.v, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(feedback.velocity.numpy(), slow.u, rtol=1e-12, atol=1e-12)
 
 
@@ -188,7 +188,7 @@ def test_velocity_goes_on_where_nothing_of_this_worker_was_sent():
     indices, sent = torch.tensor([0, 2, 3]), torch.tensor([True, False, True])
     left = feedback.acc[indices].masked_fill(sent, 0)
     feedback.commit(indices, left, sent=sent)
-    assert feedback.kept.tolist() == [0.0, 2.0, 3.0, 0.0]
+    assert feedback.residual.tolist() == [0.0, 2.0, 3.0, 0.0]
     assert feedback.velocity.tolist() == [0.0, 2.0, 3.0, 0.0]
 
 
@@ -212,7 +212,7 @@ def test_a_low_pass_weighs_the_new_residual_against_the_old(weight):
         kept = (1 - weight) * kept + weight * new
         feedback.add(0, grad, 1.0)
         feedback.commit(indices, None, low_pass=weight)
-        torch.testing.assert_close(feedback.kept, kept, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(feedback.residual, kept, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("low_pass", [1.0, 0.3])
@@ -230,11 +230,11 @@ def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, shown, low
         if shown:  # Buckets hold zeros for what was not used.
             feedback.add(4, torch.zeros(3, dtype=torch.float64), 1.0)
         feedback.add(7, grad[7:], 1.0)
-        feedback.leave_out(4, 7)
+        feedback.exclude(4, 7)
         assert feedback.acc[4:7].tolist() == [0.0] * 3
         assert feedback.finite()
         # Another worker may have picked there.
-        feedback.commit(torch.tensor([1, 5, 9]), None, low_pass=low_pass, left_out=[(4, 7)])
+        feedback.commit(torch.tensor([1, 5, 9]), None, low_pass=low_pass, excluded=[(4, 7)])
         for old, new in zip(before, memory(feedback), strict=True):
             assert old is None or same(new[4:7], old[4:7])
 
@@ -248,8 +248,8 @@ def test_what_is_left_out_after_a_step_called_off_is_as_before_it():
     feedback.add(0, torch.full((6,), math.nan, dtype=torch.float64), 1.0)
     assert not feedback.finite()
     feedback.add(0, normal(2, 4, dtype=torch.float64), 1.0)
-    feedback.leave_out(4, 6)
+    feedback.exclude(4, 6)
     assert feedback.finite()
-    feedback.commit(NOTHING, None, left_out=[(4, 6)])
+    feedback.commit(NOTHING, None, excluded=[(4, 6)])
     after = memory(feedback)
     assert same([part[4:] for part in after], [part[4:] for part in before])

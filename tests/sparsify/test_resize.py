@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradherd.sparsify.residuals import merged
+from gradherd.sparsify.residuals import merge_residuals
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Worker
 from gradherd.sparsify.threshold import Threshold
@@ -20,7 +20,7 @@ def state(rank, workers=3, **more):
 
 def test_the_mean_of_residuals_stays():
     states = [state(rank) for rank in range(3)]
-    found = merged(iter(states))
+    found = merge_residuals(iter(states))
     for name in ("weight", "bias"):
         exact = torch.stack([one["residual"][name].double() for one in states]).mean(0)
         assert torch.equal(found["residual"][name], exact.float()), "rounded once"
@@ -29,7 +29,9 @@ def test_the_mean_of_residuals_stays():
 
 
 def test_velocities_too():
-    found = merged([state(rank, velocity={"weight": torch.full((2,), rank)}) for rank in range(3)])
+    found = merge_residuals(
+        [state(rank, velocity={"weight": torch.full((2,), rank)}) for rank in range(3)]
+    )
     assert found["velocity"]["weight"].tolist() == [1, 1]
 
 
@@ -45,7 +47,7 @@ def test_velocities_too():
 )
 def test_what_does_not_belong_together_is_refused(states, reason):
     with pytest.raises(ValueError, match=reason):
-        merged(states)
+        merge_residuals(states)
 
 
 def test_a_threshold_keeps_its_unit():
@@ -58,5 +60,5 @@ def test_a_threshold_keeps_its_unit():
         for worker in old:
             worker.set_unit(1.0)
     new = Worker(settings, 50, rank=0, size=3)
-    new.load_state_dict(merged([worker.state_dict() for worker in old]))
+    new.load_state_dict(merge_residuals([worker.state_dict() for worker in old]))
     assert new.state == old[0].state

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gradherd.sparsify.dense import Dense
-from gradherd.sparsify.sage import Sage, State
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.sage import Sage, SageState
+from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
@@ -41,7 +41,7 @@ class Slow:
 
 
 def workers(method, dim, size, dtype=torch.float64, **settings):
-    return Workers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
+    return VirtualWorkers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
 
 
 def gradients(scales, size, dim, seed=0):
@@ -81,7 +81,7 @@ def test_it_is_what_the_slow_one_is(dim, size, unit, gamma):
         assert run.metrics["per_rank"] == [len(own) for own in picks]
         for worker, one in zip(run.workers, slow, strict=True):
             if one.line is None:
-                assert worker.state == State(None, None)
+                assert worker.state == SageState(None, None)
                 continue
             assert worker.state.threshold == pytest.approx(one.line, rel=1e-12)
             assert worker.state.mean == pytest.approx(one.mean, rel=1e-12)
@@ -111,41 +111,43 @@ def test_density_one_is_dense(dim, size):
 
 
 def test_a_sample_without_a_mean_moves_nothing_by_it():
-    method, place = Sage(0.1, low=0, high=1e9), Place(1, 0, 1)
+    method, place = Sage(0.1, low=0, high=1e9), StepContext(1, 0, 1)
     acc = torch.zeros(100, dtype=torch.float64)
     acc[7] = 3.0
     for state, values in [
-        (State(2.0, 0.5), torch.zeros_like(acc)),
-        (State(2.0, None), acc),
-        (State(2.0, 0.0), acc),
+        (SageState(2.0, 0.5), torch.zeros_like(acc)),
+        (SageState(2.0, None), acc),
+        (SageState(2.0, 0.0), acc),
     ]:
         examined = 0.01 if values[7] else 0.0
-        after = method.propose(values, 10, state, place).found[1]
+        after = method.propose(values, 10, state, place).local[1]
         want = 2.0 * 2 / (1 + math.exp(0.1 - examined))
         assert after.threshold == pytest.approx(want, rel=1e-14)
     # What was measured last is not forgotten over a zero.
-    assert method.propose(torch.zeros_like(acc), 10, State(2.0, 0.5), place).found[1].mean == 0.5
+    assert (
+        method.propose(torch.zeros_like(acc), 10, SageState(2.0, 0.5), place).local[1].mean == 0.5
+    )
 
 
 def test_the_threshold_follows_the_scale_at_once():
     draw = np.random.RandomState(0)
     acc = torch.from_numpy(draw.randn(4000))
-    method, place = Sage(0.01), Place(1, 0, 1)
+    method, place = Sage(0.01), StepContext(1, 0, 1)
     line = float(acc.abs().sort().values[-60])
-    before = method.propose(acc, 40, State(line, None), place).found[1]
+    before = method.propose(acc, 40, SageState(line, None), place).local[1]
     after = method.propose(1000 * acc, 40, before, place)
-    assert after.found[2] == pytest.approx(1000 * line, rel=0.02)
+    assert after.local[2] == pytest.approx(1000 * line, rel=0.02)
     assert 50 <= int(after.header[0]) <= 60
 
 
 def test_it_nears_the_target_from_far_off_and_stays_within_the_band():
     draw = torch.Generator().manual_seed(0)
     for first in (1e-4, 1e4):
-        method, state, counts = Sage(0.01, first=first), State(None, None), []
+        method, state, counts = Sage(0.01, first=first), SageState(None, None), []
         for step in range(400):
             acc = torch.randn(20_000, generator=draw)
-            proposal = method.propose(acc, 200, state, Place(step, 0, 1))
-            state = proposal.found[1]
+            proposal = method.propose(acc, 200, state, StepContext(step, 0, 1))
+            state = proposal.local[1]
             counts.append(int(proposal.header[0]) / 200)
         assert not 0.05 < counts[0] < 20
         assert all(0.05 < count < 20 for count in counts[-50:])
@@ -169,25 +171,25 @@ def test_the_first_threshold_may_be_given():
 
 
 def test_zeros_do_not_travel_and_a_lost_threshold_starts_again():
-    method, place = Sage(0.25), Place(1, 0, 1)
+    method, place = Sage(0.25), StepContext(1, 0, 1)
     acc = torch.tensor([1e-30, 0.0, 0.0, 1e-30, 0.0, 0.0, 0.0, 0.0])
-    picks, after, _ = method.propose(acc, 2, State(1e-20, 1.0), place).found
+    picks, after, _ = method.propose(acc, 2, SageState(1e-20, 1.0), place).local
     assert picks.tolist() == [0, 3]
     assert after.threshold is None
-    picks, after, _ = method.propose(8 * acc, 2, after, place).found
+    picks, after, _ = method.propose(8 * acc, 2, after, place).local
     assert (picks.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
 
 
 def test_a_change_of_unit_changes_no_pick():
-    method, place = Sage(0.1), Place(3, 0, 1)
+    method, place = Sage(0.1), StepContext(3, 0, 1)
     acc = torch.from_numpy(np.random.RandomState(1).randn(500))
-    state = State(1.5, 0.7)
-    picks, after, line = method.propose(acc, 50, state, place).found
-    scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), place).found
+    state = SageState(1.5, 0.7)
+    picks, after, line = method.propose(acc, 50, state, place).local
+    scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), place).local
     assert 0 < len(picks) < 500
     assert scaled.tolist() == picks.tolist()
     assert (high, moved) == (8 * line, method.rescale(after, 8.0))
-    assert method.rescale(State(None, None), 8.0) == State(None, None)
+    assert method.rescale(SageState(None, None), 8.0) == SageState(None, None)
 
 
 @pytest.mark.parametrize(

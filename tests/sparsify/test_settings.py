@@ -10,9 +10,9 @@ from gradherd.sparsify.exclusive import Online
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
-from gradherd.sparsify.selector import target
+from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def refuses(make, **setting):
@@ -150,7 +150,7 @@ def test_a_name_is_the_method_with_its_defaults():
 def test_a_learning_rate_must_make_sense_at_every_step(rate):
     rates = iter([0.1, rate])
     settings = Sparsify(method="topk", learning_rate=lambda: next(rates))
-    (worker,) = Workers(settings, 3, 1).workers
+    (worker,) = VirtualWorkers(settings, 3, 1).workers
     worker.set_unit(1.0)
     with pytest.raises(ValueError, match=f"learning_rate.*got {rate}"):
         worker.set_unit(1.0)
@@ -171,7 +171,7 @@ def test_a_learning_rate_must_make_sense_at_every_step(rate):
     ],
 )
 def test_a_density_means_that_many(density, dim, k):
-    assert target(density, dim) == k
+    assert target_count(density, dim) == k
 
 
 def test_warm_up_falls_by_equal_factors_and_then_stays():

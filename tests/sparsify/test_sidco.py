@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gradherd.sparsify.dense import Dense
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.sidco import SIDCo, State, gamma, gamma_quantile, pareto
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.sidco import SIDCo, SIDCoState, gamma, gamma_quantile, pareto
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
@@ -60,7 +60,7 @@ class Slow:
 
 
 def workers(method, dim, size, dtype=torch.float64, **settings):
-    return Workers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
+    return VirtualWorkers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
 
 
 def gradients(steps, size, dim, seed=0):
@@ -82,8 +82,8 @@ def exchange(accs, union):
 
 
 def propose(method, acc, k, stages=1):
-    proposal = method.propose(acc, k, State(stages), Place(0, 0, 1))
-    picks, after, threshold = proposal.found
+    proposal = method.propose(acc, k, SIDCoState(stages), StepContext(0, 0, 1))
+    picks, after, threshold = proposal.local
     assert proposal.header.tolist() == [len(picks)]
     return picks.tolist(), after, threshold
 
@@ -133,7 +133,7 @@ def test_density_one_is_dense(dim, size, distribution):
     for step in grads:
         assert torch.equal(run.step(step), dense.step(step))
         assert not run.residuals().any()
-        assert {worker.state for worker in run.workers} == {State(1)}
+        assert {worker.state for worker in run.workers} == {SIDCoState(1)}
 
 
 def drawn(distribution, count=200_000):
@@ -174,11 +174,11 @@ def test_stages_mend_a_fit_of_another_distribution():
 
 def test_stages_are_found_by_themselves():
     draw = np.random.RandomState(0)
-    method, state, counts = SIDCo(0.001), State(1), []
+    method, state, counts = SIDCo(0.001), SIDCoState(1), []
     for step in range(60):
         acc = torch.from_numpy(draw.randn(50_000))
-        proposal = method.propose(acc, 50, state, Place(step, 0, 1))
-        state = proposal.found[1]
+        proposal = method.propose(acc, 50, state, StepContext(step, 0, 1))
+        state = proposal.local[1]
         counts.append(int(proposal.header[0]))
     assert np.mean(counts[:5]) < 0.5 * 50  # a normal distribution ends sooner
     assert np.mean(counts[-30:]) == pytest.approx(50, rel=0.4)
@@ -199,7 +199,7 @@ def test_stages_are_found_by_themselves():
     ],
 )
 def test_stages_follow_what_was_picked(shares, stages, after):
-    state = State(stages)
+    state = SIDCoState(stages)
     for share in shares:
         state = SIDCo(0.001).adapt(state, share * 0.001, 0.001)
     assert state.stages == after
@@ -209,7 +209,7 @@ def test_stages_follow_what_was_picked(shares, stages, after):
 def test_the_constants_are_settings():
     method = SIDCo(0.001, every=2, tolerance=0.5, stage_ratio=0.1, stages=2)
     state = method.begin(10, 1, [10])
-    assert state == State(2)
+    assert state == SIDCoState(2)
     for share, stages in ((0.6, 2), (0.6, 2), (0.4, 2), (0.4, 3), (0.4, 3), (0.4, 3)):
         state = method.adapt(state, share * 0.001, 0.001)
         assert state.stages == stages  # three at most: a tenth of a tenth of a tenth
@@ -222,7 +222,7 @@ def test_the_constants_are_settings():
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_hard_vectors(distribution, stages):
     method = SIDCo(0.1, distribution)
-    assert propose(method, torch.zeros(30), 3, stages) == ([], State(stages), None)
+    assert propose(method, torch.zeros(30), 3, stages) == ([], SIDCoState(stages), None)
     one = torch.zeros(30)
     one[17] = -4.0
     assert propose(method, one, 3, stages)[0] == [17]

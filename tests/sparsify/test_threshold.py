@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from gradherd.sparsify.dense import Dense
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.threshold import State, Threshold
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.threshold import Threshold, ThresholdState
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
 
 
 def workers(method, dim, size, dtype=torch.float64, **settings):
-    return Workers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
+    return VirtualWorkers(Sparsify(method=method, **settings), dim, size, dtype=dtype)
 
 
 def gradients(steps, size, dim, scale=1.0, seed=0):
@@ -108,16 +108,16 @@ def test_it_changes_with_the_unit_only():
         run.step(torch.from_numpy(gradients(1, 2, 30)[0]))
         seen.append(run.metrics["threshold"])
     assert seen == [2.0, 2.0, 1.0, 1.0, 4.0]
-    assert [worker.state for worker in run.workers] == [State(4.0)] * 2
+    assert [worker.state for worker in run.workers] == [ThresholdState(4.0)] * 2
 
 
 @pytest.mark.parametrize("value", [None, 0.25])
 def test_a_change_of_unit_changes_no_pick(value):
-    method, place = Threshold(0.1, value), Place(3, 0, 1)
+    method, place = Threshold(0.1, value), StepContext(3, 0, 1)
     state = method.begin(50, 1, [50])
     acc = torch.from_numpy(gradients(1, 1, 50, scale=0.3)[0, 0])
-    picks, line = method.propose(acc, 5, state, place).found
-    scaled, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), place).found
+    picks, line = method.propose(acc, 5, state, place).local
+    scaled, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), place).local
     assert 0 < len(picks) < 50
     assert scaled.tolist() == picks.tolist()
     assert moved == 8 * line

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gradherd.sparsify import kernels
 from gradherd.sparsify import triton_kernels as passes
-from gradherd.sparsify.histogram import BINS, SHIFT, Tally
+from gradherd.sparsify.histogram import BINS, SHIFT, MagnitudeHistogram
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
 pytestmark = MARKS
@@ -70,7 +70,7 @@ def test_one_pass_adds_counts_marks_and_clears(length, dtype):
         grad, grad_memory = inside(length, 2 * offset, dtype, new)
         out, out_memory = (kept, kept_memory) if in_place else inside(length, offset)
         floor = torch.tensor(line, device=DEVICE)
-        tally = Tally.around(floor)
+        tally = MagnitudeHistogram.around(floor)
         marks = passes.add(kept, grad, unit, out, tally, floor, clear=True)
         wanted = old.double() + unit * new.double()
         torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-6, atol=1e-7)
@@ -78,7 +78,7 @@ def test_one_pass_adds_counts_marks_and_clears(length, dtype):
         assert untouched(out, out_memory, offset)
         assert np.array_equal(tally.counts.cpu().numpy(), counted(out, tally))
         found = np.flatnonzero(np.abs(out.cpu().numpy()) >= np.float32(line))
-        assert np.array_equal(passes.above(out, line).cpu().numpy(), found)
+        assert np.array_equal(passes.indices_above(out, line).cpu().numpy(), found)
         check_taken(out, out_memory, offset, marks, found)
 
 
@@ -87,7 +87,7 @@ def check_taken(values, memory, offset, marks, found):
     before = values.clone()
     for room in (len(found) // 2, len(found) + 3, *([0, len(found)] if GPU else [])):
         values.copy_(before)
-        indices, picked, count = passes.take(values, marks, room, clear=True)
+        indices, picked, count = passes.compact(values, marks, room, clear=True)
         taken = torch.from_numpy(found[:room]).to(DEVICE)
         assert int(count) == len(found) and len(indices) == len(picked) == room
         assert torch.equal(indices[: len(taken)], taken)
@@ -112,11 +112,11 @@ def test_what_is_not_finite_is_counted_and_nan_is_not_picked(bad):
     for at in (3, TILE + 8):
         grad[at] = bad
         floor = torch.tensor(0.0, device=DEVICE)
-        tally = Tally.around(torch.tensor(1.0, device=DEVICE))
+        tally = MagnitudeHistogram.around(torch.tensor(1.0, device=DEVICE))
         out = torch.empty_like(kept)
         marks = passes.add(kept, grad, 1.0, out, tally, floor, clear=False)
         assert not tally.finite()
-        _, _, found = passes.take(out, marks, 1, clear=False)
+        _, _, found = passes.compact(out, marks, 1, clear=False)
         assert int(found) == int((out.abs() >= 0).sum())
         grad[at] = 1.0
     tally.counts.zero_()
@@ -129,18 +129,18 @@ def test_floors_at_the_ends_of_the_range():
     sizes = values.cpu().double().abs().numpy()
     for floor in (0.0, 1.4e-45, 1e-40, 1.0, 3e38, 3.4028234e38):
         wanted = np.flatnonzero(sizes >= np.float64(np.float32(floor)))
-        assert passes.above(values, floor).tolist() == wanted.tolist(), floor
+        assert passes.indices_above(values, floor).tolist() == wanted.tolist(), floor
 
 
 @pytest.mark.parametrize("k", [1, 5, 100, TILE - 3, 10_000])
 def test_the_floor_leaves_at_least_k(k):
     values = fresh(TILE + 1).to(DEVICE)
-    tally = Tally.around(torch.tensor(0.9, device=DEVICE))
+    tally = MagnitudeHistogram.around(torch.tensor(0.9, device=DEVICE))
     out = torch.empty_like(values)
     passes.add(torch.zeros_like(values), values, 1.0, out, tally, None, clear=False)
-    floor = passes.floor(tally.counts, tally.window, k)
-    on_cpu = Tally(tally.counts.cpu(), tally.window.cpu())
-    assert floor.cpu() == on_cpu.floor(k)
+    floor = passes.topk_threshold(tally.counts, tally.window, k)
+    on_cpu = MagnitudeHistogram(tally.counts.cpu(), tally.window.cpu())
+    assert floor.cpu() == on_cpu.topk_threshold(k)
     reach = int((out.abs() >= floor).sum())
     assert reach >= min(k, len(values))
     if floor > 0:  # and at the next border there are fewer
@@ -159,9 +159,9 @@ def test_a_mean_is_scattered_to_its_bucket(dtype):
     number[:3] = 1
     held = torch.full((count,), 7.0)
     wanted, wanted_held = torch.zeros(3000, dtype=dtype), held.clone()
-    kernels.put(wanted, number, 1, at, values, wanted_held)
+    kernels.scatter_to_bucket(wanted, number, 1, at, values, wanted_held)
     on_device = [one.to(DEVICE) for one in (number, at, values, held)]
-    passes.put(flat, on_device[0], 1, *on_device[1:])
+    passes.scatter_to_bucket(flat, on_device[0], 1, *on_device[1:])
     # The interpreter cuts bits off where a GPU rounds.
     exact = {"rtol": 0 if GPU or dtype != torch.bfloat16 else 2**-7, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(flat.cpu(), wanted, **exact)
@@ -179,12 +179,19 @@ def test_the_gpu_does_what_the_twin_does(dtype):
     for device in ("cpu", "cuda", "cuda"):
         kept, grad = old.to(device, copy=True), new.to(device, copy=True)
         floor = torch.tensor(2.5, device=device)
-        tally = Tally.around(floor)
-        picks = kernels.add_select(kept, grad, 1.0, kept, floor, 9000, tally=tally, clear=True)
+        tally = MagnitudeHistogram.around(floor)
+        picks = kernels.add_select(kept, grad, 1.0, kept, floor, 9000, histogram=tally, clear=True)
         again = kernels.select(kept, floor, 9000, clear=True)
-        state = [*picks, *again, kept, tally.counts, tally.floor(1000), tally.finite()]
+        state = [
+            *picks,
+            *again,
+            kept,
+            tally.counts,
+            kernels.topk_threshold(tally, 1000),
+            tally.finite(),
+        ]
         results.append([one.cpu() for one in state])
-        assert not grad.any() and int(picks.found) > 9000
+        assert not grad.any() and int(picks.total) > 9000
     for one in results[1:]:
         for mine, twin in zip(one, results[0], strict=True):
             assert torch.equal(mine, twin.to(mine.dtype))
@@ -198,10 +205,10 @@ def test_nothing_waits_for_the_host():
     for mode in (0, "error"):  # the first time Triton compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            tally = Tally.around(floor)
-            kernels.add_select(kept, grad, 1.0, kept, floor, 9000, tally=tally, clear=True)
-            kernels.add(kept, grad, 1.0, kept, tally=tally, clear=True)
-            kernels.select(kept, tally.floor(1000), 2000, clear=True)
+            tally = MagnitudeHistogram.around(floor)
+            kernels.add_select(kept, grad, 1.0, kept, floor, 9000, histogram=tally, clear=True)
+            kernels.add(kept, grad, 1.0, kept, histogram=tally, clear=True)
+            kernels.select(kept, kernels.topk_threshold(tally, 1000), 2000, clear=True)
         finally:
             torch.cuda.set_sync_debug_mode(0)
 
@@ -211,8 +218,8 @@ def test_above_and_largest_on_a_gpu():
     for length in (0, 1, 40_960, 300_001):
         values = fresh(length)
         for floor in (0.0, 1e-300, 0.5, 3.5, 1e30, 1e300, float("inf")):
-            found = kernels.above(values.cuda(), floor).cpu()
-            assert torch.equal(found, kernels.above(values, floor)), (length, floor)
+            found = kernels.indices_above(values.cuda(), floor).cpu()
+            assert torch.equal(found, kernels.indices_above(values, floor)), (length, floor)
         for k in {0, min(length, 30), length // 9}:
-            found = kernels.largest(values.cuda(), k).cpu()
-            assert torch.equal(found, kernels.largest(values, k))
+            found = kernels.topk_indices(values.cuda(), k).cpu()
+            assert torch.equal(found, kernels.topk_indices(values, k))

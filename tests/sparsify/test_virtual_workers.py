@@ -3,11 +3,11 @@
 import torch
 
 from gradherd import Sparsify, TopK
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def test_values_beyond_bf16_leave_finite_residuals():
-    workers = Workers(Sparsify(method=TopK(0.25), values="bf16"), 4, 2)
+    workers = VirtualWorkers(Sparsify(method=TopK(0.25), values="bf16"), 4, 2)
     first = workers.step(torch.tensor([[3.4e38, 0.1, 0.2, 0.3], [0.0, 0.0, 0.0, 0.0]]))
     assert bool(first.isfinite().all())
     assert bool(workers.residuals().isfinite().all())
@@ -15,7 +15,7 @@ def test_values_beyond_bf16_leave_finite_residuals():
 
 
 def test_a_sum_that_overflows_calls_the_step_off():
-    workers = Workers(Sparsify(method=TopK(0.25)), 4, 2)
+    workers = VirtualWorkers(Sparsify(method=TopK(0.25)), 4, 2)
     workers.step(torch.ones(2, 4))
     before = workers.residuals()
     huge = torch.tensor([[3e38, 0.0, 0.0, 0.0]] * 2)

@@ -9,9 +9,9 @@ import torch
 
 from gradherd.comm import World
 from gradherd.comm.script import ScriptResult, run, run_together
-from gradherd.sparsify.exchange import add_up, gather_indices
+from gradherd.sparsify.exchange import gather_indices, sum_over_workers
 from gradherd.sparsify.registry import SPARSIFIERS
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Worker
 
@@ -32,7 +32,9 @@ SUMS = [
 
 def sum_script(case, rank, size):
     length, dtype, wire = case
-    return add_up(normal(7 * rank + length, length, dtype=dtype), Place(0, rank, size), wire)
+    return sum_over_workers(
+        normal(7 * rank + length, length, dtype=dtype), StepContext(0, rank, size), wire
+    )
 
 
 DIM = 200_000
@@ -47,7 +49,7 @@ def index_script(density, rank, size):
         chance = torch.rand(end - begin, generator=torch.Generator().manual_seed(number))
         picks.append(begin + (chance < density).nonzero().view(-1))
     counts = [len(own) for own in picks]
-    return gather_indices(picks[rank], counts, spans, Place(0, rank, size))
+    return gather_indices(picks[rank], counts, spans, StepContext(0, rank, size))
 
 
 def exchanges():
@@ -148,7 +150,7 @@ def through_disk(state):
 
 def snapshot(worker):
     return through_disk(
-        {"kept": worker.feedback.kept, "worker": worker.state_dict(), "step": worker.step}
+        {"kept": worker.feedback.residual, "worker": worker.state_dict(), "step": worker.step}
     )
 
 
@@ -188,12 +190,12 @@ def tell(case, size, ranks, exchange):
             workers = [case.worker(rank, size) for rank in ranks]
             for worker, state in zip(workers, saved, strict=True):
                 worker.load_state_dict(state["worker"])
-                worker.feedback.kept.copy_(state["kept"])
+                worker.feedback.residual.copy_(state["kept"])
         for own, told, worker in zip(steps, add(grads), workers, strict=True):
             outcome = told.value
             mean = worker.mean_of(outcome)
             worker.commit(outcome)
-            chosen = outcome.chosen
+            chosen = outcome.selection
             own.append(
                 Step(
                     outcome.indices,
@@ -205,7 +207,7 @@ def tell(case, size, ranks, exchange):
                 )
             )
     return [
-        Story(own, worker.feedback.kept, through_disk(worker.state_dict()), off)
+        Story(own, worker.feedback.residual, through_disk(worker.state_dict()), off)
         for own, worker, off in zip(steps, workers, called_off, strict=True)
     ]
 

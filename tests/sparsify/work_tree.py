@@ -4,7 +4,7 @@ import torch
 
 from gradherd.comm.script import AllGather, run, run_together
 from gradherd.comm.world import World
-from gradherd.sparsify.selector import Place
+from gradherd.sparsify.selector import StepContext
 
 
 def agree(method, acc, k, layers, place):
@@ -30,13 +30,13 @@ def told(result, header):
 
 def header_bytes(method, acc, k, layers, size):
     state = method.begin(len(acc), size, layers)
-    return 4 * (1 + len(method.propose(acc, k, state, Place(0, 0, size)).header)) * (size - 1)
+    return 4 * (1 + len(method.propose(acc, k, state, StepContext(0, 0, size)).header)) * (size - 1)
 
 
 def together(method, accs, k, *, layers=None, step=0):
     """All workers in this process, from (R, D)."""
     size, layers = len(accs), layers or [accs.shape[1]]
-    scripts = [agree(method, accs[r], k, layers, Place(step, r, size)) for r in range(size)]
+    scripts = [agree(method, accs[r], k, layers, StepContext(step, r, size)) for r in range(size)]
     header = header_bytes(method, accs[0], k, layers, size)
     return [told(result, header) for result in run_together(scripts)]
 
@@ -45,7 +45,7 @@ def on_rank(method, accs, k, layers, step):
     """This rank's part of it."""
     world = World.detect()
     own = accs[world.rank]
-    place = Place(step, world.rank, world.size)
+    place = StepContext(step, world.rank, world.size)
     header = header_bytes(method, own, k, layers, world.size)
     return told(run(agree(method, own, k, layers, place), world), header)
 

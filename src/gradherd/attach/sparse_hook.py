@@ -17,12 +17,12 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.bucket_map import Buckets
+from gradherd.attach.bucket_map import BucketMap
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.sparsify.residuals import Layout
+from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Outcome, Worker
 
@@ -35,7 +35,7 @@ class SparseHook:
         self._world = World(dist.get_rank(group), dist.get_world_size(group), group)
         self._parameters = sparsifiable(ddp)
         counts = [(name, p.numel()) for name, p in self._parameters.items()]
-        self.layout = Layout.of(counts, settings.dense_below)
+        self.layout = FlatLayout.of(counts, settings.dense_below)
         self._scaler = scaler
         kinds = {p.dtype for p in self._parameters.values()}
         self._worker = Worker(
@@ -76,7 +76,7 @@ class SparseHook:
             self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
         self._taken.append((bucket, done))
         others = []
-        for parameter, piece in Buckets.pieces(bucket):
+        for parameter, piece in BucketMap.pieces(bucket):
             if parameter in self._places:
                 self._worker.add(self._places[parameter].start, piece, clear=True)
             else:  # frozen when we were attached: no residual, so it travels whole
@@ -86,12 +86,12 @@ class SparseHook:
             self.total_bytes += sent
         if bucket.is_last():
             taken, self._taken = self._taken, []
-            self._exchange(Buckets([one for one, _ in taken], self._places))
+            self._exchange(BucketMap([one for one, _ in taken], self._places))
             for one, its in taken:
                 its.set_result(one.buffer())
         return done
 
-    def _exchange(self, buckets: Buckets) -> None:
+    def _exchange(self, buckets: BucketMap) -> None:
         if self._worker.weightless:
             if self._used is not None:
                 self._used.take()
@@ -103,10 +103,10 @@ class SparseHook:
             buckets.fill(torch.nan)  # on all ranks, so that all of them notice
             return
         written = buckets.put(outcome.indices, self._worker.mean_of(outcome))
-        self._worker.commit(outcome, written=written, left_out=idle)
+        self._worker.commit(outcome, written=written, excluded=idle)
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
 
-    def _script(self, buckets: Buckets) -> Script[tuple[Outcome | None, list[tuple[int, int]]]]:
+    def _script(self, buckets: BucketMap) -> Script[tuple[Outcome | None, list[tuple[int, int]]]]:
         """Exchange, but nothing of parameters that no rank has used: DDP would drop it."""
         idle = [self._places[p] for p in self._places if p not in buckets.parameters]
         if self._used is not None:
@@ -117,13 +117,13 @@ class SparseHook:
             ]
         spans = [(place.start, place.stop) for place in idle]
         for begin, end in spans:
-            self._worker.feedback.leave_out(begin, end)
+            self._worker.feedback.exclude(begin, end)
         outcome = yield from self._worker.script()
         return outcome, spans
 
     def metrics(self) -> dict[str, Any]:
         """Return the figures of the last step."""
-        kept = self._worker.feedback.kept
+        kept = self._worker.feedback.residual
         return self._metrics | {
             "residual_norm": float(torch.linalg.vector_norm(kept)),
             "steps": self._worker.step,
@@ -146,7 +146,7 @@ class SparseHook:
         """Return this rank's residuals by parameter, and what the method remembers."""
         feedback = self._worker.feedback
         state = self._worker.state_dict()
-        state["residual"] = self._by_name(feedback.kept)
+        state["residual"] = self._by_name(feedback.residual)
         if feedback.velocity is not None:
             state["velocity"] = self._by_name(feedback.velocity)
         return state
@@ -161,7 +161,7 @@ class SparseHook:
         """Continue where `state_dict` was taken, on the same rank, or from a merged state."""
         self.check_state(state)
         feedback = self._worker.feedback
-        self._restore(feedback.kept, state["residual"])
+        self._restore(feedback.residual, state["residual"])
         if feedback.velocity is not None:
             self._restore(feedback.velocity, state["velocity"])
         self._worker.load_state_dict(dict(state))

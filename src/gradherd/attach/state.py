@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from gradherd.attach.pack import pack, unpack
-from gradherd.sparsify.residuals import merged
+from gradherd.sparsify.residuals import merge_residuals
 
 
 class Saved(Protocol):
@@ -43,7 +43,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     pieces = sparse()
     first = next(pieces, None)
     if first is not None:
-        found["sparsify"] = merged(chain([first], pieces))
+        found["sparsify"] = merge_residuals(chain([first], pieces))
     return found
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def replay_sparsify(
@@ -40,7 +40,9 @@ def replay_sparsify(
     """
     steps, workers, dim = gradients.shape
     dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
-    herd = Workers(settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype)
+    herd = VirtualWorkers(
+        settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype
+    )
     figures = []
     with _writer(out, (steps, dim), dtype) as write:
         for step in range(steps):

@@ -1,14 +1,14 @@
-"""Consensus: everybody offers a little more than its fair share, all drop the smallest offers.
+"""Consensus: workers offer a little more than their fair share, and all keep the k largest offers.
 
 A worker offers the largest coordinates of its partition, as many as its capacity: their indices
-and, in 16 bits, their magnitudes. That is one message of known length. All workers then see the
-same offers and keep the k largest of them: exactly k coordinates travel, from the first step on,
-whatever the scale, and nobody sends more than its capacity.
+and, in 16 bits each, their magnitudes. The length of that message is known beforehand. All workers
+then see the same offers and accept the k largest. So exactly k coordinates are sent, from the
+first step on and at any scale of the gradients, and no worker sends more than its capacity.
 
-A magnitude's 16 bits are those of its float32 that lead: its exponent and eight bits of its
-mantissa. Those that are alike in them are within 0.4 % of each other.
+The 16 bits of a magnitude are the leading bits of its float32 after the sign: the exponent and
+eight bits of the mantissa. Magnitudes that agree in them differ by less than 0.4 %.
 
-Letters: R workers, M offers of a worker, k coordinates that will travel.
+Letters: R workers, M offers of a worker, k coordinates to send.
 """
 
 import math
@@ -20,26 +20,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_PAGE = 16
-_SHIFT = 15
+from gradherd.sparsify.wire import PAGE_BITS, pages_of
+
+# The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
+_DROPPED_BITS = 15
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The offers that all workers keep."""
+class AcceptedOffers:
+    """The k offers that all workers accept."""
 
     indices: NDArray[np.int64]
-    """(k,) in the order of workers, ascending for each."""
+    """(k,) in the order of workers, ascending within each."""
     counts: list[int]
-    """How many of each worker's."""
+    """Number of accepted offers of each worker."""
     threshold: float
-    """What the smallest of them is at least."""
+    """Lower bound of the accepted magnitudes."""
 
 
 def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
-    """Return the most that a worker may send: `factor` times its fair share of k.
+    """Return how many coordinates a worker may send: `factor` times its fair share of k.
 
-    More where partitions are so short that k would not come together.
+    If some partitions are shorter than a fair share, the others may send more, so that k offers
+    come together.
 
     >>> capacity(1.15, 100, [500, 500]), capacity(1.15, 100, [10, 500])
     (58, 90)
@@ -54,90 +57,95 @@ def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
     return max(most, level)
 
 
-def rank_of(magnitudes: Tensor) -> Tensor:
-    """Return the leading bits of magnitudes, in their order: (M,) -> (M,) int32 below 65,536."""
-    return magnitudes.float().view(torch.int32) >> _SHIFT
+def leading_bits(magnitudes: Tensor) -> Tensor:
+    """Return the 16 leading bits of magnitudes: (M,) -> (M,) int32. They sort as magnitudes do."""
+    return magnitudes.float().view(torch.int32) >> _DROPPED_BITS
 
 
-def floor_of(rank: int) -> float:
+def smallest_magnitude(bits: int) -> float:
     """Return the smallest magnitude with these leading bits."""
-    return float(torch.tensor(rank << _SHIFT, dtype=torch.int32).view(torch.float32))
+    return float(torch.tensor(bits << _DROPPED_BITS, dtype=torch.int32).view(torch.float32))
 
 
-def words(count: int, span: tuple[int, int]) -> int:
-    """Return how many int32 a message of so many offers from these coordinates takes."""
-    pages = len(_pages(span))
-    wide = not _paged(count, pages)
-    return (count if wide else (count + 1) // 2 + (pages if pages > 1 else 0)) + (count + 1) // 2
+def message_length(count: int, span: tuple[int, int]) -> int:
+    """Return how many int32 `count` offers from the coordinates of `span` take."""
+    pages = len(pages_of(span))
+    if not _by_page(count, pages):
+        return count + (count + 1) // 2
+    return 2 * ((count + 1) // 2) + (pages if pages > 1 else 0)
 
 
 def pack(indices: Tensor, magnitudes: Tensor, span: tuple[int, int], length: int) -> Tensor:
-    """Write offers into `length` int32: indices, then magnitudes; the rest is zero.
+    """Write offers into `length` int32: indices, then magnitudes, then zeros.
 
     Args:
         indices: (M,) int64, ascending, within `span`.
-        magnitudes: (M,) of them.
-        span: Coordinates [first, end) that they are from.
-        length: At least `words` of them.
+        magnitudes: (M,) their magnitudes.
+        span: Coordinates [first, end) that the offers come from.
+        length: At least `message_length(M, span)`.
     """
-    count, pages = len(indices), _pages(span)
-    ranks = _halves(rank_of(magnitudes))
-    if _paged(count, len(pages)):
-        parts = [_halves(indices.int() & 0xFFFF), ranks]
+    count, pages = len(indices), pages_of(span)
+    bits = _pack_pairs(leading_bits(magnitudes))
+    if _by_page(count, len(pages)):
+        parts = [_pack_pairs(indices.int() & 0xFFFF), bits]
         if len(pages) > 1:
-            found = torch.bincount((indices >> _PAGE) - pages.start, minlength=len(pages))
-            parts.insert(0, found.int())
+            page_counts = torch.bincount((indices >> PAGE_BITS) - pages.start, minlength=len(pages))
+            parts.insert(0, page_counts.int())
     else:
-        parts = [indices.int(), ranks]
+        parts = [indices.int(), bits]
     message = torch.zeros(length, dtype=torch.int32, device=indices.device)
-    written = torch.cat(parts)
-    message[: len(written)] = written
+    packed = torch.cat(parts)
+    message[: len(packed)] = packed
     return message
 
 
 def unpack(
     message: NDArray[np.int32], count: int, span: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Return (M,) indices and (M,) leading bits of magnitudes."""
-    pages, half = _pages(span), (count + 1) // 2
-    if not _paged(count, len(pages)):
+    """Return the (M,) indices and (M,) leading bits of magnitudes that `pack` wrote."""
+    pages, half = pages_of(span), (count + 1) // 2
+    if not _by_page(count, len(pages)):
         indices = message[:count].astype(np.int64)
         return indices, message[count : count + half].view(np.uint16)[:count]
     at = len(pages) if len(pages) > 1 else 0
     indices = message[at : at + half].view(np.uint16)[:count].astype(np.int64)
     if at:
-        indices += np.repeat(np.arange(pages.start, pages.stop) << _PAGE, message[:at])
+        indices += np.repeat(np.arange(pages.start, pages.stop) << PAGE_BITS, message[:at])
     else:
-        indices += pages.start << _PAGE
+        indices += pages.start << PAGE_BITS
     return indices, message[at + half : at + 2 * half].view(np.uint16)[:count]
 
 
-def keep(offers: Sequence[tuple[NDArray[np.int64], NDArray[np.uint16]]], k: int) -> Kept:
-    """Return the k largest of everybody's offers; of those that tie, some of each worker."""
+def accept_largest(
+    offers: Sequence[tuple[NDArray[np.int64], NDArray[np.uint16]]], k: int
+) -> AcceptedOffers:
+    """Return the k largest of all offers.
+
+    Args:
+        offers: (M,) indices and (M,) leading bits of each worker, as `unpack` returns them.
+        k: How many to accept.
+    """
     indices = np.concatenate([one for one, _ in offers])
-    ranks = np.concatenate([one for _, one in offers])
-    line = np.partition(ranks, len(ranks) - k)[len(ranks) - k]
-    chosen = ranks > line
-    ties = np.flatnonzero(ranks == line)
-    need = k - int(chosen.sum())
-    chosen[ties[np.arange(need) * len(ties) // need]] = True
+    bits = np.concatenate([one for _, one in offers])
+    line = np.partition(bits, len(bits) - k)[len(bits) - k]
+    accepted = bits > line
+    # Sixteen bits leave many ties. Taking them evenly spaced over all workers' offers keeps the
+    # loads equal; taking the first ones would favour the first workers.
+    ties = np.flatnonzero(bits == line)
+    need = k - int(accepted.sum())
+    accepted[ties[np.arange(need) * len(ties) // need]] = True
     owners = np.repeat(np.arange(len(offers)), [len(one) for one, _ in offers])
-    counts = np.bincount(owners[chosen], minlength=len(offers))
-    return Kept(indices[chosen], counts.tolist(), floor_of(int(line)))
+    counts = np.bincount(owners[accepted], minlength=len(offers))
+    return AcceptedOffers(indices[accepted], counts.tolist(), smallest_magnitude(int(line)))
 
 
-def _pages(span: tuple[int, int]) -> range:
-    first, end = span
-    return range(first >> _PAGE, (max(end - 1, first) >> _PAGE) + 1)
-
-
-def _paged(count: int, pages: int) -> bool:
-    """Tell whether 16-bit offsets and a count for each page are smaller than int32."""
+def _by_page(count: int, pages: int) -> bool:
+    """Return whether 16-bit offsets plus a count per page are smaller than int32 indices."""
     return pages == 1 or (count + 1) // 2 + pages < count
 
 
-def _halves(numbers: Tensor) -> Tensor:
-    """Write (M,) numbers below 65,536 two to an int32: ((M + 1) // 2,)."""
+def _pack_pairs(numbers: Tensor) -> Tensor:
+    """Pack (M,) numbers below 65,536 two to an int32: ((M + 1) // 2,)."""
     if len(numbers) % 2:
         numbers = torch.cat([numbers, numbers.new_zeros(1)])
     low, high = numbers.view(-1, 2).unbind(1)

@@ -1,15 +1,16 @@
-"""DEFT: every worker searches some of the layers, and layers with larger norms send more.
+"""DEFT: workers share out the layers, and layers with larger norms send more coordinates.
 
 Yoon and Oh, "DEFT: Exploiting Gradient Norm Difference between Model Layers for Scalable Gradient
 Sparsification", ICPP 2023, arXiv:2307.03500. Each piece (a tensor, or a part of a large one) gets
-a share of k that goes with its norm. A leader, who changes with every step, shares out the pieces
-so that all workers have about equal work; each takes the largest coordinates of its pieces. What
-the leader would send whole, everybody sends, and its indices do not travel.
+a share of k in proportion to its norm. A leader, a different worker at every step, assigns the
+pieces to workers so that all have about equal work, and each worker selects the largest
+coordinates of its pieces. Pieces that the leader would send whole are sent by everyone, without
+indices.
 
-Here all workers show the norms of their pieces, so everybody works out the leader's decision,
-and how many the others pick, alone: nothing is broadcast, and no counts are exchanged.
+In this implementation all workers gather the norms of all pieces. From these, each of them can
+compute the leader's assignment and everyone's counts, so nothing needs to be broadcast.
 
-Letters: D coordinates, R workers, L pieces, K coordinates that travel.
+Letters: D coordinates, R workers, L pieces, K coordinates that are sent.
 """
 
 import heapq
@@ -25,17 +26,17 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_indices
-from gradherd.sparsify.kernels import largest
+from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
-# Squares of norms between these are far from the ends of float32.
-_TINY, _HUGE = 1e-15, 1e15
+# Squares of norms in this range neither overflow nor underflow in float32.
+_SAFE_MIN, _SAFE_MAX = 1e-15, 1e15
 
 
 @dataclass(frozen=True)
-class State:
-    """What all workers know alike; it stays as it is."""
+class DeftState:
+    """State of `Deft`, the same on all workers; it never changes."""
 
     bounds: list[int]
     """L + 1 borders of the pieces."""
@@ -43,10 +44,10 @@ class State:
 
 @dataclass(frozen=True)
 class Deft:
-    """Shares of k by the norms of layers, layers shared out among workers."""
+    """Send more coordinates of layers with larger norms; workers share out the layers."""
 
     density: float = 1e-3
-    """Share of the coordinates that travels, about: every piece sends at least one."""
+    """Share of the coordinates to send, approximately: every piece sends at least one."""
 
     exclusive = True
     uses_layers = True
@@ -54,7 +55,7 @@ class Deft:
     def __post_init__(self) -> None:
         check_density(self.density)
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> DeftState:
         """Cut tensors longer than D / R into R pieces of about equal size."""
         if sum(layers) != dim:
             raise ValueError(f"layers must add up to dim ({dim}), got {sum(layers)}")
@@ -63,73 +64,83 @@ class Deft:
             parts = workers if length * workers > dim else 1
             cuts = even_cuts(length, parts)
             sizes += [end - begin for begin, end in pairwise(cuts) if end > begin]
-        return State([0, *accumulate(sizes)])
+        return DeftState([0, *accumulate(sizes)])
 
-    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Show the norms of the pieces, as the bits of float32."""
+    def propose(self, acc: Tensor, k: int, state: DeftState, context: StepContext) -> Proposal:
+        """Compute the norms of the pieces; the header is their float32 bits."""
         if k >= len(acc):
             return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
-        found = norms([acc[begin:end] for begin, end in pairwise(state.bounds)])
-        return Proposal(found.view(torch.int32))
+        pieces = [acc[begin:end] for begin, end in pairwise(state.bounds)]
+        return Proposal(norms(pieces).view(torch.int32))
 
     def settle(
-        self, acc: Tensor, k: int, state: State, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Work out who picks how many of what, and exchange picks.
+        self,
+        acc: Tensor,
+        k: int,
+        state: DeftState,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Compute who selects how many of which pieces, select, and gather the indices.
 
-        Pieces that travel whole count as picked by the leader: it is for its norms that they do.
+        Pieces that are sent whole count as selected by the leader, whose norms caused it.
         """
-        leader = place.step % place.size
+        leader = context.step % context.size
         if k >= len(acc):
-            counts = [len(acc) * (rank == leader) for rank in range(place.size)]
-            return Chosen(torch.arange(len(acc), device=acc.device), counts, state)
+            counts = [len(acc) * (rank == leader) for rank in range(context.size)]
+            return Selection(torch.arange(len(acc), device=acc.device), counts, state)
         spans = list(pairwise(state.bounds))
         sizes = [end - begin for begin, end in spans]
-        shares = allot(headers.view(torch.float32), sizes, k)
-        whole, bins = pack(shares[leader], sizes, place.size)
+        shares = allocate(headers.view(torch.float32), sizes, k)
+        whole, bins = assign(shares[leader], sizes, context.size)
 
-        # Ascending within each worker, as its picks must be.
-        pieces = [sorted(bins[part]) for part in place.parts]
+        # Sorted, because gather_indices needs each worker's indices in ascending order.
+        pieces = [sorted(bins[part]) for part in context.partitions]
         counts = [sum(own[p] for p in mine) for own, mine in zip(shares, pieces, strict=True)]
-        picks = [torch.zeros(0, dtype=torch.int64, device=acc.device)]
-        for piece in pieces[place.rank]:
+        selected = [torch.zeros(0, dtype=torch.int64, device=acc.device)]
+        for piece in pieces[context.rank]:
             begin, end = spans[piece]
-            picks.append(begin + largest(acc[begin:end], shares[place.rank][piece]))
+            selected.append(begin + topk_indices(acc[begin:end], shares[context.rank][piece]))
         reach = [(spans[mine[0]][0], spans[mine[-1]][1]) if mine else (0, 0) for mine in pieces]
-        picked = yield from gather_indices(torch.cat(picks), counts, reach, place)
+        gathered = yield from gather_indices(torch.cat(selected), counts, reach, context)
 
         counts[leader] += sum(sizes[piece] for piece in whole)
         common = [torch.arange(*spans[piece], device=acc.device) for piece in whole]
-        return Chosen(torch.cat([*common, picked]), counts, state)
+        return Selection(torch.cat([*common, gathered]), counts, state)
 
-    def rescale(self, state: State, factor: float) -> State:
-        """Nothing has a unit."""
+    def rescale(self, state: DeftState, factor: float) -> DeftState:
+        """Return the state as it is: nothing in it has a unit."""
         return state
 
 
 def norms(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the finite norms of L pieces: (L,) float32."""
-    # On a CPU float64 takes five times as long, so only where squares may not fit float32.
-    kind = None if pieces[0].device.type == "cpu" else torch.float64
-    found = torch.stack([torch.linalg.vector_norm(p, dtype=kind) for p in pieces]).double()
-    if kind is None:
-        for at in ((found < _TINY) | ~(found < _HUGE)).nonzero().view(-1).tolist():
-            found[at] = torch.linalg.vector_norm(pieces[at], dtype=torch.float64)
-    return found.clamp_(max=torch.finfo(torch.float32).max).float()
+    """Return the norms of L pieces, clamped to finite values: (L,) float32."""
+    # float64 takes five times as long on a CPU, so it is used there only where squares of norms
+    # do not fit float32.
+    dtype = None if pieces[0].device.type == "cpu" else torch.float64
+    result = torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in pieces]).double()
+    if dtype is None:
+        for at in ((result < _SAFE_MIN) | ~(result < _SAFE_MAX)).nonzero().view(-1).tolist():
+            result[at] = torch.linalg.vector_norm(pieces[at], dtype=torch.float64)
+    return result.clamp_(max=torch.finfo(torch.float32).max).float()
 
 
-def allot(norms: Tensor, sizes: Sequence[int], k: int) -> list[list[int]]:
-    """Share out k over pieces by their norms: R lists of L counts.
+def allocate(norms: Tensor, sizes: Sequence[int], k: int) -> list[list[int]]:
+    """Divide k among pieces in proportion to their norms.
 
-    The largest norm first, each gets its part of what is left, but at least one and at most all
-    of its coordinates. Equal norms go by the number of the piece; zeros get one.
+    In order of falling norms, each piece gets its share of what is left: at least one coordinate,
+    and at most all of its own. Ties go by the number of the piece.
 
     Args:
-        norms: (R, L) of each worker, on the CPU.
+        norms: (R, L) norms on each worker, on the CPU.
         sizes: Lengths of the L pieces.
-        k: How many are wanted.
+        k: Number of coordinates to divide.
 
-    >>> allot(torch.tensor([[1.0, 6.0, 1.0]]), [10, 5, 10], 9)
+    Returns:
+        R lists of L counts.
+
+    >>> allocate(torch.tensor([[1.0, 6.0, 1.0]]), [10, 5, 10], 9)
     [[2, 5, 2]]
     """
     order = np.argsort(-norms.T.numpy(), axis=0, kind="stable")  # (L, R)
@@ -146,14 +157,20 @@ def allot(norms: Tensor, sizes: Sequence[int], k: int) -> list[list[int]]:
     return cast(list[list[int]], shares.T.tolist())
 
 
-def pack(
+def assign(
     counts: Sequence[int], sizes: Sequence[int], workers: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Share out L pieces among workers: those that travel whole, and R bins of the others.
+    """Assign L pieces to workers: the most expensive first, each to the least loaded worker.
 
-    The most expensive piece first, each goes to the bin with the least work.
+    Args:
+        counts: How many coordinates are selected from each piece.
+        sizes: Lengths of the pieces.
+        workers: R.
 
-    >>> pack([2, 2, 4, 2, 5], [10, 30, 4, 12, 15], 2)
+    Returns:
+        The pieces that are sent whole, and R lists of the others.
+
+    >>> assign([2, 2, 4, 2, 5], [10, 30, 4, 12, 15], 2)
     ([2], [[4, 0], [1, 3]])
     """
     whole, costs = [], []
@@ -161,6 +178,7 @@ def pack(
         if count == size:
             whole.append(piece)
         else:
+            # The paper's cost of a top-k search; negative, so that sorting puts it first.
             costs.append((-size * math.log2(count) if count > 1 else -size, piece))
     bins: list[list[int]] = [[] for _ in range(workers)]
     loads = [(0.0, number) for number in range(workers)]

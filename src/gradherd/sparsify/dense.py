@@ -1,4 +1,4 @@
-"""Dense: everything travels, nothing stays. What one compares with."""
+"""Dense: send everything and keep no residual. The baseline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Chosen, Place, Proposal
+from gradherd.sparsify.selector import Proposal, Selection, StepContext
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Dense:
     """Send all coordinates."""
 
     density: float = 1.0
-    """Only 1 makes sense; it is here because every method has one."""
+    """Must be 1; the field exists because every sparsifier has a density."""
 
     exclusive = True
 
@@ -26,20 +26,27 @@ class Dense:
             raise ValueError(f"density of dense must be 1, got {self.density}")
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> None:
-        """Nothing is remembered."""
+        """Dense has no state."""
 
-    def propose(self, acc: Tensor, k: int, state: None, place: Place) -> Proposal:
-        """Nothing to find out."""
+    def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
+        """Return an empty header: there is nothing to decide."""
         return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
 
     def settle(
-        self, acc: Tensor, k: int, state: None, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Everybody knows: everything."""
+        self,
+        acc: Tensor,
+        k: int,
+        state: None,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Select every coordinate."""
         yield from ()
         everything = torch.arange(len(acc), device=acc.device)
-        cuts = even_cuts(len(acc), place.size)  # nobody picks; each answers for its share
-        return Chosen(everything, [end - begin for begin, end in pairwise(cuts)], None)
+        # No worker selects anything here; equal shares keep the padding metric at 1.
+        cuts = even_cuts(len(acc), context.size)
+        return Selection(everything, [end - begin for begin, end in pairwise(cuts)], None)
 
     def rescale(self, state: None, factor: float) -> None:
-        """Nothing has a unit."""
+        """Dense has no state."""

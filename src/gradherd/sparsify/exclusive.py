@@ -1,6 +1,9 @@
-"""Picking from partitions that do not overlap: what ExDyna and MiCRO share.
+"""Selection from exclusive partitions: what ExDyna and MiCRO share.
 
-Letters: R workers, K picks of all of them.
+Each worker selects within a partition of its own, so no coordinate is selected twice. The
+threshold is agreed on in each step (`consensus`), or follows the papers' rule (`Online`).
+
+Letters: R workers, K coordinates that all of them select.
 """
 
 import math
@@ -12,29 +15,30 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify import consensus as offers
+from gradherd.sparsify import consensus
 from gradherd.sparsify.exchange import gather_indices
-from gradherd.sparsify.kernels import above, largest
-from gradherd.sparsify.selector import Place, Proposal
+from gradherd.sparsify.kernels import indices_above, topk_indices
+from gradherd.sparsify.selector import Proposal, StepContext
 
 
 @dataclass(frozen=True)
 class Online:
-    """Move the threshold by the last step's count (ExDyna and MiCRO).
+    """Move the threshold by a small factor after each step (ExDyna and MiCRO as published).
 
-    The published code can never lower the threshold inside the band; this is the rule it meant.
+    The published code can never lower the threshold while the count is within the band, which
+    is presumably a slip; this rule can.
     """
 
     band: float = 1.1
     """Counts within this factor of the target are near it."""
     fast_up: float = 1.005
-    """Factor if far too many were picked."""
+    """Factor if far too many were selected."""
     slow_up: float = 1.00125
-    """Factor if a few too many were picked."""
+    """Factor if slightly too many were selected."""
     slow_down: float = 0.9987
-    """Factor if a few too few were picked, or as many as wanted."""
+    """Factor if slightly too few were selected, or exactly as many as wanted."""
     fast_down: float = 0.995
-    """Factor if far too few were picked."""
+    """Factor if far too few were selected."""
 
     def __post_init__(self) -> None:
         if not self.band >= 1:
@@ -43,175 +47,188 @@ class Online:
             raise ValueError(f"factors must fall from fast_up to fast_down around 1, got {self}")
 
     def first(self, k: int) -> float:
-        """Return the threshold of the first step: 1 / (2 sqrt k), whatever the gradients are."""
+        """Return the threshold of the first step: 1 / (2 sqrt k), regardless of the gradients."""
         return 1 / (2 * math.sqrt(k))
 
-    def following(self, threshold: float, picked: int, k: int) -> float:
-        """Return the threshold after a step that picked so many."""
-        share = picked / k
-        if share > self.band:
+    def following(self, threshold: float, selected: int, k: int) -> float:
+        """Return the threshold after a step that selected `selected` coordinates."""
+        ratio = selected / k
+        if ratio > self.band:
             return threshold * self.fast_up
-        if share > 1:
+        if ratio > 1:
             return threshold * self.slow_up
-        if share > 1 / self.band:
+        if ratio > 1 / self.band:
             return threshold * self.slow_down
         return threshold * self.fast_down
 
 
-Rule = Literal["consensus", "online"] | Online
-Start = tuple[float, float] | None
-"""What a step starts from: a floor above which candidates are looked for, and what part of the
-threshold it is. Online: the threshold, and 1."""
+ThresholdRule = Literal["consensus", "online"] | Online
+SearchStart = tuple[float, float] | None
+"""Where a step's search starts. By consensus: a magnitude above which to look for candidates, and
+its ratio to the last threshold. Online: the threshold, and 1. None before the first step.
+A plain tuple, so that checkpoints can hold it."""
 
-# Candidates to find for each one that is wanted; the floor follows.
-_FEW, _MANY = 2, 4
+# By consensus, the search keeps the number of candidates between these multiples of k: fewer may
+# not fill all capacities, which costs a search of the whole partition; more take longer to rank.
+_MIN_CANDIDATES, _MAX_CANDIDATES = 2, 4
 
 
 @dataclass(frozen=True)
-class Pick:
-    """What all workers picked together."""
+class ExclusiveResult:
+    """What all workers selected together."""
 
     indices: Tensor
     """(K,) int64, without repeats, in the order of workers."""
     counts: list[int]
-    """How many each worker picked."""
+    """How many coordinates each worker selected."""
     threshold: float
-    """That of this step."""
-    following: Start
-    """What the next step starts from."""
+    """Threshold of this step."""
+    next_start: SearchStart
+    """Where the next step's search starts."""
     loads: list[float]
-    """How much each worker had, also beyond its capacity."""
+    """How many coordinates above the threshold each worker had, capacity or not."""
 
 
-def loads_of(
+def estimate_loads(
     counts: Sequence[int], offered: Sequence[int], candidates: Sequence[int]
 ) -> list[float]:
-    """Return how much each worker had above the threshold, also if it could not offer all.
+    """Return how many coordinates above the threshold each worker had, capacity or not.
 
-    Those that could tell what part of candidates that is.
+    A worker whose offers were all accepted may have had more. The other workers tell which share
+    of candidates is above the threshold; that share of its own candidates is the estimate.
 
-    >>> loads_of([10, 20, 20], [20, 20, 20], [30, 60, 90])
+    >>> estimate_loads([10, 20, 20], [20, 20, 20], [30, 60, 90])
     [10.0, 20.0, 30.0]
     """
-    free = [r for r, count in enumerate(counts) if count < offered[r] and candidates[r]]
-    told = sum(candidates[r] for r in free)
-    share = sum(counts[r] for r in free) / told if told else 0.0
+    below = [r for r, count in enumerate(counts) if count < offered[r] and candidates[r]]
+    known = sum(candidates[r] for r in below)
+    share = sum(counts[r] for r in below) / known if known else 0.0
     return [
         max(float(count), share * candidates[r] if count == offered[r] else 0.0)
         for r, count in enumerate(counts)
     ]
 
 
-def rescaled(start: Start, factor: float) -> Start:
-    """Follow a change of the unit that values are in."""
+def rescale_start(start: SearchStart, factor: float) -> SearchStart:
+    """Return the start of the search after all values were multiplied by `factor`."""
     return None if start is None else (start[0] * factor, start[1])
 
 
-def check_rule(rule: object, spare: float) -> None:
-    """Raise unless these say how to find a threshold."""
-    if not spare >= 1:
-        raise ValueError(f"capacity must be at least 1, got {spare}")
+def check_threshold_rule(rule: object, capacity: float) -> None:
+    """Raise ValueError unless these are a threshold rule and a capacity."""
+    if not capacity >= 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
     if rule not in ("consensus", "online") and not isinstance(rule, Online):
         raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
 
 
 @dataclass(frozen=True)
-class Exclusive:
-    """One step of one worker, with all that everybody knows beforehand."""
+class ExclusiveStep:
+    """One step of one worker, with everything that all workers know beforehand."""
 
-    rule: Rule
-    """How the threshold is found."""
-    spare: float
+    rule: ThresholdRule
+    """How the threshold is determined."""
+    capacity: float
     """By consensus, how many times its fair share a worker may send."""
-    start: Start
-    """What the last step left to start from."""
+    start: SearchStart
+    """Where the search starts."""
     bounds: Sequence[int]
     """R + 1 borders of the partitions."""
     k: int
-    """How many all workers should pick."""
-    place: Place
+    """How many coordinates all workers should select together."""
+    context: StepContext
     """Which worker this is."""
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each worker picks in this step."""
-        return [(self.bounds[part], self.bounds[part + 1]) for part in self.place.parts]
+        """The coordinates [first, end) from which each worker selects in this step."""
+        return [(self.bounds[part], self.bounds[part + 1]) for part in self.context.partitions]
 
     @property
-    def sizes(self) -> list[int]:
-        """How much each worker offers."""
+    def offer_counts(self) -> list[int]:
+        """How many coordinates each worker offers (consensus)."""
         lengths = [end - first for first, end in self.spans]
-        most = offers.capacity(self.spare, self.k, lengths)
+        most = consensus.capacity(self.capacity, self.k, lengths)
         return [min(most, length) for length in lengths]
 
-    def _words(self) -> int:
-        return max(offers.words(n, s) for n, s in zip(self.sizes, self.spans, strict=True))
+    def _message_length(self) -> int:
+        """Return the length of the longest message: headers have the same length everywhere."""
+        offers = zip(self.offer_counts, self.spans, strict=True)
+        return max(consensus.message_length(count, span) for count, span in offers)
 
     def propose(self, acc: Tensor) -> Proposal:
-        """Find this worker's candidates, and offer the largest or tell their number."""
-        first, end = self.spans[self.place.rank]
+        """Search this worker's partition of (D,) `acc`.
+
+        By consensus, the header holds the number of candidates and the offers; online, it holds
+        the number of selected coordinates.
+        """
+        first, end = self.spans[self.context.rank]
         part = acc[first:end]
         if self.k >= len(acc):
             return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
         if self.rule != "consensus":
-            return self._above_threshold(part, first)
-        count = self.sizes[self.place.rank]
-        found = above(part, self.start[0]) if self.start else None
-        load = 0 if found is None else len(found)
-        if found is None or load < count:
-            found = largest(part, count)
-        elif load > count:
-            found = found[part[found].abs().topk(count).indices.sort().values]
-        message = offers.pack(first + found, part[found].abs(), (first, end), self._words())
-        told = torch.tensor([load], dtype=torch.int32, device=acc.device)
-        return Proposal(torch.cat([told, message]))
+            return self._propose_online(part, first)
+        count = self.offer_counts[self.context.rank]
+        offers = indices_above(part, self.start[0]) if self.start else None
+        candidates = 0 if offers is None else len(offers)
+        if offers is None or candidates < count:
+            offers = topk_indices(part, count)
+        elif candidates > count:
+            offers = offers[part[offers].abs().topk(count).indices.sort().values]
+        message = consensus.pack(
+            first + offers, part[offers].abs(), (first, end), self._message_length()
+        )
+        load = torch.tensor([candidates], dtype=torch.int32, device=acc.device)
+        return Proposal(torch.cat([load, message]))
 
-    def _above_threshold(self, part: Tensor, first: int) -> Proposal:
-        threshold = self._threshold()
-        found = above(part, threshold)
-        if not len(found) and len(part):
-            found = torch.tensor([self.place.step % len(part)], device=part.device)
-        count = torch.tensor([len(found)], dtype=torch.int32, device=part.device)
-        return Proposal(count, first + found)
+    def _propose_online(self, part: Tensor, first: int) -> Proposal:
+        selected = indices_above(part, self._online_threshold())
+        if not len(selected) and len(part):
+            # As published: every worker selects at least one coordinate, whichever it is.
+            selected = torch.tensor([self.context.step % len(part)], device=part.device)
+        count = torch.tensor([len(selected)], dtype=torch.int32, device=part.device)
+        return Proposal(count, first + selected)
 
-    def _online(self) -> Online:
+    def _online_rule(self) -> Online:
         return self.rule if isinstance(self.rule, Online) else Online()
 
-    def _threshold(self) -> float:
-        return self._online().first(self.k) if self.start is None else self.start[0]
+    def _online_threshold(self) -> float:
+        return self._online_rule().first(self.k) if self.start is None else self.start[0]
 
-    def settle(self, acc: Tensor, proposal: Proposal, headers: Tensor) -> Script[Pick]:
-        """Agree on what is picked, now that everybody's header is known."""
+    def settle(self, acc: Tensor, proposal: Proposal, headers: Tensor) -> Script[ExclusiveResult]:
+        """Agree on the selection, given the (R, H) headers of all workers."""
         if self.k >= len(acc):
             everything = torch.arange(len(acc), device=acc.device)
             lengths = [end - first for first, end in self.spans]
-            return Pick(everything, lengths, 0.0, self.start, [float(n) for n in lengths])
+            loads = [float(length) for length in lengths]
+            return ExclusiveResult(everything, lengths, 0.0, self.start, loads)
         if self.rule == "consensus":
-            return self._keep(acc, headers)
+            return self._accept_offers(acc, headers)
         counts = headers[:, 0].tolist()
-        indices = yield from gather_indices(proposal.found, counts, self.spans, self.place)
-        threshold = self._threshold()
-        after = self._online().following(threshold, sum(counts), self.k)
-        return Pick(indices, counts, threshold, (after, 1.0), [float(n) for n in counts])
+        indices = yield from gather_indices(proposal.local, counts, self.spans, self.context)
+        threshold = self._online_threshold()
+        following = self._online_rule().following(threshold, sum(counts), self.k)
+        loads = [float(count) for count in counts]
+        return ExclusiveResult(indices, counts, threshold, (following, 1.0), loads)
 
-    def _keep(self, acc: Tensor, headers: Tensor) -> Pick:
-        seen = headers.numpy()
-        given = [
-            offers.unpack(row[1:], count, span)
-            for row, count, span in zip(seen, self.sizes, self.spans, strict=True)
+    def _accept_offers(self, acc: Tensor, headers: Tensor) -> ExclusiveResult:
+        rows = headers.numpy()
+        offers = [
+            consensus.unpack(row[1:], count, span)
+            for row, count, span in zip(rows, self.offer_counts, self.spans, strict=True)
         ]
-        kept = offers.keep(given, self.k)
-        candidates = seen[:, 0].tolist()
-        loads = loads_of(kept.counts, self.sizes, candidates)
-        indices = torch.from_numpy(kept.indices).to(acc.device)
-        after = self._floor(kept.threshold, sum(candidates))
-        return Pick(indices, kept.counts, kept.threshold, after, loads)
+        accepted = consensus.accept_largest(offers, self.k)
+        candidates = rows[:, 0].tolist()
+        loads = estimate_loads(accepted.counts, self.offer_counts, candidates)
+        indices = torch.from_numpy(accepted.indices).to(acc.device)
+        start = self._next_start(accepted.threshold, sum(candidates))
+        return ExclusiveResult(indices, accepted.counts, accepted.threshold, start, loads)
 
-    def _floor(self, threshold: float, candidates: int) -> Start:
-        """Return a floor that leaves a few times as many candidates as are wanted."""
-        share = self.start[1] if self.start else 0.9
-        if self.start and candidates < _FEW * self.k:
-            share = max(0.3, share * 0.97)
-        if candidates > _MANY * self.k:
-            share = min(0.995, share * 1.02)
-        return threshold * share, share
+    def _next_start(self, threshold: float, candidates: int) -> SearchStart:
+        """Return a start that leaves a few times as many candidates as are wanted."""
+        ratio = self.start[1] if self.start else 0.9
+        if self.start and candidates < _MIN_CANDIDATES * self.k:
+            ratio = max(0.3, ratio * 0.97)
+        if candidates > _MAX_CANDIDATES * self.k:
+            ratio = min(0.995, ratio * 1.02)
+        return threshold * ratio, ratio

@@ -1,12 +1,12 @@
-"""ExDyna: every worker picks the largest coordinates of a partition of its own.
+"""ExDyna: every worker selects the largest coordinates of its own partition.
 
 Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep
-Learning", CCGrid 2024, arXiv:2402.13781. Partitions do not overlap, so what workers pick does not
-build up; they are runs of blocks whose borders move until all have equal loads; they rotate, so
-that every worker looks at every part of the vector. Ours are the consensus (`offers`) and borders
-that are cut anew from the loads of single blocks.
+Learning", CCGrid 2024, arXiv:2402.13781. Partitions do not overlap, so selections do not build up.
+They are runs of blocks whose borders move until all partitions have equal loads, and they rotate,
+so that every worker searches every part of the vector in turn. Not from the paper: the threshold
+by consensus (`consensus`), and borders that are recut from the loads of single blocks.
 
-Letters: D coordinates, R workers, K picks of all of them.
+Letters: D coordinates, R workers, NB blocks.
 """
 
 from collections.abc import Sequence
@@ -17,65 +17,74 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule, rescaled
+from gradherd.sparsify.exclusive import (
+    ExclusiveResult,
+    ExclusiveStep,
+    SearchStart,
+    ThresholdRule,
+    check_threshold_rule,
+    rescale_start,
+)
 from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.wire import EXDYNA_CAPACITY
 
 Balance = Literal["recut", "diffusive", "none"]
 
 
 @dataclass(frozen=True)
-class State:
-    """What all workers know alike."""
+class ExDynaState:
+    """State of `ExDyna`, the same on all workers."""
 
-    start: Start
-    """What the next step starts from; None before the first."""
+    start: SearchStart
+    """Where the next step's search starts; None before the first."""
     cuts: list[int]
     """R + 1 borders of the partitions, in blocks."""
     loads: Tensor
-    """(NB,) picks of each block, older steps weigh less."""
+    """(NB,) selected coordinates of each block, a decaying sum over steps."""
 
 
 @dataclass(frozen=True)
-class _Still(Place):
-    """A place whose partition does not depend on the step."""
+class _FixedPartitions(StepContext):
+    """A step context in which every worker always has the same partition."""
 
     @property
-    def parts(self) -> list[int]:
+    def partitions(self) -> list[int]:
         """The partition of each worker: its own."""
         return list(range(self.size))
 
 
 @dataclass(frozen=True)
 class ExDyna:
-    """Exclusive partitions of equal loads, one threshold for all.
+    """Send the largest coordinates of exclusive, load-balanced partitions.
 
     >>> ExDyna(density=0.01, threshold="online").balance
     'recut'
     """
 
     density: float = 1e-3
-    """Share of the coordinates that travels."""
-    threshold: Rule = "consensus"
-    """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
-    capacity: float = 1.05
-    """By consensus no worker sends more than this many times its fair share; the rest waits."""
+    """Share of the coordinates to send."""
+    threshold: ThresholdRule = "consensus"
+    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
+    capacity: float = EXDYNA_CAPACITY
+    """By consensus, no worker sends more than this many times its fair share; the rest stays in
+    its residual."""
     balance: Balance = "recut"
-    """"recut" from the loads of blocks, "diffusive" between neighbours, or "none"."""
+    """How borders move: "recut" from the loads of blocks, "diffusive" between neighbours as in
+    the paper, or "none"."""
     blocks: int = 1024
-    """About how many blocks borders move by."""
+    """Approximate number of blocks; borders move by whole blocks."""
     memory: float = 0.9
-    """Weight of the loads of a step before the last against the last one's ("recut")."""
+    """Decay of the blocks' loads per step ("recut")."""
     rotate: bool = True
-    """Partitions go round, one worker further at every step, as in the paper. False lets every
-    worker keep its own for ever, to see what rotation is worth: what only the others find large
-    there is never looked for."""
+    """Whether partitions rotate over workers, as in the paper. False leaves every worker with its
+    own partition, for ablations: what only the others find large there is never selected."""
 
     exclusive = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_rule(self.threshold, self.capacity)
+        check_threshold_rule(self.threshold, self.capacity)
         if self.balance not in ("recut", "diffusive", "none"):
             raise ValueError(f"balance must be recut, diffusive or none, got {self.balance!r}")
         if self.blocks < 1:
@@ -85,58 +94,65 @@ class ExDyna:
         if not isinstance(self.rotate, bool):
             raise ValueError(f"rotate must be True or False, got {self.rotate!r}")
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
-        """Cut the vector into as many partitions of equal size as there are workers."""
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> ExDynaState:
+        """Start with partitions of equal size, one for each worker."""
         blocks = Blocks.of(dim, self.blocks)
         loads = torch.zeros(blocks.count, dtype=torch.float64)
-        return State(None, even_cuts(blocks.count, workers), loads)
+        return ExDynaState(None, even_cuts(blocks.count, workers), loads)
 
-    def bounds(self, dim: int, state: State) -> list[int]:
+    def bounds(self, dim: int, state: ExDynaState) -> list[int]:
         """Return the R + 1 coordinates between which partitions lie."""
         return Blocks.of(dim, self.blocks).bounds(state.cuts)
 
-    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Offer the largest of this worker's partition."""
-        return self._step(acc, k, state, place).propose(acc)
+    def propose(self, acc: Tensor, k: int, state: ExDynaState, context: StepContext) -> Proposal:
+        """Search this worker's partition."""
+        return self._step(acc, k, state, context).propose(acc)
 
     def settle(
         self,
         acc: Tensor,
         k: int,
-        state: State,
-        place: Place,
+        state: ExDynaState,
+        context: StepContext,
         proposal: Proposal,
         headers: Tensor,
-    ) -> Script[Chosen]:
-        """Agree on what is picked, and move the borders."""
-        step = self._step(acc, k, state, place)
-        pick: Pick = yield from step.settle(acc, proposal, headers)
-        after = self._learn(len(acc), state, pick, place)
-        return Chosen(pick.indices, pick.counts, after, pick.threshold)
+    ) -> Script[Selection]:
+        """Agree on the selection, and move the borders."""
+        step = self._step(acc, k, state, context)
+        result: ExclusiveResult = yield from step.settle(acc, proposal, headers)
+        new_state = self._rebalance(len(acc), state, result, context)
+        return Selection(result.indices, result.counts, new_state, result.threshold)
 
-    def _step(self, acc: Tensor, k: int, state: State, place: Place) -> Exclusive:
-        bounds, here = self.bounds(len(acc), state), self._place(place)
-        return Exclusive(self.threshold, self.capacity, state.start, bounds, k, here)
+    def _step(self, acc: Tensor, k: int, state: ExDynaState, context: StepContext) -> ExclusiveStep:
+        bounds, context = self.bounds(len(acc), state), self._rotated(context)
+        return ExclusiveStep(self.threshold, self.capacity, state.start, bounds, k, context)
 
-    def _place(self, place: Place) -> Place:
-        return place if self.rotate else _Still(place.step, place.rank, place.size)
+    def _rotated(self, context: StepContext) -> StepContext:
+        if self.rotate:
+            return context
+        return _FixedPartitions(context.step, context.rank, context.size)
 
-    def _learn(self, dim: int, state: State, pick: Pick, place: Place) -> State:
+    def _rebalance(
+        self, dim: int, state: ExDynaState, result: ExclusiveResult, context: StepContext
+    ) -> ExDynaState:
         cuts, loads = state.cuts, state.loads
-        if self.balance == "recut" and place.size > 1:
-            # What a worker had beyond its capacity lies, most likely, where its picks do.
-            share = [
-                load / max(1, count) for load, count in zip(pick.loads, pick.counts, strict=True)
+        if self.balance == "recut" and context.size > 1:
+            # Nobody knows where the coordinates beyond a worker's capacity lie; assume that they
+            # are distributed over blocks as the selected ones are.
+            per_index = [
+                load / max(1, count)
+                for load, count in zip(result.loads, result.counts, strict=True)
             ]
-            weights = torch.tensor(share).repeat_interleave(torch.tensor(pick.counts))
-            found = Blocks.of(dim, self.blocks).loads(pick.indices, weights)
-            loads = found + self.memory * loads
-            cuts = recut(loads, place.size)
+            weights = torch.tensor(per_index).repeat_interleave(torch.tensor(result.counts))
+            new_loads = Blocks.of(dim, self.blocks).loads(result.indices, weights)
+            loads = new_loads + self.memory * loads
+            cuts = recut(loads, context.size)
         elif self.balance == "diffusive":
-            by_part = dict(zip(self._place(place).parts, pick.loads, strict=True))
-            cuts = diffuse(cuts, [by_part[part] for part in range(place.size)])
-        return State(pick.following, cuts, loads)
+            partitions = self._rotated(context).partitions
+            by_partition = dict(zip(partitions, result.loads, strict=True))
+            cuts = diffuse(cuts, [by_partition[part] for part in range(context.size)])
+        return ExDynaState(result.next_start, cuts, loads)
 
-    def rescale(self, state: State, factor: float) -> State:
-        """Follow a change of the unit that values are in."""
-        return replace(state, start=rescaled(state.start, factor))
+    def rescale(self, state: ExDynaState, factor: float) -> ExDynaState:
+        """Multiply the start of the search by `factor`."""
+        return replace(state, start=rescale_start(state.start, factor))

@@ -1,10 +1,10 @@
-"""The passes over whole vectors, each as fast as this machine's libraries allow.
+"""Passes over whole vectors, each as fast as the libraries of this machine allow.
 
-On a CPU torch is slow at comparing (five times numpy's time) and at finding what is true (ten
-times), so numpy does that there, on the same memory. On a GPU float32 vectors take the passes of
-`triton_kernels`, if Triton is there; what is written here does the same everywhere else.
+On a CPU, torch is slow at comparing (five times numpy's time) and at `nonzero` (ten times), so
+numpy does both there, on the same memory. On a GPU, float32 vectors use `triton_kernels` if Triton
+is installed. The torch code here does the same everywhere else.
 
-Letters: D coordinates, C picks there is room for, K those that travel.
+Letters: D coordinates, C capacity of a selection, K coordinates that are sent.
 """
 
 from importlib.util import find_spec
@@ -14,173 +14,194 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.histogram import Tally
+from gradherd.sparsify.histogram import MagnitudeHistogram
 
 _HAS_TRITON = find_spec("triton") is not None
 _SAMPLES = 8192
-# Numbers looked at in one go: what fits a core's own cache, and needs no fresh memory.
+# Elements to compare at a time: both buffers fit a core's cache and are allocated once.
 _CHUNK = 131_072
 
 
-class Picks(NamedTuple):
-    """What was found, in memory of a fixed size: nobody has to wait for its number."""
+class FixedSizeSelection(NamedTuple):
+    """Selected coordinates in memory of a fixed size, so that the host need not know the count."""
 
     indices: Tensor
-    """(C,) int64, ascending; zeros beyond `found`."""
+    """(C,) int64, ascending; zeros beyond `total`."""
     values: Tensor
-    """(C,) of them; zeros beyond `found`."""
-    found: Tensor
-    """() whole number, how many were found; if more than C, the last of them were not taken."""
+    """(C,) their values; zeros beyond `total`."""
+    total: Tensor
+    """() integer, how many reached the threshold; if more than C, the last did not fit."""
 
 
 def add(
-    kept: Tensor,
+    residual: Tensor,
     grad: Tensor,
-    unit: float,
+    scale: float,
     out: Tensor,
     *,
-    tally: Tally | None = None,
+    histogram: MagnitudeHistogram | None = None,
     clear: bool = False,
 ) -> None:
-    """Write kept + unit * grad to `out`, count it and clear the gradient: one pass on a GPU.
+    """Write residual + scale * grad to `out`; one kernel on a GPU.
 
     Args:
-        kept: (D,) residual.
-        grad: (D,) gradient, of the same or a narrower type.
-        unit: What it is multiplied by.
-        out: (D,) result, may be `kept`.
-        tally: Counts the results' magnitudes.
-        clear: Whether `grad` is zero afterwards.
+        residual: (D,).
+        grad: (D,) gradient, of the same or a narrower dtype.
+        scale: Factor of the gradient.
+        out: (D,) result, may be `residual`.
+        histogram: Counts the magnitudes of the result.
+        clear: Whether to set `grad` to zero.
     """
-    if fast := _triton(kept, grad, out):
-        fast.add(kept, grad, unit, out, tally, None, clear=clear)
+    if triton := _triton_for(residual, grad, out):
+        triton.add(residual, grad, scale, out, histogram, None, clear=clear)
         return
-    torch.add(kept, grad, alpha=unit, out=out)
-    if tally is not None:
-        tally.add(out)
+    torch.add(residual, grad, alpha=scale, out=out)
+    if histogram is not None:
+        histogram.add(out)
     if clear:
         grad.zero_()
 
 
-def select(values: Tensor, floor: Tensor, room: int, *, clear: bool = False) -> Picks:
-    """Return the first of (D,) values whose magnitude reaches the floor, as many as have room.
+def select(
+    values: Tensor, threshold: Tensor, capacity: int, *, clear: bool = False
+) -> FixedSizeSelection:
+    """Select the first of (D,) values whose magnitude reaches the threshold.
 
     Args:
-        values: (D,); zero where picked afterwards if `clear`. What finds no room stays.
-        floor: () threshold of the same type, on the same device.
-        room: C.
-        clear: Whether picks are taken out of `values`.
+        values: (D,).
+        threshold: () of the same dtype, on the same device.
+        capacity: C. What does not fit is left alone.
+        clear: Whether to set the selected values to zero.
     """
-    if fast := _triton(values):
-        return Picks(*fast.take(values, fast.mark(values, floor), room, clear=clear))
-    found = (values.abs() >= floor).nonzero().view(-1)
-    taken = found[:room]
-    indices, picked = found.new_zeros(room), values.new_zeros(room)
-    indices[: len(taken)], picked[: len(taken)] = taken, values[taken]
+    if triton := _triton_for(values):
+        bitmap = triton.mark(values, threshold)
+        return FixedSizeSelection(*triton.compact(values, bitmap, capacity, clear=clear))
+    reaching = (values.abs() >= threshold).nonzero().view(-1)
+    fitting = reaching[:capacity]
+    indices, selected = reaching.new_zeros(capacity), values.new_zeros(capacity)
+    indices[: len(fitting)], selected[: len(fitting)] = fitting, values[fitting]
     if clear:
-        values[taken] = 0
-    return Picks(indices, picked, torch.tensor(len(found), device=values.device))
+        values[fitting] = 0
+    count = torch.tensor(len(reaching), device=values.device)
+    return FixedSizeSelection(indices, selected, count)
 
 
 def add_select(
-    kept: Tensor,
+    residual: Tensor,
     grad: Tensor,
-    unit: float,
+    scale: float,
     out: Tensor,
-    floor: Tensor,
-    room: int,
+    threshold: Tensor,
+    capacity: int,
     *,
-    tally: Tally | None = None,
+    histogram: MagnitudeHistogram | None = None,
     clear: bool = False,
-) -> Picks:
-    """Do `add`, then `select` from its result and take the picks out: one pass on a GPU."""
-    if fast := _triton(kept, grad, out):
-        marks = fast.add(kept, grad, unit, out, tally, floor, clear=clear)
-        return Picks(*fast.take(out, marks, room, clear=True))
-    add(kept, grad, unit, out, tally=tally, clear=clear)
-    return select(out, floor, room, clear=True)
+) -> FixedSizeSelection:
+    """Do `add`, then `select` from its result and clear what was selected; one pass on a GPU."""
+    if triton := _triton_for(residual, grad, out):
+        bitmap = triton.add(residual, grad, scale, out, histogram, threshold, clear=clear)
+        return FixedSizeSelection(*triton.compact(out, bitmap, capacity, clear=True))
+    add(residual, grad, scale, out, histogram=histogram, clear=clear)
+    return select(out, threshold, capacity, clear=True)
 
 
-def put(flat: Tensor, number: Tensor, own: int, at: Tensor, values: Tensor, held: Tensor) -> None:
-    """Scatter those of the received values that belong to this bucket.
-
-    Args:
-        flat: The bucket, in its own type.
-        number: (K,) int64 which bucket each value belongs to.
-        own: Which one this is.
-        at: (K,) int64 places in the bucket.
-        values: (K,) numbers.
-        held: (K,) gets what the bucket's type could hold of its values.
-    """
-    if _triton(values, flat, number, at, held):
+def topk_threshold(histogram: MagnitudeHistogram, k: int) -> Tensor:
+    """Return `histogram.topk_threshold(k)`, with one kernel instead of a dozen on a GPU."""
+    counts = histogram.counts
+    if _HAS_TRITON and counts.is_cuda and counts.get_device() == torch.cuda.current_device():
         from gradherd.sparsify import triton_kernels
 
-        triton_kernels.put(flat, number, own, at, values, held)
+        return triton_kernels.topk_threshold(counts, histogram.window, k)
+    return histogram.topk_threshold(k)
+
+
+def scatter_to_bucket(
+    flat: Tensor, buckets: Tensor, number: int, offsets: Tensor, values: Tensor, written: Tensor
+) -> None:
+    """Write those of the values that belong to one bucket, clamped to the range of its dtype.
+
+    Args:
+        flat: The bucket's buffer, in its own dtype.
+        buckets: (K,) int64 number of the bucket that each value belongs to.
+        number: Number of this bucket.
+        offsets: (K,) int64 offsets in the buckets.
+        values: (K,).
+        written: (K,) receives the values as the bucket's dtype holds them.
+    """
+    if triton := _triton_for(values, flat, buckets, offsets, written):
+        triton.scatter_to_bucket(flat, buckets, number, offsets, values, written)
         return
     limit = torch.finfo(flat.dtype).max
-    mine = number == own
-    written = values[mine].clamp(-limit, limit).to(flat.dtype)
-    flat[at[mine]] = written
-    held[mine] = written.to(held.dtype)
+    mine = buckets == number
+    narrowed = values[mine].clamp(-limit, limit).to(flat.dtype)
+    flat[offsets[mine]] = narrowed
+    written[mine] = narrowed.to(written.dtype)
 
 
-def above(values: Tensor, floor: float) -> Tensor:
-    """Return where |values| >= floor, ascending: (D,) -> (k,) int64.
+def indices_above(values: Tensor, threshold: float) -> Tensor:
+    """Return where |values| >= threshold, ascending: (D,) -> (k,) int64.
 
-    >>> above(torch.tensor([0.5, -3.0, 2.0]), 1.0)
+    >>> indices_above(torch.tensor([0.5, -3.0, 2.0]), 1.0)
     tensor([1, 2])
     """
-    fast = _triton(values)
-    if values.device.type != "cpu" and not fast:
-        return (values.abs() >= floor).nonzero().view(-1)
-    limits = np.finfo(np.float32) if fast else np.finfo(values.numpy().dtype)
-    if floor > float(limits.max):
+    triton = _triton_for(values)
+    if values.device.type != "cpu" and not triton:
+        return (values.abs() >= threshold).nonzero().view(-1)
+    limits = np.finfo(np.float32) if triton else np.finfo(values.numpy().dtype)
+    # numpy and Triton compare in the dtype of the values, which may not hold the threshold.
+    if threshold > float(limits.max):
         return torch.zeros(0, dtype=torch.int64, device=values.device)
-    if 0 < floor < float(limits.smallest_subnormal):
-        floor = float(limits.smallest_subnormal)  # or zeros would be above it
-    return fast.above(values, floor) if fast else _above_on_numpy(values, floor)
+    if 0 < threshold < float(limits.smallest_subnormal):
+        threshold = float(limits.smallest_subnormal)  # Rounded to zero, it would select zeros.
+    if triton:
+        indices: Tensor = triton.indices_above(values, threshold)
+        return indices
+    return _indices_above_on_cpu(values, threshold)
 
 
-def _above_on_numpy(values: Tensor, floor: float) -> Tensor:
-    numbers = values.numpy()
-    size = min(_CHUNK, len(numbers))
-    magnitudes, hits = np.empty(size, numbers.dtype), np.empty(size, np.bool_)
-    found = [np.empty(0, np.int64)]
-    for begin in range(0, len(numbers), _CHUNK):
-        chunk = numbers[begin : begin + _CHUNK]
+def _indices_above_on_cpu(values: Tensor, threshold: float) -> Tensor:
+    array = values.numpy()
+    size = min(_CHUNK, len(array))
+    magnitudes, hits = np.empty(size, array.dtype), np.empty(size, np.bool_)
+    indices = [np.empty(0, np.int64)]
+    for begin in range(0, len(array), _CHUNK):
+        chunk = array[begin : begin + _CHUNK]
         magnitude, hit = magnitudes[: len(chunk)], hits[: len(chunk)]
         np.abs(chunk, out=magnitude)
-        np.greater_equal(magnitude, floor, out=hit)
-        found.append(np.flatnonzero(hit) + begin)
-    return torch.from_numpy(np.concatenate(found))
+        np.greater_equal(magnitude, threshold, out=hit)
+        indices.append(np.flatnonzero(hit) + begin)
+    return torch.from_numpy(np.concatenate(indices))
 
 
-def _triton(*vectors: Tensor) -> Any:
-    """Return `triton_kernels` if it is to do a pass over these vectors, else None."""
-    ready = _HAS_TRITON and vectors[0].is_cuda and vectors[0].dtype == torch.float32
-    if not ready or not all(one.is_contiguous() for one in vectors):
-        return None
-    if any(one.get_device() != torch.cuda.current_device() for one in vectors):
-        return None  # Triton starts its programs on the current device.
-    from gradherd.sparsify import triton_kernels
-
-    return triton_kernels
-
-
-def largest(values: Tensor, k: int) -> Tensor:
+def topk_indices(values: Tensor, k: int) -> Tensor:
     """Return where the k largest magnitudes are, ascending: (D,) -> (k,) int64.
 
-    A sample tells a floor that most likely leaves a few more than k; if it leaves fewer, the
-    whole vector is searched. Either way the answer is exact.
+    A sample gives a threshold that most likely leaves slightly more than k candidates; if it
+    leaves fewer, the whole vector is searched. The result is exact either way.
 
-    >>> largest(torch.tensor([0.5, -3.0, 2.0]), 2)
+    >>> topk_indices(torch.tensor([0.5, -3.0, 2.0]), 2)
     tensor([1, 2])
     """
     stride = len(values) // _SAMPLES
     if stride > 4 and 8 * k < len(values):
         sample = values[::stride].abs()
+        # Half as many again, and a few more for small k, make too few candidates unlikely.
         rank = min(len(sample), int(1.5 * k / stride) + 16)
-        found = above(values, float(sample.topk(rank).values[-1]))
-        if len(found) >= k:
-            return found[values[found].abs().topk(k).indices].sort().values
+        candidates = indices_above(values, float(sample.topk(rank).values[-1]))
+        if len(candidates) >= k:
+            return candidates[values[candidates].abs().topk(k).indices].sort().values
     return values.abs().topk(k).indices.sort().values
+
+
+def _triton_for(*vectors: Tensor) -> Any:
+    """Return the module `triton_kernels` if it can work on these vectors, else None."""
+    ready = _HAS_TRITON and vectors[0].is_cuda and vectors[0].dtype == torch.float32
+    if not ready or not all(vector.is_contiguous() for vector in vectors):
+        return None
+    # Triton launches kernels on the current device, wherever the tensors are.
+    if any(vector.get_device() != torch.cuda.current_device() for vector in vectors):
+        return None
+    # Imported late: it takes a second, and machines without Triton cannot.
+    from gradherd.sparsify import triton_kernels
+
+    return triton_kernels

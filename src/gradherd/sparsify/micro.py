@@ -1,8 +1,8 @@
-"""MiCRO: exclusive partitions of equal size that stay where they are.
+"""MiCRO: exclusive partitions of equal size whose borders never move.
 
 Yoon and Oh, "MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating
-Distributed DNN Training", HiPC 2023. ExDyna without blocks and without balance: the padding
-factor is whatever the gradients make it.
+Distributed DNN Training", HiPC 2023, arXiv:2310.00967. The predecessor of ExDyna, without blocks
+and load balancing: the padding factor depends on the gradients alone.
 """
 
 from collections.abc import Sequence
@@ -11,62 +11,71 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exclusive import Exclusive, Pick, Rule, Start, check_rule, rescaled
+from gradherd.sparsify.exclusive import (
+    ExclusiveResult,
+    ExclusiveStep,
+    SearchStart,
+    ThresholdRule,
+    check_threshold_rule,
+    rescale_start,
+)
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 
 @dataclass(frozen=True)
-class State:
-    """What all workers know alike."""
+class MicroState:
+    """State of `Micro`, the same on all workers."""
 
-    start: Start
-    """What the next step starts from; None before the first."""
+    start: SearchStart
+    """Where the next step's search starts; None before the first."""
 
 
 @dataclass(frozen=True)
 class Micro:
-    """Exclusive partitions of equal size, one threshold for all."""
+    """Send the largest coordinates of exclusive partitions of equal size."""
 
     density: float = 1e-3
-    """Share of the coordinates that travels."""
-    threshold: Rule = "consensus"
-    """"consensus", or the paper's rule: "online", or `Online` with constants of your own."""
+    """Share of the coordinates to send."""
+    threshold: ThresholdRule = "consensus"
+    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
     capacity: float = 2.0
-    """By consensus no worker sends more than this many times its fair share; the rest waits."""
+    """By consensus, no worker sends more than this many times its fair share; the rest stays in
+    its residual."""
 
     exclusive = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        check_rule(self.threshold, self.capacity)
+        check_threshold_rule(self.threshold, self.capacity)
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> MicroState:
         """Start without a threshold."""
-        return State(None)
+        return MicroState(None)
 
-    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Offer the largest of this worker's partition."""
-        return self._step(acc, k, state, place).propose(acc)
+    def propose(self, acc: Tensor, k: int, state: MicroState, context: StepContext) -> Proposal:
+        """Search this worker's partition."""
+        return self._step(acc, k, state, context).propose(acc)
 
     def settle(
         self,
         acc: Tensor,
         k: int,
-        state: State,
-        place: Place,
+        state: MicroState,
+        context: StepContext,
         proposal: Proposal,
         headers: Tensor,
-    ) -> Script[Chosen]:
-        """Agree on what is picked."""
-        step = self._step(acc, k, state, place)
-        pick: Pick = yield from step.settle(acc, proposal, headers)
-        return Chosen(pick.indices, pick.counts, State(pick.following), pick.threshold)
+    ) -> Script[Selection]:
+        """Agree on the selection."""
+        step = self._step(acc, k, state, context)
+        result: ExclusiveResult = yield from step.settle(acc, proposal, headers)
+        new_state = MicroState(result.next_start)
+        return Selection(result.indices, result.counts, new_state, result.threshold)
 
-    def _step(self, acc: Tensor, k: int, state: State, place: Place) -> Exclusive:
-        bounds = even_cuts(len(acc), place.size)
-        return Exclusive(self.threshold, self.capacity, state.start, bounds, k, place)
+    def _step(self, acc: Tensor, k: int, state: MicroState, context: StepContext) -> ExclusiveStep:
+        bounds = even_cuts(len(acc), context.size)
+        return ExclusiveStep(self.threshold, self.capacity, state.start, bounds, k, context)
 
-    def rescale(self, state: State, factor: float) -> State:
-        """Follow a change of the unit that values are in."""
-        return replace(state, start=rescaled(state.start, factor))
+    def rescale(self, state: MicroState, factor: float) -> MicroState:
+        """Multiply the start of the search by `factor`."""
+        return replace(state, start=rescale_start(state.start, factor))

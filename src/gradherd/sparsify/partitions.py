@@ -1,10 +1,10 @@
-"""Blocks of coordinates, partitions made of them, and moving their borders to equal loads.
+"""Partitions made of blocks, and how to move their borders until all loads are equal.
 
-A partition is a run of whole blocks; R partitions tile the vector. Loads are counts of what was
-picked, which all workers know once indices have been exchanged, so all of them move the borders
-alike without a word.
+A partition is a run of whole blocks; R partitions tile the vector. A load is the number of
+coordinates selected in a partition. All workers know the loads once the indices are exchanged,
+so all of them move the borders the same way without further communication.
 
-Letters: D coordinates, R partitions, NB blocks.
+Letters: D coordinates, R partitions, NB blocks, K selected coordinates.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 _ALIGN = 32
-# A border moves if its two sides differ by more than this part of the mean load.
+# `diffuse` moves a border only if the loads of its two sides differ by more than this share of
+# the mean load.
 _SLACK = 0.1
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a vector is cut into blocks of one size; the last may be shorter."""
+    """A vector cut into blocks of one size; the last may be shorter."""
 
     dim: int
     size: int
 
     @classmethod
     def of(cls, dim: int, wanted: int) -> "Blocks":
-        """Cut `dim` coordinates into about `wanted` blocks, aligned to 32 where they are large.
+        """Cut `dim` coordinates into about `wanted` blocks; large blocks are multiples of 32.
 
         >>> Blocks.of(11_173_962, 1024), Blocks.of(31, 1024).count
         (Blocks(dim=11173962, size=10912), 31)
@@ -45,13 +46,13 @@ class Blocks:
         return [min(cut * self.size, self.dim) for cut in cuts]
 
     def loads(self, indices: Tensor, weights: Tensor) -> Tensor:
-        """Add up the weights of what was picked in each block: (K,) -> (NB,) float64."""
+        """Sum the weights of the selected coordinates of each block: (K,) -> (NB,) float64."""
         numbers = (indices // self.size).cpu()
         return torch.bincount(numbers, weights.double(), minlength=self.count).double()
 
 
 def even_cuts(blocks: int, parts: int) -> list[int]:
-    """Return R + 1 borders that give each partition as many blocks, the first ones one more.
+    """Return R + 1 borders of partitions with equally many blocks; the first may have one more.
 
     >>> even_cuts(10, 4)
     [0, 3, 6, 8, 10]
@@ -61,7 +62,11 @@ def even_cuts(blocks: int, parts: int) -> list[int]:
 
 
 def recut(loads: Tensor, parts: int) -> list[int]:
-    """Return the R + 1 borders that come nearest to equal loads: (NB,) loads of blocks.
+    """Return the R + 1 borders that come closest to equal loads.
+
+    Args:
+        loads: (NB,) loads of the blocks.
+        parts: R.
 
     >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 3)
     [0, 1, 2, 5]
@@ -75,7 +80,7 @@ def recut(loads: Tensor, parts: int) -> list[int]:
     nearer = (wanted - before[right - 1]) < (before[right] - wanted)
     cuts = [0]
     for part, cut in enumerate((right - nearer.long()).tolist(), start=1):
-        # Every partition has a block at least.
+        # Every partition keeps at least one block: a worker without any could select nothing.
         cuts.append(min(max(cut, cuts[-1] + 1), blocks - parts + part))
     return [*cuts, blocks]
 
@@ -83,8 +88,8 @@ def recut(loads: Tensor, parts: int) -> list[int]:
 def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
     """Move each border from the heavier side to the lighter one, from left to right.
 
-    Unlike the published rule, which waits until one neighbour is over and the other under the
-    mean, this looks at the difference alone: a slope with a plateau in it does not stall.
+    The published rule moves a border only if one neighbour is above the mean and the other below.
+    This one compares the two neighbours directly, so a slope with a plateau in it does not stall.
 
     Args:
         cuts: R + 1 borders, in blocks.
@@ -100,7 +105,8 @@ def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
         width = moved[heavy + 1] - moved[heavy]
         if width < 2:
             continue
-        # A quarter of the difference: half would overshoot, as both borders of a partition move.
+        # Move a quarter of the difference. Half would equalise two neighbours but overshoot
+        # overall, because both borders of a partition move.
         per_block = left[heavy] / width
         count = min(width - 1, max(1, round(abs(difference) / 4 / per_block)))
         load = count * per_block

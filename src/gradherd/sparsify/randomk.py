@@ -1,8 +1,8 @@
-"""Random-k: k coordinates by lot, the same for all workers.
+"""Random-k: k random coordinates, the same on all workers.
 
 Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599. All
-workers draw alike from the seed and the step, so nobody looks at gradients and no index travels.
-What one compares with: whatever looks at gradients should do better for the same k.
+workers draw from the same seed and step, so no indices are sent and gradients are not even read.
+A baseline: a method that reads gradients should do better with the same k.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 
 @dataclass(frozen=True)
 class RandomK:
-    """The same k coordinates on all workers, drawn anew at every step."""
+    """Send k random coordinates, the same on all workers, drawn anew at every step."""
 
     density: float = 1e-3
-    """Share of the coordinates that travels."""
+    """Share of the coordinates to send."""
     seed: int = 0
-    """Of the draws; must be the same on all workers."""
+    """Seed of the draws; must be the same on all workers."""
 
     exclusive = True
 
@@ -35,43 +35,53 @@ class RandomK:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> None:
-        """Nothing is remembered: the step tells the draw."""
+        """Random-k has no state: seed and step determine the draw."""
 
-    def propose(self, acc: Tensor, k: int, state: None, place: Place) -> Proposal:
-        """Nothing to find out."""
+    def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
+        """Return an empty header: all workers will draw the same coordinates."""
         return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
 
     def settle(
-        self, acc: Tensor, k: int, state: None, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Draw as everybody does; as nobody picked, each counts for as many as the others."""
+        self,
+        acc: Tensor,
+        k: int,
+        state: None,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Draw the coordinates; for the counts, they are shared out evenly over workers."""
         yield from ()
-        entropy = np.random.SeedSequence([self.seed, place.step])
-        # 32 bits: torch's generator on the CPU looks at no more.
+        entropy = np.random.SeedSequence([self.seed, context.step])
+        # 32 bits are enough: torch's CPU generator ignores the rest of a seed.
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1)[0]))
         indices = sample(len(acc), min(k, len(acc)), generator).to(acc.device)
-        counts = [end - begin for begin, end in pairwise(even_cuts(len(indices), place.size))]
-        return Chosen(indices, counts, None)
+        counts = [end - begin for begin, end in pairwise(even_cuts(len(indices), context.size))]
+        return Selection(indices, counts, None)
 
     def rescale(self, state: None, factor: float) -> None:
-        """Nothing has a unit."""
+        """Random-k has no state."""
 
 
 def sample(dim: int, k: int, generator: torch.Generator) -> Tensor:
-    """Draw k of `dim` coordinates, ascending: (k,) int64. Every set of k is as likely.
+    """Draw k of `dim` coordinates without replacement, all sets of k being equally likely.
 
-    As many are drawn as are missing, until none is. Which are drawn twice says nothing about
-    which they are, so no set is preferred; and no permutation of all coordinates is made.
+    Draws with replacement are repeated until k are distinct. Whether a coordinate is drawn twice
+    does not depend on which one it is, so the result is uniform, and unlike `torch.randperm` this
+    takes O(k) memory for small k.
+
+    Returns:
+        (k,) int64, ascending.
 
     >>> sample(7, 7, torch.Generator())
     tensor([0, 1, 2, 3, 4, 5, 6])
     """
     if 16 * k < dim:
-        found = torch.zeros(0, dtype=torch.int64)
-        while len(found) < k:
-            found = torch.unique(torch.cat([found, _draw(dim, k - len(found), generator)]))
-        return found
-    # Mark those that are drawn or, if they are fewer, those that are not.
+        drawn = torch.zeros(0, dtype=torch.int64)
+        while len(drawn) < k:
+            drawn = torch.unique(torch.cat([drawn, _draw(dim, k - len(drawn), generator)]))
+        return drawn
+    # With large k most draws would be repeats: draw those to leave out if they are fewer.
     few = min(k, dim - k)
     marked = torch.zeros(dim, dtype=torch.bool)
     while missing := few - int(marked.count_nonzero()):
@@ -80,6 +90,7 @@ def sample(dim: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def _draw(dim: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return (count,) coordinates, with repetition."""
-    # The remainder of 32 bits, torch's way, prefers some of 100 million coordinates by 2 %.
+    """Return (count,) random coordinates, with replacement."""
+    # torch.randint(dim) takes 32 random bits modulo dim, which for 100 million coordinates makes
+    # some of them 2 % more likely than others.
     return torch.randint(1 << 62, (count,), generator=generator) % dim

@@ -1,10 +1,11 @@
-"""Error feedback: what was not sent is kept and added to the next gradient.
+"""Residuals: where each parameter lies in the flat vector, error feedback, and merging.
 
-Two vectors, one that holds what is kept and one that the next step's sum is written to, so that
-a step can be called off (a gradient was not finite, on any worker) without a trace. With momentum
-there are two more: the correction of Lin et al., "Deep Gradient Compression", ICLR 2018.
+Error feedback keeps what was not sent and adds it to the next gradient. Two vectors do this: one
+holds the residual, the sum for the next step is written to the other. So a step can be called off
+(some worker had a gradient that is not finite) without a trace. Momentum correction, from Lin et
+al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, needs two more.
 
-Letters: D coordinates, K those that travel.
+Letters: D coordinates, K those that are sent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,26 +17,31 @@ import torch
 from torch import Tensor
 
 from gradherd.sparsify import kernels
-from gradherd.sparsify.histogram import Tally
+from gradherd.sparsify.histogram import MagnitudeHistogram
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Names of parameters, and where they begin.
+class FlatLayout:
+    """Where each parameter lies in the flat vector.
 
-    >>> layout = Layout.of([("bias", 2), ("weight", 6)], dense_below=4)
-    >>> layout.names, layout.begins, layout.sparse, layout.size
+    Large parameters come first and are sparsified; small ones come last and are always sent
+    whole. Within both, parameters are in the order of the model. Unlike DDP's buckets, which are
+    rebuilt during training, the layout depends on the model alone, and so do checkpoints.
+
+    >>> layout = FlatLayout.of([("bias", 2), ("weight", 6)], dense_below=4)
+    >>> layout.names, layout.offsets, layout.sparse, layout.size
     (('weight', 'bias'), (0, 6), 6, 8)
     """
 
     names: tuple[str, ...]
     counts: tuple[int, ...]
+    """Number of elements of each parameter."""
     sparse: int
-    """How many numbers may stay; the rest always travels."""
+    """How many elements at the start of the vector are sparsified; the others are always sent."""
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, int]], dense_below: int) -> "Layout":
-        """Lay out parameters of (name, numbers)."""
+    def of(cls, named: Iterable[tuple[str, int]], dense_below: int) -> "FlatLayout":
+        """Lay out parameters, given as (name, number of elements)."""
         given = list(named)
         large = [(name, count) for name, count in given if count >= dense_below]
         small = [(name, count) for name, count in given if count < dense_below]
@@ -43,123 +49,139 @@ class Layout:
         return cls(names, counts, sum(count for _, count in large))
 
     @property
-    def begins(self) -> tuple[int, ...]:
+    def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins."""
         return tuple(accumulate((0, *self.counts)))[:-1]
 
     @property
     def size(self) -> int:
-        """Numbers in all."""
+        """D, the number of elements of all parameters."""
         return sum(self.counts)
 
     @property
     def layers(self) -> list[int]:
-        """Lengths of the parameters that may stay."""
-        spans = zip(self.begins, self.counts, strict=True)
+        """Numbers of elements of the parameters that are sparsified."""
+        spans = zip(self.offsets, self.counts, strict=True)
         return [count for begin, count in spans if begin < self.sparse]
 
     def slices(self) -> dict[str, slice]:
         """Return where each parameter lies."""
-        spans = zip(self.names, self.begins, self.counts, strict=True)
+        spans = zip(self.names, self.offsets, self.counts, strict=True)
         return {name: slice(begin, begin + count) for name, begin, count in spans}
 
 
-class Feedback:
-    """Residuals of one worker."""
+class ErrorFeedback:
+    """The residual of one worker, and its velocity if there is momentum."""
 
     def __init__(
         self, dim: int, *, dtype: torch.dtype, device: torch.device, momentum: float = 0.0
     ) -> None:
-        self.kept = torch.zeros(dim, dtype=dtype, device=device)
-        self.acc = torch.zeros_like(self.kept)
-        # On a GPU the pass that adds also counts; on a CPU that would cost a pass more.
-        on_gpu = self.kept.is_cuda and dtype == torch.float32 and not momentum
-        self._tally = Tally.around(self.kept.new_ones(())) if on_gpu else None
+        self.residual = torch.zeros(dim, dtype=dtype, device=device)
+        self.acc = torch.zeros_like(self.residual)
+        # The histogram tells whether everything is finite. On a GPU the kernel that adds fills it
+        # for free; on a CPU it would take a pass of its own.
+        fused = self.residual.is_cuda and dtype == torch.float32 and not momentum
+        ones = self.residual.new_ones(())
+        self._histogram = MagnitudeHistogram.around(ones) if fused else None
         self._momentum = momentum
-        self.velocity = torch.zeros_like(self.kept) if momentum else None
-        self._velocity = torch.zeros_like(self.kept) if momentum else None
+        self.velocity = torch.zeros_like(self.residual) if momentum else None
+        self._next_velocity = torch.zeros_like(self.residual) if momentum else None
 
     def begin(self) -> None:
-        """Start a step, also after one that came to nothing."""
-        if self._tally is not None:
-            self._tally.counts.zero_()
+        """Start a step; the last one may have been called off."""
+        if self._histogram is not None:
+            self._histogram.counts.zero_()
 
-    def add(self, begin: int, grad: Tensor, unit: float, *, clear: bool = False) -> None:
-        """Add `unit` times a flat gradient to what is kept from coordinate `begin` on.
+    def add(self, begin: int, grad: Tensor, scale: float, *, clear: bool = False) -> None:
+        """Write residual + `scale` * gradient to `acc`, from coordinate `begin` on.
 
         Args:
-            begin: The first coordinate.
-            grad: Their gradient; zeros afterwards if `clear`, in the same pass on a GPU.
-            unit: What it is multiplied by.
-            clear: Whether to clear it.
+            begin: First coordinate of the gradient.
+            grad: Flat gradient.
+            scale: Factor of the gradient.
+            clear: Whether to set `grad` to zero; on a GPU the same kernel does it.
         """
         part = slice(begin, begin + len(grad))
-        if self.velocity is None or self._velocity is None:
-            kernels.add(self.kept[part], grad, unit, self.acc[part], tally=self._tally, clear=clear)
+        if self.velocity is None or self._next_velocity is None:
+            kernels.add(
+                self.residual[part],
+                grad,
+                scale,
+                self.acc[part],
+                histogram=self._histogram,
+                clear=clear,
+            )
             return
-        # The velocity is what accumulates; masking it where it was sent keeps it from being late.
-        velocity = self._velocity[part]
-        torch.mul(self.velocity[part], self._momentum, out=velocity).add_(grad, alpha=unit)
-        torch.add(self.kept[part], velocity, out=self.acc[part])
+        # Momentum correction: velocities accumulate in the residual, instead of gradients.
+        velocity = self._next_velocity[part]
+        torch.mul(self.velocity[part], self._momentum, out=velocity).add_(grad, alpha=scale)
+        torch.add(self.residual[part], velocity, out=self.acc[part])
         if clear:
             grad.zero_()
 
-    def leave_out(self, begin: int, end: int) -> None:
-        """Let nothing of [begin, end) travel in this step."""
+    def exclude(self, begin: int, end: int) -> None:
+        """Send nothing of [begin, end) in this step."""
         self.acc[begin:end] = 0
 
     def finite(self) -> bool:
-        """Tell whether all that was added is finite."""
-        if self._tally is not None:
-            return bool(self._tally.finite())
-        # One pass; a sum may overflow where no term has.
+        """Return whether residual + gradient is finite everywhere."""
+        if self._histogram is not None:
+            return bool(self._histogram.finite())
+        # A finite sum is proof, in one pass. If it is not finite, it may just have overflowed.
         return bool(self.acc.sum().isfinite()) or bool(self.acc.isfinite().all())
 
     def commit(
         self,
         indices: Tensor,
-        left: Tensor | None,
+        remainder: Tensor | None,
         *,
         sent: Tensor | None = None,
         low_pass: float = 1.0,
-        left_out: list[tuple[int, int]] | None = None,
+        excluded: list[tuple[int, int]] | None = None,
     ) -> None:
-        """Keep what did not travel.
+        """Make what was not sent the new residual.
 
         Args:
-            indices: (K,) what travelled.
-            left: (K,) what of it this worker keeps; None is nothing.
-            sent: (K,) whether a value of this worker was in it; None is all of them.
+            indices: (K,) coordinates that were sent.
+            remainder: (K,) what this worker keeps at those coordinates; None is nothing.
+            sent: (K,) whether this worker's value was part of what was sent; None is all.
             low_pass: Weight of the new residual against the old one.
-            left_out: What `leave_out` was called for.
+            excluded: The ranges that `exclude` was called for; they stay as they were.
         """
-        if self._velocity is not None:
-            self._velocity.index_fill_(0, indices if sent is None else indices[sent], 0)
-        if left is None:
+        if self._next_velocity is not None:
+            # Momentum factor masking (section 3.3 of the paper): the velocity restarts where it
+            # was sent, so that stale momentum does not carry on.
+            self._next_velocity.index_fill_(0, indices if sent is None else indices[sent], 0)
+        if remainder is None:
             self.acc.index_fill_(0, indices, 0)
         else:
-            self.acc.index_copy_(0, indices, left)
-        for begin, end in left_out or []:
-            self.acc[begin:end] = self.kept[begin:end]
-            if self.velocity is not None and self._velocity is not None:
-                self._velocity[begin:end] = self.velocity[begin:end]
+            self.acc.index_copy_(0, indices, remainder)
+        for begin, end in excluded or []:
+            self.acc[begin:end] = self.residual[begin:end]
+            if self.velocity is not None and self._next_velocity is not None:
+                self._next_velocity[begin:end] = self.velocity[begin:end]
         if low_pass != 1:
-            self.acc.lerp_(self.kept, 1 - low_pass)
-        self.kept, self.acc = self.acc, self.kept
-        self.velocity, self._velocity = self._velocity, self.velocity
+            self.acc.lerp_(self.residual, 1 - low_pass)
+        self.residual, self.acc = self.acc, self.residual
+        self.velocity, self._next_velocity = self._next_velocity, self.velocity
 
 
-_KEPT = ("residual", "velocity")
+_MERGED_KEYS = ("residual", "velocity")
 
 
-def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state that any number of workers can load, from those of all workers there were.
+def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the states of all workers into one that any number of workers can load.
+
+    A step applies the mean over workers, so the mean of the residuals is what must not change:
+    every new worker gets that mean. The state of the method (thresholds, partitions) belongs to
+    the old number of workers and is dropped; it settles again within a few steps.
 
     Args:
-        states: What `SparseHook.state_dict` returned on each rank; one after the other is enough.
+        states: `SparseHook.state_dict()` of each rank. A generator that loads one after the other
+            keeps memory small.
 
     Raises:
-        ValueError: They are not the states of all workers of one step.
+        ValueError: These are not the states of all workers after the same step.
     """
     first: Mapping[str, Any] | None = None
     sums: dict[str, dict[str, Tensor]] = {}
@@ -172,8 +194,9 @@ def merged(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                     f"states to merge differ in {key}: {first.get(key)!r} and {state.get(key)!r}"
                 )
         ranks.append(state.get("rank"))
-        for key in _KEPT:
+        for key in _MERGED_KEYS:
             for name, own in state.get(key, {}).items():
+                # Summed in float64, to round once and not at every rank.
                 sums.setdefault(key, {}).setdefault(name, torch.zeros_like(own).double()).add_(own)
     if first is None or set(ranks) != set(range(first["workers"])) or len(ranks) > len(set(ranks)):
         wanted = "" if first is None else f" of {first['workers']}"

@@ -1,14 +1,14 @@
-"""SAGE: a threshold of each worker's own, which follows the size of its values.
+"""SAGE: each worker has its own threshold, which follows the scale of its values.
 
 Yoon, Jeong and Oh, "SAGE: toward on-the-fly gradient compression ratio scaling", The Journal of
-Supercomputing, 2023. Each step multiplies a worker's threshold by three numbers: alpha, how much
-the mean magnitude has grown (from a sample of at most some 400 coordinates); beta, a little more or
-less than one as too many or too few are above the threshold times alpha; gamma, five per cent
-where they are too many or too few by ten times. Where hardly any coordinate should travel beta
-is nearly one: within a factor of ten of the target, the density stays about where it was.
+Supercomputing, 2023. At each step a worker multiplies its threshold by three factors: alpha, the
+growth of the mean magnitude (estimated on a sample of about 400 coordinates at most); beta, a
+little above or below one as too many or too few coordinates reach the threshold times alpha; and
+gamma, 5 % up or down if they are off by a factor of ten. For small densities beta is nearly one,
+so within a factor of ten of the target the density hardly moves.
 
-The published code reads a random sample element by element; ours is spread evenly over the vector
-and read at once.
+The published code reads a random sample element by element; this one reads an evenly spaced
+sample at once.
 
 Letters: D coordinates.
 """
@@ -22,40 +22,45 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.kernels import above, largest
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
-from gradherd.sparsify.threshold import count_of, suggested, unite, within
+from gradherd.sparsify.kernels import indices_above, topk_indices
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.threshold import (
+    clamp_to_dtype,
+    count_header,
+    select_union,
+    suggested_threshold,
+)
 
 
 @dataclass(frozen=True)
-class State:
-    """What one worker remembers: the others have numbers of their own."""
+class SageState:
+    """State of `Sage`; every worker has its own."""
 
     threshold: float | None
-    """Of the last step; None before the first."""
+    """Threshold of the last step; None before the first."""
     mean: float | None
-    """Sampled mean magnitude of the last step in which it was not zero; None before."""
+    """Last sampled mean magnitude that was not zero; None before."""
 
 
 @dataclass(frozen=True)
 class Sage:
-    """What reaches each worker's own threshold, united."""
+    """Send the union of what reaches each worker's own, adaptive threshold."""
 
     density: float = 1e-3
-    """Share of the coordinates that each worker should pick."""
+    """Share of the coordinates that each worker should select."""
     first: float | Literal["formula", "topk"] = "formula"
-    """Threshold of the first step: "formula" is 1 / (2 sqrt k), as published, whatever the
-    gradients are; "topk" is the k-th largest magnitude; or a number in the unit of that step."""
+    """Threshold of the first step: "formula" is 1 / (2 sqrt k) as published, regardless of the
+    gradients; "topk" is the k-th largest magnitude; or a number in the unit of that step."""
     error: float = 0.05
-    """Margin of error of Slovin's formula: D / (1 + error^2 D) coordinates are sampled."""
+    """Margin of error in Slovin's formula: D / (1 + error^2 D) coordinates are sampled."""
     low: float = 0.1
-    """Picks below this part of the target are far too few."""
+    """Below this share of the target, far too few coordinates are selected."""
     high: float = 10.0
-    """Picks above this multiple of the target are far too many."""
+    """Above this multiple of the target, far too many coordinates are selected."""
     shrink: float = 0.95
-    """Factor (gamma) where they are far too few."""
+    """Factor (gamma) if far too few are selected."""
     grow: float = 1.05
-    """Factor (gamma) where they are far too many."""
+    """Factor (gamma) if far too many are selected."""
 
     exclusive = False
 
@@ -76,59 +81,67 @@ class Sage:
         if not 1 <= self.grow < inf:
             raise ValueError(f"grow must be at least 1 and finite, got {self.grow}")
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> SageState:
         """Start without a threshold."""
-        return State(None, None)
+        return SageState(None, None)
 
-    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Move this worker's threshold and pick; show how many."""
-        if k >= len(acc):  # All travels: there is nothing to learn for the threshold.
+    def propose(self, acc: Tensor, k: int, state: SageState, context: StepContext) -> Proposal:
+        """Update this worker's threshold and select; the header is the count."""
+        if k >= len(acc):  # Everything is sent, so the threshold learns nothing.
             nothing = torch.zeros(0, dtype=torch.int64, device=acc.device)
-            return Proposal(count_of(nothing), (nothing, state, None))
+            return Proposal(count_header(nothing), (nothing, state, None))
         mean = sample_mean(acc, self.error)
         if state.threshold is None:
-            threshold = within(self._first(acc, k), acc.dtype)
-            picks = above(acc, threshold)
+            threshold = clamp_to_dtype(self._first_threshold(acc, k), acc.dtype)
+            selected = indices_above(acc, threshold)
         else:
             alpha = mean / state.mean if mean > 0 and state.mean else 1.0
-            guess = within(state.threshold * alpha, acc.dtype)
-            picks, threshold = self._examine(acc, guess, k / len(acc))
-        # A threshold of almost zero could not grow back by factors: begin anew.
+            guess = clamp_to_dtype(state.threshold * alpha, acc.dtype)
+            selected, threshold = self._select(acc, guess, k / len(acc))
+        # A threshold near zero could never grow back by factors of 5 %: start again.
         lost = threshold <= torch.finfo(acc.dtype).tiny
-        after = State(None if lost else threshold, mean if mean > 0 else state.mean)
-        return Proposal(count_of(picks), (picks, after, threshold))
+        new_state = SageState(None if lost else threshold, mean if mean > 0 else state.mean)
+        return Proposal(count_header(selected), (selected, new_state, threshold))
 
     def settle(
-        self, acc: Tensor, k: int, state: State, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Unite everybody's picks."""
-        picks, after, threshold = proposal.found
-        return (yield from unite(picks, len(acc), k, place, headers, after, threshold))
+        self,
+        acc: Tensor,
+        k: int,
+        state: SageState,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Gather the union of all selections."""
+        selected, new_state, threshold = proposal.local
+        return (
+            yield from select_union(selected, len(acc), k, context, headers, new_state, threshold)
+        )
 
-    def rescale(self, state: State, factor: float) -> State:
-        """Follow a change of the unit that values are in."""
-        return State(
+    def rescale(self, state: SageState, factor: float) -> SageState:
+        """Multiply threshold and mean by `factor`."""
+        return SageState(
             None if state.threshold is None else state.threshold * factor,
             None if state.mean is None else state.mean * factor,
         )
 
-    def _first(self, acc: Tensor, k: int) -> float:
+    def _first_threshold(self, acc: Tensor, k: int) -> float:
         if self.first == "topk":
-            return float(acc[largest(acc, k)].abs().min())
-        return suggested(k) if self.first == "formula" else float(self.first)
+            return float(acc[topk_indices(acc, k)].abs().min())
+        return suggested_threshold(k) if self.first == "formula" else float(self.first)
 
-    def _examine(self, acc: Tensor, guess: float, wanted: float) -> tuple[Tensor, float]:
-        """Return what reaches the threshold, and the threshold: `guess` times beta gamma."""
-        # The factor grows with the density that is examined, so no threshold is below that of
-        # zero: one pass over the vector does for both the examination and the picks.
-        near = above(acc, guess * self.factor(0.0, wanted))
-        sizes = acc[near].abs()
-        examined = int((sizes >= guess).sum()) / len(acc)
-        threshold = within(guess * self.factor(examined, wanted), acc.dtype)
-        return near[above(sizes, threshold)], threshold
+    def _select(self, acc: Tensor, guess: float, wanted: float) -> tuple[Tensor, float]:
+        """Return what reaches the new threshold, and the threshold: `guess` * beta * gamma."""
+        # beta * gamma grows with the examined density, so no new threshold is below the one for
+        # density zero: a single pass over the vector finds all candidates for both questions.
+        candidates = indices_above(acc, guess * self.factor(0.0, wanted))
+        magnitudes = acc[candidates].abs()
+        examined = int((magnitudes >= guess).sum()) / len(acc)
+        threshold = clamp_to_dtype(guess * self.factor(examined, wanted), acc.dtype)
+        return candidates[indices_above(magnitudes, threshold)], threshold
 
     def factor(self, examined: float, wanted: float) -> float:
-        """Return beta gamma for the density at the last threshold times alpha.
+        """Return beta * gamma, given the density at the last threshold times alpha.
 
         >>> Sage().factor(0.001, 0.001)
         1.0
@@ -140,8 +153,8 @@ class Sage:
 
 
 def sample_mean(acc: Tensor, error: float) -> float:
-    """Return the mean magnitude of a sample that is spread evenly over (D,) `acc`."""
+    """Return the mean magnitude of an evenly spaced sample of (D,) `acc`."""
     dim = len(acc)
     count = max(1, int(dim / (1 + error**2 * dim)))
-    places = torch.arange(count, device=acc.device) * dim // count
-    return float(acc[places].double().abs().mean())
+    positions = torch.arange(count, device=acc.device) * dim // count
+    return float(acc[positions].double().abs().mean())

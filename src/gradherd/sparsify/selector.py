@@ -13,8 +13,8 @@ from gradherd.comm.script import Script
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which worker of how many, and in which step."""
+class StepContext:
+    """Which worker of how many this is, and which step."""
 
     step: int
     """From 0; skipped steps do not count."""
@@ -22,7 +22,7 @@ class Place:
     size: int
 
     @property
-    def parts(self) -> list[int]:
+    def partitions(self) -> list[int]:
         """The partition of each worker; every worker has each partition once in R steps."""
         return [(self.step + rank) % self.size for rank in range(self.size)]
 
@@ -33,12 +33,12 @@ class Proposal:
 
     header: Tensor
     """(H,) int32 that is all-gathered; H must be the same on all workers."""
-    found: Any = None
-    """Local data that `settle` needs again; it is not sent."""
+    local: Any = None
+    """Data that this worker needs again in `settle`; it is not sent."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """The coordinates that all workers agreed to send."""
 
     indices: Tensor
@@ -91,14 +91,14 @@ class Selector(Protocol):
         """
         ...
 
-    def propose(self, acc: Tensor, k: int, state: Any, place: Place) -> Proposal:
+    def propose(self, acc: Tensor, k: int, state: Any, context: StepContext) -> Proposal:
         """Compute what needs no communication.
 
         Args:
             acc: (D,) residual + gradient of this worker.
             k: Number of coordinates to send, at least one.
             state: The method's state.
-            place: Which worker this is, and in which step.
+            context: Which worker this is, and in which step.
         """
         ...
 
@@ -107,17 +107,17 @@ class Selector(Protocol):
         acc: Tensor,
         k: int,
         state: Any,
-        place: Place,
+        context: StepContext,
         proposal: Proposal,
         headers: Tensor,
-    ) -> Script[Chosen]:
+    ) -> Script[Selection]:
         """Agree with the other workers on what is sent.
 
         Args:
             acc: (D,) as in `propose`.
             k: As in `propose`.
             state: As in `propose`.
-            place: As in `propose`.
+            context: As in `propose`.
             proposal: What `propose` returned on this worker.
             headers: (R, H) int32 headers of all workers, on the CPU.
         """
@@ -128,10 +128,10 @@ class Selector(Protocol):
         ...
 
 
-def target(density: float, dim: int) -> int:
+def target_count(density: float, dim: int) -> int:
     """Return k, the number of coordinates that a density of `dim` stands for: at least one.
 
-    >>> target(0.001, 10), target(0.29, 100), target(1.0, 7)
+    >>> target_count(0.001, 10), target_count(0.29, 100), target_count(1.0, 7)
     (1, 29, 7)
     """
     # 0.29 * 100 is 28.999999999999996 in floating point, but means 29.

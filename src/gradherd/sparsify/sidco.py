@@ -1,13 +1,14 @@
-"""SIDCo: a threshold from a distribution that is fitted to the magnitudes, in stages.
+"""SIDCo: a threshold from a distribution fitted to the magnitudes, in several stages.
 
 Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed
-Training Systems", MLSys 2021. Each worker fits a distribution to its magnitudes and takes the
-quantile that the target asks for. A tail that far out is fitted badly, so the first stage keeps
-a quarter, and each later one fits what the last has kept. Stages are added where too few are
-picked, and taken away where too many are.
+Training Systems", MLSys 2021, arXiv:2101.10761. Each worker fits a distribution to its magnitudes
+and uses the quantile of the target density as its threshold. Such a fit is poor far out in the
+tail, so the first stage keeps a quarter of the coordinates, and each further stage is fitted to
+what the last one kept. Stages are added if too few coordinates are selected, and removed if too
+many are.
 
-How many that is, is counted in the worker's own picks: workers may have different numbers of
-stages, and the union that travels is denser than the picks of one.
+The number of stages follows a worker's own count. Workers may therefore have different numbers of
+stages, and the union that is sent is denser than the selection of one worker.
 
 Letters: D coordinates, S stages.
 """
@@ -22,44 +23,44 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.kernels import above, largest
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
-from gradherd.sparsify.threshold import count_of, unite
+from gradherd.sparsify.kernels import indices_above, topk_indices
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.threshold import count_header, select_union
 
 Distribution = Literal["exponential", "gamma", "pareto"]
 
 
 @dataclass(frozen=True)
-class State:
-    """What one worker remembers: the others have numbers of their own."""
+class SIDCoState:
+    """State of `SIDCo`; every worker has its own."""
 
     stages: int
     """S of the next step."""
     steps: int = 0
-    """Steps since S was last thought over."""
+    """Steps since S was last reconsidered."""
     total: float = 0.0
-    """Sum over them of this worker's actual density / the target."""
+    """Sum over those steps of this worker's actual density / target density."""
 
 
 @dataclass(frozen=True)
 class SIDCo:
-    """What reaches each worker's fitted threshold, united."""
+    """Send the union of what reaches each worker's fitted threshold."""
 
     density: float = 1e-3
-    """Share of the coordinates that each worker should pick."""
+    """Share of the coordinates that each worker should select."""
     distribution: Distribution = "exponential"
-    """What magnitudes are fitted with: "exponential" in all stages, "pareto" (generalised) in all
-    stages, or "gamma" in the first and pareto in the others."""
+    """Distribution of the magnitudes: "exponential" or "pareto" (generalised) in all stages, or
+    "gamma" in the first stage and "pareto" in the others."""
     first_ratio: float = 0.25
-    """Share that the first of several stages keeps."""
+    """Share of the coordinates that the first of several stages keeps."""
     stages: int = 1
     """S of the first step."""
     every: int = 5
-    """Steps after which S is thought over."""
+    """Reconsider S after this many steps."""
     tolerance: float = 0.2
-    """S stays while the mean of actual density / target is within this of 1."""
+    """S stays while the mean of actual / target density is within this of 1."""
     stage_ratio: float = 0.5
-    """S stays so low that stages of this ratio, all together, do not go below the target."""
+    """Upper limit of S: as many stages of this ratio as it takes to get down to the target."""
 
     exclusive = False
 
@@ -75,62 +76,71 @@ class SIDCo:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
-        """Start with the stages of the settings."""
-        return State(self.stages)
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> SIDCoState:
+        """Start with the number of stages of the settings."""
+        return SIDCoState(self.stages)
 
-    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Fit, pick, and show how many."""
+    def propose(self, acc: Tensor, k: int, state: SIDCoState, context: StepContext) -> Proposal:
+        """Fit a threshold and select; the header is the count."""
         nothing = torch.zeros(0, dtype=torch.int64, device=acc.device)
-        if k >= len(acc):  # All travels: nothing is fitted.
-            return Proposal(count_of(nothing), (nothing, state, None))
-        sizes = acc.abs()
-        lowest, top = (float(end) for end in sizes.aminmax())
-        if top == 0:  # Says nothing about the fit either.
-            return Proposal(count_of(nothing), (nothing, state, None))
+        if k >= len(acc):  # Everything is sent: no threshold to fit.
+            return Proposal(count_header(nothing), (nothing, state, None))
+        magnitudes = acc.abs()
+        lowest, top = (float(end) for end in magnitudes.aminmax())
+        if top == 0:  # A zero vector says nothing about the number of stages, either.
+            return Proposal(count_header(nothing), (nothing, state, None))
         if lowest == top:
-            picks, threshold = largest(acc, k), top
+            selected, threshold = topk_indices(acc, k), top
         else:
-            # By the largest first: the squares of what is left can neither overflow nor vanish.
-            unit = top * float(torch.linalg.vector_norm(sizes.div_(top)))
-            sizes.mul_(top / unit)
+            # Fit to a vector of norm 1. Dividing by the largest magnitude first keeps the squares
+            # in the norm from overflowing or vanishing.
+            unit = top * float(torch.linalg.vector_norm(magnitudes.div_(top)))
+            magnitudes.mul_(top / unit)
             ratios = stage_ratios(k / len(acc), state.stages, self.first_ratio)
-            picks, threshold = refine(sizes, ratios, self.distribution)
+            selected, threshold = select_in_stages(magnitudes, ratios, self.distribution)
             threshold *= unit
-            if not len(picks):
-                picks, threshold = largest(acc, 1), top
-        after = self.adapt(state, len(picks) / len(acc), k / len(acc))
-        return Proposal(count_of(picks), (picks, after, threshold))
+            if not len(selected):
+                selected, threshold = topk_indices(acc, 1), top
+        new_state = self.adapt(state, len(selected) / len(acc), k / len(acc))
+        return Proposal(count_header(selected), (selected, new_state, threshold))
 
     def settle(
-        self, acc: Tensor, k: int, state: State, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Unite everybody's picks."""
-        picks, after, threshold = proposal.found
-        return (yield from unite(picks, len(acc), k, place, headers, after, threshold))
+        self,
+        acc: Tensor,
+        k: int,
+        state: SIDCoState,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Gather the union of all selections."""
+        selected, new_state, threshold = proposal.local
+        return (
+            yield from select_union(selected, len(acc), k, context, headers, new_state, threshold)
+        )
 
-    def rescale(self, state: State, factor: float) -> State:
-        """Nothing has a unit."""
+    def rescale(self, state: SIDCoState, factor: float) -> SIDCoState:
+        """Return the state as it is: nothing in it has a unit."""
         return state
 
-    def adapt(self, state: State, actual: float, target: float) -> State:
-        """Return the state after a step in which this worker picked `actual` of its coordinates.
+    def adapt(self, state: SIDCoState, actual: float, target: float) -> SIDCoState:
+        """Return the state after a step in which this worker's density was `actual`.
 
-        >>> SIDCo(every=1).adapt(State(stages=3), actual=0.0005, target=0.001)
-        State(stages=4, steps=0, total=0.0)
+        >>> SIDCo(every=1).adapt(SIDCoState(stages=3), actual=0.0005, target=0.001)
+        SIDCoState(stages=4, steps=0, total=0.0)
         """
         steps, total = state.steps + 1, state.total + actual / target
         if steps < self.every:
             return replace(state, steps=steps, total=total)
         mean = total / steps
-        more = (mean < 1 - self.tolerance) - (mean > 1 + self.tolerance)
-        # A power of the ratio must not count as one more by rounding.
+        change = (mean < 1 - self.tolerance) - (mean > 1 + self.tolerance)
+        # Without the small term, rounding could turn an exact power of the ratio into one more.
         most = math.ceil(math.log(target, self.stage_ratio) - 1e-9)
-        return State(max(1, min(state.stages + more, most)))
+        return SIDCoState(max(1, min(state.stages + change, most)))
 
 
 def stage_ratios(target: float, stages: int, first: float) -> list[float]:
-    """Return what share each stage keeps of what it sees: their product is the target.
+    """Return the share that each stage keeps of its input; their product is the target.
 
     >>> stage_ratios(1 / 64, 3, 0.25)
     [0.25, 0.25, 0.25]
@@ -140,33 +150,34 @@ def stage_ratios(target: float, stages: int, first: float) -> list[float]:
     return [first, *[(target / first) ** (1 / (stages - 1))] * (stages - 1)]
 
 
-def refine(
-    sizes: Tensor, ratios: Sequence[float], distribution: Distribution
+def select_in_stages(
+    magnitudes: Tensor, ratios: Sequence[float], distribution: Distribution
 ) -> tuple[Tensor, float]:
-    """Return where (D,) `sizes` reach the threshold of the last stage, and the threshold."""
-    # Zeros have no place above any threshold, also where one is too small for the type.
-    floor = max(FITS[distribution](sizes, ratios[0]), torch.finfo(sizes.dtype).tiny)
-    picks = above(sizes, floor)
+    """Return where (D,) `magnitudes` reach the last stage's threshold, and that threshold."""
+    # At least the smallest normal number: zeros must not be selected if a fit underflows.
+    threshold = max(FITS[distribution](magnitudes, ratios[0]), torch.finfo(magnitudes.dtype).tiny)
+    selected = indices_above(magnitudes, threshold)
     later = exponential if distribution == "exponential" else pareto
     for ratio in ratios[1:]:
-        values = sizes[picks]
+        values = magnitudes[selected]
         if len(values) < 2 or bool((values == values[0]).all()):
-            break  # Nothing is left to tell apart.
+            break  # Equal values cannot be told apart by a higher threshold.
         lowest = values.min()
-        floor = float(lowest) + later(values - lowest, ratio)
-        picks = picks[above(values, floor)]
-    return picks, floor
+        threshold = float(lowest) + later(values - lowest, ratio)
+        selected = selected[indices_above(values, threshold)]
+    return selected, threshold
 
 
 def exponential(values: Tensor, ratio: float) -> float:
-    """Return what a share `ratio` of an exponential distribution with this mean exceeds."""
+    """Return the threshold that a share `ratio` of the fitted exponential distribution exceeds."""
     return -float(values.mean()) * math.log(ratio)
 
 
 def pareto(values: Tensor, ratio: float) -> float:
-    """Return what a share `ratio` of a generalised Pareto distribution with these moments exceeds.
+    """Return the threshold that a share `ratio` of the fitted generalised Pareto exceeds.
 
-    The paper's kappa: above zero the tail ends, below zero it is heavy, zero is exponential.
+    The fit is by moments. In the paper's kappa, the tail is bounded if kappa > 0, heavy if
+    kappa < 0, and exponential if kappa = 0.
     """
     variance, mean = (float(moment) for moment in torch.var_mean(values))
     if not variance > 0:
@@ -179,9 +190,12 @@ def pareto(values: Tensor, ratio: float) -> float:
 
 
 def gamma(values: Tensor, ratio: float) -> float:
-    """Return what a share `ratio` of a gamma distribution exceeds, by a closed form of its fit."""
+    """Return the threshold that a share `ratio` of the fitted gamma distribution exceeds.
+
+    The fit is the usual closed-form approximation of the maximum likelihood estimate.
+    """
     mean = float(values.mean())
-    # The published code adds this too: the logarithm of a zero would be the whole mean.
+    # The published code adds epsilon, too: one zero would make the mean logarithm infinite.
     gap = math.log(mean) - float((values + sys.float_info.epsilon).log().mean())
     if not gap > 0:
         return mean
@@ -195,7 +209,7 @@ def gamma_quantile(shape: float, ratio: float) -> float:
     >>> round(gamma_quantile(1.0, 0.25), 12) == round(math.log(4), 12)
     True
     """
-    # Laurent and Massart's bound of the tail, from above; by halving, as it cannot go astray.
+    # Bisection on log x always converges. The upper end is Laurent and Massart's tail bound.
     depth = -math.log(ratio)
     low, high = -700.0, math.log(shape + math.sqrt(2 * shape * depth) + depth)
     at = torch.tensor(shape, dtype=torch.float64)
@@ -211,4 +225,4 @@ FITS: dict[str, Callable[[Tensor, float], float]] = {
     "gamma": gamma,
     "pareto": pareto,
 }
-"""Distributions by name."""
+"""Fits of the first stage, by distribution: (magnitudes, ratio) -> threshold."""

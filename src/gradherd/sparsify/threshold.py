@@ -1,11 +1,13 @@
-"""Hard threshold: every worker picks what reaches a line that does not move.
+"""Hard threshold: every worker selects what reaches a constant threshold.
 
-Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021. The
-line is the same at every step, so how much travels follows the gradients: all of it where they
-are large, nothing at all where they are small. Workers pick differently; what travels is the
-union of their picks.
+Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021,
+arXiv:2108.00951. The threshold never changes, so the density follows the gradients: everything is
+sent while they are large, nothing when they are small. Workers select different coordinates, and
+the union is sent.
 
-Letters: D coordinates, R workers, H numbers of a header, K coordinates that travel.
+SAGE and SIDCo, whose workers also select any number of coordinates, use the helpers below.
+
+Letters: D coordinates, R workers, H elements of a header, K coordinates that are sent.
 """
 
 import math
@@ -18,27 +20,33 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_union
-from gradherd.sparsify.kernels import above
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density, target
+from gradherd.sparsify.kernels import indices_above
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    StepContext,
+    check_density,
+    target_count,
+)
 
 
 @dataclass(frozen=True)
-class State:
-    """What all workers know alike."""
+class ThresholdState:
+    """State of `Threshold`, the same on all workers."""
 
     threshold: float
-    """It changes with the unit of values, never otherwise."""
+    """Changes only when the unit of the values changes."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """What reaches a constant, united."""
+    """Send the union of what reaches a constant threshold on any worker."""
 
     density: float = 1e-3
-    """Share of the coordinates that the default threshold is meant for; what travels may be any."""
+    """Density that the default threshold is meant for; the actual density may be anything."""
     value: float | None = None
-    """The threshold, in the unit of the first step; None is 1 / (2 sqrt k). Then a density that
-    falls over the first steps is followed; a value of your own is kept."""
+    """The threshold, in the unit of the first step. None is the paper's 1 / (2 sqrt k), which
+    follows a warm-up of the density; a given value does not."""
 
     exclusive = False
 
@@ -47,74 +55,83 @@ class Threshold:
         if self.value is not None and not 0 < self.value < math.inf:
             raise ValueError(f"value must be a positive number or None, got {self.value}")
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> State:
-        """Set the threshold for good."""
-        return State(suggested(target(self.density, dim)) if self.value is None else self.value)
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> ThresholdState:
+        """Set the threshold."""
+        if self.value is not None:
+            return ThresholdState(self.value)
+        return ThresholdState(suggested_threshold(target_count(self.density, dim)))
 
-    def propose(self, acc: Tensor, k: int, state: State, place: Place) -> Proposal:
-        """Pick, and show how many."""
+    def propose(self, acc: Tensor, k: int, state: ThresholdState, context: StepContext) -> Proposal:
+        """Select what reaches the threshold; the header is the count."""
         threshold = state.threshold
         if self.value is None:
-            threshold *= suggested(k) / suggested(target(self.density, len(acc)))
-        threshold = within(threshold, acc.dtype)
-        picks = above(acc, threshold)
-        return Proposal(count_of(picks), (picks, threshold))
+            usual_k = target_count(self.density, len(acc))
+            threshold *= suggested_threshold(k) / suggested_threshold(usual_k)
+        threshold = clamp_to_dtype(threshold, acc.dtype)
+        selected = indices_above(acc, threshold)
+        return Proposal(count_header(selected), (selected, threshold))
 
     def settle(
-        self, acc: Tensor, k: int, state: State, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Unite everybody's picks."""
-        picks, threshold = proposal.found
-        return (yield from unite(picks, len(acc), k, place, headers, state, threshold))
+        self,
+        acc: Tensor,
+        k: int,
+        state: ThresholdState,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Gather the union of all selections."""
+        selected, threshold = proposal.local
+        return (yield from select_union(selected, len(acc), k, context, headers, state, threshold))
 
-    def rescale(self, state: State, factor: float) -> State:
-        """Follow a change of the unit that values are in."""
+    def rescale(self, state: ThresholdState, factor: float) -> ThresholdState:
+        """Multiply the threshold by `factor`."""
         return replace(state, threshold=state.threshold * factor)
 
 
-def suggested(k: int) -> float:
-    """Return the threshold that the paper suggests where about k coordinates should travel.
+def suggested_threshold(k: int) -> float:
+    """Return the paper's threshold for sending about k coordinates: 1 / (2 sqrt k).
 
-    >>> suggested(25)
+    >>> suggested_threshold(25)
     0.1
     """
     return 1 / (2 * math.sqrt(k))
 
 
-def within(threshold: float, dtype: torch.dtype) -> float:
-    """Return the threshold, or the nearest that can be multiplied and compared with in `dtype`."""
+def clamp_to_dtype(threshold: float, dtype: torch.dtype) -> float:
+    """Return the threshold, clamped to the positive normal range of `dtype`."""
     limits = torch.finfo(dtype)
     return min(max(threshold, limits.tiny), limits.max)
 
 
-def count_of(picks: Tensor) -> Tensor:
-    """Return the header of methods whose workers pick as many as they like: (1,) int32."""
-    return torch.tensor([len(picks)], dtype=torch.int32, device=picks.device)
+def count_header(selected: Tensor) -> Tensor:
+    """Return the header of methods that select any number of coordinates: (1,) int32, the count."""
+    return torch.tensor([len(selected)], dtype=torch.int32, device=selected.device)
 
 
-def unite(
-    picks: Tensor,
+def select_union(
+    selected: Tensor,
     dim: int,
     k: int,
-    place: Place,
+    context: StepContext,
     headers: Tensor,
     state: Any,
     threshold: float | None,
-) -> Script[Chosen]:
-    """Choose what anybody picked; everything where k says so.
+) -> Script[Selection]:
+    """Agree on the union of all workers' selections, or on everything if k is D.
 
     Args:
-        picks: (K_r,) ascending indices of this worker.
+        selected: (K_r,) ascending indices that this worker selected.
         dim: D.
-        k: How many coordinates should travel.
-        place: Which worker this is.
-        headers: (R, 1) how many each worker picked.
-        state: What the method remembers for the next step.
-        threshold: Of this worker.
+        k: Number of coordinates to send.
+        context: Which worker this is.
+        headers: (R, 1) how many coordinates each worker selected.
+        state: The method's state for the next step.
+        threshold: This worker's threshold.
     """
     if k >= dim:
-        everything = torch.arange(dim, device=picks.device)
-        return Chosen(everything, [dim] * place.size, state, 0.0)
+        everything = torch.arange(dim, device=selected.device)
+        return Selection(everything, [dim] * context.size, state, 0.0)
     counts = headers[:, 0].tolist()
-    union = yield from gather_union(picks, counts, dim, place)
-    return Chosen(union, counts, state, threshold)
+    union = yield from gather_union(selected, counts, dim, context)
+    return Selection(union, counts, state, threshold)

@@ -1,8 +1,9 @@
-"""Top-k: every worker picks the k largest coordinates of its whole vector.
+"""Top-k: every worker selects the k largest coordinates of its whole vector.
 
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017. Workers
-pick differently, so what travels is the union of their picks: it builds up, to R times k at
-worst. Values of the union travel from all workers, and all clear it.
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017,
+arXiv:1704.05021. Workers select different coordinates, and the union of their selections is sent.
+It grows with the number of workers, up to R times k (gradient build-up). All workers send their
+values of the whole union and clear them from their residuals.
 """
 
 from collections.abc import Sequence
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_union
-from gradherd.sparsify.kernels import largest
-from gradherd.sparsify.selector import Chosen, Place, Proposal, check_density
+from gradherd.sparsify.kernels import topk_indices
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest of each worker, united."""
+    """Send the union of each worker's k largest coordinates."""
 
     density: float = 1e-3
-    """Share of the coordinates that each worker picks."""
+    """Share of the coordinates that each worker selects."""
 
     exclusive = False
 
@@ -30,21 +31,28 @@ class TopK:
         check_density(self.density)
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> None:
-        """Nothing is remembered."""
+        """Top-k has no state."""
 
-    def propose(self, acc: Tensor, k: int, state: None, place: Place) -> Proposal:
-        """Pick; there is nothing to tell, as everybody picks as many."""
-        return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device), largest(acc, k))
+    def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
+        """Select the k largest; the header is empty, as every worker selects k."""
+        nothing = torch.zeros(0, dtype=torch.int32, device=acc.device)
+        return Proposal(nothing, topk_indices(acc, k))
 
     def settle(
-        self, acc: Tensor, k: int, state: None, place: Place, proposal: Proposal, headers: Tensor
-    ) -> Script[Chosen]:
-        """Unite everybody's picks."""
-        counts = [k] * place.size
+        self,
+        acc: Tensor,
+        k: int,
+        state: None,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Gather the union of all selections."""
+        counts = [k] * context.size
         if k >= len(acc):
-            return Chosen(proposal.found, counts, None)
-        union = yield from gather_union(proposal.found, counts, len(acc), place)
-        return Chosen(union, counts, None)
+            return Selection(proposal.local, counts, None)
+        union = yield from gather_union(proposal.local, counts, len(acc), context)
+        return Selection(union, counts, None)
 
     def rescale(self, state: None, factor: float) -> None:
-        """Nothing has a unit."""
+        """Top-k has no state."""

@@ -1,11 +1,11 @@
-"""The passes of `kernels` over long float32 vectors, as Triton programs for a GPU.
+"""The passes of `kernels` over float32 vectors as Triton kernels.
 
-Bandwidth is all that counts here, so each pass reads and writes every number once. What lies
-above the floor is marked by one bit for each coordinate (3 % of the vector's memory) with a tally
-for each tile; from the tallies' sums every tile knows where its picks go. So picks are ascending
-and the same on every run, without a wait for the host.
+They are bound by memory bandwidth, so each reads and writes every element once. What reaches the
+threshold is marked in a bitmap (one bit per coordinate, 3 % of the vector's memory) with a count
+for each tile. From the cumulative counts every tile knows where its selected coordinates go. So
+these are ascending and the same in every run, without waiting for the host.
 
-Letters: D coordinates, T tiles of them, C picks there is room for.
+Letters: D coordinates, T tiles of them, C capacity of a selection, K coordinates that are sent.
 """
 
 from functools import cache
@@ -16,65 +16,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradherd.sparsify.histogram import BINS, SHIFT, Tally
+from gradherd.sparsify.histogram import BINS, SHIFT, MagnitudeHistogram
 
 TILE = 8192
-"""Coordinates whose picks are counted together."""
-_GROUP = 2  # tiles whose picks one program takes
+"""Coordinates whose marks are counted together."""
+_GROUP = 2  # Tiles that one program compacts.
 _WARPS = 8
-# Programs that walk over tiles, on each multiprocessor: many more than run at once, which is what
-# fills an H200's bandwidth, but few enough that adding up their counts does not show.
-_PER_SM = 128
+# Programs per multiprocessor, each of which loops over tiles. Many more than run at once: that
+# is what saturates the bandwidth of an H200. Few enough for the atomic adds of their histograms
+# not to matter.
+_PROGRAMS_PER_SM = 128
 _WORD = tl.constexpr(32)
-_INFINITE = tl.constexpr(0x7F800000)  # float32's bits of it; those of NaN are larger
+_INFINITY_BITS = tl.constexpr(0x7F800000)  # As integers, the bits of NaN are larger.
 
 
-class Marks(NamedTuple):
-    """Where something was found."""
+class Bitmap(NamedTuple):
+    """Which coordinates reach a threshold."""
 
     words: Tensor
     """(T * TILE / 32,) int32, one bit for each coordinate."""
-    tallies: Tensor
-    """(T,) int32 bits that are set in each tile."""
+    counts: Tensor
+    """(T,) int32 number of bits set in each tile."""
 
 
 @triton.jit
-def _places(tile, TILE: tl.constexpr):
-    """Coordinates of a tile as (TILE / 32, 32): a row is what one word marks."""
+def _coordinates(tile, TILE: tl.constexpr):
+    """Return the coordinates of a tile as (TILE / 32, 32): one row per word of the bitmap."""
     rows = tl.arange(0, TILE // _WORD).to(tl.int64)[:, None] * _WORD
     return rows + tile * TILE + tl.arange(0, _WORD)[None, :]
 
 
 @triton.jit
-def _mark(values, line, words, tallies, tile, TILE: tl.constexpr):
-    """Mark where |values| reach the line; compares bits, so that no subnormal is flushed."""
-    sizes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    # A NaN is above nothing.
-    hits = ((sizes >= line) & (sizes <= _INFINITE)).to(tl.int32)
-    bits = tl.sum(hits << tl.arange(0, _WORD)[None, :], axis=1)
-    tl.store(words + tile * (TILE // _WORD) + tl.arange(0, TILE // _WORD), bits)
-    tl.store(tallies + tile, tl.sum(tl.sum(hits, axis=1), axis=0))
+def _mark(values, line, words, tile_counts, tile, TILE: tl.constexpr):
+    """Mark where |values| reach the threshold, given as the bits `line`.
+
+    Compares bits instead of floats, because the GPU may flush subnormals to zero.
+    """
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # NaN reaches no threshold.
+    hits = ((bits >= line) & (bits <= _INFINITY_BITS)).to(tl.int32)
+    word = tl.sum(hits << tl.arange(0, _WORD)[None, :], axis=1)
+    tl.store(words + tile * (TILE // _WORD) + tl.arange(0, TILE // _WORD), word)
+    tl.store(tile_counts + tile, tl.sum(tl.sum(hits, axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
-def _add_pass(
-    kept, grad, out, unit, counts, window, floor, words, tallies, first, tiles, size,
+def _add_kernel(
+    residual, grad, out, scale, counts, window, threshold, words, tile_counts, first, tiles, size,
     CLEAR: tl.constexpr, COUNT: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
     TILE: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     if MARK:
-        line = tl.load(floor).to(tl.int32, bitcast=True)
+        line = tl.load(threshold).to(tl.int32, bitcast=True)
     if COUNT:
         base = tl.load(window)
-        found = tl.zeros((BINS,), tl.int32)
+        histogram = tl.zeros((BINS,), tl.int32)
     for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
-        at = _places(tile, TILE)
+        at = _coordinates(tile, TILE)
         if MASKED:
-            total = tl.load(kept + at, mask=at < size, other=0)
-            total += unit * tl.load(grad + at, mask=at < size, other=0).to(tl.float32)
+            total = tl.load(residual + at, mask=at < size, other=0)
+            total += scale * tl.load(grad + at, mask=at < size, other=0).to(tl.float32)
             tl.store(out + at, total, mask=at < size)
         else:
-            total = tl.load(kept + at) + unit * tl.load(grad + at).to(tl.float32)
+            total = tl.load(residual + at) + scale * tl.load(grad + at).to(tl.float32)
             tl.store(out + at, total)
         if CLEAR:
             nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
@@ -83,37 +87,38 @@ def _add_pass(
             else:
                 tl.store(grad + at, nothing)
         if COUNT:
-            sizes = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            bins = tl.minimum(tl.maximum((sizes >> SHIFT) - base, 0), BINS - 2)
-            bins = tl.where(sizes >= _INFINITE, BINS - 1, bins)
-            found += tl.histogram(tl.reshape(bins, (TILE,)), BINS)
+            bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            bins = tl.minimum(tl.maximum((bits >> SHIFT) - base, 0), BINS - 2)
+            bins = tl.where(bits >= _INFINITY_BITS, BINS - 1, bins)
+            histogram += tl.histogram(tl.reshape(bins, (TILE,)), BINS)
         if MARK:
-            if MASKED:  # or a floor of zero would find what is not there
+            if MASKED:  # A threshold of zero would mark the zeros beyond the end.
                 total = tl.where(at < size, total, float("nan"))
-            _mark(total, line, words, tallies, tile, TILE)
+            _mark(total, line, words, tile_counts, tile, TILE)
     if COUNT:
-        if MASKED:  # what is beyond the end was counted as zeros
+        if MASKED:  # Zeros beyond the end were counted in the first bin.
             beyond = (first + tiles) * TILE - size
-            found -= tl.where(tl.arange(0, BINS) == 0, beyond, 0)
-        tl.atomic_add(counts + tl.arange(0, BINS), found, sem="relaxed")
+            histogram -= tl.where(tl.arange(0, BINS) == 0, beyond, 0)
+        tl.atomic_add(counts + tl.arange(0, BINS), histogram, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
-def _mark_pass(
-    values, floor, words, tallies, first, tiles, size, MASKED: tl.constexpr, TILE: tl.constexpr
-):
-    line = tl.load(floor).to(tl.int32, bitcast=True)
+def _mark_kernel(
+    values, threshold, words, tile_counts, first, tiles, size,
+    MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    line = tl.load(threshold).to(tl.int32, bitcast=True)
     for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
-        at = _places(tile, TILE)
-        if MASKED:  # a NaN is above nothing
-            found = tl.load(values + at, mask=at < size, other=float("nan"))
+        at = _coordinates(tile, TILE)
+        if MASKED:  # NaN reaches no threshold.
+            loaded = tl.load(values + at, mask=at < size, other=float("nan"))
         else:
-            found = tl.load(values + at)
-        _mark(found.to(tl.float32), line, words, tallies, tile, TILE)
+            loaded = tl.load(values + at)
+        _mark(loaded.to(tl.float32), line, words, tile_counts, tile, TILE)
 
 
 @triton.jit
-def _ones(x):
+def _popcount(x):
     """Count the bits of int32 that are set."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -121,28 +126,28 @@ def _ones(x):
     return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0x3F
 
 
-@triton.jit(do_not_specialize=["tiles", "room"])
-def _take_pass(
-    values, words, tallies, ends, indices, picked, tiles, room,
+@triton.jit(do_not_specialize=["tiles", "capacity"])
+def _compact_kernel(
+    values, words, tile_counts, ends, indices, selected, tiles, capacity,
     CLEAR: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) * GROUP
     row = tl.arange(0, GROUP * TILE // _WORD)
     word = group * (TILE // _WORD) + row
     bits = tl.load(words + word, mask=word < tiles * (TILE // _WORD), other=0)
-    here = _ones(bits)
-    most = tl.max(here, axis=0)
+    per_word = _popcount(bits)
+    most = tl.max(per_word, axis=0)
     if most > 0:
-        before = tl.load(ends + group) - tl.load(tallies + group)
-        to = before + tl.cumsum(here, axis=0) - here
+        before = tl.load(ends + group) - tl.load(tile_counts + group)
+        to = before + tl.cumsum(per_word, axis=0) - per_word
         at = word.to(tl.int64) * _WORD
-        # Each turn takes the lowest bit of every word: few turns, as picks are few.
+        # Each iteration handles the lowest bit of every word: with few marks, few iterations.
         for _ in range(most):
-            index = at + _ones((bits & -bits) - 1)
-            fits = (bits != 0) & (to < room)
+            index = at + _popcount((bits & -bits) - 1)
+            fits = (bits != 0) & (to < capacity)
             value = tl.load(values + index, mask=fits, other=0)
             tl.store(indices + to, index, mask=fits)
-            tl.store(picked + to, value, mask=fits)
+            tl.store(selected + to, value, mask=fits)
             if CLEAR:
                 tl.store(values + index, tl.zeros_like(value), mask=fits)
             bits = bits & (bits - 1)
@@ -152,135 +157,151 @@ def _take_pass(
 @cache
 def _programs(device: torch.device) -> int:
     if device.type != "cuda":
-        return 3  # Triton's interpreter: few enough that a program has several tiles
-    return _PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        return 3  # Triton's interpreter: so few that a program has several tiles.
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _spans(size: int) -> list[tuple[int, int, bool]]:
-    """Return (first tile, tiles, masked): whole tiles need no mask, so that loads are wide."""
+    """Return (first tile, tiles, masked). Full tiles need no mask, which keeps loads wide."""
     whole, rest = divmod(size, TILE)
     return [(0, whole, False)] * (whole > 0) + [(whole, 1, True)] * (rest > 0)
 
 
-def _no_marks(like: Tensor) -> Marks:
+def _empty_bitmap(like: Tensor) -> Bitmap:
     tiles = -(-len(like) // TILE)
     words = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=like.device)
-    return Marks(words, torch.empty(tiles, dtype=torch.int32, device=like.device))
+    return Bitmap(words, torch.empty(tiles, dtype=torch.int32, device=like.device))
 
 
 def add(
-    kept: Tensor,
+    residual: Tensor,
     grad: Tensor,
-    unit: float,
+    scale: float,
     out: Tensor,
-    tally: Tally | None,
-    floor: Tensor | None,
+    histogram: MagnitudeHistogram | None,
+    threshold: Tensor | None,
     *,
     clear: bool,
-) -> Marks | None:
-    """Write kept + unit * grad to `out`; count, mark and clear on the way.
+) -> Bitmap | None:
+    """Write residual + scale * grad to `out`; in the same pass count, mark and clear.
 
     Args:
-        kept: (D,) float32.
-        grad: (D,) float32, bfloat16 or float16; zeros afterwards if `clear`.
-        unit: What it is multiplied by.
-        out: (D,) float32, may be `kept`.
-        tally: Counts the results; None counts nothing.
-        floor: () float32, marks what reaches it; None marks nothing.
-        clear: Whether to clear `grad`.
+        residual: (D,) float32.
+        grad: (D,) float32, bfloat16 or float16.
+        scale: Factor of the gradient.
+        out: (D,) float32, may be `residual`.
+        histogram: Counts the magnitudes of the result; None does not count.
+        threshold: () float32, marks what reaches it; None does not mark.
+        clear: Whether to set `grad` to zero.
     """
-    marks = None if floor is None else _no_marks(kept)
-    words, tallies = marks or (None, None)
-    counts, window = (tally.counts, tally.window) if tally else (None, None)
-    for first, tiles, masked in _spans(len(kept)):
-        _add_pass[(min(tiles, _programs(kept.device)),)](
-            kept, grad, out, unit, counts, window, floor, words, tallies, first, tiles, len(kept),
-            CLEAR=clear, COUNT=tally is not None, MARK=floor is not None, MASKED=masked,
+    bitmap = None if threshold is None else _empty_bitmap(residual)
+    words, tile_counts = bitmap or (None, None)
+    counts, window = (histogram.counts, histogram.window) if histogram else (None, None)
+    size = len(residual)
+    for first, tiles, masked in _spans(size):
+        _add_kernel[(min(tiles, _programs(residual.device)),)](
+            residual, grad, out, scale, counts, window, threshold, words, tile_counts,
+            first, tiles, size,
+            CLEAR=clear, COUNT=histogram is not None, MARK=threshold is not None, MASKED=masked,
             TILE=TILE, BINS=BINS, SHIFT=SHIFT, num_warps=_WARPS,
         )  # fmt: skip
-    return marks
+    return bitmap
 
 
-def mark(values: Tensor, floor: Tensor) -> Marks:
-    """Mark where |values| >= floor: (D,) values, () float32."""
-    marks = _no_marks(values)
+def mark(values: Tensor, threshold: Tensor) -> Bitmap:
+    """Mark where |values| >= threshold: (D,) values, () float32."""
+    bitmap = _empty_bitmap(values)
     for first, tiles, masked in _spans(len(values)):
-        _mark_pass[(min(tiles, 2 * _programs(values.device)),)](
-            values, floor, *marks, first, tiles, len(values),
+        _mark_kernel[(min(tiles, 2 * _programs(values.device)),)](
+            values, threshold, *bitmap, first, tiles, len(values),
             MASKED=masked, TILE=TILE, num_warps=_WARPS,
         )  # fmt: skip
-    return marks
+    return bitmap
 
 
-def take(values: Tensor, marks: Marks, room: int, *, clear: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (C,) int64 indices and (C,) values of the first marks, and () int32 their number.
+def compact(
+    values: Tensor, bitmap: Bitmap, capacity: int, *, clear: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first marked coordinates, their values, and how many are marked.
 
     Args:
-        values: (D,) float32 that the marks are of; zero where taken afterwards if `clear`.
-        marks: Of `mark` or `add`.
-        room: C. What is beyond it stays; if there is less, zeros follow.
-        clear: Whether to clear what is taken.
+        values: (D,) float32 that the bitmap belongs to.
+        bitmap: From `mark` or `add`.
+        capacity: C. What does not fit is left alone; if fewer are marked, zeros follow.
+        clear: Whether to set the returned values to zero in `values`.
+
+    Returns:
+        (C,) int64 indices, (C,) values, () int32 count.
     """
-    ends = marks.tallies.cumsum(0, dtype=torch.int32)
+    ends = bitmap.counts.cumsum(0, dtype=torch.int32)
     count = ends[-1] if len(ends) else ends.new_zeros(())
-    return *_taken(values, marks, ends, room, clear), count
+    return *_compact(values, bitmap, ends, capacity, clear), count
 
 
-def above(values: Tensor, floor: float) -> Tensor:
-    """Return where |values| >= floor: (k,) int64, with one wait for k."""
-    marks = mark(values, torch.full((), floor, dtype=torch.float32, device=values.device))
-    ends = marks.tallies.cumsum(0, dtype=torch.int32)
+def indices_above(values: Tensor, threshold: float) -> Tensor:
+    """Return where |values| >= threshold: (k,) int64. Waits once for the device, to learn k."""
+    line = torch.full((), threshold, dtype=torch.float32, device=values.device)
+    bitmap = mark(values, line)
+    ends = bitmap.counts.cumsum(0, dtype=torch.int32)
     count = int(ends[-1]) if len(ends) else 0
-    return _taken(values, marks, ends, count, False)[0]
+    return _compact(values, bitmap, ends, count, False)[0]
 
 
-def _taken(
-    values: Tensor, marks: Marks, ends: Tensor, room: int, clear: bool
+def _compact(
+    values: Tensor, bitmap: Bitmap, ends: Tensor, capacity: int, clear: bool
 ) -> tuple[Tensor, Tensor]:
-    # Together, so that they are cleared together.
-    memory = torch.zeros(3 * room, dtype=torch.int32, device=values.device)
-    indices, picked = memory[: 2 * room].view(torch.int64), memory[2 * room :].view(torch.float32)
-    if len(ends) and room:
-        _take_pass[(triton.cdiv(len(ends), _GROUP),)](
-            values, *marks, ends, indices, picked, len(ends), room,
+    # One allocation for both, so that one kernel zeroes it.
+    memory = torch.zeros(3 * capacity, dtype=torch.int32, device=values.device)
+    indices = memory[: 2 * capacity].view(torch.int64)
+    selected = memory[2 * capacity :].view(torch.float32)
+    if len(ends) and capacity:
+        _compact_kernel[(triton.cdiv(len(ends), _GROUP),)](
+            values, *bitmap, ends, indices, selected, len(ends), capacity,
             CLEAR=clear, TILE=TILE, GROUP=_GROUP, num_warps=4,
         )  # fmt: skip
-    return indices, picked
+    return indices, selected
+
+
+# --- Small kernels: little work, but a dozen launches each in torch ----------------------------
 
 
 @triton.jit(do_not_specialize=["k"])
-def _floor_pass(counts, window, floor, k, BINS: tl.constexpr, SHIFT: tl.constexpr):
+def _topk_threshold_kernel(counts, window, result, k, BINS: tl.constexpr, SHIFT: tl.constexpr):
     bins = tl.arange(0, BINS)
     reach = tl.cumsum(tl.load(counts + bins, mask=bins < BINS - 1, other=0), axis=0, reverse=True)
     at = tl.sum(((reach >= k) & (bins < BINS - 1)).to(tl.int32), axis=0) - 1
-    border = ((at + tl.load(window)) << SHIFT).to(tl.float32, bitcast=True)
-    tl.store(floor, tl.where(at > 0, border, 0.0))
+    edge = ((at + tl.load(window)) << SHIFT).to(tl.float32, bitcast=True)
+    tl.store(result, tl.where(at > 0, edge, 0.0))
 
 
 @triton.jit(do_not_specialize=["count"])
-def _put_pass(flat, number, own, at, values, held, limit, count, BLOCK: tl.constexpr):
+def _scatter_kernel(
+    flat, buckets, number, offsets, values, written, limit, count, BLOCK: tl.constexpr
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(number + i, mask=i < count, other=-1) == own
+    mine = tl.load(buckets + i, mask=i < count, other=-1) == number
     value = tl.load(values + i, mask=mine, other=0)
-    # NaN stays NaN: minimum and maximum would drop it.
+    # Not tl.clamp: NaN must stay NaN, and minimum and maximum would drop it.
     value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
     value = value.to(flat.dtype.element_ty)
-    tl.store(flat + tl.load(at + i, mask=mine, other=0), value, mask=mine)
-    tl.store(held + i, value.to(held.dtype.element_ty), mask=mine)
+    tl.store(flat + tl.load(offsets + i, mask=mine, other=0), value, mask=mine)
+    tl.store(written + i, value.to(written.dtype.element_ty), mask=mine)
 
 
-def floor(counts: Tensor, window: Tensor, k: int) -> Tensor:
-    """Do what `Tally.floor` does."""
-    found = torch.empty((), dtype=torch.float32, device=counts.device)
-    _floor_pass[(1,)](counts, window, found, k, BINS=BINS, SHIFT=SHIFT, num_warps=1)
-    return found
+def topk_threshold(counts: Tensor, window: Tensor, k: int) -> Tensor:
+    """Do what `MagnitudeHistogram.topk_threshold` does."""
+    result = torch.empty((), dtype=torch.float32, device=counts.device)
+    _topk_threshold_kernel[(1,)](counts, window, result, k, BINS=BINS, SHIFT=SHIFT, num_warps=1)
+    return result
 
 
-def put(flat: Tensor, number: Tensor, own: int, at: Tensor, values: Tensor, held: Tensor) -> None:
-    """Write values where number == own to flat[at], and what its type could hold to `held`."""
+def scatter_to_bucket(
+    flat: Tensor, buckets: Tensor, number: int, offsets: Tensor, values: Tensor, written: Tensor
+) -> None:
+    """Do what `kernels.scatter_to_bucket` does."""
     if not len(values):
         return
     block, limit = 512, torch.finfo(flat.dtype).max
-    _put_pass[(triton.cdiv(len(values), block),)](
-        flat, number, own, at, values, held, limit, len(values), BLOCK=block
+    _scatter_kernel[(triton.cdiv(len(values), block),)](
+        flat, buckets, number, offsets, values, written, limit, len(values), BLOCK=block
     )

@@ -1,7 +1,7 @@
-"""All workers of a world in one process: the same maths as on real ranks.
+"""All workers of a world in one process, with the same arithmetic as on real ranks.
 
-To the bit, if torch uses as many threads as the ranks would: means and norms of long vectors, which
-sidco, sage and deft look at, depend on that.
+The results have the same bits if torch uses as many threads as each rank would: means and norms
+of long vectors, which SIDCo, SAGE and DEFT compute, depend on the number of threads.
 
 Letters: R workers, D coordinates.
 """
@@ -17,8 +17,8 @@ from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Worker
 
 
-class Workers:
-    """R workers that exchange what the settings say."""
+class VirtualWorkers:
+    """R workers that exchange sparse gradients within one process."""
 
     def __init__(
         self,
@@ -49,34 +49,36 @@ class Workers:
         self.metrics: dict[str, Any] = {}
 
     def step(self, grads: Tensor) -> Tensor:
-        """Average (R, D) gradients: returns (D,), zero where nothing travelled.
+        """Average gradients over workers.
 
-        NaN everywhere if anything was not finite; residuals are then as before.
+        Args:
+            grads: (R, D).
+
+        Returns:
+            (D,) mean of what was sent, zero elsewhere. If anything was not finite, NaN everywhere;
+            residuals are then unchanged.
         """
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad)
         if self.workers[0].weightless:
             return torch.zeros_like(grads[0])
-        told = run_together([worker.script() for worker in self.workers])
-        for worker, one in zip(self.workers, told, strict=True):
-            worker.commit(one.value)
-        outcome = told[0].value
+        results = run_together([worker.script() for worker in self.workers])
+        for worker, result in zip(self.workers, results, strict=True):
+            worker.commit(result.value)
+        outcome = results[0].value
         if outcome is None:
             return grads.new_full((self._dim,), torch.nan)
         mean = self.workers[0].mean_of(outcome)
+        # Stacked first, so that a GPU is waited for once and not once per worker.
+        norms = torch.stack([torch.linalg.vector_norm(w.feedback.residual) for w in self.workers])
         self.metrics = outcome.metrics(self._sparse) | {
-            "residual_norm": statistics.fmean(
-                # Asked of a GPU once, not for each worker.
-                torch.stack(
-                    [torch.linalg.vector_norm(worker.feedback.kept) for worker in self.workers]
-                ).tolist()
-            ),
-            "bytes": round(statistics.fmean(one.bytes for one in told)),
+            "residual_norm": statistics.fmean(norms.tolist()),
+            "bytes": round(statistics.fmean(result.bytes for result in results)),
         }
         out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
         return out.index_copy_(0, outcome.indices, mean)
 
     def residuals(self) -> Tensor:
-        """Return (R, D), what each worker keeps."""
-        return torch.stack([worker.feedback.kept for worker in self.workers])
+        """Return the residuals of all workers: (R, D)."""
+        return torch.stack([worker.feedback.residual for worker in self.workers])

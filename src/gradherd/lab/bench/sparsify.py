@@ -29,10 +29,10 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.histogram import Tally
-from gradherd.sparsify.kernels import above, add_select
-from gradherd.sparsify.residuals import Feedback
-from gradherd.sparsify.selector import target
+from gradherd.sparsify.histogram import MagnitudeHistogram
+from gradherd.sparsify.kernels import add_select, indices_above, topk_threshold
+from gradherd.sparsify.residuals import ErrorFeedback
+from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
 
 _SIDE = 1000  # rows and columns of the matrices that make up the gradient
@@ -49,13 +49,13 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     generator = torch.Generator(device).manual_seed(0)
     fresh = torch.randn(dim, generator=generator, device=device)
     grad, residual = torch.empty_like(fresh), torch.zeros_like(fresh)
-    k = target(density, dim)
+    k = target_count(density, dim)
     threshold = float(fresh.abs().topk(k).values[-1])
-    feedback = Feedback(dim, dtype=fresh.dtype, device=device)
+    feedback = ErrorFeedback(dim, dtype=fresh.dtype, device=device)
 
     def reset() -> None:
         grad.copy_(fresh)
-        for memory in (residual, feedback.kept):
+        for memory in (residual, feedback.residual):
             memory.zero_()
 
     def copy() -> None:
@@ -77,18 +77,27 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
         feedback.add(0, grad, 1.0)
         grad.zero_()
         feedback.finite()
-        feedback.commit(above(feedback.acc, threshold), None)
+        feedback.commit(indices_above(feedback.acc, threshold), None)
 
     floor = torch.tensor(threshold, device=device)
-    counted = Tally.around(floor)
+    counted = MagnitudeHistogram.around(floor)
 
-    def one_pass(tally: Tally | None = None) -> None:
-        add_select(feedback.kept, grad, 1.0, feedback.acc, floor, 2 * k, tally=tally, clear=True)
+    def one_pass(histogram: MagnitudeHistogram | None = None) -> None:
+        add_select(
+            feedback.residual,
+            grad,
+            1.0,
+            feedback.acc,
+            floor,
+            2 * k,
+            histogram=histogram,
+            clear=True,
+        )
 
     def tally() -> None:
         counted.counts.zero_()
         one_pass(counted)
-        counted.floor(k)
+        topk_threshold(counted, k)
 
     cases: dict[str, Callable[[], None]] = {"copy": copy, "eager": eager, "topk": topk}
     cases |= {"fused": one_pass, "tally": tally} if device.type == "cuda" else {"fused": fused}

@@ -31,7 +31,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.optimizers import flat_grad
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify, make_settings
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 _POINTS = 32
 """Points of a series."""
@@ -85,14 +85,14 @@ class DensityStudy:
         """Train once, and let every sparsifier exchange each step's gradients."""
         first = runs[0].settings
         context.progress.begin(1, first["steps"])
-        exchanges: list[Workers] = []
+        exchanges: list[VirtualWorkers] = []
         metrics: list[list[dict[str, Any]]] = [[] for _ in runs]
         dim = 0
         for grads, layers in gradients(first, runs[0].seed, context):
             dim = grads.shape[1]
             if not exchanges:
                 exchanges = [
-                    Workers(
+                    VirtualWorkers(
                         _sparsify(run.settings),
                         dim,
                         len(grads),

@@ -24,9 +24,9 @@ from gradherd.lab.train.trainer import EpochCounters
 from gradherd.ordering.gather import enough, seen_batches
 from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
-from gradherd.sparsify.residuals import Layout
+from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import make_settings
-from gradherd.sparsify.virtual_workers import Workers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 class WorkerTurns:
@@ -81,15 +81,15 @@ class GradientAverager:
         settings = None
         if config.density is not None:
             settings = make_settings(config.sparsify, config.density, **(config.method or {}))
-        self.layout = Layout.of(counts, 0 if settings is None else settings.dense_below)
+        self.layout = FlatLayout.of(counts, 0 if settings is None else settings.dense_below)
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
         """(D,) the last average."""
         self.series = BinnedSeries()
         """Densities of the steps."""
-        self._sparse: Workers | None = None
+        self._sparse: VirtualWorkers | None = None
         if settings is not None:
-            self._sparse = Workers(
+            self._sparse = VirtualWorkers(
                 settings,
                 self.layout.size,
                 config.workers,
@@ -121,7 +121,7 @@ class GradientAverager:
     def end_epoch(self, tally: EpochCounters) -> None:
         """Take down what worker 0 keeps after the last step."""
         if self._sparse is not None:
-            kept = self._sparse.workers[0].feedback.kept
+            kept = self._sparse.workers[0].feedback.residual
             tally.residual_norm = float(torch.linalg.vector_norm(kept))
 
 
