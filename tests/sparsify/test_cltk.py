@@ -58,7 +58,7 @@ def test_only_the_leader_searches(monkeypatch):
         searched.append(values)
         return torch.arange(k)
 
-    monkeypatch.setattr(cltk, "largest", counted)
+    monkeypatch.setattr(cltk, "topk_indices", counted)
     accs = torch.from_numpy(gradients(4, 31)[0])
     for rank in range(4):
         CLTK(0.1).propose(accs[rank], 3, None, StepContext(step=6, rank=rank, size=4))

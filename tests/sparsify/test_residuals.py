@@ -80,7 +80,7 @@ def test_gradients_are_multiplied_by_the_unit_once(unit, momentum):
         indices = some(9, step)
         feedback.commit(indices, None)
         plain.commit(indices, None)
-        torch.testing.assert_close(feedback.residual, plain.kept, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(feedback.residual, plain.residual, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -159,7 +159,7 @@ def test_terms_are_finite_where_only_their_sum_is_not():
     opposed.commit(NOTHING, None)
     opposed.add(0, torch.tensor([large, 0.0, 0.0, 0.0]), 1.0)  # Kept and new overflow together.
     assert not opposed.finite()
-    assert opposed.kept.tolist() == torch.tensor([large, large, -large, -large]).tolist()
+    assert opposed.residual.tolist() == torch.tensor([large, large, -large, -large]).tolist()
 
 
 @given(
