@@ -91,7 +91,7 @@ def test_headers_that_numpy_stumbles_over(tmp_path, case):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("X.npy", content)
-    with pytest.raises(DamagedData, match=r"some/file is no good \.npz"):
+    with pytest.raises(DamagedData, match=r"some/file is not a valid \.npz"):
         parse_npz(file.getvalue(), HERE, ("X",))
 
 
@@ -143,13 +143,13 @@ def test_directories_of_archives_that_lie(field):
     at = content.index(b"PK\1\2") + field
     for lie in (b"\1\0", b"\x20\0", b"\xff\xff"):
         content[at : at + 2] = lie
-        with pytest.raises(DamagedData, match=r"some/file is no good \.npz"):
+        with pytest.raises(DamagedData, match=r"some/file is not a valid \.npz"):
             parse_npz(bytes(content), HERE, ("X",))
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_packings_that_cannot_be_stopped_in_time(packing):
-    with pytest.raises(DamagedData, match="packed in an unusual way"):
+    with pytest.raises(DamagedData, match="unsupported compression method"):
         parse_npz(bytes(archived(packing)), HERE, ("X",))
 
 
@@ -159,7 +159,7 @@ def test_packings_that_cannot_be_stopped_in_time(packing):
 @pytest.mark.parametrize("end", [".gz", ".xz"])
 def test_bombs_are_refused_within_memory(tmp_path, end):
     (tmp_path / f"a{end}").write_bytes(bomb(end))
-    with limits(), pytest.raises(DamagedData, match=r"more than 268,435,456 bytes read_file"):
+    with limits(), pytest.raises(DamagedData, match=r"more than 268,435,456 bytes unpacked"):
         read_file(tmp_path / f"a{end}")
 
 
@@ -199,11 +199,11 @@ def test_images_that_are_too_large_or_of_another_kind():
     at = small.index(b"VP8L") + 9  # 14 bits of width - 1, 14 bits of height - 1
     for side in (16384, 8192):
         large = ((side - 1) | (side - 1) << 14 | small[at + 3] >> 4 << 28).to_bytes(4, "little")
-        with limits(), pytest.raises(DamagedData, match="some/file is no good image"):
+        with limits(), pytest.raises(DamagedData, match="some/file is not a valid image"):
             parse_tiles(small[:at] + large + small[at + 4 :], HERE, 32)
     file = io.BytesIO()
     image.new("RGB", (32, 32)).save(file, "png")
-    with pytest.raises(DamagedData, match="some/file is no good image"):
+    with pytest.raises(DamagedData, match="some/file is not a valid image"):
         parse_tiles(file.getvalue(), HERE, 32)
 
 
@@ -246,7 +246,7 @@ def test_pickles_that_an_unpickler_should_not_see(tmp_path, monkeypatch, case):
         if case in GOOD:
             assert parse_plain_pickle(PICKLES[case], HERE) == GOOD[case]
         else:
-            with pytest.raises(DamagedData, match="some/file is no plain pickle"):
+            with pytest.raises(DamagedData, match="some/file is not a plain pickle"):
                 parse_plain_pickle(PICKLES[case], HERE)
     assert not list(tmp_path.iterdir())
 
@@ -296,7 +296,7 @@ def test_series_whose_values_are_none(tmp_path, any_set):
     fake_data.m4(tmp_path, "public")
     path = tmp_path / "m4" / "Weekly-train.csv"
     path.write_text(path.read_text().replace('"W3","', '"W3\x1b[2J","1e300","', 1))
-    with pytest.raises(DamagedData, match=r"series 'W3\?\[2J' is not all finite"):
+    with pytest.raises(DamagedData, match=r"series 'W3.\[2J' is not all finite"):
         find_task("m4-mlp").load(tmp_path)
 
 
@@ -304,7 +304,9 @@ def test_a_vocabulary_that_is_nested(tmp_path, any_set):
     for make in (fake_data.wikitext, fake_data.gpt2_bpe):
         make(tmp_path, "public")
     (tmp_path / "gpt2-bpe" / "encoder.json").write_text("[" * 100_000)
-    with pytest.raises(DamagedData, match=r"gpt2-bpe is no vocabulary .* nested too deeply"):
+    with pytest.raises(
+        DamagedData, match=r"gpt2-bpe is not GPT-2.s vocabulary: .* nested too deeply"
+    ):
         find_task("wikitext2-gpt2").load(tmp_path)
 
 

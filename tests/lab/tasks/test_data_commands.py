@@ -137,7 +137,7 @@ def test_get_when_the_connection_breaks(capsys, any_edition, server):
 
 def test_get_refuses_what_was_not_published(capsys, server):
     offer(server, "m4")
-    fails(capsys, "m4", "what came for 'm4' is not the published set: ")
+    fails(capsys, "m4", "the download of 'm4' is not the published data set: ")
 
 
 def test_get_refuses_one_wrong_byte(capsys, any_edition, server, monkeypatch):
@@ -161,7 +161,7 @@ def test_get_refuses_one_wrong_byte(capsys, any_edition, server, monkeypatch):
 @pytest.mark.parametrize("content", [b"<html>", b"PK\x05\x06" + bytes(18)])
 def test_get_refuses_an_archive_that_is_none(capsys, any_edition, server, content):
     (server / "SST-2.zip").write_bytes(content)
-    fails(capsys, "sst2", "SST-2.zip is no good archive")
+    fails(capsys, "sst2", "SST-2.zip is not a valid archive")
 
 
 def test_get_mends_what_is_damaged(capsys, any_edition, server):

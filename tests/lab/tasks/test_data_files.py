@@ -260,7 +260,7 @@ def test_a_damaged_file_is_named(any_edition, tmp_path, task, form, file, damage
     [
         ({"X": np.zeros((5, 17)), "y": np.zeros(5)}, r"X \(5, 17\) and y \(5,\)"),
         ({"X": np.zeros((5, 18)), "y": np.zeros(4)}, r"y \(4,\)"),
-        ({"X": np.zeros((5, 18)), "y": np.full(5, 2)}, "answers other than 0, 1"),
+        ({"X": np.zeros((5, 18)), "y": np.full(5, 2)}, "labels other than 0, 1"),
         ({"X": np.full((5, 18), np.nan), "y": np.zeros(5)}, "not finite"),
         ({"X": np.full((5, 18), "a"), "y": np.zeros(5)}, "expected numbers"),
         ({"X": np.zeros((5, 18))}, "it has no array 'y'"),
@@ -277,7 +277,7 @@ def test_hmda_archives_of_another_kind(tmp_path, content, complaint):
 @pytest.mark.parametrize(
     ("task", "file", "old", "new", "complaint"),
     [
-        ("m4-mlp", "m4/Weekly-train.csv", '"W3"', '"W77"', "not about the same series"),
+        ("m4-mlp", "m4/Weekly-train.csv", '"W3"', '"W77"', "do not hold the same series"),
         ("m4-mlp", "m4/Weekly-train.csv", '"W3","', '"W3","x', "series W3: could not convert"),
         ("m4-mlp", "m4/Weekly-train.csv", '"W3","', '"W3","inf","', "not all finite"),
         ("m4-mlp", "m4/Weekly-test.csv", '"W3","', '"W3","1","', "series W3 has 63 [+] 14"),

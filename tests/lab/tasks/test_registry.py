@@ -94,7 +94,7 @@ def test_a_task_of_ones_own_trains(own):
         ("number", "has no class 'number'"),
         ("", "has no class ''"),
         ("a b", "has no class 'a b'"),
-        ("Half", "Half is no task, it lacks description, data, metric_name"),
+        ("Half", "Half is not a task, it lacks description, data, metric_name"),
         ("Loose", "Loose.defaults must be gradherd.lab.tasks.Defaults, got dict"),
         ("Asking", r"Asking\(\) fails: TypeError"),
     ],

@@ -222,9 +222,9 @@ def test_augmentation_moves_and_mirrors_in_training_only(monkeypatch):
 
 
 def test_a_split_has_columns_of_one_length():
-    with pytest.raises(ValueError, match=r"test needs columns of one length.*\[2, 3\]"):
+    with pytest.raises(ValueError, match=r"test needs tensors of one length.*\[2, 3\]"):
         Split((torch.zeros(1),), (torch.zeros(2), torch.zeros(3)))
-    with pytest.raises(ValueError, match="train needs columns"):
+    with pytest.raises(ValueError, match="train needs tensors"):
         Split((torch.zeros(0),), (torch.zeros(2),))
 
 

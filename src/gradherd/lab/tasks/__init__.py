@@ -1,4 +1,4 @@
-"""What is trained: data, models, losses and metrics, one file per task."""
+"""The tasks: data, models, losses and metrics."""
 
 from gradherd.lab.tasks.data_files import MissingData as MissingData
 from gradherd.lab.tasks.registry import TASKS as TASKS

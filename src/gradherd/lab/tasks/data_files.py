@@ -1,4 +1,4 @@
-"""Finding data: in a folder that is named, in GRADHERD_DATA, or in the cache folder."""
+"""Finding data sets on disk: in a given folder, in GRADHERD_DATA, or in the cache folder."""
 
 import hashlib
 import os
@@ -7,28 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradherd.lab.tasks.datasets import DATASETS, DataFile, DataSet, Form
-from gradherd.lab.tasks.safe_readers import (
-    MAX_BYTES,
-    DamagedData,
-    decode_utf8,
-    printable,
-    read_file,
-)
+from gradherd.lab.tasks.safe_readers import MAX_BYTES, DamagedData, decode_utf8, read_file
+from gradherd.lab.text import printable
 
-_PACKED = ("", ".xz", ".gz")
+_SUFFIXES = ("", ".xz", ".gz")
 
 
 class MissingData(ValueError):
-    """A data set is not there: one sentence says what, where was looked, and what to do."""
+    """A data set was not found: one sentence says which, in which folders, and what to do."""
 
     def __init__(self, message: str) -> None:
-        """Take a message with names of folders in it: it is for a terminal."""
-        super().__init__(printable(message, most=10_000))
+        """Take a message that quotes folder names; make it safe to print on a terminal."""
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)
 class LocalDataSet:
-    """A data set that is there: each of its files by name, and where it lies."""
+    """A data set that was found on disk: its form, its folder, and the path of every file."""
 
     dataset: DataSet
     form: Form
@@ -36,13 +31,13 @@ class LocalDataSet:
     paths: Mapping[str, Path]
 
     def read(self, name: str) -> bytes:
-        """Return a file, unpacked and checked.
+        """Return a file, decompressed and verified.
 
         Raises:
-            DamagedData: It cannot be unpacked, or is not the file that was published.
+            DamagedData: It cannot be decompressed, or is not the published file.
         """
         file = next(file for file in self.form.files if file.name == name)
-        # Line ends of another system are no reason to have twice the size.
+        # Text with Windows line ends is larger than published, but never twice as large.
         content = read_file(self.paths[name], MAX_BYTES if file.size is None else 2 * file.size)
         if file.text:
             content = content.replace(b"\r\n", b"\n")
@@ -50,27 +45,27 @@ class LocalDataSet:
         return content
 
     def text(self, name: str) -> str:
-        """Return a text file, unpacked and checked."""
+        """Return a text file, decompressed and verified."""
         return decode_utf8(self.read(name), self.paths[name])
 
 
 def cache_dir() -> Path:
-    """Return the folder for downloads and for what is made of them; it may not exist yet."""
+    """Return the folder for downloads and cached tokens; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative one is to be ignored, says the standard.
+    # The XDG specification says to ignore a relative path.
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "gradherd"
 
 
 def data_dirs(data_dir: Path | None = None) -> list[Path]:
-    """Return the folders where data is looked for, in order."""
+    """Return the folders that are searched for data, in order."""
     given = [str(data_dir)] if data_dir is not None else []
-    named = os.environ.get("GRADHERD_DATA", "")
-    folders = [*given, *([named] if named else []), str(cache_dir())]
+    from_environment = os.environ.get("GRADHERD_DATA", "")
+    folders = [*given, *([from_environment] if from_environment else []), str(cache_dir())]
     return list(dict.fromkeys(expand_user(Path(folder)) for folder in folders))
 
 
 def expand_user(path: Path) -> Path:
-    """Return a path with ~ for the home folder; of a user that there is not, as it is."""
+    """Return a path with ~ expanded; unchanged if there is no such user."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -81,36 +76,37 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     """Find a data set.
 
     Args:
-        name: One of SETS.
-        data_dir: Folder to look in first.
+        name: A key of DATASETS.
+        data_dir: Folder to search first.
 
     Raises:
         MissingData: It is in none of the folders.
-        ValueError: `data_dir` is no folder.
+        ValueError: `data_dir` is not a folder.
     """
     if data_dir is not None and not _is_dir(expand_user(Path(data_dir))):
-        raise ValueError(f"data_dir must be a folder, got {str(data_dir)!r}: there is none")
-    dataset, folders = DATASETS[name], data_dirs(data_dir)
-    most, nearly = 0, ""
-    for root in folders:
+        raise ValueError(f"data_dir must be a folder, got {str(data_dir)!r}: no such folder")
+    dataset, roots = DATASETS[name], data_dirs(data_dir)
+    # If no form is complete, name what the most complete one lacks.
+    most_files, hint = 0, ""
+    for root in roots:
         for form in dataset.forms:
             for folder in (root / below for below in form.folders):
                 paths = _present(folder, form.files)
                 if len(paths) == len(form.files):
                     return LocalDataSet(dataset, form, folder, paths)
-                if len(paths) > most:
-                    lack = next(file.name for file in form.files if file.name not in paths)
-                    most, nearly = len(paths), f" ({folder} lacks {lack})"
-    fetch = f"run `gradherd data get {name}`, or " if dataset.downloads else ""
-    looked = ", ".join(f"{root}{'' if _is_dir(root) else ' (no such folder)'}" for root in folders)
+                if len(paths) > most_files:
+                    missing = next(file.name for file in form.files if file.name not in paths)
+                    most_files, hint = len(paths), f" ({folder} lacks {missing})"
+    download = f"run `gradherd data get {name}`, or " if dataset.downloads else ""
+    searched = ", ".join(f"{root}{'' if _is_dir(root) else ' (no such folder)'}" for root in roots)
     raise MissingData(
-        f"data set {name!r} ({dataset.title}) was not found in {looked}{nearly}: "
-        f"{fetch}{dataset.by_hand} into one of them"
+        f"data set {name!r} ({dataset.title}) was not found in {searched}{hint}: "
+        f"{download}{dataset.by_hand} into one of them"
     )
 
 
 def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
-    """Return the data set if its files, in one of its forms, lie right in this folder."""
+    """Return the data set if one of its forms is complete in this very folder."""
     for form in dataset.forms:
         paths = _present(folder, form.files)
         if len(paths) == len(form.files):
@@ -118,27 +114,29 @@ def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
     return None
 
 
-def verify_file(file: DataFile, content: bytes, where: object) -> None:
-    """Raise DamagedData if unpacked content is not what was published."""
+def verify_file(file: DataFile, content: bytes, location: object) -> None:
+    """Raise DamagedData if decompressed content is not what was published."""
     if file.size is not None and len(content) != file.size:
-        state = "cut" if len(content) < file.size else "not the published file"
+        problem = "truncated" if len(content) < file.size else "not the published file"
         raise DamagedData(
-            f"{where} is {state}: {len(content):,} bytes unpacked instead of {file.size:,}; "
+            f"{location} is {problem}: {len(content):,} bytes unpacked instead of {file.size:,}; "
             "fetch it again"
         )
     if file.sha256 is not None and hashlib.sha256(content).hexdigest() != file.sha256:
         raise DamagedData(
-            f"{where} is damaged, or not the published file: its sha256 is not "
+            f"{location} is damaged, or not the published file: its sha256 is not "
             f"{file.sha256}; fetch it again"
         )
 
 
 def _present(folder: Path, files: tuple[DataFile, ...]) -> dict[str, Path]:
-    """Return those of the files that lie in a folder, in whichever name and packing."""
+    """Return the paths of the files in a folder, under any of their names, compressed or not."""
     paths = {}
     for file in files:
         for path in (
-            folder / f"{name}{end}" for name in (file.name, *file.aliases) for end in _PACKED
+            folder / f"{name}{suffix}"
+            for name in (file.name, *file.aliases)
+            for suffix in _SUFFIXES
         ):
             if is_file(path):
                 paths[file.name] = path
@@ -147,15 +145,15 @@ def _present(folder: Path, files: tuple[DataFile, ...]) -> dict[str, Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a file, no pipe and no folder."""
+    """Return whether a path is a regular file; False if that cannot be determined."""
     try:
         return path.is_file()
-    except OSError:  # A folder that may not be looked into, a name that is too long.
+    except OSError:  # No permission for the folder, or the name is too long.
         return False
 
 
 def _is_dir(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # A name that is too long.
+    except OSError:  # The name is too long.
         return False

@@ -1,6 +1,6 @@
-"""The data sets: their files in every form they come in, and where they can be had.
+"""The data sets: the files of every form they come in, and where to download them.
 
-Sizes and checksums are of unpacked files, so that packing does not matter.
+Sizes and checksums are those of decompressed files, so that compression does not matter.
 """
 
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of a data set. It may be packed: name.xz and name.gz are the same file."""
+    """One file of a data set; name.xz and name.gz count as the same file."""
 
     name: str
     size: int | None = None
-    """Bytes when unpacked; None: editions differ."""
+    """Bytes when decompressed; None if editions differ."""
     sha256: str | None = None
-    """Checksum when unpacked; None: editions differ."""
+    """Checksum when decompressed; None if editions differ."""
     aliases: tuple[str, ...] = ()
-    """Other names it goes by."""
+    """Other names of the same file."""
     text: bool = False
-    """Lines may end in the way of another system."""
+    """Whether lines may also end in CRLF."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form in which a data set comes: which files, and where below a data folder."""
+    """A form in which a data set is distributed: its files, and where below a data folder."""
 
     name: str
     folders: tuple[str, ...]
@@ -32,24 +32,24 @@ class Form:
 
 @dataclass(frozen=True)
 class Download:
-    """A public address and the file it is kept as; of a zip archive, some members are kept."""
+    """A public address and the file to save; from a zip archive only some members are kept."""
 
     url: str
     name: str
     members: tuple[tuple[str, str], ...] = ()
-    """(name in the archive, name it is kept as)."""
+    """(name in the archive, name to save it under)."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set."""
+    """A data set: its forms and its public sources."""
 
     name: str
     title: str
     forms: tuple[Form, ...]
-    """The one that is read fastest comes first."""
+    """The fastest to read comes first."""
     by_hand: str
-    """What to put into a data folder, where no download is known or wanted."""
+    """What to put into a data folder by hand, if no download is available or wanted."""
     downloads: tuple[Download, ...] = ()
 
     def form(self, name: str) -> Form:
@@ -65,7 +65,7 @@ CIFAR_BATCHES = (
     ("data_batch_5", "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add"),
     ("test_batch", "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"),
 )
-"""Batches of CIFAR-10 and the checksums of their .bin files: a label byte, then 3,072 pixels."""
+"""CIFAR-10 batches and the checksums of their .bin files; a row is a label and 3,072 pixels."""
 
 CIFAR10 = DataSet(
     name="cifar10",

@@ -14,15 +14,15 @@ from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.task import Defaults, Split
 
 TRAIN = 1440
-"""Examples that are trained on, of 1,797: a number that many workers can share."""
+"""Training examples, of 1,797: a number that many worker counts divide."""
 
 
 @dataclass(frozen=True)
 class Digits:
     """Logistic regression, 64 pixels to 10 digits: 650 parameters, convex.
 
-    The weights start at zero, so all seeds start at the same point; L2 regularisation is the
-    weight decay of the defaults and no part of `loss`.
+    The weights start at zero, so all seeds start at the same point. L2 regularisation is the
+    weight decay of the defaults, not part of `loss`.
     """
 
     name: ClassVar = "digits"
@@ -43,11 +43,11 @@ class Digits:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 64) pixels in [0, 1] and (n,) digits."""
+        """Load (n, 64) pixels in [0, 1] and (n,) digits."""
         return load_digits().first(limit)
 
     def model(self) -> nn.Module:
-        """Return a linear layer of zeros."""
+        """Return a linear layer, initialised to zero."""
         model = nn.Linear(64, 10)
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
@@ -59,12 +59,12 @@ class Digits:
         return F.cross_entropy(model(pixels), digits)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the share of right digits in percent."""
+        """Return the accuracy in percent."""
         return accuracy(model, *tensors)
 
 
 def load_digits() -> Split:
-    """Return the digits of scikit-learn, mixed and split with a fixed seed."""
+    """Return scikit-learn's digits, shuffled and split with a fixed seed."""
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError:
@@ -81,7 +81,7 @@ def load_digits() -> Split:
 
 @dataclass(frozen=True)
 class DigitsMLP:
-    """Two hidden layers of 512, ReLU: 301,066 parameters, enough to sparsify."""
+    """Two hidden layers of 512 with ReLU: 301,066 parameters, enough to sparsify."""
 
     name: ClassVar = "digits-mlp"
     description: ClassVar = "a 64-512-512-10 network on 8 x 8 digits, 301,066 parameters"
@@ -100,7 +100,7 @@ class DigitsMLP:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 64) pixels in [0, 1] and (n,) digits."""
+        """Load (n, 64) pixels in [0, 1] and (n,) digits."""
         return load_digits().first(limit)
 
     def model(self) -> nn.Module:
@@ -115,5 +115,5 @@ class DigitsMLP:
         return F.cross_entropy(model(pixels), digits)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the share of right digits in percent."""
+        """Return the accuracy in percent."""
         return accuracy(model, *tensors)

@@ -20,83 +20,83 @@ from gradherd.lab.tasks.datasets import DataSet, Download
 from gradherd.lab.tasks.hmda import read_hmda
 from gradherd.lab.tasks.safe_readers import ZIP_ERRORS, DamagedData, error_line, read_zip_member
 
-# Sets whose files have no checksum of their own; all others are read file by file.
+DownloadProgress = Callable[[str, int, int | None], None]
+"""Called with a file's name, the bytes received so far, and the total (None if unknown)."""
+
+# Data sets with files that have no published checksum: these are parsed and checked. For all
+# others it is enough to read every file, which compares its checksum.
 _READERS: dict[str, Callable[[LocalDataSet], object]] = {
     "cifar10": read_batches,
     "hmda-2017": read_hmda,
 }
+_TIMEOUT = 30.0  # seconds without any data
+_CHUNK = 1 << 18  # bytes
 
 
-def verify_dataset(found: LocalDataSet) -> None:
+class DownloadError(RuntimeError):
+    """A data set could not be downloaded: one sentence says which, why, and what to do."""
+
+
+def verify_dataset(local: LocalDataSet) -> None:
     """Read a whole data set and compare it with what was published.
 
     Raises:
         DamagedData: A file is damaged; the message names it.
     """
-    reader = _READERS.get(found.dataset.name)
+    reader = _READERS.get(local.dataset.name)
     if reader is not None:
-        reader(found)
+        reader(local)
         return
-    for file in found.form.files:
-        found.read(file.name)
-
-
-DownloadProgress = Callable[[str, int, int | None], None]
-"""Told a file's name, the bytes that came so far, and how many there are (None: not known)."""
-
-_TIMEOUT = 30.0
-_CHUNK = 1 << 18
-
-
-class DownloadError(RuntimeError):
-    """A data set could not be fetched: one sentence says which, why, and what to do."""
+    for file in local.form.files:
+        local.read(file.name)
 
 
 def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -> LocalDataSet:
-    """Download a data set into `root`/name, unless it is there and whole, and return it.
+    """Download a data set into `root`/name, unless an intact copy is there, and return it.
 
     Raises:
-        FetchError: There is no network, no such file, no space, or something else came.
+        DownloadError: No network, no such file, no space, or unexpected content.
     """
     folder = root / dataset.name
-    there = _find_intact(dataset, folder)
-    if there is not None:
-        return there
+    existing = _find_intact(dataset, folder)
+    if existing is not None:
+        return existing
     if not dataset.downloads:
         raise DownloadError(
             f"no download is known for {dataset.name!r}: {dataset.by_hand} into {root}"
         )
     try:
         root.mkdir(parents=True, exist_ok=True)
+        # Below `root`, so that the final move is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=f".{dataset.name}-", dir=root) as name:
             _download_all(dataset, Path(name), progress)
-            came = find_in_folder(dataset, Path(name))
-            if came is None:
-                raise DamagedData("some files did not come")
-            verify_dataset(came)
+            downloaded = find_in_folder(dataset, Path(name))
+            if downloaded is None:
+                raise DamagedData("some files are missing")
+            verify_dataset(downloaded)
             folder.mkdir(exist_ok=True)
-            for path in came.paths.values():
+            for path in downloaded.paths.values():
                 os.replace(path, folder / path.name)
     except DamagedData as error:
         raise DownloadError(
-            f"what came for {dataset.name!r} is not the published set: {error}; "
+            f"the download of {dataset.name!r} is not the published data set: {error}; "
             f"{dataset.by_hand} into {root}"
         ) from None
     except OSError as error:
         raise DownloadError(f"cannot write {dataset.name!r} into {root}: {error}") from None
-    found = find_in_folder(dataset, folder)
-    assert found is not None
-    return found
+    local = find_in_folder(dataset, folder)
+    assert local is not None
+    return local
 
 
 def _find_intact(dataset: DataSet, folder: Path) -> LocalDataSet | None:
-    found = find_in_folder(dataset, folder)
+    local = find_in_folder(dataset, folder)
     try:
-        if found is not None:
-            verify_dataset(found)
+        if local is not None:
+            verify_dataset(local)
     except DamagedData:
         return None
-    return found
+    return local
 
 
 def _download_all(dataset: DataSet, folder: Path, progress: DownloadProgress) -> None:
@@ -116,23 +116,25 @@ def _download_all(dataset: DataSet, folder: Path, progress: DownloadProgress) ->
 def _download_file(download: Download, path: Path, progress: DownloadProgress) -> None:
     request = urllib.request.Request(download.url, headers={"User-Agent": "gradherd"})
     try:
-        opened = urllib.request.urlopen(request, timeout=_TIMEOUT)
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except HTTPError as error:
-        error.close()  # it holds the connection
+        error.close()  # The exception holds the connection open.
         raise
-    with opened as answer, path.open("wb") as file:
-        size = int(answer.headers["Content-Length"]) if "Content-Length" in answer.headers else None
-        came = _copy(answer, file, lambda done: progress(download.name, done, size))
-    if size is not None and came != size:
-        raise OSError(f"the connection ended after {came:,} of {size:,} bytes")
+    with response, path.open("wb") as file:
+        length = response.headers.get("Content-Length")
+        size = None if length is None else int(length)
+        received = _copy(response, file, lambda done: progress(download.name, done, size))
+    # urllib does not report a connection that ends early.
+    if size is not None and received != size:
+        raise OSError(f"the connection ended after {received:,} of {size:,} bytes")
 
 
-def _copy(source: BinaryIO, target: BinaryIO, tell: Callable[[int], None]) -> int:
+def _copy(source: BinaryIO, target: BinaryIO, progress: Callable[[int], None]) -> int:
     done = 0
     while chunk := source.read(_CHUNK):
         target.write(chunk)
         done += len(chunk)
-        tell(done)
+        progress(done)
     return done
 
 
@@ -141,6 +143,6 @@ def _unzip(download: Download, folder: Path) -> None:
         with zipfile.ZipFile(folder / download.name) as archive:
             members = {name: read_zip_member(archive, path) for path, name in download.members}
     except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
-        raise DamagedData(f"{download.url} is no good archive: {error_line(error)}") from None
+        raise DamagedData(f"{download.url} is not a valid archive: {error_line(error)}") from None
     for name, content in members.items():
         (folder / name).write_bytes(content)

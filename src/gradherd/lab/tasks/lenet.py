@@ -17,11 +17,11 @@ from gradherd.lab.tasks.task import Defaults, Split
 
 
 def lenet(channels: int, padding: int = 0) -> nn.Sequential:
-    """Return the network from (B, channels, 32, 32) images to 10 scores.
+    """Return LeNet with ReLU and max-pooling, from (B, channels, 32, 32) images to 10 classes.
 
     Args:
         channels: Channels of the images.
-        padding: Zeros put around the images; 2 makes 28 x 28 ones as large as wanted.
+        padding: Zero padding of the first layer; 2 turns 28 x 28 images into 32 x 32.
     """
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=padding),
@@ -61,7 +61,7 @@ class Cifar10LeNet:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 3, 32, 32) pixels as bytes and (n,) kinds."""
+        """Load (n, 3, 32, 32) uint8 pixels and (n,) labels."""
         return load_cifar10(data_dir, limit)
 
     def model(self) -> nn.Module:
@@ -70,11 +70,11 @@ class Cifar10LeNet:
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
-        pixels, kinds = tensors
-        return F.cross_entropy(model(normalize(pixels)), kinds)
+        pixels, labels = tensors
+        return F.cross_entropy(model(normalize(pixels)), labels)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the share of right kinds in percent."""
+        """Return the accuracy in percent."""
         return accuracy(model, *tensors, prepare=normalize)
 
 
@@ -99,9 +99,9 @@ class FashionLeNet:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 1, 28, 28) pixels as bytes and (n,) kinds, 60,000 + 10,000 of them."""
-        found = find_dataset("fashion-mnist", data_dir)
-        return Split(_read_fashion(found, "train"), _read_fashion(found, "t10k")).first(limit)
+        """Load (n, 1, 28, 28) uint8 pixels and (n,) labels, 60,000 + 10,000 of them."""
+        local = find_dataset("fashion-mnist", data_dir)
+        return Split(_read_fashion(local, "train"), _read_fashion(local, "t10k")).first(limit)
 
     def model(self) -> nn.Module:
         """Return the network."""
@@ -109,28 +109,28 @@ class FashionLeNet:
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
-        pixels, kinds = tensors
-        return F.cross_entropy(model(_normalize_fashion(pixels)), kinds)
+        pixels, labels = tensors
+        return F.cross_entropy(model(_normalize_fashion(pixels)), labels)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the share of right kinds in percent."""
+        """Return the accuracy in percent."""
         return accuracy(model, *tensors, prepare=_normalize_fashion)
 
 
 def _normalize_fashion(pixels: Tensor) -> Tensor:
-    """Return pixels as numbers with mean 0 and deviation 1 over the set."""
+    """Return float pixels with mean 0 and standard deviation 1 over the training set."""
     return (pixels.float() / 255 - 0.2860) / 0.3530
 
 
-def _read_fashion(found: LocalDataSet, part: str) -> tuple[Tensor, Tensor]:
-    images, labels = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
-    pixels = parse_idx(found.read(images), found.paths[images], 3)
-    kinds = parse_idx(found.read(labels), found.paths[labels], 1)
-    if pixels.shape != (len(kinds), 28, 28) or not len(kinds):
+def _read_fashion(local: LocalDataSet, part: str) -> tuple[Tensor, Tensor]:
+    image_file, label_file = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
+    pixels = parse_idx(local.read(image_file), local.paths[image_file], 3)
+    labels = parse_idx(local.read(label_file), local.paths[label_file], 1)
+    if pixels.shape != (len(labels), 28, 28) or not len(labels):
         raise DamagedData(
-            f"{found.paths[images]} holds {pixels.shape}, "
-            f"expected ({len(kinds)}, 28, 28) for its labels"
+            f"{local.paths[image_file]} holds {pixels.shape}, "
+            f"expected ({len(labels)}, 28, 28) to match its labels"
         )
-    if kinds.max() > 9:
-        raise DamagedData(f"{found.paths[labels]} has label {kinds.max()}, expected 0 to 9")
-    return torch.tensor(pixels).unsqueeze(1), torch.from_numpy(kinds.astype(np.int64))
+    if labels.max() > 9:
+        raise DamagedData(f"{local.paths[label_file]} has label {labels.max()}, expected 0 to 9")
+    return torch.tensor(pixels).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))

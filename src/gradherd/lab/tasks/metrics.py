@@ -1,4 +1,4 @@
-"""Averages over many examples, a chunk at a time, that leave the model as it was."""
+"""Means over many examples, computed in chunks, that leave the model unchanged."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Hold a model in evaluation mode, without gradients; each module gets its own mode back."""
+    """Run a model in evaluation mode without gradients, then restore the mode of every module."""
+    # Module by module: some may have been frozen in evaluation mode on purpose.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -23,12 +24,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def mean_over_examples(
     model: nn.Module, score: Callable[..., Tensor], *tensors: Tensor, chunk: int = 1000
 ) -> float:
-    """Return the mean of `score(model, *chunk)`, one number per example, over all examples.
+    """Return the mean of `score(model, *chunk)`, one value per example, over all examples.
 
     >>> mean_over_examples(nn.Identity(), lambda model, x: model(x) > 1, torch.arange(5), chunk=2)
     0.6
     """
-    # Added up where the numbers are: a GPU need not wait for anybody between chunks.
+    # Summed on the device: no host sync between chunks.
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):
         for parts in zip(*(tensor.split(chunk) for tensor in tensors), strict=True):
@@ -39,19 +40,19 @@ def mean_over_examples(
 def accuracy(
     model: nn.Module,
     inputs: Tensor,
-    kinds: Tensor,
+    labels: Tensor,
     *,
     prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
     chunk: int = 1000,
 ) -> float:
-    """Return in percent how often the largest score of `model(prepare(inputs))` is right.
+    """Return the percentage of examples where `model(prepare(inputs))` scores the label highest.
 
     >>> accuracy(nn.Identity(), torch.eye(4), torch.tensor([0, 1, 2, 2]))
     75.0
     """
 
-    def right(model: nn.Module, inputs: Tensor, kinds: Tensor) -> Tensor:
+    def correct(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
         scores: Tensor = model(prepare(inputs))
-        return scores.argmax(1) == kinds
+        return scores.argmax(1) == labels
 
-    return 100 * mean_over_examples(model, right, inputs, kinds, chunk=chunk)
+    return 100 * mean_over_examples(model, correct, inputs, labels, chunk=chunk)

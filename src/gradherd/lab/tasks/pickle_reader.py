@@ -1,8 +1,9 @@
-"""Pickles of plain values and arrays of bytes, read without unpickling.
+"""A reader for pickles of plain values and uint8 arrays that never unpickles.
 
-A pickle is a program, and Python's unpickler runs it: even with nothing to import it can ask for
-more memory than there is, or hand numpy a state that numpy trusts. Here the few instructions that
-plain values need are carried out one by one, and every other one is refused.
+The Python edition of CIFAR-10 is pickled. A pickle is a program, and Python's unpickler runs it:
+even with every import forbidden it can request more memory than there is, or hand numpy a state
+that numpy trusts. Here the few opcodes that plain values need are interpreted one by one, and any
+other opcode is refused.
 """
 
 import io
@@ -22,47 +23,51 @@ _TEXT = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _ARRAY, _DTYPE = "numpy ndarray", "numpy dtype"
-# numpy 1 and 2 keep it in different modules, and files tell the one they were made with.
-_REBUILD = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
+# numpy 1 and 2 keep it in different modules, and a file names the one that wrote it.
+_RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
 
 
 class _Mark:
-    """Where a list, tuple or dict begins on the stack."""
+    """Marks on the stack where a list, tuple or dict begins."""
 
 
-class _Name(str):
-    """What a pickle would import."""
+class _Global(str):
+    """The name of an object that the pickle would import."""
 
 
-class _Built:
-    """An array or a dtype that a pickle builds: what it was made from, and its state."""
+class _NumpyObject:
+    """An array or dtype that the pickle describes: constructor arguments and state."""
 
-    def __init__(self, kind: str, given: tuple[Any, ...]) -> None:
-        self.kind, self.given = kind, given
+    def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
+        self.kind, self.args = kind, args
         self.state: tuple[Any, ...] = ()
 
 
 def parse_plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
-    """Return a pickled dict of plain values and arrays of bytes; nothing of it is executed."""
+    """Return a pickled dict of plain values and uint8 arrays; nothing in it is executed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about strings of protocol 0
+            warnings.simplefilter("ignore")  # invalid escapes in strings of protocol 0
             value = _interpret(content)
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, not a dict")
-        return {key: _array(one) if isinstance(one, _Built) else one for key, one in value.items()}
+        return {
+            key: _array(item) if isinstance(item, _NumpyObject) else item
+            for key, item in value.items()
+        }
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise DamagedData(
-            f"{path} is no plain pickle: {error_line(error)}; fetch it again"
+            f"{path} is not a plain pickle: {error_line(error)}; fetch it again"
         ) from None
 
 
 def _interpret(content: bytes) -> Any:
-    """Carry out a pickle's instructions, as far as they make plain values."""
+    """Interpret a pickle's opcodes as far as they build plain values."""
     stack: list[Any] = []
+    # A dict, not a list: a hostile pickle can name any memo index.
     memo: dict[Any, Any] = {}
-    for code, argument, _ in pickletools.genops(io.BytesIO(content)):
-        name = code.name
+    for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
+        name = opcode.name
         if name in ("PROTO", "FRAME"):
             continue
         if name == "STOP":
@@ -77,13 +82,13 @@ def _interpret(content: bytes) -> Any:
         elif name == "MARK":
             stack.append(_Mark())
         elif name == "REDUCE":
-            given, what = stack.pop(), stack.pop()
-            stack.append(_build(what, given))
+            args, function = stack.pop(), stack.pop()
+            stack.append(_numpy_object(function, args))
         elif name == "BUILD":
-            state, made = stack.pop(), stack[-1]
-            if not isinstance(made, _Built) or not isinstance(state, tuple):
-                raise ValueError("it builds what is no array")
-            made.state = state
+            state, target = stack.pop(), stack[-1]
+            if not isinstance(target, _NumpyObject) or not isinstance(state, tuple):
+                raise ValueError("it sets the state of something that is not an array")
+            target.state = state
         elif not _collect(name, stack):
             stack.append(_plain(name, argument))
     raise ValueError("it has no end")
@@ -100,77 +105,78 @@ def _plain(name: str, argument: Any) -> Any:
         return argument.encode("utf-8", "surrogatepass")
     if name in ("EMPTY_LIST", "EMPTY_DICT"):
         return [] if name == "EMPTY_LIST" else {}
-    raise ValueError(f"it asks for {name}, which is not allowed")
+    raise ValueError(f"it contains {name}, which is not allowed")
 
 
 def _collect(name: str, stack: list[Any]) -> bool:
-    """Put what lies on top of the stack into a list, a tuple or a dict, if this asks for it."""
+    """Move the top of the stack into a list, tuple or dict; return False for other opcodes."""
     if name in _TUPLES:
         size = _TUPLES[name]
         if size > len(stack):
-            raise ValueError("it takes more than it has")
+            raise ValueError("it takes more values than it has")
         stack[len(stack) - size :] = [tuple(stack[len(stack) - size :])]
     elif name in ("TUPLE", "LIST", "DICT"):
-        items = _since_mark(stack)
+        items = _pop_to_mark(stack)
         stack.append(
-            tuple(items) if name == "TUPLE" else items if name == "LIST" else _set({}, items)
+            tuple(items) if name == "TUPLE" else items if name == "LIST" else _set_items({}, items)
         )
     elif name in ("APPEND", "APPENDS"):
-        items = _since_mark(stack) if name == "APPENDS" else [stack.pop()]
+        items = _pop_to_mark(stack) if name == "APPENDS" else [stack.pop()]
         if not isinstance(stack[-1], list):
-            raise ValueError("it appends to what is no list")
+            raise ValueError("it appends to something that is not a list")
         stack[-1].extend(items)
     elif name in ("SETITEM", "SETITEMS"):
-        items = _since_mark(stack) if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
-        _set(stack[-1], items)
+        items = _pop_to_mark(stack) if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
+        _set_items(stack[-1], items)
     else:
         return False
     return True
 
 
-def _since_mark(stack: list[Any]) -> list[Any]:
+def _pop_to_mark(stack: list[Any]) -> list[Any]:
     items: list[Any] = []
     while not isinstance(top := stack.pop(), _Mark):
         items.append(top)
     return items[::-1]
 
 
-def _set(found: Any, items: list[Any]) -> dict[bytes, Any]:
-    if not isinstance(found, dict) or len(items) % 2:
-        raise ValueError("it sets items of what is no dict")
+def _set_items(target: Any, items: list[Any]) -> dict[bytes, Any]:
+    if not isinstance(target, dict) or len(items) % 2:
+        raise ValueError("it sets items of something that is not a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        # No tuples: the hash of one that is nested and shared takes forever.
+        # No tuples: hashing a nested tuple that shares its parts takes exponential time.
         if not isinstance(key, bytes | int | float | None):
             raise ValueError(f"it has a {type(key).__name__} for a key")
-        found[key if isinstance(key, bytes) else str(key).encode()] = value
-    return found
+        target[key if isinstance(key, bytes) else str(key).encode()] = value
+    return target
 
 
-def _global(argument: Any, stack: list[Any]) -> _Name:
+def _global(argument: Any, stack: list[Any]) -> _Global:
     if argument is None:
         name, module = stack.pop(), stack.pop()
         if not isinstance(name, bytes) or not isinstance(module, bytes):
-            raise ValueError("it imports what has no name")
+            raise ValueError("it imports something that has no name")
         argument = f"{module.decode()} {name.decode()}"
-    if argument not in (_ARRAY, _DTYPE, *_REBUILD):
-        raise ValueError(f"it asks for {str(argument).replace(' ', '.')!r}, which is not allowed")
-    return _Name(argument)
+    if argument not in (_ARRAY, _DTYPE, *_RECONSTRUCT):
+        raise ValueError(f"it imports {str(argument).replace(' ', '.')!r}, which is not allowed")
+    return _Global(argument)
 
 
-def _build(what: Any, given: Any) -> _Built:
-    """Note down an array or a dtype: what makes one is never called."""
-    if not isinstance(what, _Name) or what == _ARRAY or not isinstance(given, tuple):
-        raise ValueError("it calls what is not allowed")
-    return _Built(_DTYPE if what == _DTYPE else _ARRAY, given)
+def _numpy_object(function: Any, args: Any) -> _NumpyObject:
+    """Note the arguments of an array or dtype; the function itself is never called."""
+    if not isinstance(function, _Global) or function == _ARRAY or not isinstance(args, tuple):
+        raise ValueError("it calls a function that is not allowed")
+    return _NumpyObject(_DTYPE if function == _DTYPE else _ARRAY, args)
 
 
-def _array(made: _Built) -> Any:
-    """Return an array of bytes from the state that numpy gave it: version, shape, dtype, ..."""
-    _, shape, dtype, fortran, raw = made.state
-    if not isinstance(dtype, _Built) or dtype.kind != _DTYPE or dtype.given[0] not in (b"u1", b"B"):
-        raise ValueError("its arrays do not hold bytes")
+def _array(array: _NumpyObject) -> Any:
+    """Return a uint8 array from the state that numpy pickled: version, shape, dtype, ..."""
+    _, shape, dtype, fortran_order, raw = array.state
+    is_dtype = isinstance(dtype, _NumpyObject) and dtype.kind == _DTYPE
+    if not is_dtype or dtype.args[0] not in (b"u1", b"B"):
+        raise ValueError("its arrays are not uint8")
     if not isinstance(shape, tuple) or not isinstance(raw, bytes):
         raise ValueError("its arrays have no shape or no content")
     if not all(type(size) is int and size >= 0 for size in shape) or len(raw) != math.prod(shape):
         raise ValueError(f"it has {len(raw):,} bytes for an array of another size")
-    return np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
+    return np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran_order else "C")

@@ -1,4 +1,4 @@
-"""All tasks by name, and tasks of one's own from a file."""
+"""All tasks by name, and custom tasks from a Python file."""
 
 import hashlib
 import importlib.util
@@ -13,10 +13,10 @@ from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.lenet import Cifar10LeNet, FashionLeNet
 from gradherd.lab.tasks.m4 import M4MLP
 from gradherd.lab.tasks.resnet18 import Cifar10ResNet18
-from gradherd.lab.tasks.safe_readers import printable
 from gradherd.lab.tasks.sst2 import SST2Transformer
 from gradherd.lab.tasks.task import Defaults, Task
 from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, WikiText2LSTM
+from gradherd.lab.text import printable
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
@@ -36,9 +36,9 @@ _MEMBERS = tuple(name for name in vars(Task) if not name.startswith("_"))
 
 
 def find_task(name: str) -> Task:
-    """Return the task of that name, or the one that `path/to/file.py:ClassName` says.
+    """Return the task of that name, or the class given as `path/to/file.py:ClassName`.
 
-    A file is executed, as importing it would; a name without a colon executes nothing.
+    A file is executed, as by an import; a name without a colon executes nothing.
 
     >>> find_task("digits").metric_name
     'test accuracy (%)'
@@ -47,56 +47,60 @@ def find_task(name: str) -> Task:
         return _from_file(name)
     if name not in TASKS:
         raise ValueError(
-            f"unknown task {name!r}; known are {', '.join(TASKS)}; one of your own is "
-            "path/to/file.py:ClassName"
+            f"unknown task {name!r}; known are {', '.join(TASKS)}; "
+            "for your own task give path/to/file.py:ClassName"
         )
     return TASKS[name]()
 
 
 def _from_file(name: str) -> Task:
-    where, _, kind = name.rpartition(":")
-    path = expand_user(Path(where))
+    file, _, class_name = name.rpartition(":")
+    path = expand_user(Path(file))
     if not is_file(path):
-        raise ValueError(f"task {name!r}: there is no file {where!r}")
-    make = getattr(_imported(path, name), kind, None) if kind.isidentifier() else None
+        raise ValueError(f"task {name!r}: there is no file {file!r}")
+    make = None
+    if class_name.isidentifier():  # An invalid name executes nothing.
+        make = getattr(_import_file(path, name), class_name, None)
     if not callable(make):
-        raise ValueError(f"task {name!r}: {printable(where)} has no class {kind!r}")
+        raise ValueError(f"task {name!r}: {printable(file, 200)} has no class {class_name!r}")
     try:
         task = make()
     except Exception as error:
-        raise ValueError(f"task {name!r}: {kind}() fails: {_reason(error)}") from error
-    lack = [member for member in _MEMBERS if not hasattr(task, member)]
-    if lack:
-        raise ValueError(f"task {name!r}: {kind} is no task, it lacks {', '.join(lack)}")
+        raise ValueError(f"task {name!r}: {class_name}() fails: {_describe(error)}") from error
+    missing = [member for member in _MEMBERS if not hasattr(task, member)]
+    if missing:
+        raise ValueError(
+            f"task {name!r}: {class_name} is not a task, it lacks {', '.join(missing)}"
+        )
     if not isinstance(task.defaults, Defaults):
         raise ValueError(
-            f"task {name!r}: {kind}.defaults must be gradherd.lab.tasks.Defaults, "
+            f"task {name!r}: {class_name}.defaults must be gradherd.lab.tasks.Defaults, "
             f"got {type(task.defaults).__name__}"
         )
-    found: Task = task
-    return found
+    checked: Task = task
+    return checked
 
 
-def _imported(path: Path, name: str) -> ModuleType:
-    # A name of its own: files of one name in two folders must not become the same module.
-    mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"gradherd_task_{path.stem}_{mark}", path)
+def _import_file(path: Path, name: str) -> ModuleType:
+    # A unique module name: files of the same name in two folders must not share a module.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"gradherd_task_{path.stem}_{digest}", path)
     if spec is None or spec.loader is None:
         raise ValueError(
-            f"task {name!r}: {printable(str(path))} is no Python file, its name must end in .py"
+            f"task {name!r}: {printable(path, 200)} is not a Python file, its name must end in .py"
         )
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their own module up while they are made.
+    # Dataclasses look up their own module while they are being defined.
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise ValueError(
-            f"task {name!r}: {printable(str(path))} fails: {_reason(error)}"
+            f"task {name!r}: {printable(path, 200)} fails: {_describe(error)}"
         ) from error
     return module
 
 
-def _reason(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""`cifar10-resnet18`: a deep residual network on CIFAR-10.
+"""`cifar10-resnet18`: ResNet-18 on CIFAR-10.
 
 Shapes: B images, C channels.
 """
@@ -17,32 +17,36 @@ from gradherd.lab.tasks.task import Defaults, Split
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions and a way around them."""
+    """Two 3 x 3 convolutions with a shortcut around them."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(after)
-        self.around: nn.Module = nn.Identity()
-        if stride > 1 or before != after:
-            self.around = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                nn.BatchNorm2d(channels_out),
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Turn (B, before, H, W) into (B, after, H / stride, W / stride)."""
+        """Map (B, C, H, W) to (B, C', H / stride, W / stride)."""
         inner = F.relu(self.norm1(self.conv1(images)))
-        return F.relu(self.norm2(self.conv2(inner)) + self.around(images))
+        return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(images))
 
 
 def resnet18() -> nn.Sequential:
-    """Return ResNet-18 for 32 x 32 images: no pooling at the start, 10 scores at the end."""
-    blocks, before = [], 64
-    for after, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        blocks += [ResidualBlock(before, after, stride), ResidualBlock(after, after, 1)]
-        before = after
+    """Return ResNet-18 for 32 x 32 images: no initial pooling, 10 classes."""
+    blocks, channels_in = [], 64
+    for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        blocks += [
+            ResidualBlock(channels_in, channels, stride),
+            ResidualBlock(channels, channels, 1),
+        ]
+        channels_in = channels
     return nn.Sequential(
         nn.Conv2d(3, 64, 3, padding=1, bias=False),
         nn.BatchNorm2d(64),
@@ -58,13 +62,13 @@ def resnet18() -> nn.Sequential:
 class Cifar10ResNet18:
     """ResNet-18 on CIFAR-10: 11,173,962 parameters, BatchNorm.
 
-    Unlike in the ExDyna experiments images are not cropped and mirrored at random unless
-    `augment` is set: an example's gradient then says more about its next one, and workers in
-    one process draw the same numbers as workers in several.
+    Unlike in the ExDyna experiments, images are not cropped and flipped at random unless
+    `augment` is set: without augmentation an example's gradient predicts its next one better, and
+    virtual workers draw the same random numbers as real ranks.
     """
 
     augment: bool = False
-    """Crop (after padding by 4) and mirror at random while the model is in training mode."""
+    """Crop (after padding by 4) and flip at random in training mode."""
 
     name: ClassVar = "cifar10-resnet18"
     description: ClassVar = "ResNet-18 on CIFAR-10 images, 11,173,962 parameters"
@@ -88,7 +92,7 @@ class Cifar10ResNet18:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 3, 32, 32) pixels as bytes and (n,) kinds."""
+        """Load (n, 3, 32, 32) uint8 pixels and (n,) labels."""
         return load_cifar10(data_dir, limit)
 
     def model(self) -> nn.Module:
@@ -97,25 +101,25 @@ class Cifar10ResNet18:
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
-        pixels, kinds = tensors
+        pixels, labels = tensors
         images = normalize(pixels)
         if self.augment and model.training:
             images = _augment(images)
-        return F.cross_entropy(model(images), kinds)
+        return F.cross_entropy(model(images), labels)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the share of right kinds in percent."""
+        """Return the accuracy in percent."""
         return accuracy(model, *tensors, prepare=normalize, chunk=250)
 
 
 def _augment(images: Tensor) -> Tensor:
-    """Return (B, C, 32, 32) images, each moved by up to 4 pixels and mirrored or not."""
-    count, _, high, wide = images.shape
-    # Drawn on the CPU: the same numbers wherever the images are.
-    top, left, mirror = (torch.randint(n, (count, 1), device="cpu") for n in (9, 9, 2))
-    rows = (top + torch.arange(high)).to(images.device)
-    steps = torch.arange(wide).expand(count, wide)
-    columns = (left + torch.where(mirror > 0, wide - 1 - steps, steps)).to(images.device)
+    """Return (B, C, 32, 32) images, each shifted by up to 4 pixels and flipped at random."""
+    count, _, height, width = images.shape
+    # Drawn on the CPU, so that a GPU run sees the same crops.
+    top, left, flip = (torch.randint(n, (count, 1), device="cpu") for n in (9, 9, 2))
+    rows = (top + torch.arange(height)).to(images.device)
+    offsets = torch.arange(width).expand(count, width)
+    columns = (left + torch.where(flip > 0, width - 1 - offsets, offsets)).to(images.device)
     padded = F.pad(images, (4, 4, 4, 4)).movedim(1, 3)
-    at = torch.arange(count, device=images.device).view(-1, 1, 1)
-    return padded[at, rows[:, :, None], columns[:, None, :]].movedim(3, 1).contiguous()
+    example = torch.arange(count, device=images.device).view(-1, 1, 1)
+    return padded[example, rows[:, :, None], columns[:, None, :]].movedim(3, 1).contiguous()

@@ -1,6 +1,6 @@
 """Readers for files that may be damaged or hostile.
 
-What a reader returns is complete; otherwise it raises DamagedData with the file's path. No size
+What a reader returns is complete; otherwise it raises DamagedData, which names the file. No size
 that a file declares about itself is trusted: decompression stops at the largest size that a file of
 its kind can have, and arrays are only as large as the bytes present. No pickle is ever executed.
 """
@@ -22,55 +22,85 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
-class DamagedData(ValueError):
-    """A file is cut, damaged or not what its name says; the message begins with its path."""
-
-    def __init__(self, message: str) -> None:
-        """Take a message that may have come out of a file: it is for a terminal."""
-        super().__init__(printable(message, most=1000))
-
+from gradherd.lab.text import printable
 
 MAX_BYTES = 1 << 28
-"""Bytes that a file may have when unpacked, where nothing else is known about it."""
+"""Largest decompressed size of a file whose size is not known in advance."""
 _XZ_MEMORY = 1 << 28
-"""Bytes that unpacking .xz may take: `xz -9` needs a quarter."""
+"""Memory limit for decompressing .xz in bytes; files made with `xz -9` need a quarter of it."""
+_MAX_PIXELS = 1 << 25
+"""Largest image: three times the pixels of one CIFAR-10 sheet."""
+
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, RuntimeError)
+"""What `zipfile` raises on damaged or crafted archives, besides ValueError and OSError.
+
+RuntimeError covers encrypted members and, as NotImplementedError, features of newer zip versions.
+"""
+# An .npy header is a Python literal: a crafted one can break the parser in any of these ways.
+_HEADER_ERRORS = (
+    *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),
+    *(RecursionError, MemoryError, tokenize.TokenError),
+)
+# The methods that numpy writes. Python cannot bound the output of the others while decompressing.
+_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
-def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Return the content of a file, unpacked if its name ends in .xz or .gz.
+class DamagedData(ValueError):
+    """A file is truncated, damaged or not what its name says; the message starts with its path."""
+
+    def __init__(self, message: str) -> None:
+        """Take a message that may quote a file; make it safe to print on a terminal."""
+        super().__init__(printable(message[:2000], 1000))
+
+
+def error_line(error: Exception) -> str:
+    """Return the message of an error as one short, printable line."""
+    return printable(str(error)[:2000], 200) or type(error).__name__
+
+
+# Files and text.
+
+
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a file, decompressed if its name ends in .xz or .gz.
 
     Args:
         path: The file.
-        most: Bytes that it may have when unpacked; of more than these no memory is taken.
+        max_bytes: Largest decompressed size; no more memory than that is allocated.
+
+    Raises:
+        DamagedData: The file cannot be read or decompressed, or is larger.
     """
     try:
-        if not path.is_file():  # A pipe would never end.
+        if not path.is_file():  # Reading a named pipe would block forever.
             raise OSError("it is not a file")
         with path.open("rb") as file:
             if path.suffix == ".xz":
-                content = _decompress_xz(file.read(most + 1), most)
+                content = _decompress_xz(file.read(max_bytes + 1), max_bytes)
             elif path.suffix == ".gz":
-                content = gzip.GzipFile(fileobj=file).read(most + 1)
+                content = gzip.GzipFile(fileobj=file).read(max_bytes + 1)
             else:
-                content = file.read(most + 1)
+                content = file.read(max_bytes + 1)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DamagedData(f"{path} cannot be read: {error_line(error)}; fetch it again") from None
-    if len(content) > most:
-        raise DamagedData(f"{path} is no such file: it has more than {most:,} bytes unpacked")
+    if len(content) > max_bytes:
+        raise DamagedData(
+            f"{path} is not the expected file: it has more than {max_bytes:,} bytes unpacked"
+        )
     return content
 
 
-def _decompress_xz(packed: bytes, most: int) -> bytes:
-    """Return up to `most` + 1 unpacked bytes of one stream or several."""
+def _decompress_xz(packed: bytes, max_bytes: int) -> bytes:
+    """Return up to `max_bytes` + 1 bytes of one or more concatenated .xz streams."""
     parts: list[bytes] = []
-    left = most + 1
+    left = max_bytes + 1
     while packed and left:
         stream = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
         parts.append(stream.decompress(packed, left))
         left -= len(parts[-1])
         if left and not stream.eof:
-            raise EOFError("it ends before its end was marked")
+            raise EOFError("it ends before its end marker")
+        # The format allows zero bytes as padding between streams.
         packed = stream.unused_data.lstrip(b"\0")
     if not parts:
         raise EOFError("it is empty")
@@ -78,7 +108,7 @@ def _decompress_xz(packed: bytes, most: int) -> bytes:
 
 
 def decode_utf8(content: bytes, path: Path) -> str:
-    """Return the text in UTF-8."""
+    """Return UTF-8 content as text."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -88,35 +118,38 @@ def decode_utf8(content: bytes, path: Path) -> str:
 
 
 def split_lines(text: str) -> Iterator[str]:
-    r"""Return the lines, each with its end; only \n ends one, whatever Unicode says."""
+    r"""Yield lines with their ends; only \n ends a line, unlike in `str.splitlines`."""
     return iter(io.StringIO(text, newline="\n"))
 
 
-def parse_idx(content: bytes, path: Path, axes: int) -> NDArray[np.uint8]:
-    """Return an array of bytes in the idx format of MNIST."""
-    size = 4 + 4 * axes
-    if len(content) < size or content[:4] != struct.pack(">I", 0x800 + axes):
-        raise DamagedData(f"{path} is no idx file of bytes with {axes} axes; fetch it again")
-    shape = struct.unpack(f">{axes}I", content[4:size])
-    if len(content) - size != math.prod(shape):
-        raise DamagedData(
-            f"{path} holds {len(content) - size:,} bytes, not the {shape} it says; fetch it again"
-        )
-    return np.frombuffer(content[size:], np.uint8).reshape(shape)
-
-
 def parse_table(text: str, path: Path, delimiter: str = ",") -> list[list[str]]:
-    """Return the rows below the header of a table; quotes count in .csv files only."""
+    """Return the rows below the header of a table; only comma-separated files have quotes."""
     if delimiter != ",":
         rows = [line.rstrip("\n").split(delimiter) for line in split_lines(text)]
     else:
         try:
             rows = list(csv.reader(io.StringIO(text)))
         except csv.Error as error:
-            raise DamagedData(f"{path} is no table: {error_line(error)}") from None
+            raise DamagedData(f"{path} is not a table: {error_line(error)}") from None
     if len(rows) < 2:
         raise DamagedData(f"{path} has no rows below its header")
     return rows[1:]
+
+
+# Images.
+
+
+def parse_idx(content: bytes, path: Path, dims: int) -> NDArray[np.uint8]:
+    """Return a uint8 array in the idx format of MNIST."""
+    start = 4 + 4 * dims
+    if len(content) < start or content[:4] != struct.pack(">I", 0x800 + dims):
+        raise DamagedData(f"{path} is not an idx file of {dims} dimensions; fetch it again")
+    shape = struct.unpack(f">{dims}I", content[4:start])
+    if len(content) - start != math.prod(shape):
+        raise DamagedData(
+            f"{path} holds {len(content) - start:,} bytes, but declares {shape}; fetch it again"
+        )
+    return np.frombuffer(content[start:], np.uint8).reshape(shape)
 
 
 def parse_tiles(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
@@ -129,107 +162,87 @@ def parse_tiles(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
             "binary version of the set"
         ) from None
     try:
-        # One format: others have decoders that nobody expects behind this name.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # WebP only: a file of this name must not reach Pillow's other decoders.
             with Image.open(io.BytesIO(content), formats=("WEBP",)) as image:
-                wide, high = image.size
-                if wide * high > _MAX_PIXELS:
-                    raise ValueError(f"{wide} x {high} pixels are too many")
+                width, height = image.size
+                if width * height > _MAX_PIXELS:
+                    raise ValueError(f"{width} x {height} pixels are too many")
                 pixels = np.asarray(image.convert("RGB"))
-    # Decoders complain in their own ways: SyntaxError is one of Pillow's.
+    # Decoders report damage in many ways; Pillow even raises SyntaxError.
     except (
         *(OSError, ValueError, SyntaxError, EOFError, TypeError, RuntimeError),
         Image.DecompressionBombError,
     ) as error:
-        raise DamagedData(f"{path} is no good image: {error_line(error)}; fetch it again") from None
-    if high % side or wide % side:
-        raise DamagedData(f"{path} is {wide} x {high} pixels, which are no tiles of {side}")
-    tiles = pixels.reshape(high // side, side, wide // side, side, 3).transpose(0, 2, 4, 1, 3)
-    return tiles.reshape(-1, 3, side, side)
+        raise DamagedData(
+            f"{path} is not a valid image: {error_line(error)}; fetch it again"
+        ) from None
+    if height % side or width % side:
+        raise DamagedData(
+            f"{path} is {width} x {height} pixels, which is not a grid of {side} x {side} tiles"
+        )
+    grid = pixels.reshape(height // side, side, width // side, side, 3)
+    return grid.transpose(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
 
 
-_MAX_PIXELS = 1 << 25
-"""An image may have so many: three times those of a sheet of CIFAR-10."""
-
-
-def error_line(error: Exception) -> str:
-    """Return what an error says, in one short line that a terminal can show."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    return printable(line)
-
-
-def printable(text: str, most: int = 200) -> str:
-    """Return text out of a file as it can be told: shortened, without control characters.
-
-    >>> printable("W1" + chr(27) + "[31m" + chr(10)), printable("12345", 4)
-    ('W1?[31m?', '1234...')
-    """
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text[:most])
-    return shown if len(text) <= most else f"{shown}..."
-
-
-ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, RuntimeError)
-"""What a zip archive that is damaged or made up can raise, besides ValueError and OSError."""
-_HEADER_ERRORS = (
-    *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),
-    *(RecursionError, MemoryError, tokenize.TokenError),
-)
-_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""How arrays are packed in an .npz; other ways cannot be stopped in time."""
+# NumPy archives.
 
 
 def parse_npz(content: bytes, path: Path, names: tuple[str, ...]) -> list[NDArray[Any]]:
     """Return the arrays of these names from an .npz archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            there = archive.namelist()
-            lack = [name for name in names if f"{name}.npy" not in there]
-            if lack:
-                raise ValueError(f"it has no array {lack[0]!r}")
+            present = archive.namelist()
+            missing = [name for name in names if f"{name}.npy" not in present]
+            if missing:
+                raise ValueError(f"it has no array {missing[0]!r}")
             return [parse_npy(read_zip_member(archive, f"{name}.npy")) for name in names]
-    # RuntimeError: it is encrypted; NotImplementedError: it needs a newer zip.
     except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
         raise DamagedData(
-            f"{path} is no good .npz archive: {error_line(error)}; fetch it again"
+            f"{path} is not a valid .npz archive: {error_line(error)}; fetch it again"
         ) from None
 
 
-def read_zip_member(archive: zipfile.ZipFile, name: str, most: int = MAX_BYTES) -> bytes:
-    """Return a file of a zip archive, or raise ValueError before it takes too much memory."""
+def read_zip_member(archive: zipfile.ZipFile, name: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return a member of a zip archive; raise ValueError before it takes too much memory."""
     info = archive.getinfo(name)
     if info.compress_type not in _ZIP_METHODS:
-        raise ValueError(f"{name} is packed in an unusual way")
-    if info.file_size > most:
-        raise ValueError(f"{name} would have {info.file_size:,} bytes, {most:,} are allowed")
+        raise ValueError(f"{name} uses an unsupported compression method")
+    if info.file_size > max_bytes:
+        raise ValueError(f"{name} would have {info.file_size:,} bytes, {max_bytes:,} are allowed")
     with archive.open(info) as file:
-        # Never without a size: the one in the header may be smaller than what comes out.
+        # Always with a size: the data may decompress to more than the header declares.
         content = file.read(info.file_size)
     if len(content) != info.file_size:
-        raise ValueError(f"{name} has {len(content):,} bytes, not the {info.file_size:,} it says")
+        raise ValueError(f"{name} has {len(content):,} bytes, but declares {info.file_size:,}")
     return content
 
 
 def parse_npy(content: bytes) -> NDArray[Any]:
-    """Return an array of the .npy format, read-only, or raise ValueError; never a pickle."""
+    """Return an array in the .npy format, read-only; raise ValueError if it is not one.
+
+    `np.load` would allocate what the header declares before it reads the data.
+    """
     file = io.BytesIO(content)
-    # Headers of Python 2 are told about in a warning, and then read well.
     with warnings.catch_warnings():
+        # numpy warns about headers written by Python 2, and then reads them correctly.
         warnings.simplefilter("ignore")
         try:
-            read = {
+            read_header = {
                 (1, 0): np.lib.format.read_array_header_1_0,
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[np.lib.format.read_magic(file)]
-            shape, fortran, dtype = read(file)
-        # A header is a Python literal: one that is nested deeply breaks its parser.
+            shape, fortran_order, dtype = read_header(file)
         except _HEADER_ERRORS as error:
-            raise ValueError(f"its header is no array's ({error_line(error)})") from None
+            raise ValueError(f"it has no valid array header ({error_line(error)})") from None
     if dtype.hasobject:
         raise ValueError("it holds objects, which are pickles (allow_pickle=False)")
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) != len(content) - file.tell():
-        raise ValueError(f"it has no content of shape {printable(str(shape), 60)} and {dtype.str}")
+        raise ValueError(
+            f"its data does not have the declared shape {printable(shape, 60)} and {dtype.str}"
+        )
     if not dtype.itemsize:
-        raise ValueError("it holds nothing")
+        raise ValueError("its elements have no size")
     values = np.frombuffer(content, dtype, offset=file.tell())
-    return values.reshape(shape, order="F" if fortran else "C")
+    return values.reshape(shape, order="F" if fortran_order else "C")

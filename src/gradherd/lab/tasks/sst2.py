@@ -1,4 +1,4 @@
-"""`sst2-transformer`: is a phrase of a film review kind? A small encoder on words.
+"""`sst2-transformer`: sentiment of film-review phrases; a small transformer encoder on words.
 
 Shapes: B phrases, T words of the longest, W = 96 width.
 """
@@ -26,27 +26,27 @@ PADDING, UNKNOWN = 0, 1
 
 
 class PhraseClassifier(nn.Module):
-    """Two transformer layers that see the whole phrase; the mean over its words is scored."""
+    """Two bidirectional transformer layers, mean pooling over words, and a linear classifier."""
 
     def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.body = Transformer(WORDS, LENGTH, width, heads, layers, causal=False)
+        self.transformer = Transformer(WORDS, LENGTH, width, heads, layers, causal=False)
         self.head = nn.Linear(width, 2)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return scores (B, 2) of (B, T) words, padded at the end."""
-        seen = words != PADDING
-        states = self.body(words, seen) * seen.unsqueeze(2)
-        scores: Tensor = self.head(states.sum(1) / seen.sum(1, keepdim=True))
-        return scores
+        """Return logits (B, 2) of (B, T) word ids, padded at the end."""
+        mask = words != PADDING
+        states = self.transformer(words, mask) * mask.unsqueeze(2)
+        logits: Tensor = self.head(states.sum(1) / mask.sum(1, keepdim=True))
+        return logits
 
 
 @dataclass(frozen=True)
 class SST2Transformer:
     """A transformer encoder with 2 layers, 4 heads, width 96: 1,382,210 parameters.
 
-    The vocabulary is the 12,000 commonest words of the training part, whole words as they are
-    in the file; nothing is pretrained.
+    The vocabulary is the 12,000 most frequent words of the training part, taken from the file as
+    they are; nothing is pretrained.
     """
 
     name: ClassVar = "sst2-transformer"
@@ -67,18 +67,18 @@ class SST2Transformer:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 64) word numbers, padded with 0, and (n,) answers, 1 = kind."""
+        """Load (n, 64) word ids, padded with 0, and (n,) labels, 1 = positive."""
         check_limit(limit)
-        found = find_dataset("sst2", data_dir)
-        train, test = (read_phrases(found, name) for name in ("train.tsv", "dev.tsv"))
-        known = build_vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
+        local = find_dataset("sst2", data_dir)
+        train, test = (read_phrases(local, name) for name in ("train.tsv", "dev.tsv"))
+        vocabulary = build_vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
         parts = []
-        for phrases, answers in (train, test):
+        for phrases, labels in (train, test):
             words = np.full((len(phrases[:limit]), LENGTH), PADDING)
             for row, phrase in zip(words, phrases[:limit], strict=True):
-                kept = token_ids(phrase[:LENGTH], known, UNKNOWN)
-                row[: len(kept)] = kept
-            parts.append((torch.from_numpy(words), torch.tensor(answers[:limit])))
+                ids = token_ids(phrase[:LENGTH], vocabulary, UNKNOWN)
+                row[: len(ids)] = ids
+            parts.append((torch.from_numpy(words), torch.tensor(labels[:limit])))
         return Split(*parts).first(limit)
 
     def model(self) -> nn.Module:
@@ -87,29 +87,29 @@ class SST2Transformer:
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
-        words, answers = tensors
-        return F.cross_entropy(model(_trim_padding(words)), answers)
+        words, labels = tensors
+        return F.cross_entropy(model(_trim_padding(words)), labels)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the share of right answers in percent."""
+        """Return the accuracy in percent."""
         return accuracy(model, *tensors, prepare=_trim_padding, chunk=200)
 
 
-def read_phrases(found: LocalDataSet, name: str) -> tuple[list[list[str]], list[int]]:
-    """Return the words of each phrase and whether it is kind, of a table with a header."""
-    path = found.paths[name]
-    phrases, answers = [], []
-    for at, row in enumerate(parse_table(found.text(name), path, "\t")):
+def read_phrases(local: LocalDataSet, name: str) -> tuple[list[list[str]], list[int]]:
+    """Return the words of each phrase and its label, from a table with a header."""
+    path = local.paths[name]
+    phrases, labels = [], []
+    for number, row in enumerate(parse_table(local.text(name), path, "\t"), 1):
         words = row[0].split() if row else []
         if len(row) != 2 or row[1] not in ("0", "1") or not words:
-            raise DamagedData(f"{path}: row {at + 1} is not a phrase, a tab, and 0 or 1")
+            raise DamagedData(f"{path}: row {number} is not a phrase, a tab, and 0 or 1")
         phrases.append(words)
-        answers.append(int(row[1]))
-    return phrases, answers
+        labels.append(int(row[1]))
+    return phrases, labels
 
 
 def _trim_padding(words: Tensor) -> Tensor:
-    """Leave out the columns that are padding in all phrases: most phrases are short."""
+    """Drop the columns that are padding in all phrases: most phrases are short."""
     if words.is_cuda:
-        return words  # Asking how many there are would make the GPU wait at every step.
+        return words  # Reading the longest length would make the host wait for the GPU.
     return words[:, : int((words != PADDING).sum(1).max())]

@@ -1,4 +1,4 @@
-"""The seam to what is trained: what a task is, its data and the settings it starts from."""
+"""The interface of a task: its data, its model, its loss and metric, and its default settings."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Tensors = tuple[Tensor, ...]
-"""Columns of a table of examples: the first axis of each is the examples."""
+"""Tensors with one entry per example along the first dimension."""
 
 
 @dataclass(frozen=True)
@@ -17,46 +17,48 @@ class Split:
     """All examples of a task, in memory."""
 
     train: Tensors
-    """What `loss` takes, for every example that is trained on."""
+    """The arguments of `loss` for all training examples."""
     test: Tensors
-    """What `metric` takes, for every example that is held back."""
+    """The arguments of `metric` for all test examples."""
 
     def __post_init__(self) -> None:
-        for name, columns in (("train", self.train), ("test", self.test)):
-            sizes = [len(column) for column in columns]
+        for name, tensors in (("train", self.train), ("test", self.test)):
+            sizes = [len(tensor) for tensor in tensors]
             if len(set(sizes)) != 1 or sizes[0] == 0:
-                raise ValueError(f"{name} needs columns of one length, at least 1, got {sizes}")
+                raise ValueError(
+                    f"{name} needs tensors of one length, at least 1, got lengths {sizes}"
+                )
 
     def to(self, device: torch.device) -> "Split":
-        """Return all examples on a device."""
+        """Return the examples on a device."""
         return Split(
-            tuple(column.to(device) for column in self.train),
-            tuple(column.to(device) for column in self.test),
+            tuple(tensor.to(device) for tensor in self.train),
+            tuple(tensor.to(device) for tensor in self.test),
         )
 
     def first(self, limit: int | None) -> "Split":
-        """Return the first examples of each part; None keeps them all."""
+        """Return the first `limit` examples of each part; None returns all of them."""
         if limit is None:
             return self
         check_limit(limit)
         return Split(
-            tuple(column[:limit] for column in self.train),
-            tuple(column[:limit] for column in self.test),
+            tuple(tensor[:limit] for tensor in self.train),
+            tuple(tensor[:limit] for tensor in self.test),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """The settings a task is trained with unless others are given."""
+    """The settings that a task is trained with unless others are given."""
 
     workers: int
     """Number of workers."""
     batch_size: int
-    """Examples of one worker in one step."""
+    """Examples per worker and step."""
     unit: int = 1
-    """Consecutive examples that are ordered as one; `batch_size` orders whole batches."""
+    """Consecutive examples that are ordered as one unit; `batch_size` orders whole batches."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Rule of the step."""
+    """Optimizer."""
     lr: float
     """Learning rate."""
     momentum: float = 0.0
@@ -64,15 +66,15 @@ class Defaults:
     weight_decay: float = 0.0
     """Weight decay."""
     clip: float | None = None
-    """Largest norm of the averaged gradient; None does not clip."""
+    """Largest norm of the averaged gradient; None disables clipping."""
     lr_drop: float | None = None
-    """The learning rate is multiplied by this now and then; None keeps it."""
+    """Factor by which the learning rate drops; None keeps it constant."""
     lr_drop_every: int | None = None
-    """So many epochs apart."""
+    """Epochs between two drops."""
     epochs: int
     """Number of epochs."""
     seeds: int
-    """Number of seeds of an experiment."""
+    """Number of seeds in an experiment."""
     source: str
     """Where these settings come from, in one sentence."""
 
@@ -106,52 +108,52 @@ class Defaults:
 
 
 class Task(Protocol):
-    """Something to train: data, a model, a loss and a number that says how good it is.
+    """Something to train: data, a model, a loss and a metric.
 
-    A task is a frozen dataclass without state; what is learned is in the model.
+    A task is a frozen dataclass without state; whatever is learned is in the model.
     """
 
     @property
     def name(self) -> str:
-        """What it is called on the command line."""
+        """Name on the command line."""
         ...
 
     @property
     def description(self) -> str:
-        """One line about it."""
+        """One-line description."""
         ...
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Names of the data sets it needs; empty if what it needs is installed."""
+        """Names of the data sets it needs; empty if it needs none or ships with a package."""
         ...
 
     @property
     def metric_name(self) -> str:
-        """What `metric` returns, with its unit."""
+        """Name of the metric, with its unit."""
         ...
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a larger metric is a better one."""
+        """Whether a larger metric is better."""
         ...
 
     @property
     def defaults(self) -> Defaults:
-        """Settings to start from."""
+        """Default settings."""
         ...
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read the examples.
+        """Load the examples.
 
         Args:
-            data_dir: Folder to look in first; then come GRADHERD_DATA and the cache folder.
-            limit: Keep only so many of the first examples of each part.
+            data_dir: Folder to search first; then come GRADHERD_DATA and the cache folder.
+            limit: Load only the first `limit` examples of each part.
         """
         ...
 
     def model(self) -> nn.Module:
-        """Return a fresh model, drawn from torch's global generator."""
+        """Return a new model, initialised from torch's global generator."""
         ...
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
@@ -159,11 +161,11 @@ class Task(Protocol):
         ...
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the metric over these examples; changes nothing in the model."""
+        """Return the metric over these examples; leave the model unchanged."""
         ...
 
 
 def check_limit(limit: int | None) -> None:
-    """Raise ValueError if a limit leaves nothing."""
+    """Raise ValueError if a limit leaves no example."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 or None, got {limit}")

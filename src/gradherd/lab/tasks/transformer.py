@@ -1,4 +1,6 @@
-"""A transformer layer out of plain modules, so that every example's gradient can be read.
+"""A transformer built from plain modules, so that per-example gradients can be read.
+
+`nn.MultiheadAttention` applies its projections without calling submodules, so hooks never see them.
 
 Shapes: B examples, T positions, W width, H heads.
 """
@@ -16,38 +18,39 @@ class SelfAttention(nn.Module):
         if width % heads:
             raise ValueError(f"heads must divide width {width}, got {heads}")
         self.heads, self.causal = heads, causal
-        self.into = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Mix (B, T, W) along T; where `seen`, (B, T), is False nothing is looked at."""
-        # Numbers of examples and positions stay two dimensions of their own throughout.
-        queries, keys, values = (
-            self.into(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend over T in (B, T, W); positions where `mask`, (B, T), is False are ignored."""
+        # B and T stay separate dimensions throughout, so that examples can be told apart.
+        queries, keys, values = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=None if mask is None else mask[:, None, None, :],
+            is_causal=self.causal,
         )
-        mask = None if seen is None else seen[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=self.causal
-        )
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
 
 class TransformerLayer(nn.Module):
-    """Attention, then two linear maps at each position, each added to what came in (GPT-2)."""
+    """Self-attention and a feed-forward network, each with a residual connection (as in GPT-2)."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = SelfAttention(width, heads, causal=causal)
         self.norm2 = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Turn (B, T, W) into (B, T, W)."""
-        x = x + self.attention(self.norm1(x), seen)
-        out: Tensor = x + self.narrow(F.gelu(self.wide(self.norm2(x)), approximate="tanh"))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, T, W) to (B, T, W)."""
+        x = x + self.attention(self.norm1(x), mask)
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return out
 
 
@@ -66,18 +69,18 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # As GPT-2 does: what is added to the stream starts smaller in deeper stacks.
-                added = name.endswith(("out.weight", "narrow.weight"))
-                nn.init.normal_(parameter, std=0.02 / ((2 * layers) ** 0.5 if added else 1))
+                # As in GPT-2: projections into the residual stream start smaller in deeper stacks.
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / ((2 * layers) ** 0.5 if residual else 1))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Turn (B, T) tokens into (B, T, W)."""
-        # One row of positions per example: else they could not be told apart by example.
-        steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        x = self.tokens(tokens) + self.positions(steps)
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Map (B, T) token ids to (B, T, W)."""
+        # Expanded to one row per example: a shared row would have no gradient per example.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.tokens(tokens) + self.positions(positions)
         for layer in self.layers:
-            x = layer(x, seen)
+            x = layer(x, mask)
         out: Tensor = self.norm(x)
         return out

@@ -1,6 +1,6 @@
 """`wikitext2-lstm` and `wikitext2-gpt2`: language models on WikiText-2.
 
-Shapes: B sequences, T tokens of each, V tokens in the vocabulary, W width.
+Shapes: B sequences, T tokens of each (35 words or 128 byte pairs), V tokens in the vocabulary.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from gradherd.lab.tasks.task import Defaults, Split, check_limit
 from gradherd.lab.tasks.tokenization import BytePairEncoder, build_vocabulary, token_ids
 from gradherd.lab.tasks.transformer import Transformer
 
-WORDS = 33_278
-LSTM_LENGTH = 35
+WORDS, LSTM_LENGTH = 33_278, 35
 UNKNOWN, END = "<unk>", "<eos>"
+TOKENS, GPT2_LENGTH = 50_257, 128
 
 
 class WordLSTM(nn.Module):
-    """Embedding, two LSTM layers, and the embedding again to score the next word."""
+    """Embedding, two LSTM layers, and the transposed embedding as output layer."""
 
     def __init__(self, words: int = WORDS, width: int = 32) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class WordLSTM(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return scores (B, T, V) of the word after each of (B, T); the state starts at zero."""
+        """Return logits (B, T, V) of the word after each of (B, T); the state starts at zero."""
         states, _ = self.lstm(self.embedding(words))
-        scores: Tensor = self.head(states)
-        return scores
+        logits: Tensor = self.head(states)
+        return logits
 
 
 @dataclass(frozen=True)
 class WikiText2LSTM:
     """A two-layer LSTM of width 32 with tied weights, no dropout: 1,081,792 parameters.
 
-    An example is a sequence of 35 words and the word after each. The hidden state starts at
-    zero for each of them, unlike in the CD-GraB paper, which carries it along from one to the
+    An example is a sequence of 35 words and the word after each. The hidden state starts at zero
+    for each example, unlike in the CD-GraB paper, which carries it over from one example to the
     next in the order they are visited.
     """
 
@@ -79,19 +79,18 @@ class WikiText2LSTM:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 36) word numbers; the vocabulary is that of the training part."""
+        """Load (n, 36) word ids; the vocabulary is that of the training part."""
         check_limit(limit)
-        found = find_dataset("wikitext-2", data_dir)
-        train, test = (_words(found.text(f"{part}.txt")) for part in ("train", "test"))
-        known = build_vocabulary(train, WORDS, (UNKNOWN, END))
+        local = find_dataset("wikitext-2", data_dir)
+        train, test = (_words(local.text(f"{part}.txt")) for part in ("train", "test"))
+        vocabulary = build_vocabulary(train, WORDS, (UNKNOWN, END))
         parts = []
         for name, words in (("train.txt", train), ("test.txt", test)):
             if len(words) <= LSTM_LENGTH:
-                raise DamagedData(f"{found.paths[name]} has only {len(words)} words")
+                raise DamagedData(f"{local.paths[name]} has only {len(words)} words")
             used = words if limit is None else words[: limit * LSTM_LENGTH + 1]
-            parts.append(
-                (overlapping_sequences(token_ids(used, known, known[UNKNOWN]), LSTM_LENGTH),)
-            )
+            ids = token_ids(used, vocabulary, vocabulary[UNKNOWN])
+            parts.append((overlapping_sequences(ids, LSTM_LENGTH),))
         return Split(*parts).first(limit)
 
     def model(self) -> nn.Module:
@@ -109,7 +108,7 @@ class WikiText2LSTM:
 
 
 def overlapping_sequences(stream: NDArray[np.int64], length: int) -> Tensor:
-    """Cut a stream into (n, length + 1): each begins with the last word of the one before.
+    """Cut a stream into (n, length + 1); each sequence starts with the last word of the previous.
 
     >>> overlapping_sequences(np.arange(6), 2)
     tensor([[0, 1, 2],
@@ -124,10 +123,10 @@ def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
     """Return the perplexity of a language model on (n, T + 1) tokens."""
 
     def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-        # Flat, as in training: over a middle dimension softmax is slow on a GPU.
-        scores, wanted = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:]
-        losses = F.cross_entropy(scores, wanted.flatten(), reduction="none")
-        return losses.view_as(wanted).mean(1)
+        # Flattened as in training: softmax over a middle dimension is slow on a GPU.
+        logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:]
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
 
     return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())
 
@@ -136,23 +135,19 @@ def _words(text: str) -> list[str]:
     return list(chain.from_iterable([*line.split(), END] for line in split_lines(text)))
 
 
-TOKENS = 50_257
-GPT2_LENGTH = 128
-
-
 class GPT2(nn.Module):
-    """GPT-2's layout without dropout: the token embedding also scores the next token."""
+    """GPT-2's architecture without dropout; the token embedding is also the output layer."""
 
     def __init__(self, width: int = 128, heads: int = 2, layers: int = 2) -> None:
         super().__init__()
-        self.body = Transformer(TOKENS, GPT2_LENGTH, width, heads, layers, causal=True)
+        self.transformer = Transformer(TOKENS, GPT2_LENGTH, width, heads, layers, causal=True)
         self.head = nn.Linear(width, TOKENS, bias=False)
-        self.head.weight = self.body.tokens.weight
+        self.head.weight = self.transformer.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return scores (B, T, V) of the token after each of (B, T)."""
-        scores: Tensor = self.head(self.body(tokens))
-        return scores
+        """Return logits (B, T, V) of the token after each of (B, T)."""
+        logits: Tensor = self.head(self.transformer(tokens))
+        return logits
 
 
 @dataclass(frozen=True)
@@ -160,8 +155,8 @@ class WikiText2GPT2:
     """GPT-2 with 2 layers, 2 heads, width 128, context 128: 6,846,080 parameters.
 
     As in the CD-GraB paper, but on WikiText-2 instead of WikiText-103. An example is a block of
-    128 tokens, of which the last 127 are predicted; lines are tokenised one by one, whole, and
-    packed without gaps. Tokens are kept in the cache folder, since making them takes seconds.
+    128 tokens, of which the last 127 are predicted. Lines are tokenized one by one and packed
+    without gaps. Tokens are cached on disk, since tokenizing takes several seconds.
     """
 
     name: ClassVar = "wikitext2-gpt2"
@@ -181,12 +176,13 @@ class WikiText2GPT2:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Read (n, 128) tokens."""
+        """Load (n, 128) tokens."""
         check_limit(limit)
-        text, pairs = find_dataset("wikitext-2", data_dir), find_dataset("gpt2-bpe", data_dir)
-        most = None if limit is None else limit * GPT2_LENGTH
+        text, bpe = find_dataset("wikitext-2", data_dir), find_dataset("gpt2-bpe", data_dir)
+        max_tokens = None if limit is None else limit * GPT2_LENGTH
         return Split(
-            (_blocks(text, "train.txt", pairs, most),), (_blocks(text, "test.txt", pairs, most),)
+            (_blocks(text, "train.txt", bpe, max_tokens),),
+            (_blocks(text, "test.txt", bpe, max_tokens),),
         ).first(limit)
 
     def model(self) -> nn.Module:
@@ -203,53 +199,53 @@ class WikiText2GPT2:
         return perplexity(model, *tensors, chunk=8)
 
 
-def _blocks(text: LocalDataSet, name: str, pairs: LocalDataSet, most: int | None) -> Tensor:
+def _blocks(text: LocalDataSet, name: str, bpe: LocalDataSet, max_tokens: int | None) -> Tensor:
     """Return (n, 128) tokens of a file, from the cache if they are there."""
-    content = text.read(name)
-    sources = [content, pairs.read("encoder.json"), pairs.read("vocab.bpe")]
-    marks = "".join(hashlib.sha256(source).hexdigest() for source in sources)
-    kept = cache_dir() / "tokens" / f"{hashlib.sha256(marks.encode()).hexdigest()[:32]}.npz"
-    tokens = load_tokens(kept)
+    # The key covers text and vocabulary: other content never gets the wrong tokens.
+    sources = [text.read(name), bpe.read("encoder.json"), bpe.read("vocab.bpe")]
+    digests = "".join(hashlib.sha256(source).hexdigest() for source in sources)
+    cached = cache_dir() / "tokens" / f"{hashlib.sha256(digests.encode()).hexdigest()[:32]}.npz"
+    tokens = load_tokens(cached)
     if tokens is None:
-        tokens = _encode(text.text(name), pairs, most)
-        if most is None:
-            save_tokens(kept, tokens)
+        tokens = _encode(text.text(name), bpe, max_tokens)
+        if max_tokens is None:
+            save_tokens(cached, tokens)
     if len(tokens) < GPT2_LENGTH:
         raise DamagedData(f"{text.paths[name]} has only {len(tokens)} tokens")
     count = len(tokens) // GPT2_LENGTH
     return torch.from_numpy(tokens[: count * GPT2_LENGTH].astype(np.int64)).view(count, GPT2_LENGTH)
 
 
-def _encode(text: str, pairs: LocalDataSet, most: int | None) -> NDArray[np.uint16]:
+def _encode(text: str, bpe: LocalDataSet, max_tokens: int | None) -> NDArray[np.uint16]:
     try:
-        coder = BytePairEncoder.parse(pairs.text("encoder.json"), pairs.text("vocab.bpe"))
+        encoder = BytePairEncoder.parse(bpe.text("encoder.json"), bpe.text("vocab.bpe"))
         tokens: list[int] = []
-        for line in coder.encode_lines(split_lines(text)):
+        for line in encoder.encode_lines(split_lines(text)):
             tokens += line
-            if most is not None and len(tokens) >= most:
+            if max_tokens is not None and len(tokens) >= max_tokens:
                 break
         if tokens and not 0 <= min(tokens) <= max(tokens) < TOKENS:
             raise ValueError(f"tokens must be below {TOKENS:,}, got {max(tokens):,}")
     except ValueError as error:
-        raise DamagedData(f"{pairs.folder} is no vocabulary of GPT-2: {error}") from None
+        raise DamagedData(f"{bpe.folder} is not GPT-2's vocabulary: {error}") from None
     return np.array(tokens, np.uint16)
 
 
 def load_tokens(path: Path) -> NDArray[np.uint16] | None:
-    """Return tokens that were kept, or None if there are none or the file is not whole."""
+    """Return cached tokens; None if there are none or the file is damaged."""
     try:
         (tokens,) = parse_npz(read_file(path), path, ("tokens",))
     except DamagedData:
         return None
-    good = tokens.ndim == 1 and tokens.dtype == np.uint16
-    return tokens if good and int(tokens.max(initial=0)) < TOKENS else None
+    valid = tokens.ndim == 1 and tokens.dtype == np.uint16
+    return tokens if valid and int(tokens.max(initial=0)) < TOKENS else None
 
 
 def save_tokens(path: Path, tokens: NDArray[np.uint16]) -> None:
-    """Write tokens for the next time; a folder that cannot be written to is no error."""
+    """Cache tokens; a folder that cannot be written to is not an error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name first: a reader never sees half a file.
+        # Written under another name and renamed: a concurrent reader never sees half a file.
         handle, name = tempfile.mkstemp(prefix=".tokens-", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
