@@ -16,8 +16,8 @@ import torch
 
 from gradherd.attach.pack import pack, unpack
 from gradherd.comm.world import World
-from gradherd.lab.report.find import find_records
 from gradherd.lab.report.page import render
+from gradherd.lab.report.records import find_records
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import RunResult, read_results, write_results
 from gradherd.lab.tasks import download
@@ -33,7 +33,7 @@ from gradherd.replay.order import load_vectors
 from gradherd.replay.sparsify import replay_sparsify
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.settings import Sparsify
-from tests.lab.report.made import record
+from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data
 from tests.stress import mutations
 from tests.stress.mutations import BYTES, EVIL, JSON, TEXT, Mutation

@@ -19,7 +19,7 @@ import torch
 from gradherd.attach.pack import unpack
 from gradherd.cli.main import main
 from gradherd.comm.world import World
-from gradherd.lab.report.find import find_records
+from gradherd.lab.report.records import find_records
 from gradherd.lab.tasks.cifar10 import load_cifar10
 from gradherd.lab.tasks.data_files import MissingData, find_dataset
 from gradherd.lab.tasks.hmda import HMDA
@@ -37,7 +37,7 @@ from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors
-from tests.lab.report.made import record
+from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data
 from tests.stress.fuzz import fuzz, limits
 from tests.stress.mutations import Marker, bomb

@@ -25,9 +25,10 @@ from gradherd.cli.options import (
 )
 from gradherd.cli.tables import print_comparison
 from gradherd.comm.world import World
-from gradherd.lab.report.compare import as_json, compare
-from gradherd.lab.report.find import find_records
+from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.page import write_report
+from gradherd.lab.report.records import find_records
+from gradherd.lab.report.tables import comparison_json
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord
 from gradherd.ordering.registry import POLICIES
@@ -94,7 +95,7 @@ class CompareCommand:
         comparison = compare(records)
         write_report(records, page)
         if self.json:
-            print_json(as_json(comparison, str(page)))
+            print_json(comparison_json(comparison, str(page)))
         else:
             print_comparison(comparison, page)
 

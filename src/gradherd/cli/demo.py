@@ -11,8 +11,9 @@ from gradherd.cli.compare import report_interrupted
 from gradherd.cli.launch import output_folder, train_runs
 from gradherd.cli.options import FolderOption, TrainingOptions, check_at_least, print_json
 from gradherd.cli.tables import print_comparison
-from gradherd.lab.report.compare import as_json, compare
+from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.page import write_report
+from gradherd.lab.report.tables import comparison_json
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord
@@ -67,7 +68,7 @@ class DemoCommand:
                 console.print()
         write_report(records, page, title="gradherd demo: fewer epochs, fewer bytes")
         if self.json:
-            results = [as_json(comparison, str(page)) for comparison in comparisons]
+            results = [comparison_json(comparison, str(page)) for comparison in comparisons]
             print_json({"comparisons": results, "report": str(page)})
         console.print(
             f"Took {time.monotonic() - begin:.0f} seconds. See all curves in "

@@ -11,9 +11,10 @@ import tyro
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import print_json
 from gradherd.cli.tables import claims_json, print_claims, print_comparison
-from gradherd.lab.report.compare import as_json, compare_all
-from gradherd.lab.report.find import find_records
+from gradherd.lab.report.comparison import compare_all
 from gradherd.lab.report.page import write_report
+from gradherd.lab.report.records import find_records
+from gradherd.lab.report.tables import comparison_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class ReportCommand:
         _check_out(out)
         write_report(records, out, files=[str(path) for path, _ in paths_and_records])
         if self.json:
-            results = [as_json(comparison, str(out)) for comparison in comparisons]
+            results = [comparison_json(comparison, str(out)) for comparison in comparisons]
             print_json({"comparisons": results, "report": str(out)})
             return
         for comparison in comparisons:

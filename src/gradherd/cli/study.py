@@ -43,7 +43,7 @@ from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.text import counted
 
 if TYPE_CHECKING:
-    from gradherd.lab.report.claims import Verdict
+    from gradherd.lab.report.claims import ClaimVerdict
 
 RESULTS = Path("benchmarks") / "results"
 
@@ -197,10 +197,10 @@ class StudyCommand:
 def _check_reportable(study: Study) -> None:
     """Refuse claims and charts that no result of this study can support, before running it."""
     try:
-        from gradherd.lab.report.told import check_told
+        from gradherd.lab.report.evidence_charts import check_reportable
     except ModuleNotFoundError:  # `_verdicts` reports it at the end.
         return
-    check_told(study)
+    check_reportable(study)
 
 
 def _check_out(out: Path) -> None:
@@ -212,15 +212,15 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"--out {str(out)!r}: the folder {str(existing)!r} cannot be written to")
 
 
-def _verdicts(study: Study, out: Path) -> "list[Verdict]":
+def _verdicts(study: Study, out: Path) -> "list[ClaimVerdict]":
     """Return the verdicts on the study's claims; none if a package for reports is missing."""
     try:
-        from gradherd.lab.report.evidence import judged
+        from gradherd.lab.report.evidence import judge_study
     except ModuleNotFoundError as error:
         advice = f"verdicts need {error.name}: pip install 'gradherd[report]'"
         print(f"gradherd: {advice}", file=sys.stderr)
         return []
-    return judged(study, out)[1]
+    return judge_study(study, out)[1]
 
 
 def _device(study: Study, option: str | None) -> str:

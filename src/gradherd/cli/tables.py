@@ -17,9 +17,9 @@ from rich.table import Table
 from gradherd.cli.options import print_json
 
 if TYPE_CHECKING:
-    from gradherd.lab.report.claims import Verdict
-    from gradherd.lab.report.model import Comparison
-    from gradherd.lab.report.tables import Cell
+    from gradherd.lab.report.claims import ClaimVerdict
+    from gradherd.lab.report.comparison import Comparison
+    from gradherd.lab.report.tables import TableCell
 
 _MARKS = {
     "gain": ("green", "+"),
@@ -33,8 +33,8 @@ _SHORT_HEADINGS = {
     "seeds": "seeds",
     "final loss": "final loss",
     "epochs to baseline's final loss": "epochs to it",
-    "seconds in all": "seconds",
-    "bytes in all": "bytes",
+    "total seconds": "seconds",
+    "total bytes": "bytes",
 }
 """Columns of a comparison that fit a terminal, and their headings there; the page has them all."""
 
@@ -78,16 +78,16 @@ def _size(row: dict[str, Any]) -> tuple[int, int]:
 
 def print_comparison(comparison: "Comparison", page: Path | None) -> None:
     """Print the table of a comparison, its notes and verdicts, and where the page is."""
-    from gradherd.lab.report.verdict import caution, verdicts_of
+    from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
 
     console = Console()
     console.print(_comparison_table(comparison))
     for note in comparison.notes:
         console.print(f"[yellow]note[/yellow]  {escape(note)}", soft_wrap=True)
-    for verdict in verdicts_of(comparison):
+    for verdict in all_verdicts(comparison):
         colour, mark = _MARKS[verdict.tone]
         console.print(f"[bold {colour}]{mark}[/] {escape(verdict.text)}", soft_wrap=True)
-    warning = caution(comparison)
+    warning = multiple_testing_note(comparison)
     if warning is not None:
         console.print(f"[dim]{escape(warning)}[/]", soft_wrap=True)
     if page is not None:
@@ -95,9 +95,9 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
 
 
 def _comparison_table(comparison: "Comparison") -> Table:
-    from gradherd.lab.report.tables import table_of
+    from gradherd.lab.report.tables import comparison_table
 
-    full = table_of(comparison)
+    full = comparison_table(comparison)
     baseline = escape(comparison.baseline.label)
     table = plain_table(
         f"{escape(comparison.task)}: {escape(comparison.description)}",
@@ -116,19 +116,19 @@ def _comparison_table(comparison: "Comparison") -> Table:
     return table
 
 
-def _cell_markup(cell: "Cell") -> str:
+def _cell_markup(cell: "TableCell") -> str:
     return f"[bold green]{escape(cell.text)}[/]" if cell.best else escape(cell.text)
 
 
-def print_claims(verdicts: "Sequence[Verdict]") -> None:
+def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:
     """Print one line per verdict on a claim."""
     for verdict in verdicts:
-        print(f"{verdict.word:13}  {verdict.claim.id}: {verdict.ours}")
+        print(f"{verdict.verdict:13}  {verdict.claim.id}: {verdict.ours}")
 
 
-def claims_json(verdicts: "Sequence[Verdict]") -> list[dict[str, str]]:
+def claims_json(verdicts: "Sequence[ClaimVerdict]") -> list[dict[str, str]]:
     """Return the verdicts on claims for --json."""
     return [
-        {"id": verdict.claim.id, "verdict": verdict.word, "ours": verdict.ours}
+        {"id": verdict.claim.id, "verdict": verdict.verdict, "ours": verdict.ours}
         for verdict in verdicts
     ]

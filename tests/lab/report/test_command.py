@@ -10,9 +10,9 @@ import pytest
 
 from gradherd.cli.main import main
 from gradherd.cli.tables import print_comparison
-from gradherd.lab.report.compare import compare
+from gradherd.lab.report.comparison import compare
 from gradherd.lab.train.record import write_record
-from tests.lab.report.made import hostile, orders, record, sparsifiers
+from tests.lab.report.sample_records import hostile, orders, record, sparsifiers
 
 
 def run(capsys, *args) -> tuple[int, str, str]:

@@ -5,17 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from gradherd.lab.report.claims import judge, paper_effect, word_of
-from gradherd.lab.report.claims_measures import epochs_share, epochs_to_final, of_runs
-from gradherd.lab.report.evidence import IMAGES, PAGE, fits, gather
-from gradherd.lab.report.figures import Axis, Line, chart
-from gradherd.lab.report.figures_study import against, drawn, over_time
-from gradherd.lab.report.told import check_told
+from gradherd.lab.report.claims import judge, paper_effect, verdict_of
+from gradherd.lab.report.evidence import IMAGES, PAGE, build_evidence, is_current
+from gradherd.lab.report.evidence_charts import (
+    check_reportable,
+    draw_charts,
+    lines_against,
+    lines_over_time,
+)
+from gradherd.lab.report.measures import epochs_share, epochs_to_final, measure_runs
+from gradherd.lab.report.svg_chart import ChartAxis, ChartLine, chart
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import RunResult, describe_run, to_columns, write_results
 from gradherd.lab.study.run import plan_runs
 from gradherd.lab.study.spec import Claim, Figure
-from tests.lab.report.made import record
+from tests.lab.report.sample_records import record
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,13 +77,13 @@ def summaries(**named):
     ],
 )
 def test_verdicts_on_less(a, b, paper, word):
-    assert judge(claim(paper_values=paper), arms(a, b)).word == word
+    assert judge(claim(paper_values=paper), arms(a, b)).verdict == word
 
 
 def test_seeds_are_pairs():
     """What all seeds share does not hide the difference."""
     found = judge(claim(), arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.03]))
-    assert found.word == "confirmed" and "0.99 % less" in found.ours and "3 seeds" in found.ours
+    assert found.verdict == "confirmed" and "0.99 % less" in found.ours and "3 seeds" in found.ours
     assert judge(claim(), arms([1.0, 2.0], [1.01])) is None  # One pair has no spread.
     # Figures and shares are of the same seeds.
     uneven = judge(claim(), arms([1.0, 2.0], [1.01, 2.02, 99.0]))
@@ -89,17 +93,17 @@ def test_seeds_are_pairs():
 def test_verdicts_on_bounds_and_margins():
     found = summaries(a=[1.02, 1.03, 1.01], b=[1.0, 1.0, 1.0])
     bound = {"measure": "bound", "against": None}
-    assert judge(claim(test="at-most", value=1.1, **bound), found).word == "confirmed"
-    assert judge(claim(test="at-most", value=1.0, **bound), found).word == "not confirmed"
-    assert judge(claim(test="at-least", value=0.9, **bound), found).word == "confirmed"
+    assert judge(claim(test="at-most", value=1.1, **bound), found).verdict == "confirmed"
+    assert judge(claim(test="at-most", value=1.0, **bound), found).verdict == "not confirmed"
+    assert judge(claim(test="at-least", value=0.9, **bound), found).verdict == "confirmed"
     worse = {"measure": "bound", "test": "no-worse"}
-    assert judge(claim(value=0.1, **worse), found).word == "confirmed"
-    assert judge(claim(value=0.021, **worse), found).word == "not confirmed"
-    assert judge(claim(value=0.001, **worse), found).word == "not confirmed"
-    assert judge(claim(measure="bound", test="greater"), found).word == "weaker"
+    assert judge(claim(value=0.1, **worse), found).verdict == "confirmed"
+    assert judge(claim(value=0.021, **worse), found).verdict == "not confirmed"
+    assert judge(claim(value=0.001, **worse), found).verdict == "not confirmed"
+    assert judge(claim(measure="bound", test="greater"), found).verdict == "weaker"
     # What is counted is the same in every seed, and exact.
     same = summaries(a=[2.0, 2.0], b=[4.0, 4.0])
-    assert judge(claim(measure="bound"), same).word == "confirmed"
+    assert judge(claim(measure="bound"), same).verdict == "confirmed"
 
 
 def test_no_worse_goes_by_what_is_better():
@@ -109,8 +113,8 @@ def test_no_worse_goes_by_what_is_better():
         for name, values in (("a", [90.0, 90.1]), ("b", [80.0, 80.1]))
     }
     given = {"measure": "metric", "test": "no-worse", "value": 0.01}
-    assert judge(claim(**given), made).word == "confirmed"
-    assert judge(claim(**given, arm="b", against="a"), made).word == "not confirmed"
+    assert judge(claim(**given), made).verdict == "confirmed"
+    assert judge(claim(**given, arm="b", against="a"), made).verdict == "not confirmed"
 
 
 def test_a_row_tells_the_end_and_the_last_half_whichever_was_chosen():
@@ -174,9 +178,9 @@ def test_epochs_to_the_final_loss_of_the_same_seed():
     found = arms([0.8, 0.9], [1.2, 1.5])
     given = {"measure": "epochs_to_final", "test": "at-most"}
     told = judge(claim(**given, value=4), found)
-    assert told.word == "weaker"
-    assert "first time: 2.50 \N{PLUS-MINUS SIGN} 0.71 against" in told.ours
-    assert judge(claim(**given, value=2), found).word == "not confirmed"
+    assert told.verdict == "weaker"
+    assert "first reached: 2.50 \N{PLUS-MINUS SIGN} 0.71 against" in told.ours
+    assert judge(claim(**given, value=2), found).verdict == "not confirmed"
 
 
 def test_the_epoch_whose_density_is_furthest_off_counts():
@@ -184,30 +188,30 @@ def test_the_epoch_whose_density_is_furthest_off_counts():
     rows = [
         replace(row, density=d) for row, d in zip(run.epochs, (0.01, 0.0097, 0.0102), strict=True)
     ]
-    found = of_runs("density_off", None, [replace(run, epochs=rows)])
+    found = measure_runs("density_off", None, [replace(run, epochs=rows)])
     assert found == {0: pytest.approx(0.03)}
-    assert of_runs("density_off", 1, [replace(run, epochs=rows)]) == {0: 0.0}
-    assert of_runs("density_off", None, [record(seed=0, epochs=3)]) == {0: None}
+    assert measure_runs("density_off", 1, [replace(run, epochs=rows)]) == {0: 0.0}
+    assert measure_runs("density_off", None, [record(seed=0, epochs=3)]) == {0: None}
 
 
 def test_measures_of_runs():
     runs = [record(seed=0, epochs=6, losses=[6.0, 5.0, 4.0, 3.0, 2.0, 1.0])]
-    assert of_runs("train_loss", None, runs) == {0: 1.0}
-    assert of_runs("train_loss", 2, runs) == {0: 5.0}
-    assert of_runs("late_train_loss", None, runs) == {0: 2.0}
-    assert of_runs("bytes", None, runs) == {0: 6 * runs[0].epochs[0].bytes}
+    assert measure_runs("train_loss", None, runs) == {0: 1.0}
+    assert measure_runs("train_loss", 2, runs) == {0: 5.0}
+    assert measure_runs("late_train_loss", None, runs) == {0: 2.0}
+    assert measure_runs("bytes", None, runs) == {0: 6 * runs[0].epochs[0].bytes}
 
 
 def test_the_paper_counts_by_half():
     assert paper_effect(claim(paper_values=(9, 39))) == pytest.approx(30 / 39)
-    assert word_of([0.4, 0.4, 0.41], 0.8) == "confirmed"
-    assert word_of([0.39, 0.39, 0.4], 0.8) == "weaker"
-    assert word_of([]) == "not confirmed"
+    assert verdict_of([0.4, 0.4, 0.41], 0.8) == "confirmed"
+    assert verdict_of([0.39, 0.39, 0.4], 0.8) == "weaker"
+    assert verdict_of([]) == "not confirmed"
 
 
 def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
     evil = '</svg><script>alert("1")</script>&'
-    lines = [Line(evil, [(1, 2.0), (2, math.nan), (3, 1.0)], [(1, 1.9, 2.1), (3, 0.9, 1.1)])]
+    lines = [ChartLine(evil, [(1, 2.0), (2, math.nan), (3, 1.0)], [(1, 1.9, 2.1), (3, 0.9, 1.1)])]
     text = chart(evil, evil, evil, lines)
     tree = ET.fromstring(text)
     assert "<script" not in text and tree.tag.endswith("svg")
@@ -218,7 +222,7 @@ def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("points", [[(1, 1.0)], [(0, 0.0), (1, 0.0)], [(1, 1e-9), (2, 1e9)]])
 def test_charts_of_odd_numbers(points, log):
-    lines = [Line("flat", points), Line("none", [])]
+    lines = [ChartLine("flat", points), ChartLine("none", [])]
     if log and not any(y > 0 for _, y in points):
         with pytest.raises(ValueError, match="nothing to draw"):
             chart("t", "x", "y", lines, log=log)
@@ -227,7 +231,7 @@ def test_charts_of_odd_numbers(points, log):
 
 
 def test_a_logarithmic_axis_across():
-    lines = [Line("a", [(0, 1.0), (1, 2.0), (100, 3.0)]), Line("b", [(10, 1.0)])]
+    lines = [ChartLine("a", [(0, 1.0), (1, 2.0), (100, 3.0)]), ChartLine("b", [(10, 1.0)])]
     text = chart("t", "x", "y", lines, log_x=True)
     assert text.count("<circle") == 3  # 0 has no place.
     middle = (64 + 800 - 280) / 2
@@ -235,9 +239,9 @@ def test_a_logarithmic_axis_across():
 
 
 def test_marks_of_an_axis():
-    assert Axis(1, 4, 0, 1, whole=True).ticks() == [1, 2, 3, 4]
-    assert Axis(2, 2, 0, 1).ticks() == [2] and Axis(2, 2, 0, 1).at(2) == 0.5
-    assert Axis(1e-3, 10, 0, 1, log=True).at(0.1) == pytest.approx(0.5)
+    assert ChartAxis(1, 4, 0, 1, whole=True).ticks() == [1, 2, 3, 4]
+    assert ChartAxis(2, 2, 0, 1).ticks() == [2] and ChartAxis(2, 2, 0, 1).at(2) == 0.5
+    assert ChartAxis(1e-3, 10, 0, 1, log=True).at(0.1) == pytest.approx(0.5)
 
 
 STUDY = """
@@ -293,7 +297,7 @@ def root(tmp_path):
 
 
 def test_a_page_is_made_of_records_alone(root):
-    first, second = gather(root), gather(root)
+    first, second = build_evidence(root), build_evidence(root)
     assert first.files == second.files and len(first.verdicts) == 1
     images = {path.name for path in first.files if path.parent == IMAGES}
     assert images == {"small.svg", "small-2.svg"}
@@ -301,12 +305,15 @@ def test_a_page_is_made_of_records_alone(root):
 
 
 def test_the_page_begins_with_all_studies_and_how_they_came_out(root):
-    page = gather(root).files[PAGE]
+    page = build_evidence(root).files[PAGE]
     assert "| [A &lt;study>](#a-study) | 0 / 0 / 1 |  |" in page.splitlines()
     assert "### A &lt;study>" in page and "![Late loss](images/evidence/small-2.svg)" in page
     own = STUDY.replace('source = "s"', 'source = "ours"')
     (root / "studies" / "small.toml").write_text(own)
-    assert "| [A &lt;study>](#a-study) |  | 0 / 0 / 1 |" in gather(root).files[PAGE].splitlines()
+    assert (
+        "| [A &lt;study>](#a-study) |  | 0 / 0 / 1 |"
+        in build_evidence(root).files[PAGE].splitlines()
+    )
 
 
 def test_rows_of_the_papers_claims_tell_our_budget(root):
@@ -314,14 +321,16 @@ def test_rows_of_the_papers_claims_tell_our_budget(root):
     own = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"two"').replace('"s"', '"ours"')
     text = STUDY.replace('title = "A', 'budget = "4 epochs of 90"\ntitle = "A', 1)
     (root / "studies" / "small.toml").write_text(text + own)
-    rows = [row for row in gather(root).files[PAGE].splitlines() if row.startswith("| less")]
+    rows = [
+        row for row in build_evidence(root).files[PAGE].splitlines() if row.startswith("| less")
+    ]
     assert ["4 epochs of 90" in row for row in rows] == [True, False]
 
 
 def test_results_of_other_settings_do_not_count(root):
     text = STUDY.replace("epochs = 4", "epochs = 5", 1)
     (root / "studies" / "small.toml").write_text(text)
-    found = gather(root)
+    found = build_evidence(root)
     assert (found.verdicts, found.unmeasured) == ([], {"small": ["one"]})
     assert list(found.files) == [PAGE] and "1 claim of `studies" in found.files[PAGE]
 
@@ -336,9 +345,9 @@ def test_results_of_other_settings_do_not_count(root):
 )
 def test_charts_that_cannot_be_drawn_are_refused(root, given, says):
     study = read_study(root / "studies" / "small.toml")
-    check_told(study)
+    check_reportable(study)
     with pytest.raises(ValueError, match=says):
-        check_told(replace(study, figures=(replace(study.figures[0], **given),)))
+        check_reportable(replace(study, figures=(replace(study.figures[0], **given),)))
 
 
 def test_arms_are_drawn_against_another_seed_by_seed():
@@ -346,19 +355,19 @@ def test_arms_are_drawn_against_another_seed_by_seed():
     base = [result("b", 0, [2.0, 1.0]), result("b", 1, [4.0, 2.0, 1.0])]
     arm = [result("a", 0, [1.0, 1.1]), result("a", 1, [3.0, 1.8, 9.0]), result("a", 2, [7.0])]
     figure = Figure(title="t", y="train_loss", against="b")
-    (line,) = against(figure, {"b": base, "a": arm}, base, points=False)
+    (line,) = lines_against(figure, {"b": base, "a": arm}, base, points=False)
     assert line.name == "a" and [x for x, _ in line.points] == [1, 2]
     assert [y for _, y in line.points] == pytest.approx([(-50 - 25) / 2, (10 - 10) / 2])
     assert [band[1:] for band in line.band] == [pytest.approx((-50, -25)), pytest.approx((-10, 10))]
-    (line,) = against(figure, {"a": arm}, base, points=True)
+    (line,) = lines_against(figure, {"a": arm}, base, points=True)
     assert line.points[0][1] == pytest.approx(-1)
-    assert against(figure, {"a": arm[2:]}, base, points=False) == []
+    assert lines_against(figure, {"a": arm[2:]}, base, points=False) == []
 
 
 def test_a_figure_against_an_arm_says_so(root):
     path = root / "studies" / "small.toml"
     path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr, few"', 1))
-    image = gather(root).files[IMAGES / "small.svg"]
+    image = build_evidence(root).files[IMAGES / "small.svg"]
     assert "train loss, % from d-rr, few" in image and ">cd-grab, few<" in image
     path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr"', 1))
     with pytest.raises(
@@ -381,7 +390,7 @@ def test_without_the_arm_that_others_are_held_against_there_is_no_figure(root):
     path.write_text(STUDY.replace('y = "train_loss"', 'y = "train_loss"\nagainst = "d-rr, few"', 1))
     for file in (root / "benchmarks/results/small").glob("d-rr*"):
         file.unlink()
-    assert IMAGES / "small.svg" not in gather(root).files
+    assert IMAGES / "small.svg" not in build_evidence(root).files
 
 
 def test_accuracies_against_another_differ_by_points(root):
@@ -396,7 +405,7 @@ def test_accuracies_against_another_differ_by_points(root):
         ]
         for order, metric in (("d-rr", 50.0), ("cd-grab", 60.0))
     }
-    words = {one.text for one in ET.fromstring(drawn(study, made)["small.svg"]).iter()}
+    words = {one.text for one in ET.fromstring(draw_charts(study, made)["small.svg"]).iter()}
     assert "test accuracy (%), points from d-rr, few" in words
     assert {"0", "10"} <= words and "20" not in words
 
@@ -406,13 +415,13 @@ def test_arms_that_are_measured_at_other_times_cannot_be_drawn_against_each_othe
     many = replace(many, figures={**many.figures, "steps": [7, 7]})
     figure = Figure(title="t", x="step", y="train_loss", against="b")
     with pytest.raises(ValueError, match="against needs arms measured at the same times, got"):
-        against(figure, {"a": [few]}, [many], points=False)
+        lines_against(figure, {"a": [few]}, [many], points=False)
 
 
 def test_a_figure_of_a_series_that_is_not_there_is_refused():
     one = replace(result("a", 0, [1.0]), figures={"series": {"round": [1]}, "summary": {}})
     with pytest.raises(ValueError, match="t: no series 'epoch'; known are round"):
-        over_time(Figure(title="t", y="bound"), {"a": [one]})
+        lines_over_time(Figure(title="t", y="bound"), {"a": [one]})
 
 
 def test_an_axis_reaches_to_zero_if_it_should():
@@ -420,12 +429,12 @@ def test_an_axis_reaches_to_zero_if_it_should():
         return {one.text for one in ET.fromstring(chart("t", "x", "y", lines, zero=zero)).iter()}
 
     for sign in (1, -1):
-        line = [Line("a", [(1, sign * 10.0), (2, sign * 11.0)])]
+        line = [ChartLine("a", [(1, sign * 10.0), (2, sign * 11.0)])]
         assert "0" in marks(line, True) and "0" not in marks(line, False)
 
 
 def test_a_chart_has_room_for_all_its_lines_and_words():
-    many = [Line(f"line {n}", [(1, n), (2, n)]) for n in range(30)]
+    many = [ChartLine(f"line {n}", [(1, n), (2, n)]) for n in range(30)]
     image = ET.fromstring(chart("t", "x", "y", many))
     height = float(image.get("height"))
     places = [float(one.get("y")) for one in image.iter() if (one.text or "").startswith("line ")]
@@ -446,7 +455,7 @@ def test_the_papers_effect_of_an_accuracy_that_is_no_worse():
 
 
 def test_few_values_of_a_logarithmic_axis_are_all_marked():
-    some = [Line("a", [(4, 1.0), (16, 2.0), (64, 3.0)])]
+    some = [ChartLine("a", [(4, 1.0), (16, 2.0), (64, 3.0)])]
     image = ET.fromstring(chart("t", "workers", "y", some, log_x=True))
     marks = {one.text for one in image.iter()}
     assert {"4", "16", "64"} <= marks and "10" not in marks
@@ -454,12 +463,12 @@ def test_few_values_of_a_logarithmic_axis_are_all_marked():
 
 def test_a_claim_is_told_once(root):
     (root / "studies" / "other.toml").write_text(STUDY)
-    with pytest.raises(ValueError, match="claim one is in"):
-        gather(root)
+    with pytest.raises(ValueError, match="claim one is already in"):
+        build_evidence(root)
 
 
 def test_the_page_in_the_tree_is_what_its_records_give():
-    made = gather(ROOT).files
+    made = build_evidence(ROOT).files
     for path, text in made.items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, (
             f"{path} is out of date: gradherd report --evidence"
@@ -475,6 +484,6 @@ def test_runs_of_a_study_are_on_its_page(path):
     arms = {arm.name: arm for arm in study.arms}
     for piece in plan_runs(study):
         made = replace(result(piece.arm, piece.seed, [1.0]), settings=piece.settings)
-        assert fits(study, arms[piece.arm], made), piece
+        assert is_current(study, arms[piece.arm], made), piece
         other = replace(made, settings={**piece.settings, "limit": 7, "dim": 7})
-        assert not fits(study, arms[piece.arm], other)
+        assert not is_current(study, arms[piece.arm], other)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gradherd.lab.report.page import render, write_report
-from tests.lab.report.made import hostile, orders, record, sparsifiers
+from tests.lab.report.sample_records import hostile, orders, record, sparsifiers
 
 LINES = ".scatterlayer path.js-line"
 BARS = ".barlayer .point path"
@@ -65,7 +65,7 @@ def test_one_copy_of_plotly_and_the_verdicts_on_top(usual):
     text = usual.read_text(encoding="utf-8")
     assert text.count("plotly.js v") == 1 and text.count("<script") == 3
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", text.split("<script", 1)[0])
-    assert text.index("What was found") < text.index('<table class="arms"')
+    assert text.index("Findings") < text.index('<table class="arms"')
     for heading in ("Does a better order need fewer epochs?", "Does sending less cost accuracy?"):
         assert heading in text
     for told in ("Made-up 3000 · 8 cores", "torch 2.13.0", "batch_size"):
@@ -112,7 +112,7 @@ def test_pointer_tells_figures(look, usual):
             told.append(page.locator(f"#{chart} .hoverlayer").text_content())
         assert all(arm in told[0] for arm in ("d-rr", "always-plus", "cd-grab"))
         assert "± " in told[0] and "after epoch 10" in told[0]
-        assert "s an epoch" in told[1] and "numbers a step from worker" in told[2]
+        assert "s per epoch" in told[1] and "elements per step from worker" in told[2]
         buttons = page.locator("#c0-loss .modebar-btn").all()
         assert [button.get_attribute("data-title").split()[0] for button in buttons] == [
             "Download", "Zoom", "Pan", "Reset",
@@ -174,7 +174,7 @@ def test_structure_can_be_read_without_eyes(look, usual):
         assert page.locator("table.arms thead th[scope=col]").count() == 11 + 12
         assert page.locator("table.arms tbody th[scope=row]").count() == 6
         assert page.locator(".mark[aria-label='best mean']").count() > 5
-        page.locator("summary", has_text="Numbers by epoch").first.click()
+        page.locator("summary", has_text="Values by epoch").first.click()
         assert page.locator("details[open] tbody tr").count() == 20
 
 

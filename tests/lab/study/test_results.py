@@ -15,7 +15,7 @@ from gradherd.lab.study.results import (
     to_columns,
     write_results,
 )
-from tests.lab.report.made import record
+from tests.lab.report.sample_records import record
 
 
 def result(made, **changed):

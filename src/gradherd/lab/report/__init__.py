@@ -1,1 +1,4 @@
-"""Records of runs -> a comparison, sentences and one HTML page. Reads records only."""
+"""Reports: records of runs become comparisons, verdicts, an HTML page and the evidence page.
+
+Reads records and results only; nothing here touches a tensor.
+"""

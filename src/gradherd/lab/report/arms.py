@@ -1,78 +1,138 @@
-"""Records -> arms: which runs count, and their figures epoch by epoch."""
+"""Group run records into arms, and summarise each arm over its seeds, epoch by epoch.
+
+An arm is an order, a sparsifier and a density; its runs differ by their seed alone.
+"""
 
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from gradherd.lab.report.model import Arm, ArmKey, Spread
-from gradherd.lab.report.stats import number, spread
+from gradherd.lab.report.stats import MeanStd, finite, mean_std
 from gradherd.lab.text import printable
 from gradherd.lab.train.record import EpochRow, RunRecord
 
+ArmKey = tuple[str, str, float | None]
+"""Order, sparsifier and density."""
 
-def key_of(record: RunRecord) -> ArmKey:
-    """Return what arm a run belongs to."""
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSummary:
+    """All runs of one order, sparsifier and density."""
+
+    label: str
+    order: str
+    sparsify: str
+    density: float | None
+    runs: tuple[RunRecord, ...]
+    """All runs, by seed."""
+    used: tuple[RunRecord, ...]
+    """Runs that reached `epochs`, or diverged before: all figures are over these."""
+    epochs: int
+    """Epochs that the figures cover: all that were planned, or as many as the longest run has."""
+    planned: int
+    """Epochs that were planned."""
+    final_loss: MeanStd
+    final_metric: MeanStd
+    loss_by_epoch: tuple[MeanStd, ...]
+    metric_by_epoch: tuple[MeanStd, ...]
+    seconds_by_epoch: tuple[float, ...]
+    """Seconds since the start after each epoch, mean over seeds."""
+    bytes_by_epoch: tuple[float, ...]
+    """Bytes sent since the start after each epoch, mean over seeds."""
+    mean_density: float | None
+    """Share of elements sent, mean over steps and seeds."""
+    padding: float | None
+    """Mean over epochs and seeds; None for dense arms."""
+
+    @property
+    def key(self) -> ArmKey:
+        """What identifies the arm."""
+        return self.order, self.sparsify, self.density
+
+    @property
+    def finished(self) -> bool:
+        """Whether at least one run completed all planned epochs."""
+        return self.epochs > 0 and self.epochs >= self.planned
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds that the figures are over."""
+        return tuple(run.seed for run in self.used)
+
+    @property
+    def seconds(self) -> float | None:
+        """Total seconds, mean over seeds."""
+        return self.seconds_by_epoch[-1] if self.seconds_by_epoch else None
+
+    @property
+    def bytes(self) -> float | None:
+        """Total bytes sent by the average worker, mean over seeds."""
+        return self.bytes_by_epoch[-1] if self.bytes_by_epoch else None
+
+
+def arm_key(record: RunRecord) -> ArmKey:
+    """Return the arm that a run belongs to."""
     dense = record.sparsify == "dense"
     return record.order, record.sparsify, None if dense else record.density
 
 
-def arms_of(records: Sequence[RunRecord]) -> tuple[Arm, ...]:
-    """Group the runs of one task into arms, in the order they are given."""
+def summarize_arms(records: Sequence[RunRecord]) -> tuple[ArmSummary, ...]:
+    """Group the runs of one task into arms, in order of first appearance."""
     groups: dict[ArmKey, list[RunRecord]] = {}
     for record in records:
-        groups.setdefault(key_of(record), []).append(record)
+        groups.setdefault(arm_key(record), []).append(record)
     longest = max((len(record.epochs) for record in records), default=0)
     return tuple(
-        _arm(key, sorted(runs, key=lambda run: run.seed), label_of(key, list(groups)), longest)
+        _summarize(
+            key, sorted(runs, key=lambda run: run.seed), arm_label(key, list(groups)), longest
+        )
         for key, runs in groups.items()
     )
 
 
-def label_of(key: ArmKey, keys: Sequence[ArmKey]) -> str:
-    """Return the name of an arm among others: what they share is not repeated.
+def arm_label(key: ArmKey, keys: Sequence[ArmKey]) -> str:
+    """Return the name of an arm among others; what all of them share is left out.
 
-    >>> label_of(("cd-grab", "dense", None), [("d-rr", "dense", None), ("cd-grab", "dense", None)])
+    >>> arm_label(("cd-grab", "dense", None), [("d-rr", "dense", None), ("cd-grab", "dense", None)])
     'cd-grab'
-    >>> label_of(("d-rr", "exdyna", 0.01), [("d-rr", "dense", None), ("d-rr", "exdyna", 0.01)])
+    >>> arm_label(("d-rr", "exdyna", 0.01), [("d-rr", "dense", None), ("d-rr", "exdyna", 0.01)])
     'exdyna 0.01'
-    >>> label_of(("d-rr", "dense", None), [("d-rr", "dense", None), ("cd-grab", "topk", 0.1)])
+    >>> arm_label(("d-rr", "dense", None), [("d-rr", "dense", None), ("cd-grab", "topk", 0.1)])
     'd-rr + dense'
     """
     order, sparsify, density = key
-    moved, sent = printable(order, 60), printable(sparsify, 60)
-    sent = sent if density is None else f"{sent} {density:.12g}"
+    order_name, sparsify_name = printable(order, 60), printable(sparsify, 60)
+    if density is not None:
+        sparsify_name = f"{sparsify_name} {density:.12g}"
     if all(other[1] == "dense" for other in keys):
-        return moved
-    return sent if all(other[0] == order for other in keys) else f"{moved} + {sent}"
+        return order_name
+    if all(other[0] == order for other in keys):
+        return sparsify_name
+    return f"{order_name} + {sparsify_name}"
 
 
 def planned_epochs(record: RunRecord) -> int | None:
-    """Return how many epochs a run was asked for, if its settings say so."""
-    asked = record.config.get("epochs")
-    return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
+    """Return how many epochs a run was configured for; None if its settings do not say."""
+    epochs = record.config.get("epochs")
+    return epochs if isinstance(epochs, int) and not isinstance(epochs, bool) else None
 
 
 def diverged(run: RunRecord) -> bool:
     """Return whether a run ended with a loss that is not finite."""
-    lost = bool(run.epochs) and number(run.epochs[-1].train_loss) is None
+    lost = bool(run.epochs) and finite(run.epochs[-1].train_loss) is None
     return lost or run.status == "diverged"
-
-
-def row_at(run: RunRecord, epoch: int) -> EpochRow | None:
-    """Return what was true after so many epochs; None if a run ended before."""
-    return run.epochs[epoch - 1] if epoch <= len(run.epochs) else None
 
 
 def values_at(
     runs: Sequence[RunRecord], epoch: int, value: Callable[[EpochRow], float | None]
 ) -> list[float | None]:
-    """Return a figure of each run after so many epochs; None for those that have none."""
-    rows = (row_at(run, epoch) for run in runs)
-    return [None if row is None else value(row) for row in rows]
+    """Return a value of each run after an epoch, counted from 1; None if the run ended before."""
+    return [value(run.epochs[epoch - 1]) if epoch <= len(run.epochs) else None for run in runs]
 
 
 def late_epochs(end: int) -> range:
-    """Return the last half of so many epochs, counted from 1; none of fewer than 4.
+    """Return the last half of the epochs up to `end`, counted from 1; empty below 4 epochs.
 
     >>> late_epochs(20), late_epochs(7), len(late_epochs(3))
     (range(11, 21), range(4, 8), 0)
@@ -81,27 +141,26 @@ def late_epochs(end: int) -> range:
 
 
 def late_losses(runs: Sequence[RunRecord], end: int) -> list[float | None]:
-    """Return each run's mean train loss over the last half of so many epochs.
+    """Return each run's mean train loss over the last half of the epochs up to `end`.
 
-    None for a run that has not come through them with finite losses; nothing where no epoch is
-    late.
+    None for a run without finite losses in all of them; an empty list if there are no late epochs.
     """
     by_epoch = [values_at(runs, epoch, lambda row: row.train_loss) for epoch in late_epochs(end)]
-    return [spread(losses).mean for losses in zip(*by_epoch, strict=True)]
+    return [mean_std(losses).mean for losses in zip(*by_epoch, strict=True)]
 
 
-def _arm(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> Arm:
+def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> ArmSummary:
     planned = max((planned_epochs(run) or longest for run in runs), default=longest)
     epochs = min(planned, max(len(run.epochs) for run in runs))
     # A run that diverged may have stopped early. It counts: without it the arm would look better.
     used = tuple(run for run in runs if epochs and (len(run.epochs) >= epochs or diverged(run)))
     loss = _by_epoch(used, epochs, lambda row: row.train_loss)
     metric = _by_epoch(used, epochs, lambda row: row.metric)
-    nothing = Spread(mean=None, std=None)
+    none = MeanStd(mean=None, std=None)
     rows = [row for run in used for row in run.epochs[:epochs]]
-    paddings = [p for row in rows if (p := number(row.padding)) is not None]
+    paddings = [p for row in rows if (p := finite(row.padding)) is not None]
     steps = sum(row.steps for row in rows)
-    return Arm(
+    return ArmSummary(
         label=label,
         order=key[0],
         sparsify=key[1],
@@ -110,12 +169,12 @@ def _arm(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> Ar
         used=used,
         epochs=epochs,
         planned=planned,
-        final_loss=loss[-1] if loss else nothing,
-        final_metric=metric[-1] if metric else nothing,
+        final_loss=loss[-1] if loss else none,
+        final_metric=metric[-1] if metric else none,
         loss_by_epoch=loss,
         metric_by_epoch=metric,
-        seconds_by_epoch=_so_far(used, epochs, lambda row: row.seconds),
-        bytes_by_epoch=_so_far(used, epochs, lambda row: row.bytes),
+        seconds_by_epoch=_cumulative(used, epochs, lambda row: row.seconds),
+        bytes_by_epoch=_cumulative(used, epochs, lambda row: row.bytes),
         mean_density=sum(row.density * row.steps for row in rows) / steps if steps else None,
         padding=statistics.fmean(paddings) if paddings else None,
     )
@@ -123,14 +182,14 @@ def _arm(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> Ar
 
 def _by_epoch(
     runs: Sequence[RunRecord], epochs: int, value: Callable[[EpochRow], float | None]
-) -> tuple[Spread, ...]:
-    return tuple(spread(values_at(runs, epoch, value)) for epoch in range(1, epochs + 1))
+) -> tuple[MeanStd, ...]:
+    return tuple(mean_std(values_at(runs, epoch, value)) for epoch in range(1, epochs + 1))
 
 
-def _so_far(
+def _cumulative(
     runs: Sequence[RunRecord], epochs: int, value: Callable[[EpochRow], float]
 ) -> tuple[float, ...]:
-    """Return what has added up after each epoch, mean over the runs that came so far."""
+    """Return the sum up to each epoch, mean over the runs that reached it."""
     sums = [list(itertools.accumulate(value(row) for row in run.epochs)) for run in runs]
     return tuple(
         statistics.fmean(column[epoch] for column in sums if epoch < len(column))

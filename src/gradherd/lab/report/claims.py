@@ -1,107 +1,112 @@
-"""Is a claim borne out? One rule for all of them.
+"""Decide whether a claim is confirmed, by one rule for all of them.
 
-Every claim becomes an *effect* of each seed, a share that is above zero if the claim holds there:
+Every claim becomes an *effect* per seed, a share that is positive if the claim holds there:
 
 - less:      1 - arm / against          - greater:   arm / against - 1
 - at-most:   1 - arm / value            - at-least:  arm / value - 1
 - no-worse:  value - (share by which the arm is worse than against)
 
-Of figures in percent, such as accuracies, the difference in points counts instead of the share.
+For percentages, such as accuracies, the difference in points counts instead of the share.
 
 Then, over seeds:
 
 - **confirmed**: the 95 % t interval of the mean effect is above zero (or the effect is the same
-  in all of two or more seeds), and the mean is at least half of the paper's, if the paper has one;
-- **weaker**: only one of the two, or every single seed agrees but the interval reaches zero;
-- **not confirmed**: all else; also if a run diverged or never got there.
+  for all of two or more seeds), and the mean is at least half of the paper's, if the paper has one;
+- **weaker**: only one of the two, or every single seed agrees but the interval includes zero;
+- **not confirmed**: everything else; also if a run diverged or never reached the goal.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradherd.lab.report.claims_measures import ALWAYS, Measured, measured, share_more
-from gradherd.lab.report.claims_text import ours
-from gradherd.lab.report.stats import difference
+from gradherd.lab.report.measures import ALWAYS, Measurement, measure, relative_change, unit_of
+from gradherd.lab.report.stats import paired_difference
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.spec import Claim
+from gradherd.lab.study.spec import PAIRED, Claim
+from gradherd.lab.text import counted, fixed, mean_and_std, percent, significant
 
-CONFIRMED, WEAKER, NOT = "confirmed", "weaker", "not confirmed"
-_LEAST_SEEDS = 2
-"""One run has no spread to hold a difference against."""
+CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"
+_MIN_SEEDS = 2
+"""A single run has no variance to judge a difference by."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the records say about a claim."""
+class ClaimVerdict:
+    """What the results say about a claim."""
 
     claim: Claim
-    word: str
+    verdict: str
     """confirmed, weaker or not confirmed."""
     ours: str
-    """Our figures with seeds and spread."""
+    """Our figures, with standard deviations, intervals and seeds."""
 
 
-def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> Verdict | None:
-    """Return the verdict on a claim; None if what it speaks of has not been measured yet."""
+def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> ClaimVerdict | None:
+    """Return the verdict on a claim; None if it has not been measured yet."""
     arm = results.get(claim.arm)
     against = results.get(claim.against) if claim.against is not None else None
     if not arm or (claim.against is not None and not against):
         return None
-    if any(_short(one, claim.epoch) for one in [*arm, *(against or ())]):
+    if any(_too_short(one, claim.epoch) for one in [*arm, *(against or ())]):
         return None
-    found = measured(claim.measure, claim.epoch, arm, against)
-    effects = effects_of(claim, found)
-    if len(effects) < _LEAST_SEEDS or not (found.there or claim.measure in ALWAYS):
+    measured = measure(claim.measure, claim.epoch, arm, against)
+    effects = effects_by_seed(claim, measured)
+    if len(effects) < _MIN_SEEDS or not (measured.available or claim.measure in ALWAYS):
         return None
-    paper = paper_effect(claim, found.in_percent, found.higher_is_better)
-    word = word_of(list(effects.values()), paper)
-    beside = None if against is None else _beside(claim, arm, against)
-    return Verdict(claim, word, ours(claim, found, list(effects), beside))
+    paper = paper_effect(claim, measured.in_percent, measured.higher_is_better)
+    verdict = verdict_of(list(effects.values()), paper)
+    other_reading = None if against is None else _other_reading(claim, arm, against)
+    return ClaimVerdict(claim, verdict, _our_figures(claim, measured, list(effects), other_reading))
 
 
-def _beside(
+def _other_reading(
     claim: Claim, arm: Sequence[RunResult], against: Sequence[RunResult]
-) -> tuple[str, Measured] | None:
-    """Return how else the same could be read, when: nobody should have to trust our choice."""
-    name, plain = claim.measure, claim.measure.removeprefix("late_")
-    if plain not in ("train_loss", "metric"):
+) -> tuple[str, Measurement] | None:
+    """Return the measure at the end for one over the last half, and the other way round.
+
+    Rows show both, so that nobody has to trust our choice between them.
+    """
+    name, field = claim.measure, claim.measure.removeprefix("late_")
+    if field not in ("train_loss", "metric"):
         return None
-    if name != plain:
-        return "after the last epoch alone", measured(plain, claim.epoch, arm, against)
+    if name != field:
+        return "after the last epoch alone", measure(field, claim.epoch, arm, against)
     last = max(one.figures.get("epochs", 0) for one in arm)
     if claim.epoch not in (None, last):
         return None
-    return "over the last half of the epochs", measured(f"late_{plain}", None, arm, against)
+    return "over the last half of the epochs", measure(f"late_{field}", None, arm, against)
 
 
-def effects_of(claim: Claim, found: Measured) -> dict[int, float | None]:
-    """Return the effect of each seed that both arms have; None where there is no figure."""
-    seeds = [seed for seed in found.arm if found.against is None or seed in found.against]
+def effects_by_seed(claim: Claim, measured: Measurement) -> dict[int, float | None]:
+    """Return the effect of each seed that both arms have; None where a value is missing."""
+    seeds = [s for s in measured.arm if measured.against is None or s in measured.against]
+    bounded = claim.test in ("at-most", "at-least")
     effects: dict[int, float | None] = {}
     for seed in seeds:
-        here = found.arm[seed]
-        bounded = claim.test in ("at-most", "at-least")
-        there = claim.value if bounded or found.against is None else found.against[seed]
-        if here is None or there is None:
+        value = measured.arm[seed]
+        reference = claim.value if bounded or measured.against is None else measured.against[seed]
+        if value is None or reference is None:
             effects[seed] = None
             continue
-        more = share_more(here, there, found.in_percent)
-        effects[seed] = None if more is None else _effect(claim, more, found.higher_is_better)
+        change = relative_change(value, reference, measured.in_percent)
+        if change is not None:
+            change = _effect(claim, change, measured.higher_is_better)
+        effects[seed] = change
     return effects
 
 
-def _effect(claim: Claim, more: float, higher_is_better: bool) -> float:
+def _effect(claim: Claim, change: float, higher_is_better: bool) -> float:
     if claim.test == "no-worse":
         assert claim.value is not None
-        return claim.value + (more if higher_is_better else -more)
-    return -more if claim.test in ("less", "at-most") else more
+        return claim.value + (change if higher_is_better else -change)
+    return -change if claim.test in ("less", "at-most") else change
 
 
 def paper_effect(
     claim: Claim, in_percent: bool = False, higher_is_better: bool = False
 ) -> float | None:
-    """Return the paper's effect, if it gives numbers.
+    """Return the paper's effect; None if it gives no numbers.
 
     >>> claim = Claim(id="a", text="", source="", paper="9 of 36", paper_values=(9, 36),
     ...               measure="epochs_share", test="less", arm="a", against="b")
@@ -110,37 +115,149 @@ def paper_effect(
     """
     if claim.paper_values is None:
         return None
-    more = share_more(*claim.paper_values, in_percent)
-    return None if more is None else _effect(claim, more, higher_is_better)
+    change = relative_change(*claim.paper_values, in_percent)
+    return None if change is None else _effect(claim, change, higher_is_better)
 
 
-def word_of(effects: Sequence[float | None], paper: float | None = None) -> str:
+def verdict_of(effects: Sequence[float | None], paper: float | None = None) -> str:
     """Return the verdict on these effects, by the rule above.
 
-    >>> word_of([0.3, 0.31, 0.29]), word_of([0.3, 0.31, 0.29], paper=0.9), word_of([0.3, -0.1])
-    ('confirmed', 'weaker', 'not confirmed')
-    >>> word_of([0.5]), word_of([0.2, None]), word_of([0.1, 0.9]), word_of([0.2, 0.2])
-    ('weaker', 'not confirmed', 'weaker', 'confirmed')
+    >>> verdict_of([0.3, 0.31, 0.29]), verdict_of([0.3, 0.31, 0.29], paper=0.9)
+    ('confirmed', 'weaker')
+    >>> verdict_of([0.3, -0.1]), verdict_of([0.2, None])
+    ('not confirmed', 'not confirmed')
+    >>> verdict_of([0.5]), verdict_of([0.1, 0.9]), verdict_of([0.2, 0.2])
+    ('weaker', 'weaker', 'confirmed')
     """
     known = [effect for effect in effects if effect is not None]
     if not known or len(known) < len(effects) or statistics.fmean(known) <= 0:
-        return NOT
-    shown = _shown(known)
+        return NOT_CONFIRMED
+    above_zero = _interval_above_zero(known)
     large = paper is None or statistics.fmean(known) >= paper / 2
-    if shown and large:
+    if above_zero and large:
         return CONFIRMED
-    return WEAKER if shown or all(effect > 0 for effect in known) else NOT
+    return WEAKER if above_zero or all(effect > 0 for effect in known) else NOT_CONFIRMED
 
 
-def _shown(effects: Sequence[float]) -> bool:
-    found = difference(effects, [0.0] * len(effects), range(len(effects)))
-    if found is None:
+def _interval_above_zero(effects: Sequence[float]) -> bool:
+    difference = paired_difference(effects, [0.0] * len(effects), range(len(effects)))
+    if difference is None:
         return False
-    # No spread at all: what is counted, as bytes are, does not depend on the seed.
-    return found.low > 0 if found.low is not None else found.mean > 0
+    # Without variance there is no interval: counts such as bytes do not depend on the seed.
+    return difference.low > 0 if difference.low is not None else difference.mean > 0
 
 
-def _short(result: RunResult, epoch: int | None) -> bool:
-    """Return whether a run ended in peace before the epoch that is asked for."""
-    there = result.figures.get("epochs")
-    return epoch is not None and there is not None and result.status == "done" and there < epoch
+def _too_short(result: RunResult, epoch: int | None) -> bool:
+    """Return whether a run completed, but has fewer epochs than the claim reads."""
+    epochs = result.figures.get("epochs")
+    return epoch is not None and epochs is not None and result.status == "done" and epochs < epoch
+
+
+def _our_figures(
+    claim: Claim,
+    measured: Measurement,
+    seeds: Sequence[int],
+    other_reading: tuple[str, Measurement] | None,
+) -> str:
+    """Return our figures on a claim in words.
+
+    Args:
+        claim: The claim.
+        measured: Its measure.
+        seeds: Seeds that both arms have.
+        other_reading: The same measure over another period, with words for the period.
+    """
+    missing = "not reached" if claim.measure in PAIRED else "not finite"
+    arm = {seed: measured.arm[seed] for seed in seeds}
+    against = {} if measured.against is None else {seed: measured.against[seed] for seed in seeds}
+    unit = unit_of(claim.measure, [*arm.values(), *against.values()])
+    parts = [f"{measured.words}: {_mean_text(arm, missing, unit)}"]
+    if against and claim.measure != "epochs_share":
+        parts[0] += f" against {_mean_text(against, missing, unit)}"
+    parts += [
+        text
+        for text in (_change_text(measured, seeds), _threshold(claim, unit, measured.in_percent))
+        if text
+    ]
+    if other_reading is not None and (change := _change_text(other_reading[1], seeds)):
+        parts.append(f"{other_reading[0]} {change}")
+    return "; ".join([*parts, counted(len(seeds), "seed")])
+
+
+def _change_text(measured: Measurement, seeds: Sequence[int]) -> str:
+    """Return how the arm differs from the reference; empty where a value is missing."""
+    if measured.against is None:
+        return ""
+    changes: list[float] = []
+    for seed in seeds:
+        value, reference = measured.arm[seed], measured.against[seed]
+        if value is None or reference is None:
+            return ""
+        change = relative_change(value, reference, measured.in_percent)
+        if change is None:
+            return ""
+        changes.append(change)
+    return _more_or_less(changes, _points, " points") if measured.in_percent else _relative(changes)
+
+
+def _threshold(claim: Claim, unit: tuple[float, str], in_percent: bool) -> str:
+    """Return the number of the claim that the verdict depends on, if it has one."""
+    if claim.value is None:
+        return ""
+    if claim.test == "no-worse":
+        tolerance = f"{_points(claim.value)} points" if in_percent else percent(claim.value)
+        return f"up to {tolerance} worse is allowed"
+    words = {"at-most": "at most", "at-least": "at least"}[claim.test]
+    return f"must be {words} {significant(claim.value / unit[0], 3)}{unit[1]}"
+
+
+def _points(share: float) -> str:
+    """Return a share as points.
+
+    >>> _more_or_less([-0.02, -0.03], _points, " points")
+    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
+    """
+    return fixed(100 * share, 1 if abs(share) >= 0.00995 else 2)
+
+
+def _relative(changes: Sequence[float]) -> str:
+    """Return a relative change with its interval.
+
+    >>> _relative([-0.29, -0.3, -0.31]), _relative([4.0])
+    ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
+    """
+    mean = statistics.fmean(changes)
+    if mean < 2:
+        return _more_or_less(changes, percent)
+    text = f"{significant(1 + mean, 3)} times as much"
+    interval = _interval(changes)
+    if interval is None:
+        return text
+    low, high = (significant(1 + end, 3) for end in interval)
+    return f"{text} (95 % interval {low} to {high})"
+
+
+def _more_or_less(changes: Sequence[float], text_of: Callable[[float], str], unit: str = "") -> str:
+    mean, interval = statistics.fmean(changes), _interval(changes)
+    sign = 1 if mean >= 0 else -1
+    text = f"{text_of(sign * mean)}{unit} {'more' if sign > 0 else 'less'}"
+    if interval is None:
+        return text
+    low, high = sorted(sign * end for end in interval)
+    return f"{text} (95 % interval {text_of(low)} to {text_of(high)})"
+
+
+def _interval(changes: Sequence[float]) -> tuple[float, float] | None:
+    difference = paired_difference(changes, [0.0] * len(changes), range(len(changes)))
+    if difference is None or difference.low is None or difference.high is None:
+        return None
+    return difference.low, difference.high
+
+
+def _mean_text(values: Mapping[int, float | None], missing: str, unit: tuple[float, str]) -> str:
+    divisor, suffix = unit
+    known = [value / divisor for value in values.values() if value is not None]
+    if len(known) < len(values):
+        return f"{missing} in {len(values) - len(known)} of {counted(len(values), 'run')}"
+    std = statistics.stdev(known) if len(known) > 1 else 0.0
+    return mean_and_std(statistics.fmean(known), std, len(known)) + suffix

@@ -1,4 +1,4 @@
-"""Comparisons -> one HTML file that needs nothing else."""
+"""Write comparisons as one HTML file that needs no network and no other file."""
 
 import base64
 import hashlib
@@ -12,17 +12,16 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from gradherd.lab.report import folded
+from gradherd.lab.report import provenance
 from gradherd.lab.report.charts import charts_of
-from gradherd.lab.report.compare import compare_all
-from gradherd.lab.report.model import Comparison
-from gradherd.lab.report.tables import table_of
-from gradherd.lab.report.verdict import answers, caution
+from gradherd.lab.report.comparison import Comparison, compare_all
+from gradherd.lab.report.tables import comparison_table
+from gradherd.lab.report.verdicts import answer, multiple_testing_note
 from gradherd.lab.text import counted, listed, printable
 from gradherd.lab.train.record import RunRecord, write_atomic
 
 COLOURS = 8
-"""Arms with a colour of their own; page.css.j2 has as many. Later ones start over, dashed."""
+"""Number of arm colours in page.css.j2; further arms reuse them, dashed."""
 _TONES = {
     "gain": ("+", "gain shown"),
     "cost": ("\N{MINUS SIGN}", "cost shown"),
@@ -38,13 +37,13 @@ def write_report(
     title: str | None = None,
     files: Sequence[str] | None = None,
 ) -> None:
-    """Write a page about these runs, whole or not at all; tasks in the order they are given.
+    """Write a page about these runs atomically, tasks in order of first appearance.
 
     Args:
-        records: runs of one task or of several.
-        path: the HTML file.
-        title: of the page; made from tasks and arms if it is None.
-        files: where each record was read, to be listed.
+        records: Runs of one or several tasks.
+        path: The HTML file.
+        title: Title of the page; None builds it from tasks and arms.
+        files: The file that each record was read from, to be listed.
     """
     write_atomic(path, render(records, title=title, files=files))
 
@@ -59,15 +58,15 @@ def render(
     plotly, script = (Markup(text) for text in (get_plotlyjs(), _file("page.js")))
     text = _environment().get_template("page.html.j2").render(
         title=printable(title) if title is not None else title_of(comparisons),
-        surroundings=folded.surroundings_line(records),
+        environment=provenance.environment_line(records),
         sections=sections,
         charts={chart["id"]: chart for section in sections for chart in section.charts},
         plotly=plotly,
         script=script,
-        # With hashes no other script can run, whatever a record may hold.
+        # With hashes no other script can run, whatever a record contains.
         script_hashes=[_hash(plotly), _hash(script)],
     )  # fmt: skip
-    # Half a surrogate pair is a valid JSON string, but no text.
+    # Half a surrogate pair is valid in a JSON string, but cannot be encoded as UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -80,8 +79,8 @@ def title_of(comparisons: Sequence[Comparison]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """What the template shows of one comparison."""
+class PageSection:
+    """One comparison, as the template needs it."""
 
     id: str
     comparison: Comparison
@@ -92,37 +91,39 @@ class Section:
     legend: list[dict[str, Any]]
     charts: list[dict[str, Any]]
     settings: list[list[str]]
-    surroundings: list[list[str]]
+    environment: list[list[str]]
     runs: tuple[list[str], list[list[str]]]
-    numbers: tuple[list[str], list[list[str]]]
+    values: tuple[list[str], list[list[str]]]
 
 
-def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> Section:
+def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> PageSection:
     name = f"c{index}"
     charts = [
         {**chart, "id": f"{name}-{chart['kind']}", "group": name} for chart in charts_of(comparison)
     ]
-    return Section(
+    return PageSection(
         id=name,
         comparison=comparison,
         facts=_facts(comparison),
         verdicts=_verdicts(comparison),
-        caution=caution(comparison),
-        table=table_of(comparison),
+        caution=multiple_testing_note(comparison),
+        table=comparison_table(comparison),
         legend=[
             {"index": i, "colour": colour_of(i), "label": arm.label}
             for i, arm in enumerate(comparison.arms)
         ],
         charts=charts,
-        settings=folded.settings_of(comparison),
-        surroundings=folded.surroundings_of(comparison),
-        runs=folded.runs_of(comparison, files),
-        numbers=folded.numbers_of(comparison),
+        settings=provenance.settings_rows(comparison.arms),
+        environment=provenance.environment_rows(comparison.arms),
+        runs=provenance.run_rows(comparison.arms, files),
+        values=provenance.epoch_rows(comparison.arms),
     )
 
 
 def colour_of(index: int) -> int:
-    """Return the colour of an arm: 0, the neutral one, is the baseline's alone.
+    """Return the colour of an arm; 0, the neutral one, belongs to the baseline.
+
+    Colours go by position, so that any method, also one added later, has one.
 
     >>> [colour_of(index) for index in (0, 1, 7, 8)]
     [0, 1, 7, 1]
@@ -131,16 +132,16 @@ def colour_of(index: int) -> int:
 
 
 def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:
-    found = []
+    questions = []
     for question in comparison.questions:
-        said = answers(question, comparison.metric_name, comparison.higher_is_better)
+        verdicts = answer(question, comparison.metric_name, comparison.higher_is_better)
         lines = [
             {"tone": one.tone, "sign": _TONES[one.tone][0], "means": _TONES[one.tone][1],
              "text": one.text}
-            for one in said
+            for one in verdicts
         ]  # fmt: skip
-        found.append({"question": question.text, "lines": lines})
-    return found
+        questions.append({"question": question.text, "lines": lines})
+    return questions
 
 
 def _facts(comparison: Comparison) -> str:

@@ -1,71 +1,107 @@
-"""Means, spreads and paired differences over seeds, as pure functions."""
+"""Means, standard deviations and paired differences over seeds, as pure functions.
+
+scipy provides the t distribution. The rest is written out: runs that are not finite and differences
+without variance need rules of their own, and sums in a fixed order keep every report equal to the
+bit (scipy's tests go through numpy's pairwise sums, and its permutation test is slower by far).
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
-from gradherd.lab.report.model import Difference, Spread
-
-MOST_FLIPPED = 20
-"""Exact sign-flip tests look at 2**seeds cases; above this many seeds they are left out."""
+MAX_FLIPPED = 20
+"""The exact sign-flip test enumerates 2**seeds patterns; it is skipped above this many seeds."""
 
 
-def number(value: float | None) -> float | None:
-    """Return a finite number, or None for what is none."""
+@dataclass(frozen=True, kw_only=True)
+class MeanStd:
+    """Mean and sample standard deviation over seeds."""
+
+    mean: float | None
+    """None if there is no run, or if one of them was not finite."""
+    std: float | None
+    """0.0 for a single seed, which says nothing about the variation; None where the mean is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """Arm minus reference, paired by seed."""
+
+    mean: float
+    seeds: tuple[int, ...]
+    """Seeds that both arms have; at least two."""
+    epoch: int | None
+    """Epoch after which both were read; None if each was read after its own last epoch."""
+    low: float | None
+    """Lower end of the 95 % t interval; None if all differences are equal and not zero."""
+    high: float | None
+    p: float | None
+    """Two-sided p value of the paired t-test; None where the interval is."""
+    sign_flip_p: float | None
+    """Two-sided p value of the exact sign-flip test, at least 2 / 2**seeds; None over 20 seeds."""
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value if it is a finite number, else None."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def spread(values: Sequence[float | None]) -> Spread:
+def mean_std(values: Sequence[float | None]) -> MeanStd:
     """Return mean and sample standard deviation.
 
     One value that is not finite makes the mean None: leaving out runs that diverged would make
     an arm look better than it is.
 
-    >>> spread([1.0, 2.0, 3.0])
-    Spread(mean=2.0, std=1.0)
-    >>> spread([1.0, None])
-    Spread(mean=None, std=None)
+    >>> mean_std([1.0, 2.0, 3.0])
+    MeanStd(mean=2.0, std=1.0)
+    >>> mean_std([1.0, None])
+    MeanStd(mean=None, std=None)
     """
-    known = [value for value in map(number, values) if value is not None]
+    known = [value for value in map(finite, values) if value is not None]
     if not known or len(known) < len(values):
-        return Spread(mean=None, std=None)
+        return MeanStd(mean=None, std=None)
     std = statistics.stdev(known) if len(known) > 1 else 0.0
-    return Spread(mean=statistics.fmean(known), std=std)
+    return MeanStd(mean=statistics.fmean(known), std=std)
 
 
-def difference(
+def paired_difference(
     arm: Sequence[float | None],
     reference: Sequence[float | None],
     seeds: Sequence[int],
     *,
     epoch: int | None = None,
-) -> Difference | None:
+) -> PairedDifference | None:
     """Compare two arms seed by seed, arm minus reference.
 
     Args:
-        arm: one value for each seed.
-        reference: the other arm's, in the same order.
-        seeds: the seeds.
-        epoch: after which epoch they were read, if not after the last one.
+        arm: One value per seed.
+        reference: The reference's values, in the same order.
+        seeds: The seeds.
+        epoch: Epoch after which the values were read, if not after the last one.
 
     Returns:
         None with fewer than two seeds, or if a value is not finite.
 
-    >>> difference([1.0, 2.0, 3.5], [0.0, 1.5, 2.0], [0, 1, 2]).mean
+    >>> paired_difference([1.0, 2.0, 3.5], [0.0, 1.5, 2.0], [0, 1, 2]).mean
     1.0
     """
-    pairs = [(number(a), number(b)) for a, b in zip(arm, reference, strict=True)]
+    pairs = [(finite(a), finite(b)) for a, b in zip(arm, reference, strict=True)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     if len(known) < 2 or len(known) < len(pairs):
         return None
     deltas = [a - b for a, b in known]
-    mean = statistics.fmean(deltas)
-    low, high, p = _t_test(deltas, size=max(max(abs(a), abs(b)) for a, b in known))
-    return Difference(
-        mean=mean,
+    low, high, p = _t_test(deltas, scale=max(max(abs(a), abs(b)) for a, b in known))
+    return PairedDifference(
+        mean=statistics.fmean(deltas),
         seeds=tuple(seeds),
         epoch=epoch,
         low=low,
@@ -76,37 +112,37 @@ def difference(
 
 
 def _t_test(
-    deltas: Sequence[float], *, size: float
+    deltas: Sequence[float], *, scale: float
 ) -> tuple[float | None, float | None, float | None]:
-    """Return the 95 % t interval of the mean and the two-sided p of "the mean is zero".
+    """Return the 95 % t interval of the mean and the two-sided p value of "the mean is zero".
 
-    Differences that are all equal have no spread to build an interval from: if they are zero, so
-    is everything, otherwise nothing can be said.
+    Differences that are all equal have no variance to build an interval from: if they are all
+    zero, so are the ends of the interval, otherwise nothing can be said.
     """
     mean, error = statistics.fmean(deltas), statistics.stdev(deltas) / math.sqrt(len(deltas))
     if not any(deltas):
         return 0.0, 0.0, 1.0
-    if error <= 1e-14 * size:  # Below this it is rounding, not spread.
+    if error <= 1e-14 * scale:  # Below this it is rounding error, not variance.
         return None, None, None
     freedom = len(deltas) - 1
-    reach = float(stats.t.ppf(0.975, freedom)) * error
-    return mean - reach, mean + reach, float(2 * stats.t.sf(abs(mean) / error, freedom))
+    margin = float(stats.t.ppf(0.975, freedom)) * error
+    return mean - margin, mean + margin, float(2 * stats.t.sf(abs(mean) / error, freedom))
 
 
 def sign_flip_p(deltas: Sequence[float]) -> float | None:
     """Return the share of all sign patterns whose sum is at least as far from zero.
 
-    If an arm changes nothing, each difference could as well have had the other sign: no other
-    assumption is needed. With 3 seeds the smallest possible value is 0.25.
+    If an arm changes nothing, each difference could as well have had the other sign: the test
+    needs no other assumption. With 3 seeds the smallest possible value is 0.25.
 
     >>> sign_flip_p([1.0, 2.0, 3.0])
     0.25
     """
-    if len(deltas) > MOST_FLIPPED:
+    if len(deltas) > MAX_FLIPPED:
         return None
     sums = np.zeros(1)
     for delta in deltas:
         sums = np.concatenate([sums + delta, sums - delta])
     # Sums of the same terms in another order differ in their last bits.
-    slack = 1e-12 * float(np.abs(deltas).sum())
-    return float(np.mean(np.abs(sums) >= abs(math.fsum(deltas)) - slack))
+    tolerance = 1e-12 * float(np.abs(deltas).sum())
+    return float(np.mean(np.abs(sums) >= abs(math.fsum(deltas)) - tolerance))

@@ -1,55 +1,68 @@
-"""A comparison as a table: one row for each arm, for the page and for the terminal."""
+"""A comparison as a table for page and terminal, and as JSON for programs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gradherd.lab.report.model import Comparison, Difference, Pair
-from gradherd.lab.report.wording import places_for, same_clock
-from gradherd.lab.text import counted, fixed, in_bytes, in_seconds, mean_and_std, p_value
+from gradherd.lab.report.comparison import ArmPair, Comparison
+from gradherd.lab.report.stats import MeanStd, PairedDifference
+from gradherd.lab.report.verdicts import all_verdicts, decimal_places
+from gradherd.lab.text import (
+    counted,
+    fixed,
+    in_bytes,
+    in_seconds,
+    mean_and_std,
+    p_value,
+    printable,
+)
+
+NONE = "–"  # noqa: RUF001
+"""An en dash, in cells that have no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One field."""
+class TableCell:
+    """One cell of the table."""
 
     text: str
     more: tuple[str, ...] = ()
-    """Small print below it, line by line."""
+    """Lines of small print below the text."""
     best: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """Column names, and one row of cells for each arm; the first cell is the arm's name."""
+class ComparisonTable:
+    """Column names, and one row of cells per arm; the first cell is the arm's name."""
 
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
 
 
-def table_of(comparison: Comparison) -> Table:
+def comparison_table(comparison: Comparison) -> ComparisonTable:
     """Return the table of a comparison."""
     late = any(pair.late_loss is not None for pair in comparison.pairs)
-    makers: dict[str, Callable[[Comparison], list[Cell]]] = {
-        "arm": lambda c: [Cell(text=arm.label) for arm in c.arms],
+    columns: dict[str, Callable[[Comparison], list[TableCell]]] = {
+        "arm": lambda c: [TableCell(text=arm.label) for arm in c.arms],
         "seeds": _seeds,
         "final loss": _loss,
         comparison.metric_name: _metric,
         f"loss − baseline{', last half' if late else ''}": _loss_difference,  # noqa: RUF001
         "metric − baseline": lambda c: [_difference(p, p.metric, c) for p in c.pairs],  # noqa: RUF001
         "epochs to baseline's final loss": _epochs_to,
-        "seconds to it": lambda c: _seconds([p.seconds_to for p in c.pairs], c),
-        "bytes to it": lambda c: _amounts([p.bytes_to for p in c.pairs], in_bytes),
-        "seconds in all": lambda c: _seconds([arm.seconds for arm in c.arms], c),
-        "bytes in all": lambda c: _amounts([arm.bytes for arm in c.arms], in_bytes),
+        "seconds to reach it": lambda c: _seconds([p.seconds_to for p in c.pairs], c),
+        "bytes to reach it": lambda c: _amounts([p.bytes_to for p in c.pairs], in_bytes),
+        "total seconds": lambda c: _seconds([arm.seconds for arm in c.arms], c),
+        "total bytes": lambda c: _amounts([arm.bytes for arm in c.arms], in_bytes),
     }
     if any(arm.density is not None for arm in comparison.arms):
-        makers["density"] = _density
-    columns = [make(comparison) for make in makers.values()]
-    return Table(columns=tuple(makers), rows=tuple(zip(*columns, strict=True)))
+        columns["density"] = _density
+    cells = [make(comparison) for make in columns.values()]
+    return ComparisonTable(columns=tuple(columns), rows=tuple(zip(*cells, strict=True)))
 
 
 def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:
-    """Return which values are best; none where all are equal or only one is known.
+    """Return the positions of the best values; empty if all are equal or only one is known.
 
     >>> sorted(best_of([2.0, None, 1.0, 1.0])), best_of([1.0, 1.0]), best_of([1.0, None])
     ([2, 3], set(), set())
@@ -61,40 +74,34 @@ def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:
     return {index for index, value in enumerate(values) if value == best}
 
 
-def _seeds(comparison: Comparison) -> list[Cell]:
+def _seeds(comparison: Comparison) -> list[TableCell]:
     cells = []
     for arm in comparison.arms:
-        left = len(arm.runs) - len(arm.used)
-        more = [f"{left} left out"] if left else []
+        left_out = len(arm.runs) - len(arm.used)
+        more = [f"{left_out} left out"] if left_out else []
         more += [] if arm.finished else [f"epoch {arm.epochs}", f"of {arm.planned}"]
-        cells.append(Cell(text=str(len(arm.seeds)), more=tuple(more)))
+        cells.append(TableCell(text=str(len(arm.seeds)), more=tuple(more)))
     return cells
 
 
-def _loss(comparison: Comparison) -> list[Cell]:
-    best = best_of([arm.final_loss.mean for arm in comparison.arms])
+def _loss(comparison: Comparison) -> list[TableCell]:
+    return _means([(arm.final_loss, len(arm.seeds)) for arm in comparison.arms], lower=True)
+
+
+def _metric(comparison: Comparison) -> list[TableCell]:
+    values = [(arm.final_metric, len(arm.seeds)) for arm in comparison.arms]
+    return _means(values, lower=not comparison.higher_is_better)
+
+
+def _means(values: Sequence[tuple[MeanStd, int]], *, lower: bool) -> list[TableCell]:
+    best = best_of([one.mean for one, _ in values], lower=lower)
     return [
-        Cell(
-            text=mean_and_std(arm.final_loss.mean, arm.final_loss.std, len(arm.seeds)),
-            best=index in best,
-        )
-        for index, arm in enumerate(comparison.arms)
+        TableCell(text=mean_and_std(one.mean, one.std, seeds), best=index in best)
+        for index, (one, seeds) in enumerate(values)
     ]
 
 
-def _metric(comparison: Comparison) -> list[Cell]:
-    means = [arm.final_metric.mean for arm in comparison.arms]
-    best = best_of(means, lower=not comparison.higher_is_better)
-    return [
-        Cell(
-            text=mean_and_std(arm.final_metric.mean, arm.final_metric.std, len(arm.seeds)),
-            best=index in best,
-        )
-        for index, arm in enumerate(comparison.arms)
-    ]
-
-
-def _loss_difference(comparison: Comparison) -> list[Cell]:
+def _loss_difference(comparison: Comparison) -> list[TableCell]:
     some_late = any(pair.late_loss is not None for pair in comparison.pairs)
     cells = []
     for pair in comparison.pairs:
@@ -106,65 +113,130 @@ def _loss_difference(comparison: Comparison) -> list[Cell]:
     return cells
 
 
-def _difference(pair: Pair, found: Difference | None, comparison: Comparison) -> Cell:
+def _difference(
+    pair: ArmPair, difference: PairedDifference | None, comparison: Comparison
+) -> TableCell:
     if pair.arm is comparison.baseline:
-        return Cell(text="baseline")
-    if found is None:
+        return TableCell(text="baseline")
+    if difference is None:
         common = len(pair.common_seeds)
-        return Cell(text="–", more=() if common > 1 else (counted(common, "common seed"),))  # noqa: RUF001
-    places = places_for(found.mean, found)
-    text = fixed(found.mean, places, sign=True)
-    if found.low is None or found.high is None:
-        return Cell(text=text, more=("the same with each seed",))
-    ends = f"{fixed(found.low, places, sign=True)} to {fixed(found.high, places, sign=True)}"
-    flips = [] if found.sign_flip_p is None else [f"flips {p_value(found.sign_flip_p)}"]
-    return Cell(text=text, more=(ends, p_value(found.p), *flips))
+        return TableCell(text=NONE, more=() if common > 1 else (counted(common, "common seed"),))
+    places = decimal_places(difference.mean, difference)
+    text = fixed(difference.mean, places, sign=True)
+    if difference.low is None or difference.high is None:
+        return TableCell(text=text, more=("equal for each seed",))
+    low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
+    flip_p = difference.sign_flip_p
+    flips = [] if flip_p is None else [f"flips {p_value(flip_p)}"]
+    return TableCell(text=text, more=(f"{low} to {high}", p_value(difference.p), *flips))
 
 
-def _epochs_to(comparison: Comparison) -> list[Cell]:
+def _epochs_to(comparison: Comparison) -> list[TableCell]:
     best = best_of([pair.epochs_to for pair in comparison.pairs])
     cells = []
     for index, pair in enumerate(comparison.pairs):
         text = "never" if pair.epochs_to is None else str(pair.epochs_to)
-        cells.append(Cell(text=text, more=_range(pair), best=index in best))
+        cells.append(TableCell(text=text, more=_range_by_seed(pair), best=index in best))
     return cells
 
 
-def _range(pair: Pair) -> tuple[str, ...]:
-    """Return between which epochs the single seeds got there."""
-    found = pair.epochs_to_by_seed
-    if len(found) < 2 or pair.arm is pair.reference or pair.reference.final_loss.mean is None:
+def _range_by_seed(pair: ArmPair) -> tuple[str, ...]:
+    """Return the range of epochs after which single seeds got there."""
+    epochs = pair.epochs_to_by_seed
+    if len(epochs) < 2 or pair.arm is pair.reference or pair.reference.final_loss.mean is None:
         return ()
-    known = [epoch for epoch in found if epoch is not None]
+    known = [epoch for epoch in epochs if epoch is not None]
     if not known:
         return ("no seed",)
-    never = len(found) - len(known)
+    never = len(epochs) - len(known)
     span = str(known[0]) if min(known) == max(known) else f"{min(known)} to {max(known)}"
     return (f"by seed {span}", *([f"{never} never"] if never else []))
 
 
-def _amounts(values: Sequence[float | None], shown: Callable[[float | None], str]) -> list[Cell]:
+def _amounts(
+    values: Sequence[float | None], text: Callable[[float | None], str]
+) -> list[TableCell]:
     best = best_of(values)
     return [
-        Cell(text="–" if value is None else shown(value), best=index in best)  # noqa: RUF001
+        TableCell(text=NONE if value is None else text(value), best=index in best)
         for index, value in enumerate(values)
     ]
 
 
-def _seconds(values: Sequence[float | None], comparison: Comparison) -> list[Cell]:
-    """Return seconds; none is the best where clocks cannot be compared."""
+def _seconds(values: Sequence[float | None], comparison: Comparison) -> list[TableCell]:
+    """Return seconds; none is marked best where clocks cannot be compared."""
     cells = _amounts(values, in_seconds)
     used = [pair for pair in comparison.pairs if pair.arm.used and pair.reference.used]
-    if all(same_clock(pair) for pair in used):
+    if all(pair.same_clock for pair in used):
         return cells
     return [replace(cell, best=False) for cell in cells]
 
 
-def _density(comparison: Comparison) -> list[Cell]:
+def _density(comparison: Comparison) -> list[TableCell]:
     return [
-        Cell(
-            text="–" if arm.mean_density is None else f"{arm.mean_density:.3g}",  # noqa: RUF001
+        TableCell(
+            text=NONE if arm.mean_density is None else f"{arm.mean_density:.3g}",
             more=() if arm.padding is None else ("padding", f"{arm.padding:.2f}"),
         )
         for arm in comparison.arms
     ]
+
+
+def comparison_json(comparison: Comparison, report: str | None) -> dict[str, Any]:
+    """Return a comparison for programs; keys are added, never renamed."""
+    return {
+        "task": comparison.task,
+        "baseline": comparison.baseline.label,
+        "arms": [_arm_json(pair) for pair in comparison.pairs],
+        "metric": comparison.metric_name,
+        "higher_is_better": comparison.higher_is_better,
+        "verdicts": [verdict.text for verdict in all_verdicts(comparison)],
+        "notes": list(comparison.notes),
+        "report": report,
+    }
+
+
+def _arm_json(pair: ArmPair) -> dict[str, Any]:
+    arm = pair.arm
+    return {
+        "label": arm.label,
+        "order": printable(arm.order),
+        "sparsify": printable(arm.sparsify),
+        "density": arm.density,
+        "seeds": list(arm.seeds),
+        "epochs": arm.epochs,
+        "finished": arm.finished,
+        "final_loss": _mean_std_json(arm.final_loss),
+        "final_metric": _mean_std_json(arm.final_metric),
+        "loss_by_epoch": [point.mean for point in arm.loss_by_epoch],
+        "metric_by_epoch": [point.mean for point in arm.metric_by_epoch],
+        "epochs_to_baseline": pair.epochs_to,
+        "epochs_to_baseline_by_seed": list(pair.epochs_to_by_seed),
+        "seconds_to_baseline": pair.seconds_to,
+        "bytes_to_baseline": pair.bytes_to,
+        "bytes": arm.bytes,
+        "seconds": arm.seconds,
+        "mean_density": arm.mean_density,
+        "padding": arm.padding,
+        "loss_difference": _difference_json(pair.loss),
+        "late_loss_difference": _difference_json(pair.late_loss),
+        "metric_difference": _difference_json(pair.metric),
+    }
+
+
+def _mean_std_json(one: MeanStd) -> dict[str, float | None]:
+    return {"mean": one.mean, "std": one.std}
+
+
+def _difference_json(one: PairedDifference | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "mean": one.mean,
+        "low": one.low,
+        "high": one.high,
+        "p": one.p,
+        "sign_flip_p": one.sign_flip_p,
+        "seeds": list(one.seeds),
+        "epoch": one.epoch,
+    }

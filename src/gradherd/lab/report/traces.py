@@ -1,13 +1,14 @@
-"""Lines, bands and bars of a chart, without colours: the page paints them, light or dark.
+"""Lines, bands and bars of the page's charts, without colours: the page adds those, light or dark.
 
-A piece is {"trace", "arm", "role"} with plotly's own fields under "trace"; a piece whose x can be
-switched has "xs" instead of x.
+A piece is {"trace", "arm", "role"} with plotly's own fields under "trace"; a piece whose x axis can
+be switched has "xs", a list of values per axis, instead of x.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from gradherd.lab.report.model import Arm, Spread
+from gradherd.lab.report.arms import ArmSummary
+from gradherd.lab.report.stats import MeanStd
 from gradherd.lab.text import printable
 
 Piece = dict[str, Any]
@@ -17,30 +18,26 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 
 
-def label(text: str, most: int = 40) -> str:
-    """Return a name that plotly shows as it is: it would obey tags and templates.
+def plotly_text(text: str, max_length: int = 40) -> str:
+    """Return a name that plotly shows as it is; plotly would interpret tags and templates.
 
-    >>> label("<b>a</b> & b")
+    >>> plotly_text("<b>a</b> & b")
     '&lt;b&gt;a&lt;/b&gt; &amp; b'
     """
-    short = printable(text, most)
-    for sign, shown in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("%{", "%\u200b{")):
-        short = short.replace(sign, shown)
-    return short
+    safe = printable(text, max_length)
+    # "%{" starts a template, which plotly has no escape for: a zero-width space breaks it up.
+    for sign, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("%{", "%\u200b{")):
+        safe = safe.replace(sign, escaped)
+    return safe
 
 
-def axes_of(arm: Arm) -> dict[str, list[float]]:
-    """Return what an arm's epochs can be drawn against."""
-    return {
+def curve(index: int, arm: ArmSummary, points: Sequence[MeanStd]) -> list[Piece]:
+    """Return an arm's mean over seeds, with a band of one standard deviation for several seeds."""
+    xs = {
         "epochs": [float(epoch) for epoch in range(1, arm.epochs + 1)],
         "seconds": list(arm.seconds_by_epoch),
         "bytes": list(arm.bytes_by_epoch),
     }
-
-
-def curve(index: int, arm: Arm, points: Sequence[Spread]) -> list[Piece]:
-    """Return an arm's mean over seeds and, if there are several, a band of one std around it."""
-    xs = axes_of(arm)
     line = {
         "arm": index,
         "role": "line",
@@ -48,7 +45,7 @@ def curve(index: int, arm: Arm, points: Sequence[Spread]) -> list[Piece]:
         "trace": {
             "type": "scatter",
             "mode": "lines+markers",
-            "name": label(arm.label),
+            "name": plotly_text(arm.label),
             "y": [point.mean for point in points],
             "customdata": [
                 [epoch, _hover_std(point, len(arm.seeds))] for epoch, point in enumerate(points, 1)
@@ -66,17 +63,17 @@ def curve(index: int, arm: Arm, points: Sequence[Spread]) -> list[Piece]:
         if point.mean is not None and point.std is not None
     ]
     places = [i for i, _, _ in ends]
-    around = {name: _there_and_back([values[i] for i in places]) for name, values in xs.items()}
+    outline = {name: _there_and_back([values[i] for i in places]) for name, values in xs.items()}
     # On a log axis nothing at or below zero can be drawn; the band then ends a decade lower.
     floors = [
         0.1 * mean if low <= 0 < (mean := points[i].mean or 0.0) else low for i, low, _ in ends
     ]
     high = [high for _, _, high in ends]
     band = _band(index, high + [low for _, low, _ in reversed(ends)])
-    return [{**band, "xs": around, "log_y": high + floors[::-1]}, line]
+    return [{**band, "xs": outline, "log_y": high + floors[::-1]}, line]
 
 
-def _hover_std(point: Spread, seeds: int) -> str:
+def _hover_std(point: MeanStd, seeds: int) -> str:
     return "" if point.std is None or seeds < 2 else f" ± {point.std:.2g}"
 
 

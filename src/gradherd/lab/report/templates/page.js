@@ -1,6 +1,6 @@
 "use strict";
-// Draws the charts and moves the switches. Colours are read from the style sheet, so that there is
-// one place for them.
+// Draws the charts and handles the buttons. Colours are read from the style sheet, the one place
+// that defines them.
 (() => {
   const root = document.documentElement;
   const charts = Object.values(JSON.parse(document.getElementById("charts").textContent));
@@ -15,7 +15,7 @@
   const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
   const faded = (hex, share) =>
     `rgba(${[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)).join(",")},${share})`;
-  // As in page.py: colour 0 is the baseline's alone.
+  // As in page.py: colour 0 belongs to the baseline.
   const armColour = (arm) => colour(`arm-${arm === 0 ? 0 : 1 + ((arm - 1) % 7)}`);
 
   function axisOf(chart) {
@@ -80,7 +80,7 @@
       showlegend: false,
       dragmode: touch.matches ? false : "zoom",
       hovermode: axis === "epochs" && !small ? "x unified" : "closest",
-      hoverdistance: -1, // The nearest point speaks, however far the pointer is.
+      hoverdistance: -1, // Show the nearest point, however far the pointer is.
       hoverlabel: {
         bgcolor: colour("panel"), bordercolor: rule, font: { color: text, size: 12 }, namelength: -1,
       },
@@ -129,17 +129,17 @@
 
   const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
   const button = document.getElementById("theme");
-  function told() {
+  function updateButton() {
     button.setAttribute("aria-pressed", String(isDark()));
     button.textContent = isDark() ? "light theme" : "dark theme";
   }
   button.addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
-    told();
+    updateButton();
     drawAll();
   });
   for (const query of [system, narrow]) {
-    query.addEventListener("change", () => { told(); drawAll(); });
+    query.addEventListener("change", () => { updateButton(); drawAll(); });
   }
 
   for (const panel of document.querySelectorAll(".controls")) {
@@ -186,7 +186,7 @@
     drawAll();
   });
 
-  told();
+  updateButton();
   drawAll();
   root.dataset.drawn = "true";
 })();

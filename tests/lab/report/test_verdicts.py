@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.compare import compare
-from gradherd.lab.report.verdict import caution, verdicts_of
-from tests.lab.report.made import orders, record, sparsifiers
+from gradherd.lab.report.comparison import compare
+from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
+from tests.lab.report.sample_records import orders, record, sparsifiers
 
 CLAIMS = re.compile(r"\b(better|worse|balancing is what helps)\b")
 
@@ -20,7 +20,7 @@ def runs(order, finals, *, seeds=None, epochs=4, **more):
 
 
 def said(records):
-    return [(verdict.tone, verdict.text) for verdict in verdicts_of(compare(records))]
+    return [(verdict.tone, verdict.text) for verdict in all_verdicts(compare(records))]
 
 
 def test_fewer_epochs_and_lower_loss():
@@ -94,13 +94,13 @@ def test_no_common_seed_shows_nothing():
 
 def test_equal_differences_show_nothing():
     [(tone, text)] = said([*runs("d-rr", [1.0, 2.0]), *runs("cd-grab", [0.5, 1.5])])
-    assert tone == "open" and "the same with each of 2 seeds, so there is no interval" in text
+    assert tone == "open" and "equal for each of 2 seeds, so there is no interval" in text
 
 
 def test_baseline_that_got_worse_is_told():
     base = [record("d-rr", seed=s, epochs=4, losses=[3, 1, 2, 2.0 + s / 10]) for s in (0, 1)]
     found = said([*base, *runs("cd-grab", [0.25, 0.26])])
-    assert "after 1 epoch (d-rr itself first after 2 of 4)" in found[0][1]
+    assert "after 1 epoch (d-rr itself first gets there after 2 of 4)" in found[0][1]
 
 
 def test_control_that_gains_as_much_takes_the_credit():
@@ -113,7 +113,7 @@ def test_control_that_gains_as_much_takes_the_credit():
     )
     tone, text = found[-1]
     assert len(found) == 3 and tone == "mixed"
-    assert "always-plus, which looks at no gradient, gains as much on d-rr as cd-grab" in text
+    assert "always-plus, which ignores gradients, improves on d-rr as much as cd-grab" in text
     assert text.endswith("balancing is not the reason for the gain.") and "3 seeds" in text
 
 
@@ -131,7 +131,7 @@ def test_control_too_close_to_tell():
         ]
     )
     assert found[-1][0] == "open"
-    assert found[-1][1].endswith("that balancing is the reason is not shown.")
+    assert found[-1][1].endswith("it is not shown that balancing is the reason.")
 
 
 def test_control_is_silent_without_a_gain():
@@ -184,7 +184,7 @@ def test_diverged_and_empty_arms_are_told():
     lost = metrics([90.0, 91.0], sparsify="topk", density=0.1)
     lost[1] = record("d-rr", "topk", 0.1, 1, epochs=2, losses=[1.0, None], metrics=[50.0, None])
     tone, text = said([*metrics([97.0, 97.1]), *lost])[0]
-    assert tone == "cost" and "with 1 of 2 seeds topk 0.1 diverged" in text
+    assert tone == "cost" and "topk 0.1 diverged with 1 of 2 seeds" in text
     tone, text = said([*orders(2, names=("d-rr",)), *orders(2, names=("grab",), done=0)])[0]
     assert tone == "open" and "grab has no finished epoch" in text
 
@@ -197,11 +197,11 @@ def test_unfinished_arms_are_compared_where_both_are():
 
 
 def test_many_arms_are_not_corrected_for_and_that_is_said():
-    assert "not corrected for the number of comparisons: with 2 of them" in caution(
+    assert "not corrected for the number of comparisons: with 2 of them" in multiple_testing_note(
         compare(sparsifiers())
     )
-    assert caution(compare(orders(names=("d-rr", "cd-grab")))) is None
-    assert caution(compare(orders(1))) is None
+    assert multiple_testing_note(compare(orders(names=("d-rr", "cd-grab")))) is None
+    assert multiple_testing_note(compare(orders(1))) is None
 
 
 def test_both_changed_at_once():

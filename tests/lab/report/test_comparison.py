@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.compare import as_json, compare, compare_all
-from gradherd.lab.report.tables import table_of
-from tests.lab.report.made import HARDWARE, orders, record, sparsifiers
+from gradherd.lab.report.comparison import compare, compare_all
+from gradherd.lab.report.tables import comparison_json, comparison_table
+from tests.lab.report.sample_records import HARDWARE, orders, record, sparsifiers
 
 KEYS = ["order", "sparsify", "final_loss", "final_metric", "loss_by_epoch", "epochs_to_baseline"]
 
@@ -91,7 +91,7 @@ def test_interrupted_run_is_left_out_and_named():
     arm = found.arms[1]
     assert arm.seeds == (0, 2) and arm.finished and arm.epochs == 20
     assert found.pairs[1].loss.seeds == (0, 2)
-    assert "cd-grab: left out what did not come to epoch 20: seed 1 (interrupted after 7)." in (
+    assert "cd-grab: runs without epoch 20 are left out: seed 1 (interrupted after 7)." in (
         found.notes
     )
 
@@ -110,7 +110,7 @@ def test_arms_that_were_cut_short_are_compared_where_both_are():
         sum(row.bytes for row in arm.runs[0].epochs)
         / sum(row.bytes for row in found.arms[0].runs[0].epochs[:7])
     )
-    assert any("came to epoch 7 of 20" in note for note in found.notes)
+    assert any("reached epoch 7 of 20" in note for note in found.notes)
 
 
 def test_runs_without_an_epoch_have_no_figures():
@@ -118,7 +118,7 @@ def test_runs_without_an_epoch_have_no_figures():
     arm = found.arms[1]
     assert (arm.epochs, arm.seeds, arm.final_loss.mean, arm.seconds) == (0, (), None, None)
     assert found.pairs[1].epochs_to is None and found.pairs[1].loss is None
-    assert json.loads(json.dumps(as_json(found, None)))["arms"][1]["loss_by_epoch"] == []
+    assert json.loads(json.dumps(comparison_json(found, None)))["arms"][1]["loss_by_epoch"] == []
     alone = compare(orders(names=("d-rr", "cd-grab"), done=0))
     assert alone.baseline.final_loss.mean is None and alone.pairs[1].epochs_to is None
 
@@ -135,7 +135,7 @@ def test_diverged_run_counts_also_if_it_stopped(stopped):
     assert [point.mean is None for point in arm.loss_by_epoch] == [False, False, True, True]
     assert pair.loss is None and pair.epochs_to_by_seed[1] is None
     assert "cd-grab, seed 1: the loss was not finite after epoch 3" in found.notes[0]
-    json.dumps(as_json(found, None), allow_nan=False)
+    json.dumps(comparison_json(found, None), allow_nan=False)
 
 
 def test_all_runs_diverged():
@@ -176,8 +176,8 @@ def test_other_settings_hardware_and_versions_are_named():
     runs[3] = replace(runs[3], epochs=[replace(row, skipped_steps=2) for row in runs[3].epochs])
     notes = " ".join(compare(runs).notes)
     assert "lr (0.1, 0.5)" in notes and "parameters (650, 651)" in notes
-    assert "share their hardware" in notes and "share their versions" in notes
-    assert "inside one process" in notes and "40 steps called off" in notes
+    assert "differ in hardware" in notes and "differ in versions" in notes
+    assert "inside one process" in notes and "40 steps skipped" in notes
     assert compare(orders()).notes == ()
 
 
@@ -206,7 +206,9 @@ def test_tasks_are_compared_apart_in_the_given_order():
 
 
 def test_json_keeps_its_contract():
-    found = json.loads(json.dumps(as_json(compare(orders()), "out/report.html"), allow_nan=False))
+    found = json.loads(
+        json.dumps(comparison_json(compare(orders()), "out/report.html"), allow_nan=False)
+    )
     assert {"task", "baseline", "arms", "report"} <= set(found)
     assert (found["task"], found["baseline"], found["report"]) == (
         "digits", "d-rr", "out/report.html",
@@ -218,7 +220,7 @@ def test_json_keeps_its_contract():
         assert len(arm["loss_by_epoch"]) == 20
         assert isinstance(arm["epochs_to_baseline"], int)
     assert [arm["order"] for arm in found["arms"]] == ["d-rr", "always-plus", "cd-grab"]
-    assert as_json(compare(orders()), None)["report"] is None
+    assert comparison_json(compare(orders()), None)["report"] is None
 
 
 def test_seconds_are_best_only_where_clocks_can_be_compared():
@@ -226,7 +228,7 @@ def test_seconds_are_best_only_where_clocks_can_be_compared():
     runs = [record(order, seed=seed) for order in ("d-rr", "cd-grab") for seed in (0, 1)]
 
     def marked(records):
-        found = table_of(compare(records))
+        found = comparison_table(compare(records))
         at = [number for number, name in enumerate(found.columns) if "seconds" in name]
         return any(row[number].best for row in found.rows for number in at)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.compare import as_json, compare
+from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.page import write_report
-from gradherd.lab.report.tables import table_of
-from gradherd.lab.report.verdict import verdicts_of
-from tests.lab.report.made import record, sparsifiers
+from gradherd.lab.report.tables import comparison_json, comparison_table
+from gradherd.lab.report.verdicts import all_verdicts
+from tests.lab.report.sample_records import record, sparsifiers
 
 BASE = [8.0, 6.0, 4.0, 2.0]
 LONG = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
@@ -39,11 +39,11 @@ def steady(order, *changes, losses=BASE, **more):
 
 
 def said(records):
-    return [(verdict.tone, verdict.text) for verdict in verdicts_of(compare(records))]
+    return [(verdict.tone, verdict.text) for verdict in all_verdicts(compare(records))]
 
 
 def loss_column(records):
-    table = table_of(compare(records))
+    table = comparison_table(compare(records))
     at = next(i for i, name in enumerate(table.columns) if name.startswith("loss \u2212"))
     return table.columns[at], [row[at] for row in table.rows]
 
@@ -62,7 +62,7 @@ def test_figures_by_hand():
     assert (late.low, late.high) == pytest.approx((-1.248414, -0.751586), abs=1e-6)
     assert late.p == pytest.approx(1 - math.sqrt(300 / 302)) and late.sign_flip_p == 0.25
     assert found.pairs[1].loss.mean == pytest.approx(-0.1) and found.pairs[0].late_loss is None
-    told = json.loads(json.dumps(as_json(found, None)))["arms"]
+    told = json.loads(json.dumps(comparison_json(found, None)))["arms"]
     assert told[0]["late_loss_difference"] is None
     assert told[1]["late_loss_difference"].keys() == told[1]["loss_difference"].keys()
     assert told[1]["late_loss_difference"]["low"] == late.low
@@ -70,7 +70,7 @@ def test_figures_by_hand():
 
 def test_gain_that_lasts_is_shown_though_the_last_epoch_shows_nothing():
     records = [*base(), *curves("fixed", BASE, *LASTING, **OTHER)]
-    assert not compare(records).pairs[1].loss.shown
+    assert not compare(records).pairs[1].loss.excludes_zero
     assert said(records) == [
         (
             "gain",
@@ -86,7 +86,7 @@ def test_gain_that_lasts_is_shown_though_the_last_epoch_shows_nothing():
 
 def test_gain_of_the_last_epoch_alone_is_not_shown():
     records = [*base(), *curves("fixed", BASE, *AT_LAST, **OTHER)]
-    assert compare(records).pairs[1].loss.shown
+    assert compare(records).pairs[1].loss.excludes_zero
     [(tone, text)] = said(records)
     assert tone == "open"
     assert text.endswith(
@@ -103,8 +103,8 @@ def test_what_is_worse_for_long_is_called_worse():
 def test_fewer_than_four_epochs_have_no_late_ones():
     records = [*base(BASE[1:]), *steady("cd-grab", -1.0, -1.0, losses=BASE[1:])]
     found = compare(records)
-    assert found.pairs[1].late_loss is None and found.pairs[1].loss.shown
-    assert as_json(found, None)["arms"][1]["late_loss_difference"] is None
+    assert found.pairs[1].late_loss is None and found.pairs[1].loss.excludes_zero
+    assert comparison_json(found, None)["arms"][1]["late_loss_difference"] is None
     assert (
         "; final loss 1.0 lower (95 % interval \u22121.2 to \u22120.8, 3 seeds, paired p = "
         in (said(records)[0][1])
@@ -159,7 +159,7 @@ def test_control_that_gains_as_much_for_long_takes_the_credit():
     control = curves("always-plus", BASE, *[[-3.0, 0.0]] * 3)  # 1.5 on average, nothing at last.
     assert said([*base(), *control, *grab])[-1] == (
         "mixed",
-        "always-plus, which looks at no gradient, gains as much on d-rr as cd-grab (1.5 against "
+        "always-plus, which ignores gradients, improves on d-rr as much as cd-grab (1.5 against "
         "1.0 over the last 2 epochs, 3 seeds): balancing is not the reason for the gain.",
     )
 
@@ -181,7 +181,7 @@ def test_control_without_a_gain_that_is_shown():
     control = curves("always-plus", BASE, *([by] * 2 for by in luck))
     tone, text = said([*base(), *control, *grab])[-1]
     assert tone == "gain"
-    assert text.endswith("balancing is what helps, but a gain on d-rr is not shown.")
+    assert text.endswith("balancing is what helps, but a gain over d-rr is not shown.")
 
 
 def test_control_that_was_cut_short_is_held_against_the_same_epochs():

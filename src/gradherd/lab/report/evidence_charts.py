@@ -1,0 +1,264 @@
+"""Draw the charts of a study from its results, and check beforehand that they can be drawn."""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradherd.lab.report.measures import (
+    EPOCH_FIELDS,
+    MEASURES,
+    in_percent,
+    mean_by_seed,
+    measure,
+    measure_words,
+    relative_change,
+)
+from gradherd.lab.report.svg_chart import COLOURS, DASHES, ChartLine, chart
+from gradherd.lab.study.file import check_known, has_type
+from gradherd.lab.study.kinds import method_names
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.study.run import kind_of
+from gradherd.lab.study.spec import Figure, Study
+
+Results = Mapping[str, Sequence[RunResult]]
+"""Results by arm."""
+Series = tuple[list[float], list[float | None]]
+"""x and y values."""
+TIMES = ("epoch", "step", "round", "bytes")
+"""x axes along which a run has a series of values."""
+_LOG_X = ("bytes", "lr", "workers")
+"""x axes whose values span orders of magnitude."""
+_SERIES_WORDS = {"bound": "herding_bound"}
+"""Measures that mean the last round, but are drawn for every round."""
+_FIRST_COLOURS = (
+    ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus"),
+    ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco"),
+)
+"""Orders and sparsifiers that have a colour of their own in all charts; the other registered
+methods follow with dashed lines, in the order of their registry."""
+
+
+def check_reportable(study: Study) -> None:
+    """Raise ValueError if a claim or a figure needs something that no run of the study has.
+
+    Runs of studies that do not train name their measures themselves, so theirs are checked when
+    results are read.
+    """
+    trains = study.kind == "compare"
+    times = [one for one in TIMES if not trains or one != "round"]
+    for claim in study.claims:
+        if trains:
+            check_known(f"measure of claim {claim.id}", claim.measure, MEASURES)
+    for figure in study.figures:
+        where = f"figure {figure.title}"
+        check_known(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
+        if trains:
+            allowed = EPOCH_FIELDS if figure.x in times else MEASURES
+            check_known(f"y of {where}", figure.y, allowed)
+        if figure.x not in times:
+            _check_setting_axis(study, figure, where)
+
+
+def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
+    """Check a figure over a setting: every arm has a number there, and lines are known."""
+    kind = kind_of(study)
+    check_known(f"lines of {where}", figure.lines, ("arm", *kind.keys))
+    for arm in study.arms_in(figure):
+        value = kind.settings(study, arm.settings).get(figure.x)
+        if not has_type(value, float):
+            raise ValueError(
+                f"{where}: {figure.x} is no number in {arm.name!r}, got {value!r}: "
+                "list the arms that have one in arms"
+            )
+
+
+def draw_charts(study: Study, results: Results) -> dict[str, str]:
+    """Return the charts of a study that passed `check_reportable`, as SVG by file name.
+
+    Figures without results are left out.
+    """
+    charts = {}
+    for number, figure in enumerate(study.figures, 1):
+        names = [arm.name for arm in study.arms_in(figure)]
+        available = {name: results[name] for name in names if name in results}
+        reference = () if figure.against is None else results.get(figure.against, ())
+        if available and (svg := _draw(figure, available, reference)) is not None:
+            charts[file_name(study, number)] = svg
+    return charts
+
+
+def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> str | None:
+    """Return a chart of some arms; None if there is nothing to draw."""
+    metric = next(iter(results.values()))[0].about.get("metric_name", "metric")
+    words = measure_words(figure.y, metric)
+    if figure.against is not None:
+        points = in_percent(figure.y, metric)
+        lines = lines_against(figure, results, reference, points)
+        words = f"{words}, {'points' if points else '%'} from {figure.against}"
+    elif figure.x in TIMES:
+        lines = lines_over_time(figure, results)
+        words = measure_words(_SERIES_WORDS.get(figure.y, figure.y), metric)
+    else:
+        lines = lines_over_setting(figure, results)
+    if not any(line.points for line in lines):
+        return None
+    names = short_names([line.name for line in lines])
+    x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
+    return chart(
+        figure.title,
+        x_words,
+        words,
+        [
+            replace(line, name=name, colour=colour)
+            for line, name, colour in zip(lines, names, line_colours(names), strict=True)
+        ],
+        log=figure.log,
+        log_x=figure.x in _LOG_X,
+        zero=figure.zero or figure.against is not None,
+    )
+
+
+def file_name(study: Study, number: int) -> str:
+    """Return the file name of a chart, counted from 1."""
+    return f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names without the parts that all of them share: there is little room in the legend.
+
+    >>> short_names(["d-rr, 64 workers", "cd-grab, 64 workers", "cd-grab, 64 workers, sketch"])
+    ['d-rr', 'cd-grab', 'cd-grab, sketch']
+    >>> short_names(["cd-grab, a"]), short_names(["a, b", "b, a"])
+    (['cd-grab, a'], ['a, b', 'b, a'])
+    """
+    parts = [name.split(", ") for name in names]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    short = [", ".join(part for part in one if part not in shared) for one in parts]
+    return short if all(short) and len(set(short)) == len(short) else list(names)
+
+
+def line_colours(names: Sequence[str]) -> list[int]:
+    """Return a colour per line: a method has the same one in all charts, other lines a free one.
+
+    Further lines of a method have its colour with other dashes, if there are enough kinds.
+
+    >>> line_colours(["d-rr", "always-plus"]), line_colours(["exdyna 0.01", "exdyna 0.01, online"])
+    ([0, 5], [1, 9])
+    >>> line_colours(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
+    [1, 2, 3, 4, 5]
+    """
+    methods = [name.split(", ")[0].split(" ")[0] for name in names]
+    families = (
+        tuple(dict.fromkeys((*first, *registered)))
+        for first, registered in zip(_FIRST_COLOURS, method_names(), strict=True)
+    )
+    known: tuple[str, ...] = next((f for f in families if any(m in f for m in methods)), ())
+    own = {method: known.index(method) for method in methods if method in known}
+    # The first colour is the baseline's: no other line gets it where methods are known.
+    free = (n for n in itertools.count(1 if own else 0) if n not in own.values())
+    dashed = max(map(methods.count, methods), default=0) <= len(DASHES)
+    colours = []
+    for at, method in enumerate(methods):
+        before = methods[:at].count(method)
+        if method in own and (dashed or not before):
+            colours.append(own[method] + before * len(COLOURS))
+        else:
+            colours.append(next(free))
+    return colours
+
+
+def lines_over_time(figure: Figure, results: Results) -> list[ChartLine]:
+    """Return a line per arm: the mean over seeds, and the range of single seeds."""
+    return [
+        _mean_line(name, [_series(figure, run) for run in runs]) for name, runs in results.items()
+    ]
+
+
+def lines_against(
+    figure: Figure, results: Results, reference: Sequence[RunResult], points: bool
+) -> list[ChartLine]:
+    """Return a line per arm: its difference from the reference in percent, paired by seed.
+
+    Args:
+        figure: The figure.
+        results: The arms.
+        reference: Results of the reference arm.
+        points: Whether values are percentages, which differ by points.
+    """
+    partners = {run.seed: _series(figure, run) for run in reference}
+    lines = []
+    for name, runs in results.items():
+        pairs = [(_series(figure, run), partners[run.seed]) for run in runs if run.seed in partners]
+        if pairs and name != figure.against:
+            lines.append(_mean_line(name, [_change(own, other, points) for own, other in pairs]))
+    return lines
+
+
+def _change(series: Series, reference: Series, points: bool) -> Series:
+    """Return the change from one series to another in percent, as long as both go on."""
+    xs: list[float] = []
+    changes: list[float | None] = []
+    for x, value, other_x, other in zip(*series, *reference, strict=False):
+        if x != other_x:
+            raise ValueError(
+                f"against needs arms measured at the same times, got {x} and {other_x}"
+            )
+        share = None if value is None or other is None else relative_change(value, other, points)
+        xs.append(x)
+        changes.append(None if share is None else 100 * share)
+    return xs, changes
+
+
+def _mean_line(name: str, runs: Sequence[Series]) -> ChartLine:
+    """Return the mean of several series and their range, as long as all of them go on."""
+    points, band = [], []
+    for at in range(min(len(ys) for _, ys in runs)):
+        values = [ys[at] for _, ys in runs]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            x = statistics.fmean(xs[at] for xs, _ in runs)
+            points.append((x, statistics.fmean(known)))
+            band.append((x, min(known), max(known)))
+    return ChartLine(name, points, band if len(runs) > 1 else ())
+
+
+def _series(figure: Figure, result: RunResult) -> Series:
+    if "summary" in result.figures:
+        series = result.figures.get("series", {})
+        for name in (figure.x, figure.y):
+            if name not in series:
+                known = ", ".join(series) or "none"
+                raise ValueError(f"{figure.title}: no series {name!r}; known are {known}")
+        return list(series[figure.x]), list(series[figure.y])
+    record = result.record()
+    if figure.x == "step" and figure.y == "density" and record.density_by_step:
+        points = record.density_by_step
+        return [one["step"] for one in points], [one["mean"] for one in points]
+    values = [getattr(row, figure.y) for row in record.epochs]
+    sizes = {
+        "epoch": (1.0 for _ in record.epochs),
+        "step": (float(row.steps) for row in record.epochs),
+        "bytes": (row.bytes / 1e6 for row in record.epochs),
+    }
+    return list(itertools.accumulate(sizes[figure.x])), values
+
+
+def lines_over_setting(figure: Figure, results: Results) -> list[ChartLine]:
+    """Return a line per arm or per value of a setting, over another setting."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    for name, runs in results.items():
+        settings = runs[0].settings
+        x = float(settings[figure.x])
+        values = measure(figure.y, None, runs, None).arm
+        mean = mean_by_seed(values)
+        known = [value for value in values.values() if value is not None]
+        line = name if figure.lines == "arm" else str(settings.get(figure.lines))
+        points.setdefault(line, [])
+        if mean is not None:
+            points[line].append((x, mean))
+            bands.setdefault(line, []).append((x, min(known), max(known)))
+    return [
+        ChartLine(name, sorted(some), sorted(bands.get(name, ()))) for name, some in points.items()
+    ]

@@ -1,0 +1,238 @@
+"""What is measured of each run of a study, by the names that claims and figures use.
+
+Training runs have the measures below; all other runs have the entries of their summary.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from gradherd.lab.report.arms import late_epochs, values_at
+from gradherd.lab.report.comparison import first_at_or_below
+from gradherd.lab.report.stats import finite, mean_std
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.study.spec import PAIRED
+from gradherd.lab.train.record import RunRecord
+
+BySeed = Mapping[int, float | None]
+"""A value per seed; None where a run has none, for example because it diverged."""
+EPOCH_FIELDS = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
+"""Measures that training runs have after each epoch."""
+_SUMS = ("bytes", "ordering_bytes", "seconds")
+MEASURES = (*EPOCH_FIELDS, *(f"late_{one}" for one in EPOCH_FIELDS), *_SUMS, "density_off", *PAIRED)
+"""All measures of training runs."""
+ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", *PAIRED)
+"""Measures that every run has unless it diverged or missed the goal: missing ones count against
+a claim."""
+_WORDS = {
+    "bound": "herding bound after the last round",
+    "mean": "herding bound, mean over rounds",
+    "train_loss": "train loss",
+    "bytes": "sent per worker",
+    "ordering_bytes": "sent per worker for ordering",
+    "epochs_share": "epochs to reach the other arm's best loss (same seed), relative to its own",
+    "epochs_to_final": "epochs until the other arm's final loss (same seed) is first reached",
+    "density_error": "relative error of the density, mean over steps",
+    "density_off": "relative error of an epoch's density, maximum",
+    "build_up": "density / target density, last half of the steps",
+}
+_CASE_WORDS = {
+    "seconds": "seconds of {}",
+    "ratio": "time of {} / time of the plain case",
+    "bytes": "sent by {}",
+    "bytes_ratio": "bytes of {} / bytes of the plain case",
+    "peak_bytes": "peak memory of {}",
+    "steps_per_second": "steps per second of {}",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measure of an arm, and of the reference arm if there is one."""
+
+    arm: BySeed
+    against: BySeed | None
+    higher_is_better: bool
+    words: str
+    """What is measured, in words."""
+    in_percent: bool = False
+    """Whether the values are percentages, whose differences are points."""
+
+    @property
+    def available(self) -> bool:
+        """Whether both arms have a value at all; expensive measures may be switched off."""
+        arms = (self.arm, {0: 0.0} if self.against is None else self.against)
+        return all(any(value is not None for value in arm.values()) for arm in arms)
+
+
+def measure(
+    name: str, epoch: int | None, arm: Sequence[RunResult], against: Sequence[RunResult] | None
+) -> Measurement:
+    """Return a measure per seed; raise ValueError if there is no such measure."""
+    if "summary" in arm[0].figures:
+        reference = None if against is None else _from_summary(name, against)
+        return Measurement(_from_summary(name, arm), reference, False, measure_words(name))
+    runs = [one.record() for one in arm]
+    others = None if against is None else [one.record() for one in against]
+    higher = name in ("metric", "late_metric") and runs[0].higher_is_better
+    when = "after the last epoch" if epoch is None else f"after epoch {epoch}"
+    words = measure_words(name, runs[0].metric_name, when)
+    if name in PAIRED:
+        if others is None:
+            raise ValueError(f"{name} needs an arm to compare with")
+        if name == "epochs_to_final":
+            reached = epochs_to_final(runs, others)
+            return Measurement(reached, epochs_to_final(others, others), False, words)
+        shares = epochs_share(runs, others)
+        return Measurement(shares, dict.fromkeys(shares, 1.0), False, words)
+    reference = None if others is None else measure_runs(name, epoch, others)
+    percent = in_percent(name, runs[0].metric_name)
+    return Measurement(measure_runs(name, epoch, runs), reference, higher, words, percent)
+
+
+def in_percent(name: str, metric: str) -> bool:
+    """Return whether a measure is a metric in percent."""
+    return name in ("metric", "late_metric") and "%" in metric
+
+
+def relative_change(value: float, reference: float, in_percent: bool = False) -> float | None:
+    """Return the change relative to a reference; None if the reference alone is zero.
+
+    Percentages differ by points: the change is then the difference divided by 100.
+
+    >>> relative_change(3.0, 2.0), relative_change(62.0, 60.0, in_percent=True)
+    (0.5, 0.02)
+    >>> relative_change(1.0, 0.0)
+    """
+    if in_percent:
+        return (value - reference) / 100
+    if reference:
+        return value / reference - 1
+    return 0.0 if value == reference else None
+
+
+def measure_runs(
+    name: str, epoch: int | None, runs: Sequence[RunRecord]
+) -> dict[int, float | None]:
+    """Return a measure of training runs, by seed.
+
+    `late_...` is the mean over the last half of the epochs; `bytes` and the like are sums.
+    """
+    end = max(len(run.epochs) for run in runs) if epoch is None else epoch
+    seeds = [run.seed for run in runs]
+    if name in _SUMS:
+        sums = [sum(getattr(row, name) for row in run.epochs[:end]) for run in runs]
+        return dict(zip(seeds, sums, strict=True))
+    if name == "density_off":
+        return {run.seed: _density_off(run, end) for run in runs}
+    field = name.removeprefix("late_")
+    if field not in EPOCH_FIELDS:
+        raise ValueError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
+    epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
+    by_epoch = [values_at(runs, one, attrgetter(field)) for one in epochs]
+    means = [mean_std(values).mean for values in zip(*by_epoch, strict=True)]
+    return dict(zip(seeds, means, strict=True))
+
+
+def _density_off(run: RunRecord, end: int) -> float | None:
+    """Return the largest relative error of an epoch's density."""
+    if run.density is None:
+        return None
+    return max(abs(row.density / run.density - 1) for row in run.epochs[:end])
+
+
+def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict[int, float | None]:
+    """Return when each run reaches its partner's best loss, relative to the partner's own epochs.
+
+    The partner is the run of the other arm with the same seed.
+    """
+    reached, own = (_epochs_to(some, others, _best_loss) for some in (runs, others))
+    both = {seed: (at, own[seed]) for seed, at in reached.items()}
+    return {seed: at / it if at and it else None for seed, (at, it) in both.items()}
+
+
+def epochs_to_final(
+    runs: Sequence[RunRecord], others: Sequence[RunRecord]
+) -> dict[int, float | None]:
+    """Return the first epoch at which each run is at or below its partner's final loss."""
+    return dict(_epochs_to(runs, others, _final_loss))
+
+
+def _epochs_to(
+    runs: Sequence[RunRecord],
+    others: Sequence[RunRecord],
+    goal: Callable[[RunRecord], float | None],
+) -> dict[int, int | None]:
+    """Return when each run reaches a loss of its partner.
+
+    None for a run that never does, or whose partner diverged; runs without partner are left out.
+    """
+    goals = {run.seed: goal(run) for run in others}
+    return {
+        run.seed: first_at_or_below([row.train_loss for row in run.epochs], goals[run.seed])
+        for run in runs
+        if run.seed in goals
+    }
+
+
+def _best_loss(run: RunRecord) -> float | None:
+    known = [row.train_loss for row in run.epochs if row.train_loss is not None]
+    return min(known) if known and len(known) == len(run.epochs) else None
+
+
+def _final_loss(run: RunRecord) -> float | None:
+    return run.epochs[-1].train_loss if run.epochs else None
+
+
+def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | None]:
+    values = {}
+    for one in results:
+        summary = one.figures["summary"]
+        if name not in summary:
+            raise ValueError(f"unknown measure {name!r}; known are {', '.join(summary)}")
+        values[one.seed] = finite(summary[name])
+    return values
+
+
+def mean_by_seed(values: BySeed) -> float | None:
+    """Return the mean over seeds; None if a run has no value."""
+    known = [value for value in values.values() if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def measure_words(name: str, metric: str = "metric", when: str = "") -> str:
+    """Return a measure in words; `when` is appended where it is of one epoch.
+
+    >>> measure_words("late_metric", "test accuracy (%)")
+    'test accuracy (%), mean over the last half of the epochs'
+    >>> measure_words("train_loss", when="after epoch 5"), measure_words("train_loss")
+    ('train loss after epoch 5', 'train loss')
+    >>> measure_words("nine runs.ratio"), measure_words("padding")
+    ('time of nine runs / time of the plain case', 'padding')
+    """
+    case, _, kind = name.partition(".")
+    if kind:
+        return _CASE_WORDS.get(kind, f"{kind} of {{}}").format(case)
+    field = name.removeprefix("late_")
+    words = metric if field == "metric" else _WORDS.get(field, field.replace("_", " "))
+    if field not in EPOCH_FIELDS:
+        return words
+    if name != field:
+        return f"{words}, mean over the last half of the epochs"
+    return f"{words} {when}" if when else words
+
+
+def unit_of(name: str, values: Iterable[float | None]) -> tuple[float, str]:
+    """Return the divisor and the unit to show a measure's values in.
+
+    >>> unit_of("bytes", [2e9, None]), unit_of("sharded.peak_bytes", [3e7])
+    ((1000000000.0, ' GB'), (1000000.0, ' MB'))
+    >>> unit_of("train_loss", [2e9]), unit_of("bytes", [12.0])
+    ((1.0, ''), (1.0, ' bytes'))
+    """
+    if not name.endswith("bytes"):
+        return 1.0, ""
+    largest = max((value for value in values if value is not None), default=0.0)
+    units = ((1e9, " GB"), (1e6, " MB"), (1e3, " kB"), (1.0, " bytes"))
+    return next((unit for unit in units if largest >= unit[0]), units[-1])
