@@ -22,7 +22,7 @@ ALLOWED = {
     "ordering": {"ordering", "comm"},
     "sparsify": {"sparsify", "comm"},
     "attach": CORE,
-    "replay": {"replay", "ordering", "sparsify"},
+    "replay": {"replay", "ordering", "sparsify", "lab.text"},
     "advise": {"advise", "comm", "sparsify", "ordering"},
     "lab": {"lab", "replay", "advise", *CORE},
     "lab.text": {"lab.text"},

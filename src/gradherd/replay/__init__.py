@@ -1,1 +1,1 @@
-"""Recorded gradients, shown again to an order or to a sparsifier."""
+"""Run a policy or a sparsifier on recorded gradients, without training."""

@@ -1,6 +1,6 @@
-"""Replay a sparsifier on recorded gradients: what would have travelled, what would have stayed?
+"""Replay a sparsifier on recorded gradients: what is sent, and what stays in the residuals?
 
-Letters: T steps, R workers, D coordinates.
+Letters: T steps, R workers, D elements.
 """
 
 import contextlib
@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 def replay_sparsify(
@@ -26,47 +25,50 @@ def replay_sparsify(
     out: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Exchange recorded gradients step by step, with all workers in this process.
+    """Exchange recorded gradients step by step, all workers in this process.
 
     Args:
-        gradients: (T, R, D); read one step at a time, so it may be a map of a large file.
-        settings: What is replayed.
-        layers: Lengths of the tensors that D consists of, for methods that look at them.
+        gradients: (T, R, D). Read one step at a time, so it may be a memory map.
+        settings: The sparsifier and how its values are sent.
+        layers: Lengths of the tensors that make up D, for methods that use them.
         out: Folder for mean.npy (T, D) and residual.npy (R, D).
         progress: Called after each step.
 
     Returns:
-        The figures of each step; residual_norm and bytes are means over workers.
+        The metrics of each step; residual_norm and bytes are means over workers.
+
+    Raises:
+        ValueError: A gradient or a sum over workers is not finite, or `out` is no folder.
     """
     steps, workers, dim = gradients.shape
     dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
-    herd = VirtualWorkers(
-        settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype
-    )
-    figures = []
+    virtual = VirtualWorkers(settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype)
+    metrics = []
     with _writer(out, (steps, dim), dtype) as write:
         for step in range(steps):
             grads = _step(gradients, step, dtype)
-            mean = herd.step(grads)
+            mean = virtual.step(grads)
             if not bool(mean.isfinite().all()):
-                raise ValueError(f"step {step}: sums over workers overflow; scale the values down")
+                raise ValueError(
+                    f"step {step}: the sum over workers overflows; scale the values down"
+                )
             write(step, mean)
-            figures.append(herd.metrics)
+            metrics.append(virtual.metrics)
             progress()
         if out is not None:
-            _save(out / "residual.npy", herd.residuals().numpy())
-    return figures
+            _save(out / "residual.npy", virtual.residuals().numpy())
+    return metrics
 
 
 def _step(gradients: NDArray[np.number], step: int, dtype: torch.dtype) -> Tensor:
-    with np.errstate(over="ignore", invalid="ignore"):  # longer numbers become infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # long doubles may become infinite
         values = np.array(gradients[step], dtype=str(dtype).removeprefix("torch."))
     grads = torch.from_numpy(values)
     if not bool(grads.isfinite().all()):
         worker, column = (~grads.isfinite()).nonzero()[0].tolist()
         raise ValueError(
-            f"step {step} is not finite, first at worker {worker}, coordinate {column}: in "
-            "training it would be skipped; leave it out"
+            f"step {step} is not finite, first at worker {worker}, element {column}; training would "
+            "skip this step, so leave it out"
         )
     return grads
 
@@ -75,15 +77,17 @@ def _step(gradients: NDArray[np.number], step: int, dtype: torch.dtype) -> Tenso
 def _writer(
     out: Path | None, shape: tuple[int, int], dtype: torch.dtype
 ) -> Iterator[Callable[[int, Tensor], None]]:
-    """Give a function that writes one row of mean.npy, which is there only when all are."""
+    """Yield a function that writes one row of mean.npy; the file appears once all are written."""
     if out is None:
         yield lambda step, mean: None
         return
-    made = not out.exists()
+    created = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{out} cannot be a folder for results: {error.strerror}") from None
+        raise ValueError(
+            f"{out} cannot be used as a folder for results: {error.strerror}"
+        ) from None
     draft = out / "mean.npy.part"
     kind = np.float64 if dtype == torch.float64 else np.float32
     try:
@@ -97,7 +101,7 @@ def _writer(
         draft.replace(out / "mean.npy")
     except BaseException:
         draft.unlink(missing_ok=True)
-        if made:
+        if created:
             shutil.rmtree(out)
         raise
 
