@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import VirtualWorkers
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def replay_sparsify(
@@ -42,7 +43,9 @@ def replay_sparsify(
     """
     steps, workers, dim = gradients.shape
     dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
-    virtual = VirtualWorkers(settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype)
+    virtual = VirtualWorkers(
+        settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype
+    )
     metrics = []
     with _writer(out, (steps, dim), dtype) as write:
         for step in range(steps):
@@ -67,8 +70,8 @@ def _step(gradients: NDArray[np.number], step: int, dtype: torch.dtype) -> Tenso
     if not bool(grads.isfinite().all()):
         worker, column = (~grads.isfinite()).nonzero()[0].tolist()
         raise ValueError(
-            f"step {step} is not finite, first at worker {worker}, element {column}; training would "
-            "skip this step, so leave it out"
+            f"step {step} is not finite, first at worker {worker}, element {column}; training "
+            "would skip this step, so leave it out"
         )
     return grads
 
