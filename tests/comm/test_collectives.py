@@ -9,14 +9,14 @@ from gradherd.comm import (
     broadcast,
     run_ranks,
 )
-from tests.comm import work
+from tests.comm import rank_functions
 
 FLOAT, LONG, DOUBLE, INT = 4, 8, 8, 4  # bytes
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(request):
-    return run_ranks(work.all_collectives, request.param)
+    return run_ranks(rank_functions.all_collectives, request.param)
 
 
 def test_all_reduce_sums_in_place(ranks):
@@ -97,7 +97,7 @@ def test_one_rank_needs_no_process_group():
 
 
 def test_a_group_counts_its_own_ranks():
-    results = run_ranks(work.in_a_subgroup, 4)
+    results = run_ranks(rank_functions.in_a_subgroup, 4)
     assert results[0] is None and results[2] is None
     assert results[1] == ([1.0, 3.0], [4.0], [3.0], [1.0, 3.0])
     assert results[3] == ([1.0, 3.0], [4.0], [3.0], [11.0, 13.0])
@@ -105,6 +105,6 @@ def test_a_group_counts_its_own_ranks():
 
 @pytest.mark.parametrize("size", [1, 2, 9])
 def test_a_small_all_reduce_has_the_same_bits_on_all_ranks(size):
-    sums = [value for value, _ in run_ranks(work.sum_small, size)]
+    sums = [value for value, _ in run_ranks(rank_functions.sum_small, size)]
     assert all(torch.equal(sums[0], other) for other in sums)
     torch.testing.assert_close(sums[0], torch.arange(3.0).double() * size + sum(range(size)) / 3)

@@ -9,32 +9,32 @@ import pytest
 
 from gradherd.comm import run_ranks
 from gradherd.comm.ranks import RankError
-from tests.comm import work
+from tests.comm import rank_functions
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
-    run_ranks(work.nothing, 1)  # Start the server now: the deadlines below are short.
+    run_ranks(rank_functions.nothing, 1)  # Start the server now: the deadlines below are short.
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_results_come_in_rank_order(size):
-    results = run_ranks(work.rank_and_args, size, "a", 7)
+    results = run_ranks(rank_functions.rank_and_args, size, "a", 7)
     assert results == [(rank, size, ("a", 7)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_ranks_know_their_world(size):
-    assert run_ranks(work.detected, size) == [(rank, size) for rank in range(size)]
+    assert run_ranks(rank_functions.detected, size) == [(rank, size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [0, -2])
 def test_size_must_be_positive(size):
     with pytest.raises(ValueError, match=f"size must be at least 1, got {size}"):
-        run_ranks(work.nothing, size)
+        run_ranks(rank_functions.nothing, size)
 
 
-@pytest.mark.parametrize("fn", [work.raise_on, work.raise_late_on])
+@pytest.mark.parametrize("fn", [rank_functions.raise_on, rank_functions.raise_late_on])
 def test_the_traceback_is_that_of_the_rank_that_failed_first(fn):
     with pytest.raises(RuntimeError, match=r"^rank 2 failed:\nTraceback") as caught:
         run_ranks(fn, 4, 2)
@@ -44,14 +44,14 @@ def test_the_traceback_is_that_of_the_rank_that_failed_first(fn):
 
 def test_a_result_that_cannot_be_pickled_is_an_error():
     with pytest.raises(RuntimeError, match=r"rank 0 failed:[\s\S]*[Pp]ickle"):
-        run_ranks(work.unpicklable, 1)
+        run_ranks(rank_functions.unpicklable, 1)
 
 
 @pytest.fixture(scope="module")
 def stuck(tmp_path_factory, warm):
     folder = tmp_path_factory.mktemp("pids")
     with pytest.raises(TimeoutError) as caught:
-        run_ranks(work.hang_on, 3, 1, str(folder), timeout=4.0)
+        run_ranks(rank_functions.hang_on, 3, 1, str(folder), timeout=4.0)
     return str(caught.value), [int(path.read_text()) for path in folder.glob("*.pid")]
 
 
@@ -74,23 +74,23 @@ def test_a_timeout_names_the_stuck_rank_and_no_other(stuck):
 def test_a_rank_that_leaves_is_named():
     for _ in range(5):
         with pytest.raises(RuntimeError, match=r"^rank 2 died: exit code 3$"):
-            run_ranks(work.exit_on, 4, 2, 3)
+            run_ranks(rank_functions.exit_on, 4, 2, 3)
 
 
 def test_a_rank_that_leaves_without_a_result_is_named():
     with pytest.raises(RuntimeError, match=r"rank 0 .*exit code 0"):
-        run_ranks(work.exit_on, 1, 0, 0)
+        run_ranks(rank_functions.exit_on, 1, 0, 0)
 
 
 def test_a_rank_that_is_killed_is_named():
     for _ in range(5):
         with pytest.raises(RuntimeError, match=r"^rank 1 died: SIGKILL$"):
-            run_ranks(work.kill_on, 4, 1)
+            run_ranks(rank_functions.kill_on, 4, 1)
 
 
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
     with pytest.raises(RankError, match=r"^rank 1 does not answer: rank \d timed out") as caught:
-        run_ranks(work.hang_on, 3, 1, str(tmp_path), collective_timeout=2.0)
+        run_ranks(rank_functions.hang_on, 3, 1, str(tmp_path), collective_timeout=2.0)
     assert "\n" not in caught.value.reason
     assert multiprocessing.active_children() == []
 
@@ -105,12 +105,16 @@ def test_signals_are_forwarded(tmp_path):
         threading.Thread(target=send, daemon=True).start()
 
     received = run_ranks(
-        work.signalled, 2, str(tmp_path), forward_signals=[signal.SIGUSR1], on_start=started
+        rank_functions.signalled,
+        2,
+        str(tmp_path),
+        forward_signals=[signal.SIGUSR1],
+        on_start=started,
     )
     assert received == [True, True]
 
 
 def test_a_failure_leaves_no_process():
     with pytest.raises(RuntimeError):
-        run_ranks(work.raise_on, 3, 0)
+        run_ranks(rank_functions.raise_on, 3, 0)
     assert multiprocessing.active_children() == []

@@ -14,9 +14,9 @@ from gradherd.comm.script import (
     run,
     run_together,
 )
-from tests.comm import script_work as work
+from tests.comm import script_functions
 
-ITEM = [torch.empty(0, dtype=kind).element_size() for kind in work.KINDS.values()]
+ITEM = [torch.empty(0, dtype=kind).element_size() for kind in script_functions.KINDS.values()]
 
 
 def same(a, b):
@@ -28,14 +28,14 @@ def same(a, b):
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(request):
     """For every script, on every rank: the results and the bytes sent."""
-    return run_ranks(work.run_all, request.param)
+    return run_ranks(script_functions.run_all, request.param)
 
 
 def together(name, size):
-    return run_together([work.SCRIPTS[name](rank, size) for rank in range(size)])
+    return run_together([script_functions.SCRIPTS[name](rank, size) for rank in range(size)])
 
 
-@pytest.mark.parametrize("name", work.SCRIPTS)
+@pytest.mark.parametrize("name", script_functions.SCRIPTS)
 def test_real_ranks_equal_those_in_one_process(ranks, name):
     for real, virtual in zip(ranks, together(name, len(ranks)), strict=True):
         answers, sent = real[name]
@@ -48,12 +48,12 @@ def test_real_ranks_equal_those_in_one_process(ranks, name):
 def test_an_all_gather_stacks(size):
     for result in together("all_gathers", size):
         expected = [
-            torch.stack([work.numbers(r, 3, 2, kind=kind) for r in range(size)])
-            for kind in work.KINDS.values()
+            torch.stack([script_functions.values(r, 3, 2, kind=kind) for r in range(size)])
+            for kind in script_functions.KINDS.values()
         ]
         expected.append(torch.arange(size))
-        expected.append(torch.stack([work.numbers(r, 4, 3).T for r in range(size)]))
-        expected.append(torch.stack([work.numbers(r, 9)[::2] for r in range(size)]))
+        expected.append(torch.stack([script_functions.values(r, 4, 3).T for r in range(size)]))
+        expected.append(torch.stack([script_functions.values(r, 9)[::2] for r in range(size)]))
         expected.append(torch.zeros(size, 0))
         assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
         assert result.bytes == (6 * sum(ITEM) + 8 + 12 * 4 + 5 * 4) * (size - 1)
@@ -64,9 +64,11 @@ def test_an_uneven_all_gather_concatenates(size):
     for rank, result in enumerate(together("uneven_all_gathers", size)):
         expected, sent = [], 0
         for step in range(6):
-            sizes = work.lengths(size, step)
-            for kind, item in zip(work.KINDS.values(), ITEM, strict=True):
-                parts = [work.numbers(r, 2 * n, kind=kind)[::2] for r, n in enumerate(sizes)]
+            sizes = script_functions.lengths(size, step)
+            for kind, item in zip(script_functions.KINDS.values(), ITEM, strict=True):
+                parts = [
+                    script_functions.values(r, 2 * n, kind=kind)[::2] for r, n in enumerate(sizes)
+                ]
                 expected.append(torch.cat(parts))
                 sent += sizes[rank] * item * (size - 1)
         assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
@@ -74,7 +76,7 @@ def test_an_uneven_all_gather_concatenates(size):
 
 
 def test_lengths_of_zero_are_among_those_tried():
-    tried = [work.lengths(4, step) for step in range(6)]
+    tried = [script_functions.lengths(4, step) for step in range(6)]
     assert tried[0] == [0, 0, 0, 0]
     assert any(0 in sizes and sum(sizes) for sizes in tried)
     assert any(len(set(sizes)) > 2 for sizes in tried)
@@ -84,11 +86,13 @@ def test_lengths_of_zero_are_among_those_tried():
 def test_an_all_to_all_transposes(size):
     for me, result in enumerate(together("all_to_alls", size)):
         expected = [
-            torch.stack([work.numbers(r, size, 3, kind=kind)[me] for r in range(size)])
-            for kind in work.KINDS.values()
+            torch.stack([script_functions.values(r, size, 3, kind=kind)[me] for r in range(size)])
+            for kind in script_functions.KINDS.values()
         ]
-        expected.append(torch.stack([work.numbers(r, 2, size).T[me] for r in range(size)]))
-        expected.append(torch.stack([work.numbers(r, size)[me] for r in range(size)]))
+        expected.append(
+            torch.stack([script_functions.values(r, 2, size).T[me] for r in range(size)])
+        )
+        expected.append(torch.stack([script_functions.values(r, size)[me] for r in range(size)]))
         assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
         assert result.bytes == (size - 1) * (3 * sum(ITEM) + 2 * 4 + 4)
 
@@ -97,9 +101,9 @@ def test_an_all_to_all_transposes(size):
 def test_a_broadcast_gives_the_tensor_of_src(size):
     for result in together("broadcasts", size):
         expected = [
-            work.numbers(source, 2, 2, kind=kind)
+            script_functions.values(source, 2, 2, kind=kind)
             for source in range(size)
-            for kind in work.KINDS.values()
+            for kind in script_functions.KINDS.values()
         ]
         assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
         assert result.bytes == (0 if size == 1 else size * 4 * sum(ITEM))
@@ -109,18 +113,20 @@ def test_rounds_of_send_recv():
     for size in (1, 2, 4):
         for rank, result in enumerate(together("send_recvs", size)):
             ring, left, last, none = result.value if size > 1 else [None, *result.value]
-            assert same(ring, work.numbers((rank - 1) % size, 5) if size > 1 else None)
+            assert same(ring, script_functions.values((rank - 1) % size, 5) if size > 1 else None)
             receives_left = rank % 2 == 0 and rank + 1 < size
-            assert same(left, work.numbers(rank + 1, 5) if receives_left else None)
+            assert same(left, script_functions.values(rank + 1, 5) if receives_left else None)
             receives_last = size > 1 and rank == size - 1
-            assert same(last, work.numbers(0, 5).bfloat16()[::2] if receives_last else None)
+            assert same(
+                last, script_functions.values(0, 5).bfloat16()[::2] if receives_last else None
+            )
             assert none is None
             sends = [size > 1, rank % 2 == 1]
             assert result.bytes == 20 * sum(sends) + (6 if size > 1 and rank == 0 else 0)
 
 
 def test_one_rank_needs_no_process_group():
-    for name, script in work.SCRIPTS.items():
+    for name, script in script_functions.SCRIPTS.items():
         alone, sent = run(script(0, 1), World.single())
         assert sent == 0
         assert all(same(a, b) for a, b in zip(alone, together(name, 1)[0].value, strict=True))
@@ -177,13 +183,13 @@ def test_waiting_for_a_rank_that_does_not_send_raises(sender):
 
 def test_an_exception_in_a_script_is_the_callers():
     with pytest.raises(ValueError, match="script of rank 1 fails"):
-        run_together([work.fails(rank, 1) for rank in range(2)])
+        run_together([script_functions.fails(rank, 1) for rank in range(2)])
     with pytest.raises(ValueError, match="script of rank 0 fails"):
-        run(work.fails(0, 0), World.single())
+        run(script_functions.fails(0, 0), World.single())
     with pytest.raises(
         RuntimeError, match=r"rank 1 failed:[\s\S]*ValueError: script of rank 1 fails"
     ):
-        run_ranks(work.run_one_that_fails, 2, 1)
+        run_ranks(script_functions.run_one_that_fails, 2, 1)
 
 
 def test_scripts_that_request_nothing_return_at_once():
@@ -213,7 +219,7 @@ def test_an_uneven_all_gather_of_one_rank_checks_too():
 
 
 def test_a_group_counts_its_own_ranks():
-    results = run_ranks(work.uneven_in_a_subgroup, 4)
+    results = run_ranks(script_functions.uneven_in_a_subgroup, 4)
     assert results[0] is None and results[2] is None
     for me, other in ((1, 3), (3, 1)):
         joined, received, sent, error = results[me]

@@ -102,7 +102,7 @@ def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
 
 
-def numbers(*shape: int) -> Tensor:
+def values(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 
 
@@ -111,34 +111,34 @@ def tokens(*shape: int) -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "shared": (Shared, numbers(BATCH, 2, 3, 5)),
+    "shared": (Shared, values(BATCH, 2, 3, 5)),
     "tied": (Tied, tokens(BATCH, 6)),
     "tied-short": (Tied, tokens(BATCH, 1)),
-    "own": (OwnParameters, numbers(BATCH, 2, 3)),
-    "tied-across-kinds": (TiedAcrossKinds, numbers(BATCH, 2, 3)),
-    "weight-norm": (weight_normed, numbers(BATCH, 5, 3)),
-    "lstm": (lambda: Recurrent(nn.LSTM(3, 2, num_layers=2)), numbers(BATCH, 5, 3)),
+    "own": (OwnParameters, values(BATCH, 2, 3)),
+    "tied-across-kinds": (TiedAcrossKinds, values(BATCH, 2, 3)),
+    "weight-norm": (weight_normed, values(BATCH, 5, 3)),
+    "lstm": (lambda: Recurrent(nn.LSTM(3, 2, num_layers=2)), values(BATCH, 5, 3)),
     "lstm-batch-first": (
         lambda: Recurrent(nn.LSTM(3, 2, num_layers=BATCH, batch_first=True)),
-        numbers(BATCH, 5, 3),
+        values(BATCH, 5, 3),
     ),
-    "lstm-square": (lambda: Recurrent(nn.LSTM(3, 2)), numbers(BATCH, 5, 3)),
+    "lstm-square": (lambda: Recurrent(nn.LSTM(3, 2)), values(BATCH, 5, 3)),
     "gru": (
         lambda: Recurrent(nn.GRU(3, 2, bidirectional=True, batch_first=True)),
-        numbers(BATCH, 5, 3),
+        values(BATCH, 5, 3),
     ),
-    "rnn": (lambda: Recurrent(nn.RNN(3, 2)), numbers(BATCH, 5, 3)),
-    "attention": (lambda: Attention(True), numbers(BATCH, 3, 4)),
-    "attention-time-major": (lambda: Attention(False), numbers(BATCH, 3, 4)),
+    "rnn": (lambda: Recurrent(nn.RNN(3, 2)), values(BATCH, 5, 3)),
+    "attention": (lambda: Attention(True), values(BATCH, 3, 4)),
+    "attention-time-major": (lambda: Attention(False), values(BATCH, 3, 4)),
     "transformer": (
         lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
-        numbers(BATCH, 3, 4),
+        values(BATCH, 3, 4),
     ),
     "relu-in-place": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(27, 2)
         ),
-        numbers(BATCH, 2, 5, 5),
+        values(BATCH, 2, 5, 5),
     ),
 }
 
@@ -176,7 +176,7 @@ def test_with_dropout_or_batch_statistics_rows_add_up_to_the_batch_gradient(
 ) -> None:
     model = model.double().train()
     width = 4 if isinstance(model, nn.TransformerEncoderLayer) else 3
-    x = numbers(BATCH, 5, width)
+    x = values(BATCH, 5, width)
     capture = Capture(model)
     per_example(model(x)).mean().backward()
     state = torch.get_rng_state()
@@ -229,7 +229,7 @@ def test_frozen_and_unused_parameters() -> None:
             return self.partly(self.frozen(x).tanh()).tanh()
 
     model = Net().double()
-    x = numbers(BATCH, 3)
+    x = values(BATCH, 3)
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
     capture = Capture(model)
     per_example(model(x)).mean().backward()
@@ -255,7 +255,7 @@ def test_forwards_without_backward_leave_nothing() -> None:
 
 def test_several_backwards_add_up() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.PReLU(4), nn.Linear(4, 2)).double()
-    x, y = numbers(BATCH, 3), numbers(BATCH, 2, 3)[:, 1]
+    x, y = values(BATCH, 3), values(BATCH, 2, 3)[:, 1]
     expected = loop_over_examples(
         model, lambda part: per_example(model(x[part])) + per_example(model(y[part])), BATCH
     )
@@ -268,7 +268,7 @@ def test_several_backwards_add_up() -> None:
 def test_two_backwards_of_one_graph_count_twice() -> None:
     model = nn.Linear(3, 2).double()
     capture = Capture(model)
-    loss = per_example(model(numbers(BATCH, 3))).mean()
+    loss = per_example(model(values(BATCH, 3))).mean()
     loss.backward(retain_graph=True)
     once = capture.pop_rows(BATCH).dense()
     loss.backward(retain_graph=True)
@@ -283,7 +283,7 @@ def test_hooks_that_change_inputs_and_outputs(layer: nn.Module) -> None:
     layer = layer.double()
     layer.register_forward_pre_hook(lambda module, args: (args[0] ** 3,))
     layer.register_forward_hook(lambda module, args, out: out.exp())
-    x = numbers(BATCH, 3)
+    x = values(BATCH, 3)
     expected = loop_over_examples(layer, lambda part: per_example(layer(x[part])), BATCH)
     capture = Capture(layer)
     per_example(layer(x)).mean().backward()
@@ -293,13 +293,13 @@ def test_hooks_that_change_inputs_and_outputs(layer: nn.Module) -> None:
 def test_clear_and_detach_forget() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2)).double()
     capture = Capture(model)
-    per_example(model(numbers(BATCH, 3))).mean().backward()
+    per_example(model(values(BATCH, 3))).mean().backward()
     assert capture.num_calls == 2
     capture.clear()
     assert capture.num_calls == 0
     assert not capture.pop_rows(BATCH).dense().any()
     capture.remove_hooks()
-    per_example(model(numbers(BATCH, 3))).mean().backward()
+    per_example(model(values(BATCH, 3))).mean().backward()
     assert capture.num_calls == 0
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -307,9 +307,9 @@ def test_clear_and_detach_forget() -> None:
 def test_rows_are_divided_by_the_loss_scale() -> None:
     model = nn.Linear(3, 2).double()
     capture = Capture(model)
-    per_example(model(numbers(BATCH, 3))).mean().backward()
+    per_example(model(values(BATCH, 3))).mean().backward()
     plain = capture.pop_rows(BATCH).dense()
-    (1024.0 * per_example(model(numbers(BATCH, 3))).mean()).backward()
+    (1024.0 * per_example(model(values(BATCH, 3))).mean()).backward()
     close(capture.pop_rows(BATCH, loss_scale=1024.0).dense(), plain)
 
 
@@ -334,7 +334,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     block = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.PReLU(4)).double()
     head = nn.Linear(4, 2).double()
     model = nn.Sequential(block, head)
-    x = numbers(BATCH, 3).requires_grad_()
+    x = values(BATCH, 3).requires_grad_()
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
     capture = Capture(model)
     out = head(checkpoint(block, x, use_reentrant=reentrant))
@@ -344,7 +344,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 def test_time_major_model_with_as_many_steps_as_examples() -> None:
     model = Recurrent(nn.LSTM(3, 2)).double()
-    x = numbers(BATCH, BATCH, 3)
+    x = values(BATCH, BATCH, 3)
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
 
     class TimeHead(nn.Module):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from gradherd.comm import World
 from gradherd.comm.collectives import all_gather_uneven, send_recv
 from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Broadcast, SendRecv, run
-from tests.comm.work import error_of
+from tests.comm.rank_functions import error_of
 
 KINDS = {
     "float32": torch.float32,
@@ -18,7 +18,7 @@ KINDS = {
 }
 
 
-def numbers(rank, *shape, kind=torch.float32):
+def values(rank, *shape, kind=torch.float32):
     """Return values distinct for every rank and position, small enough for every dtype."""
     count = torch.Size(shape).numel()
     return (torch.arange(count).view(shape) % 23 + 31 * rank).to(kind)
@@ -27,11 +27,11 @@ def numbers(rank, *shape, kind=torch.float32):
 def all_gathers(rank, size):
     results = []
     for kind in KINDS.values():
-        results.append((yield AllGather(numbers(rank, 3, 2, kind=kind))))
+        results.append((yield AllGather(values(rank, 3, 2, kind=kind))))
     results.append((yield AllGather(torch.tensor(rank))))  # a scalar
-    results.append((yield AllGather(numbers(rank, 4, 3).T)))  # strided
-    results.append((yield AllGather(numbers(rank, 9)[::2])))
-    results.append((yield AllGather(numbers(rank, 0))))
+    results.append((yield AllGather(values(rank, 4, 3).T)))  # strided
+    results.append((yield AllGather(values(rank, 9)[::2])))
+    results.append((yield AllGather(values(rank, 0))))
     return results
 
 
@@ -45,7 +45,7 @@ def uneven_all_gathers(rank, size):
     for step in range(6):
         for kind in KINDS.values():
             sizes = lengths(size, step)
-            own = numbers(rank, 2 * sizes[rank], kind=kind)[::2]  # strided
+            own = values(rank, 2 * sizes[rank], kind=kind)[::2]  # strided
             results.append((yield AllGatherUneven(own, sizes)))
     return results
 
@@ -53,9 +53,9 @@ def uneven_all_gathers(rank, size):
 def all_to_alls(rank, size):
     results = []
     for kind in KINDS.values():
-        results.append((yield AllToAll(numbers(rank, size, 3, kind=kind))))
-    results.append((yield AllToAll(numbers(rank, 2, size).T)))  # strided
-    results.append((yield AllToAll(numbers(rank, size))))  # one element for each
+        results.append((yield AllToAll(values(rank, size, 3, kind=kind))))
+    results.append((yield AllToAll(values(rank, 2, size).T)))  # strided
+    results.append((yield AllToAll(values(rank, size))))  # one element for each
     return results
 
 
@@ -63,15 +63,15 @@ def broadcasts(rank, size):
     results = []
     for src in range(size):
         for kind in KINDS.values():
-            own = numbers(rank, 2, 2, kind=kind)
+            own = values(rank, 2, 2, kind=kind)
             results.append((yield Broadcast(own, src)))
-            assert torch.equal(own, numbers(rank, 2, 2, kind=kind)), "must not be written to"
+            assert torch.equal(own, values(rank, 2, 2, kind=kind)), "must not be written to"
     return results
 
 
 def send_recvs(rank, size):
     """Rounds in which all, some and none of the ranks send."""
-    own, like = numbers(rank, 5), torch.zeros(5)
+    own, like = values(rank, 5), torch.zeros(5)
     results = []
     if size > 1:  # Round the ring: every rank sends and receives.
         results.append((yield SendRecv(own, (rank + 1) % size, like, (rank - 1) % size)))
@@ -97,7 +97,7 @@ def mixed(rank, size):
     """Let requests depend on earlier results, as the real scripts do."""
     counts = yield AllGather(torch.tensor([rank + 1]))
     sizes = counts[:, 0].tolist()
-    joined = yield AllGatherUneven(numbers(rank, sizes[rank]), sizes)
+    joined = yield AllGatherUneven(values(rank, sizes[rank]), sizes)
     share = -(-len(joined) // size)
     padded = joined.new_zeros(share * size)
     padded[: len(joined)] = joined * (rank + 1)
