@@ -26,8 +26,10 @@ from gradherd.advise.measure import LinkMeasurement, measure
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.launch import join_torchrun, measure_on_ranks
 from gradherd.cli.options import (
+    Flag,
     check_at_least,
     check_name,
+    json_help,
     print_json,
     under_torchrun,
     usable_device,
@@ -81,8 +83,8 @@ class AdviseCommand:
     Describe the model (--params, --backward), the number of workers and the network. The prediction
     knows what collectives cost (the better of ring and tree), that a dense exchange overlaps with
     the backward pass while a sparse one cannot, and how long selection takes. Or let it measure
-    network, latency and backward pass with --measure: on local workers, or on those of
-    `torchrun ... -m gradherd advise --measure`.
+    network, latency and backward pass with --measure: on local workers, or on those that torchrun
+    starts, as in torchrun --nproc-per-node 8 -m gradherd advise --params 25M --measure.
 
     Units: --bandwidth 1G, 100M or 2.5e9 is in bits per second, as networks are sold (50GB/s with a
     capital B is in bytes); times are in seconds, or 80ms, 50us; --params 25M, 7B or 7e9.
@@ -124,11 +126,16 @@ class AdviseCommand:
     """Share of the backward pass that a dense exchange can overlap with, in [0, 1]."""
     overheads: OverheadOptions = field(default_factory=OverheadOptions)
     """Time per step that a method spends computing, if you have measured it."""
-    measure: bool = False
+    measure: Flag = False
     """Measure bandwidth, latency, backward and forward; options that you give take precedence."""
-    json: bool = False
-    """Print {"choices": [{"name", "step_seconds", "bytes", ...}], "break_even_bandwidth",
-    "break_even_bandwidth_fp16", "pays", "advice", "assumed", "setting"}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"choices": [{"name", "step_seconds", "bytes", ...}], '
+            '"break_even_bandwidth", "break_even_bandwidth_fp16", "pays", "advice", '
+            '"assumed", "setting"}.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Measure if asked to, predict, and print the advice."""

@@ -1,12 +1,20 @@
 """`gradherd bench`: time gradherd's parts against what a user would do instead."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+import tyro
 
 from gradherd.cli.errors import UsageError
 from gradherd.cli.launch import measure_on_ranks
-from gradherd.cli.options import check_at_least, check_density, parse_counts, usable_device
+from gradherd.cli.options import (
+    check_at_least,
+    check_density,
+    json_help,
+    parse_counts,
+    usable_device,
+)
 from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
 from gradherd.lab.bench.coordination import bench_coordination
@@ -34,8 +42,12 @@ class BenchSignsCommand:
     """Gradient sizes, separated by commas."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
-    json: bool = False
-    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to the sequential loop."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"bench", "device", "rows": [...]}; `ratio` is relative to the sequential loop.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Measure."""
@@ -64,8 +76,10 @@ class BenchCoordinationCommand:
     """Gradient sizes, separated by commas."""
     repeats: int = 7
     """Pairs of steps to measure; the median counts."""
-    json: bool = False
-    """Print {"bench", "device", "rows": [...]}; ratios are relative to all-reduce."""
+    json: Annotated[
+        bool,
+        json_help('Print {"bench", "device", "rows": [...]}; ratios are relative to all-reduce.'),
+    ] = False
 
     def run(self) -> None:
         """Measure."""
@@ -97,8 +111,10 @@ class BenchRowsCommand:
     """Examples in a batch."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
-    json: bool = False
-    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to plain."""
+    json: Annotated[
+        bool,
+        json_help('Print {"bench", "device", "rows": [...]}; `ratio` is relative to plain.'),
+    ] = False
 
     def run(self) -> None:
         """Measure."""
@@ -134,10 +150,11 @@ class BenchSparsifyCommand:
     repeats: int = 15
     """Exchanges to measure; the median counts."""
     device: str = "cpu"
-    """Where selection is measured: cpu or cuda. With cuda no exchange is measured: it would need
-    one GPU per process."""
-    json: bool = False
-    """Print {"bench", "device", "rows": [...]}."""
+    """Where to measure selection, cpu or cuda; exchanges are measured on the CPU only."""
+    json: Annotated[
+        bool,
+        json_help('Print {"bench", "device", "rows": [...]}.'),
+    ] = False
 
     def run(self) -> None:
         """Measure."""
@@ -188,8 +205,10 @@ class BenchStepCommand:
     """Examples per rank and step."""
     repeats: int = 9
     """Blocks of 4 steps to measure with each order; the median counts."""
-    json: bool = False
-    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to d-rr."""
+    json: Annotated[
+        bool,
+        json_help('Print {"bench", "device", "rows": [...]}; `ratio` is relative to d-rr.'),
+    ] = False
 
     def run(self) -> None:
         """Measure."""
@@ -222,14 +241,20 @@ class BenchVirtualCommand:
     """Workers of a run."""
     batch: int = 1
     """Examples per worker and step."""
-    steps: int | None = None
-    """Steps of an epoch, by default 10 on the CPU and 200 on a GPU; turns takes a tenth of them."""
+    steps: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 10; cuda: 200)")
+    ] = None
+    """Steps of an epoch; turns takes a tenth of them."""
     repeats: int = 5
     """Epochs to measure of each case; the median counts."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
-    json: bool = False
-    """Print {"bench", "device", "rows": [...]}; `ratio` is relative to the plain loop."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"bench", "device", "rows": [...]}; `ratio` is relative to the plain loop.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Measure."""

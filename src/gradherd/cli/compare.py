@@ -19,6 +19,7 @@ from gradherd.cli.options import (
     check_at_least,
     check_data,
     density_for,
+    json_help,
     named_task,
     parse_names,
     print_json,
@@ -73,9 +74,14 @@ class CompareCommand:
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     seeds: IntByTask = None
     """Number of seeds: 3 means seeds 0, 1 and 2."""
-    json: bool = False
-    """Print {"task", "baseline", "arms": [{"order", "sparsify", "final_loss", "final_metric",
-    "loss_by_epoch", "epochs_to_baseline", "bytes", "seconds", ...}], "report"}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"task", "baseline", "arms": [{"order", "sparsify", "final_loss", '
+            '"final_metric", "loss_by_epoch", "epochs_to_baseline", "bytes", "seconds", '
+            '...}], "report"}.'
+        ),
+    ] = False
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How each run is trained. What you leave out comes from the task."""
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from gradherd.cli.errors import UsageError
-from gradherd.cli.options import check_name, print_json
+from gradherd.cli.options import FolderOption, check_name, json_help, print_json
 from gradherd.cli.progress import counted_loop
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
@@ -40,10 +40,14 @@ class DataListCommand:
     Example: gradherd data list --data-dir ~/data
     """
 
-    data_dir: Path | None = None
+    data_dir: FolderOption = None
     """Folder to search first."""
-    json: bool = False
-    """Print {"folders", "sets": [{"name", "title", "tasks", "found", "form", "advice"}]}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"folders", "sets": [{"name", "title", "tasks", "found", "form", "advice"}]}.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Search for all data sets and print where they are."""
@@ -92,10 +96,12 @@ class DataGetCommand:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="NAME", help=f"Data set, one of: {', '.join(DATASETS)}."),
     ]
-    data_dir: Path | None = None
+    data_dir: FolderOption = None
     """Folder to put it into, instead of the cache folder."""
-    json: bool = False
-    """Print {"name", "folder", "files", "bytes"}."""
+    json: Annotated[
+        bool,
+        json_help('Print {"name", "folder", "files", "bytes"}.'),
+    ] = False
 
     def run(self) -> None:
         """Download the data set."""
@@ -146,11 +152,16 @@ class DataCheckCommand:
     Example: gradherd data check --json
     """
 
-    data_dir: Path | None = None
+    data_dir: FolderOption = None
     """Folder to search first."""
-    json: bool = False
-    """Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is ok, damaged,
-    unchecked (the package that reads it is not installed) or missing."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is '
+            "ok, damaged, unchecked (the package that reads it is not installed) or "
+            "missing."
+        ),
+    ] = False
 
     def run(self) -> None:
         """Check all data sets."""

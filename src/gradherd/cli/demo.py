@@ -3,13 +3,20 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.markup import escape
 
 from gradherd.cli.compare import report_interrupted
 from gradherd.cli.launch import output_folder, train_runs
-from gradherd.cli.options import FolderOption, TrainingOptions, check_at_least, print_json
+from gradherd.cli.options import (
+    FolderOption,
+    TrainingOptions,
+    check_at_least,
+    json_help,
+    print_json,
+)
 from gradherd.cli.tables import print_comparison
 from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.page import write_report
@@ -23,10 +30,10 @@ from gradherd.lab.train.record import RunRecord
 class DemoCommand:
     """Compare orders on one small task and sparsifiers on another, on local worker processes.
 
-    First, logistic regression on small images of digits with three orders: random reshuffling
-    (d-rr), CD-GraB, which balances the gradients of all workers (cd-grab), and a control that
-    reorders without looking at gradients (always-plus). Then a network with 300,000 parameters
-    that exchanges its whole gradient (dense), or one element in a hundred of it (exdyna). Needs
+    First, logistic regression on small images of digits with three orders: d-rr reshuffles at
+    random, cd-grab (CD-GraB) balances the gradients of all workers, and always-plus is a control
+    that reorders without looking at gradients. Then a network with 300,000 parameters that
+    exchanges its whole gradient (dense), or one element in a hundred of it (exdyna). Needs
     scikit-learn, no network, and two to three minutes on two cores.
 
     Example: gradherd demo --out my-demo
@@ -38,8 +45,12 @@ class DemoCommand:
     """Number of seeds of every arm."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
-    json: bool = False
-    """Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Train both parts, print the comparisons, and write the page."""

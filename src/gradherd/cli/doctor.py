@@ -1,6 +1,7 @@
 """`gradherd doctor`: check that this machine has what gradherd needs."""
 
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from rich.console import Console
 from rich.markup import escape
@@ -9,7 +10,7 @@ from rich.table import Table
 from gradherd.cli import doctor_checks as checks_of
 from gradherd.cli.doctor_checks import Check
 from gradherd.cli.errors import CommandFailed
-from gradherd.cli.options import print_json
+from gradherd.cli.options import json_help, print_json
 from gradherd.cli.tables import plain_table
 
 _STATUS_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}
@@ -27,9 +28,13 @@ class DoctorCommand:
     Example: gradherd doctor
     """
 
-    json: bool = False
-    """Print {"checks": [{"name", "status", "found", "hint"}], "ok"}; status is ok, missing or
-    problem."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"checks": [{"name", "status", "found", "hint"}], "ok"}; status is ok,'
+            " missing or problem."
+        ),
+    ] = False
 
     def run(self) -> None:
         """Run all checks and print them."""

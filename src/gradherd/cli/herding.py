@@ -1,12 +1,13 @@
 """`gradherd herding`: the random-vector study of the CD-GraB paper."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
 
 from gradherd.cli.errors import UsageError
-from gradherd.cli.options import check_at_least, parse_names, print_json
+from gradherd.cli.options import check_at_least, json_help, parse_names, print_json
 from gradherd.cli.progress import counted_loop
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.order import random_vectors, replay_order
@@ -22,8 +23,8 @@ class HerdingCommand:
     of them and reorders them. The herding bound H is the largest entry of any prefix sum over all
     workers; the smaller it is, the faster training converges. Random orders stay near sqrt(M N),
     independent balancing (id-grab) grows like sqrt(M), and coordinated balancing (cd-grab) stays
-    flat whatever M and N are. Repeats the random-vector study of the CD-GraB paper
-    (arXiv:2302.00845).
+    flat whatever M and N are. Repeats the random-vector study of the CD-GraB paper, arXiv
+    2302.00845.
 
     Example: gradherd herding --workers 100 --units 10000 --orders cd-grab,id-grab,d-rr
     """
@@ -40,8 +41,12 @@ class HerdingCommand:
     """Orders to compare, separated by commas."""
     seed: int = 0
     """Seed of the vectors and of random orders."""
-    json: bool = False
-    """Print {"workers", "units", "dim", "orders": {name: [H0..HR]}} instead of a table."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"workers", "units", "dim", "orders": {name: [H0..HR]}} instead of a table.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Run the study."""

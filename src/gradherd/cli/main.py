@@ -38,12 +38,12 @@ COMMANDS = {
     "bench signs": ("bench:BenchSignsCommand", "time the signs of a step: Gram block or loop"),
     "bench coordination": (
         "bench:BenchCoordinationCommand",
-        "time balancing across workers against all-reduce and all-gather",
+        "time balancing across workers against all-reduce",
     ),
     "bench rows": ("bench:BenchRowsCommand", "time per-example gradients against vmap and a loop"),
     "bench sparsify": (
         "bench:BenchSparsifyCommand",
-        "time selection against torch.topk, exchange against all-reduce and PowerSGD",
+        "time selection and exchange against topk and all-reduce",
     ),
     "bench step": ("bench:BenchStepCommand", "time a whole DDP step with cd-grab and with d-rr"),
     "bench virtual": ("bench:BenchVirtualCommand", "time virtual runs of LeNet against a loop"),

@@ -28,11 +28,18 @@ _BY_TASK = "(default: the task's)"
 IntByTask = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
 FloatByTask = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
 FolderOption = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 DensityOption = Annotated[
     float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
 ]
 TaskArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
 DEFAULT_DENSITY = 0.001
+
+
+def json_help(text: str) -> Any:
+    """Return the help of --json. A docstring would keep its line breaks, which reads badly."""
+    return tyro.conf.arg(help=text, help_behavior_hint="")
 
 
 def check_at_least(option: str, value: int, least: int) -> None:
@@ -137,7 +144,7 @@ class TrainingOptions:
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
     ] = None
     """Use only this many examples of the training set and of the test set."""
-    virtual: bool = False
+    virtual: Flag = False
     """Run all workers in this process: the same results, and room for a thousand workers."""
     device: str = "cpu"
     """cpu or cuda; cuda needs --virtual or torchrun."""
@@ -145,7 +152,7 @@ class TrainingOptions:
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
-    tensorboard: bool = False
+    tensorboard: Flag = False
     """Also write TensorBoard events."""
 
     def checked(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -14,9 +13,12 @@ from gradherd.cli.errors import UsageError
 from gradherd.cli.options import (
     METHODS,
     ORDERS,
+    FileArgument,
+    FolderOption,
     check_at_least,
     check_density,
     check_name,
+    json_help,
     parse_counts,
     print_json,
 )
@@ -37,7 +39,6 @@ from gradherd.sparsify.registry import (
 )
 from gradherd.sparsify.settings import Sparsify
 
-FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
 
@@ -69,8 +70,10 @@ class ReplayOrderCommand:
     ] = "greedy"
     seed: int = 0
     """Seed of all random choices."""
-    json: bool = False
-    """Print {"order", "bounds": [H0..HR], "orders": [[unit ids] per worker]}."""
+    json: Annotated[
+        bool,
+        json_help('Print {"order", "bounds": [H0..HR], "orders": [[unit ids] per worker]}.'),
+    ] = False
 
     def run(self) -> None:
         """Replay the file."""
@@ -114,10 +117,11 @@ class ReplaySparsifyCommand:
 
     FILE is an .npy array (steps, workers, dim) with the gradient of each worker at each step. It is
     read step by step, so it may be larger than memory. What a worker does not send stays in its
-    residual and is added to its next gradient. Each step reports: selected, the number of elements
-    sent; per_rank, how many each worker picked; the threshold; density = selected / dim; padding =
-    workers x largest count / sum of counts; and, as means over workers, the norm of the residual
-    and the bytes sent.
+    residual and is added to its next gradient.
+
+    For each step, --json prints: selected, the number of elements sent; per_rank, how many each
+    worker selected; the threshold; density = selected / dim; padding = workers x largest count /
+    sum of counts; and, as means over workers, the norm of the residual and the bytes sent.
 
     Example: gradherd replay sparsify gradients.npy --method exdyna --density 0.001 --json
     """
@@ -127,18 +131,28 @@ class ReplaySparsifyCommand:
     method: Annotated[str, tyro.conf.arg(help=f"Sparsifier, one of: {METHODS}.")] = "exdyna"
     density: float = 0.001
     """Share of the elements to send, in (0, 1]; dense sends all."""
-    threshold: Literal["consensus", "online"] | None = None
-    """For exdyna and micro: agree on a threshold in each step (consensus, the default), or adjust
-    it a little after each step as in the papers (online)."""
+    threshold: Annotated[
+        Literal["consensus", "online"] | None,
+        tyro.conf.arg(
+            metavar="{consensus,online}",
+            help="For exdyna and micro: agree on a threshold in each step (consensus), or adjust "
+            "it a little after each step as in the papers (online).",
+            help_behavior_hint="(default: consensus)",
+        ),
+    ] = None
     values: Literal["fp32", "bf16"] = "fp32"
     """Precision of the values sent; what bf16 rounds off stays in the residual."""
-    layers: str | None = None
+    layers: Annotated[str | None, tyro.conf.arg(metavar="N,N", help_behavior_hint="")] = None
     """For deft: lengths of the tensors that make up the vector, separated by commas."""
-    out: Path | None = None
+    out: FolderOption = None
     """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
-    json: bool = False
-    """Print {"method", "density", "steps": [{"selected", "per_rank", "threshold", "density",
-    "padding", "residual_norm", "bytes"}]}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"method", "density", "steps": [{"selected", "per_rank", "threshold", '
+            '"density", "padding", "residual_norm", "bytes"}]}.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Replay the file."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from gradherd.cli.errors import UsageError
-from gradherd.cli.options import print_json
+from gradherd.cli.options import Flag, json_help, print_json
 from gradherd.cli.tables import claims_json, print_claims, print_comparison
 from gradherd.lab.report.comparison import compare_all
 from gradherd.lab.report.page import write_report
@@ -33,14 +33,21 @@ class ReportCommand:
     Example: gradherd report --evidence
     """
 
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = ()
+    folders: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help_behavior_hint="")
+    ] = ()
     """Folders with record.json files at any depth."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """HTML file to write; by default report.html in the first folder."""
-    json: bool = False
-    """Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}; with
-    --evidence {"claims": [{"id", "verdict", "ours"}], "unmeasured", "files"}."""
-    evidence: bool = False
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"comparisons": [each as `gradherd compare --json` prints it], '
+            '"report"}; with --evidence {"claims": [{"id", "verdict", "ours"}], '
+            '"unmeasured", "files"}.'
+        ),
+    ] = False
+    evidence: Flag = False
     """Write the page that puts every claim of the papers next to our own measurements."""
 
     def run(self) -> None:

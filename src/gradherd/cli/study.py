@@ -17,9 +17,12 @@ from rich.table import Table
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.launch import raise_interrupt
 from gradherd.cli.options import (
+    FileArgument,
+    Flag,
     FolderOption,
     check_at_least,
     check_data,
+    json_help,
     named_task,
     print_json,
     usable_device,
@@ -57,23 +60,23 @@ class StudyCommand:
     results can settle; `gradherd report --evidence` turns all studies into a page.
 
     You can run a study in parts. --only and --seeds select runs, --resume skips those that already
-    have results with the same settings. An interrupted run leaves no result and is run again.
-    --resume also reuses results of other studies in benchmarks/results that have the same settings.
+    have results with the same settings. An interrupted run leaves no result and is run again. With
+    --resume, results of other studies in benchmarks/results are reused if their settings agree.
 
     Example: gradherd study studies/hmda.toml --resume
     """
 
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    file: FileArgument
     """The study, as TOML."""
-    resume: bool = False
+    resume: Flag = False
     """Skip runs that have results; without this, there must be no results yet."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ARM", help_behavior_hint="")] = ()
     """Run only these arms; `cd-grab*` matches every arm whose name starts with cd-grab."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT", help_behavior_hint="")] = ()
     """Run only these of the study's seeds."""
-    plan: bool = False
+    plan: Flag = False
     """Show what would be run and what is there already; run nothing."""
-    device: str | None = None
+    device: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """cpu or cuda; by default what the file says."""
     jobs: int = 1
     """Number of runs at a time, each in its own process; on a CPU use its number of cores."""
@@ -81,9 +84,13 @@ class StudyCommand:
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
     """Folder for results; by default benchmarks/results/NAME."""
-    json: bool = False
-    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped",
-    "claims": [{"id", "verdict", "ours"}]}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], '
+            '"skipped", "claims": [{"id", "verdict", "ours"}]}.'
+        ),
+    ] = False
 
     def run(self) -> None:
         """Read the file, run what is missing, and print the verdicts."""

@@ -17,12 +17,14 @@ from gradherd.cli.options import (
     METHODS,
     ORDERS,
     DensityOption,
+    Flag,
     TaskArgument,
     TrainingOptions,
     check_at_least,
     check_data,
     check_name,
     density_for,
+    json_help,
     named_task,
     print_json,
 )
@@ -41,8 +43,8 @@ class TrainCommand:
     TASK is a name (`gradherd data list` shows which data each task needs; digits and digits-mlp
     need none) or a task of your own, path/to/file.py:ClassName. The output folder then holds
     record.json (settings, hardware, versions, a row for each epoch) and metrics.jsonl; `gradherd
-    report` turns it into a page. On several machines or GPUs, start it with torchrun:
-    `torchrun --nproc-per-node 4 -m gradherd train ...`.
+    report` turns it into a page. On several machines or GPUs, start it with torchrun, as in
+    torchrun --nproc-per-node 4 -m gradherd train digits.
 
     Example: gradherd train digits --order cd-grab --epochs 10
     """
@@ -61,11 +63,15 @@ class TrainCommand:
         int | None, tyro.conf.arg(metavar="STEPS", help_behavior_hint="(default: once a minute)")
     ] = None
     """Save a checkpoint every so many steps; the last two are kept."""
-    resume: bool = False
+    resume: Flag = False
     """Continue from the newest intact checkpoint in --out; start from scratch if there is none."""
-    json: bool = False
-    """Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", "final_loss",
-    "final_metric", "seconds", "bytes", "out"}."""
+    json: Annotated[
+        bool,
+        json_help(
+            'Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", '
+            '"final_loss", "final_metric", "seconds", "bytes", "out"}.'
+        ),
+    ] = False
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How the run is trained. What you leave out comes from the task."""
 
