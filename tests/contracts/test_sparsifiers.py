@@ -1,26 +1,61 @@
-"""What every sparsifier promises, on real ranks: the entry ticket for a new one."""
+"""The contract of every registered sparsifier, on virtual and real ranks.
+
+A new method needs no change here: it is tested as soon as it is in `SPARSIFIERS`. The cases also
+run with a method of a user's own, which is not in the registry (`EveryNth`).
+"""
 
 import dataclasses
 import functools
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
+import gradherd
 from gradherd.comm import run_ranks
-from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.registry import (
+    SPARSIFIERS,
+    make_sparsifier,
+    setting_names,
+    sparsifier_names,
+    sparsifier_summary,
+    sums_values,
+    takes_density,
+    uses_layers,
+)
 from gradherd.sparsify.selector import target_count
-from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.settings import Sparsify, make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from tests.sparsify.work import Case, normal, same, tell_real, tell_virtual, undisturbed
+from tests.sparsify.example_sparsifier import EveryNth
+from tests.sparsify.rank_work import (
+    METHODS,
+    Case,
+    normal,
+    same,
+    trace_real,
+    trace_virtual,
+    undisturbed,
+)
 
 SIZES = [1, 2, 4]
-ALWAYS_ALL = {"dense"}  # knows no density but 1
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Register the method of a user's own, so that names work as for all others."""
+    for name, method in METHODS.items():
+        monkeypatch.setitem(SPARSIFIERS, name, method)
+
+
+def sends_all(name):
+    """Whether a method knows no density but 1."""
+    return METHODS[name]().density == 1
 
 
 def densities(name):
-    return [1.0] if name in ALWAYS_ALL else [0.001, 0.05, 1.0]
+    return [1.0] if sends_all(name) else [0.001, 0.05, 1.0]
 
 
 def sparse(name):
@@ -31,28 +66,28 @@ def heeds_values(name):
     """Whether it matters how values travel; where it does not, asking for bf16 warns."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        Sparsify(method=name, values="bf16")
+        Sparsify(method=METHODS[name](), values="bf16")
     return not heard
 
 
 LAW = [
     Case(name, dim, density)
-    for name in SPARSIFIERS
+    for name in METHODS
     for dim in (1, 3, 40, 5000)
     for density in densities(name)
 ]
 # Values in two rounds, and indices of several pages.
-LARGE = [Case(name, 5001, 1.0, torch.float32, steps=2) for name in SPARSIFIERS]
-LARGE += [Case(name, 70_000, densities(name)[0], torch.float32, steps=2) for name in SPARSIFIERS]
+LARGE = [Case(name, 5001, 1.0, torch.float32, steps=2) for name in METHODS]
+LARGE += [Case(name, 70_000, densities(name)[0], torch.float32, steps=2) for name in METHODS]
 NARROW = [
     Case(name, dim, density, torch.float32, "bf16", steps=steps)
-    for name in filter(heeds_values, SPARSIFIERS)
+    for name in filter(heeds_values, METHODS)
     for dim, density, steps in ((3, sparse(name), 8), (5000, sparse(name), 4), (5001, 1.0, 2))
 ]
 STOPPED = [
-    Case(name, dim, sparse(name), torch.float32, steps=6, spoilt=spoilt, resumed=resumed)
-    for name in SPARSIFIERS
-    for dim, spoilt, resumed in (
+    Case(name, dim, sparse(name), torch.float32, steps=6, poisoned=poisoned, resumed=resumed)
+    for name in METHODS
+    for dim, poisoned, resumed in (
         (3, (0, math.nan), 1),
         (40, (3, -math.inf), None),
         (40, None, 4),
@@ -72,16 +107,16 @@ ON_RANKS = [
 @functools.cache
 def real(size):
     """Every rank's story of every case: {case: [story of rank 0, ...]}."""
-    ranks = run_ranks(tell_real, size, ON_RANKS)
+    ranks = run_ranks(trace_real, size, ON_RANKS)
     return dict(zip(ON_RANKS, zip(*ranks, strict=True), strict=True))
 
 
 @functools.cache
 def virtual(case, size):
-    return tell_virtual(case, size)
+    return trace_virtual(case, size)
 
 
-def stories_of(case, size):
+def traces_of(case, size):
     return real(size)[case] if case in ON_RANKS else virtual(case, size)
 
 
@@ -89,8 +124,8 @@ def of(cases):
     """Run a test on all cases of one method at a time."""
     return pytest.mark.parametrize(
         ("name", "cases"),
-        [(name, [c for c in cases if c.name == name]) for name in SPARSIFIERS],
-        ids=list(SPARSIFIERS),
+        [(name, [c for c in cases if c.name == name]) for name in METHODS],
+        ids=list(METHODS),
     )
 
 
@@ -100,15 +135,15 @@ sizes = pytest.mark.parametrize("size", SIZES)
 def law(case, stories, size):
     """Largest error of R sum out + sum of residuals = sum of gradients, as part of the largest."""
     grads = case.grads(size).double()
-    found = size * stories[0].sent.double() + sum(story.kept.double() for story in stories)
-    return float((found - grads.sum((0, 1))).abs().max() / grads.abs().sum((0, 1)).max())
+    actual = size * stories[0].sent.double() + sum(story.residual.double() for story in stories)
+    return float((actual - grads.sum((0, 1))).abs().max() / grads.abs().sum((0, 1)).max())
 
 
 @sizes
 @of(LAW)
 def test_nothing_is_lost(name, cases, size):
     for case in cases:
-        stories = stories_of(case, size)
+        stories = traces_of(case, size)
         assert all(step.low_pass == 1 for story in stories for step in story.steps), case
         assert law(case, stories, size) < 1e-12, case
 
@@ -117,14 +152,14 @@ def test_nothing_is_lost(name, cases, size):
 @of(NARROW)
 def test_nothing_is_lost_to_narrow_values(name, cases, size):
     for case in cases:
-        assert law(case, stories_of(case, size), size) < 1e-6, case
+        assert law(case, traces_of(case, size), size) < 1e-6, case
 
 
 @sizes
 @of(CASES)
 def test_all_ranks_hold_the_same_bits(name, cases, size):
     for case in cases:
-        first, *others = stories_of(case, size)
+        first, *others = traces_of(case, size)
         for other in others:
             for mine, theirs in zip(first.steps, other.steps, strict=True):
                 assert same(mine.indices, theirs.indices), case
@@ -136,11 +171,11 @@ def test_all_ranks_hold_the_same_bits(name, cases, size):
 @of(ON_RANKS)
 def test_workers_in_one_process_do_the_same_to_the_bit_and_to_the_byte(name, cases, size):
     for case in cases:
-        for mine, theirs in zip(stories_of(case, size), virtual(case, size), strict=True):
+        for mine, theirs in zip(traces_of(case, size), virtual(case, size), strict=True):
             assert len(mine.steps) == len(theirs.steps) == case.steps
             for one, other in zip(mine.steps, theirs.steps, strict=True):
                 assert same(dataclasses.astuple(one), dataclasses.astuple(other)), case
-            assert same(mine.kept, theirs.kept), case
+            assert same(mine.residual, theirs.residual), case
             assert same(mine.state, theirs.state), case
             assert mine.called_off == theirs.called_off, case
 
@@ -149,7 +184,7 @@ def test_workers_in_one_process_do_the_same_to_the_bit_and_to_the_byte(name, cas
 @of(CASES)
 def test_each_coordinate_travels_once(name, cases, size):
     for case in cases:
-        for step in stories_of(case, size)[0].steps:
+        for step in traces_of(case, size)[0].steps:
             assert step.indices.dtype == torch.int64
             assert len(step.indices.unique()) == len(step.indices) == len(step.mean), case
             inside = (step.indices >= 0) & (step.indices < case.dim)
@@ -163,10 +198,10 @@ def test_each_coordinate_travels_once(name, cases, size):
 
 
 @sizes
-@of([case for case in CASES if case.density == 1 and case.values == "fp32" and not case.spoilt])
+@of([case for case in CASES if case.density == 1 and case.values == "fp32" and not case.poisoned])
 def test_density_one_is_the_plain_mean(name, cases, size):
     for case in cases:
-        story = stories_of(case, size)[0]
+        story = traces_of(case, size)[0]
         for step, grads in zip(story.steps, case.grads(size).double(), strict=True):
             assert step.indices.sort().values.tolist() == list(range(case.dim)), case
             out = torch.zeros(case.dim, dtype=torch.float64)
@@ -174,7 +209,7 @@ def test_density_one_is_the_plain_mean(name, cases, size):
             error = (out - grads.mean(0)).abs()
             precision = torch.finfo(case.dtype).eps
             assert bool((error <= 2 * precision * grads.abs().sum(0)).all()), case
-        assert not any(bool(story.kept.any()) for story in stories_of(case, size)), case
+        assert not any(bool(story.residual.any()) for story in traces_of(case, size)), case
 
 
 @sizes
@@ -182,26 +217,26 @@ def test_density_one_is_the_plain_mean(name, cases, size):
 def test_steps_called_off_and_resuming_leave_no_trace(name, cases, size):
     for case in cases:
         straight = virtual(undisturbed(case), size)
-        for mine, theirs in zip(stories_of(case, size), straight, strict=True):
+        for mine, theirs in zip(traces_of(case, size), straight, strict=True):
             # What is not finite on one rank calls the step off on all.
-            assert mine.called_off == ([True] if case.spoilt else []), case
+            assert mine.called_off == ([True] if case.poisoned else []), case
             for one, other in zip(mine.steps, theirs.steps, strict=True):
                 assert same(dataclasses.astuple(one), dataclasses.astuple(other)), case
-            assert same((mine.kept, mine.state), (theirs.kept, theirs.state)), case
+            assert same((mine.residual, mine.state), (theirs.residual, theirs.state)), case
 
 
 def test_the_cases_are_no_idle_ones():
     """Residuals fill up, steps differ, ranks differ, narrow values round."""
-    for name in SPARSIFIERS:
-        if name in ALWAYS_ALL:
+    for name in METHODS:
+        if sends_all(name):
             continue
         (case,) = [c for c in LAW if (c.name, c.dim, c.density) == (name, 5000, 0.05)]
-        stories = stories_of(case, 4)
-        assert all(bool(story.kept.any()) for story in stories), name
-        assert not same(stories[0].kept, stories[1].kept), name
+        stories = traces_of(case, 4)
+        assert all(bool(story.residual.any()) for story in stories), name
+        assert not same(stories[0].residual, stories[1].residual), name
         assert 0 < len(stories[0].steps[-1].indices) < 5000, name
         # A rank alone sends nothing.
-        assert all(step.bytes == 0 for step in stories_of(case, 1)[0].steps), name
+        assert all(step.bytes == 0 for step in traces_of(case, 1)[0].steps), name
         assert all(step.bytes > 0 for step in stories[0].steps), name
 
 
@@ -214,15 +249,15 @@ class Spy:
     def __getattr__(self, name):
         return getattr(self._method, name)
 
-    def propose(self, acc, k, state, place):
+    def propose(self, acc, k, state, context):
         self.asked.append(k)
-        return self._method.propose(acc, k, state, place)
+        return self._method.propose(acc, k, state, context)
 
 
-@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("start", [1.0, 0.5])
 def test_warm_up_asks_for_fewer_from_step_to_step(name, start):
-    if name in ALWAYS_ALL:
+    if sends_all(name):
         pytest.skip("sends everything at every step")
     spy, dim, last = Spy(make_sparsifier(name, 0.01)), 2000, 0.01
     workers = VirtualWorkers(Sparsify(method=spy, warmup_steps=4, warmup_from=start), dim, 2)
@@ -241,7 +276,7 @@ def test_warm_up_asks_for_fewer_from_step_to_step(name, start):
         assert selected[0] == dim
 
 
-@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_prints_itself_and_equals_its_like(name):
     assert make_sparsifier(name) == make_sparsifier(name)
     assert hash(make_sparsifier(name)) == hash(make_sparsifier(name))
@@ -249,7 +284,7 @@ def test_a_method_prints_itself_and_equals_its_like(name):
     assert isinstance(make_sparsifier(name).exclusive, bool)
 
 
-@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("name", METHODS)
 def test_gradients_of_zero_lose_nothing_either(name):
     workers = VirtualWorkers(Sparsify(method=make_sparsifier(name, sparse(name))), 300, 3)
     sent, computed = torch.zeros(300), torch.zeros(300)
@@ -260,7 +295,7 @@ def test_gradients_of_zero_lose_nothing_either(name):
     torch.testing.assert_close(sent + workers.residuals().sum(0), computed, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SPARSIFIERS)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("scale", [1e-36, 1e30])
 def test_any_scale_will_do(name, scale):
     workers = VirtualWorkers(Sparsify(method=make_sparsifier(name, sparse(name))), 3000, 2)
@@ -269,5 +304,47 @@ def test_any_scale_will_do(name, scale):
         grads = scale * normal(step, 2, 3000)
         computed += grads.double().sum(0)
         sent += 2 * workers.step(grads).double()
-    found = (sent + workers.residuals().double().sum(0)) / scale
-    torch.testing.assert_close(found, computed / scale, rtol=1e-5, atol=1e-4)
+    actual = (sent + workers.residuals().double().sum(0)) / scale
+    torch.testing.assert_close(actual, computed / scale, rtol=1e-5, atol=1e-4)
+
+
+# --- The registry ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_registry_describes_a_method(name):
+    """What help texts, tables and charts read is there, without a list of names anywhere."""
+    assert name in sparsifier_names()
+    summary = sparsifier_summary(name)
+    assert summary.endswith(".") and "\n" not in summary and len(summary) <= 100
+    assert takes_density(name) is not sends_all(name)
+    known = {field.name for field in dataclasses.fields(METHODS[name])}
+    assert {*setting_names(name), "density"} == known
+    assert sums_values(name) is not heeds_values(name)
+    settings = make_settings(name, None, values="fp32")
+    assert settings.method == Sparsify(method=name).method == METHODS[name]()
+
+
+def test_a_method_of_ones_own_is_one_line():
+    assert sparsifier_names()[-1] == "every-nth"
+    assert sparsifier_summary("every-nth").startswith("Send every n-th coordinate")
+    assert make_sparsifier("every-nth", 0.5, stride_factor=2) == EveryNth(0.5, 2)
+    assert not uses_layers("every-nth") and uses_layers("deft")
+    with pytest.raises(ValueError, match=r"known are .*, every-nth"):
+        make_sparsifier("every-mth")
+    with pytest.raises(ValueError, match="unknown setting 'stride' of every-nth; known are stride"):
+        make_settings("every-nth", 0.5, stride=2)
+
+
+@pytest.mark.parametrize("ask", [sparsifier_summary, takes_density, setting_names, sums_values])
+def test_the_registry_names_what_it_knows(ask):
+    with pytest.raises(ValueError, match="unknown sparsifier 'odd'; known are dense, exdyna"):
+        ask("odd")
+
+
+def test_every_registered_method_has_a_card():
+    cards = Path(gradherd.__file__).parents[2] / "docs" / "cards"
+    if not cards.is_dir():
+        pytest.skip("an installed package has no docs")
+    missing = [name for name in SPARSIFIERS if not (cards / f"{name}.md").is_file()]
+    assert missing == ["every-nth"]

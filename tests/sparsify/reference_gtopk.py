@@ -5,8 +5,8 @@ import numpy as np
 
 def largest(entries, k):
     """The k entries of largest magnitude; of equal ones those with lower indices."""
-    kept = sorted(entries, key=lambda index: (-abs(entries[index][0]), index))[:k]
-    return {index: entries[index] for index in kept}
+    residual = sorted(entries, key=lambda index: (-abs(entries[index][0]), index))[:k]
+    return {index: entries[index] for index in residual}
 
 
 def added(mine, theirs):

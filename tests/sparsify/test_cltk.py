@@ -6,12 +6,12 @@ from gradherd.comm.ranks import run_ranks
 from gradherd.sparsify import cltk
 from gradherd.sparsify.cltk import CLTK
 from gradherd.sparsify.selector import StepContext
-from tests.sparsify import work_tree
-from tests.sparsify.reference_feedback import (
+from tests.sparsify import one_step
+from tests.sparsify.reference_error_feedback import (
+    actual,
     assert_conserved,
     assert_same,
     expected,
-    found,
     gradients,
     number,
 )
@@ -35,10 +35,10 @@ def chooser(k):
 @pytest.mark.parametrize("low_pass", [1.0, 0.1])
 def test_all_send_what_is_largest_for_the_leader(size, dim, density, low_pass):
     grads, k = gradients(size, dim, steps=6), number(density, dim)
-    means, kept, metrics = found(grads, CLTK(density, low_pass))
-    assert_same((means, kept), expected(grads, chooser(k), low_pass))
+    means, residual, metrics = actual(grads, CLTK(density, low_pass))
+    assert_same((means, residual), expected(grads, chooser(k), low_pass))
     # Residuals hear of `low_pass` of every step's news, so of that part nothing is lost.
-    assert_conserved(low_pass * grads, low_pass * means, kept)
+    assert_conserved(low_pass * grads, low_pass * means, residual)
     for step, one in enumerate(metrics):
         assert one["selected"] == k
         assert one["per_rank"] == [k * (rank == step % size) for rank in range(size)]
@@ -46,9 +46,9 @@ def test_all_send_what_is_largest_for_the_leader(size, dim, density, low_pass):
 
 def test_density_one_is_the_mean():
     grads = gradients(3, 31, steps=1)
-    means, kept, _ = found(grads, CLTK(1.0))
+    means, residual, _ = actual(grads, CLTK(1.0))
     np.testing.assert_allclose(means[0], grads[0].mean(0), rtol=1e-14)
-    assert not kept.any()
+    assert not residual.any()
 
 
 def test_only_the_leader_searches(monkeypatch):
@@ -68,22 +68,22 @@ def test_only_the_leader_searches(monkeypatch):
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_k_travel_where_all_are_equal(value):
     grads = np.full((4, 3, 20), value)
-    means, kept, metrics = found(grads, CLTK(0.25))
+    means, residual, metrics = actual(grads, CLTK(0.25))
     assert {one["selected"] for one in metrics} == {5}
-    assert_conserved(grads, means, kept)
+    assert_conserved(grads, means, residual)
     assert (means != 0).sum(1).tolist() == [5 * (value != 0)] * 4
 
 
 def test_indices_travel_once_as_32_bits_and_not_at_all_if_all_do():
     accs = torch.from_numpy(gradients(3, 31)[0])
-    assert [one["bytes"] for one in work_tree.together(CLTK(0.2), accs, 6)] == [24] * 3
-    assert [one["bytes"] for one in work_tree.together(CLTK(1.0), accs, 31)] == [0] * 3
+    assert [one["bytes"] for one in one_step.together(CLTK(0.2), accs, 6)] == [24] * 3
+    assert [one["bytes"] for one in one_step.together(CLTK(1.0), accs, 31)] == [0] * 3
 
 
 def test_real_ranks_hear_the_leader():
     accs = torch.randn(3, 200)
     cases = [(CLTK(0.1), accs, 20, [200], step) for step in (0, 1, 5)]
-    ranks = run_ranks(work_tree.several, 3, cases)
+    ranks = run_ranks(one_step.several, 3, cases)
     for at, (_, _, k, _, step) in enumerate(cases):
         want = accs[step % 3].abs().topk(k).indices.sort().values
         for rank in ranks:

@@ -18,7 +18,7 @@ from gradherd.sparsify.consensus import (
     smallest_magnitude,
     unpack,
 )
-from tests.sparsify.work import normal
+from tests.sparsify.rank_work import normal
 
 TOP = int(leading_bits(torch.tensor(math.inf)))
 LARGEST, SMALLEST, TINY = 3.4028234663852886e38, 1.401298464324817e-45, 1.1754943508222875e-38
@@ -84,8 +84,8 @@ def test_offers_are_read_as_they_were_written(offered, more, seed):
     message = pack(torch.tensor(indices, dtype=torch.int64), magnitudes, span, length)
     assert (message.dtype, len(message)) == (torch.int32, length)
     assert not message[length - more :].any()  # nothing that was not written
-    found, ranks = unpack(message.numpy(), len(indices), span)
-    assert found.tolist() == indices
+    actual, ranks = unpack(message.numpy(), len(indices), span)
+    assert actual.tolist() == indices
     assert ranks.tolist() == leading_bits(magnitudes).tolist()
 
 
@@ -120,16 +120,16 @@ def test_the_k_largest_offers_are_kept(data, sizes):
         for begin, row in zip(begins, drawn, strict=False)
     ]
     k = data.draw(st.integers(1, sum(sizes)))
-    kept = accept_largest(given_offers, k)
+    residual = accept_largest(given_offers, k)
     ranks = np.concatenate([one for _, one in given_offers])
-    assert len(kept.indices) == len(set(kept.indices.tolist())) == sum(kept.counts) == k
-    dropped = np.setdiff1d(np.arange(len(ranks)), kept.indices)
+    assert len(residual.indices) == len(set(residual.indices.tolist())) == sum(residual.counts) == k
+    dropped = np.setdiff1d(np.arange(len(ranks)), residual.indices)
     line = np.sort(ranks)[-k]
-    assert kept.threshold == smallest_magnitude(int(line))
-    assert ranks[kept.indices].min() == line
+    assert residual.threshold == smallest_magnitude(int(line))
+    assert ranks[residual.indices].min() == line
     assert len(dropped) == 0 or ranks[dropped].max() <= line
-    owner = np.searchsorted(begins, kept.indices, side="right") - 1
-    assert np.bincount(owner, minlength=len(sizes)).tolist() == kept.counts
+    owner = np.searchsorted(begins, residual.indices, side="right") - 1
+    assert np.bincount(owner, minlength=len(sizes)).tolist() == residual.counts
 
 
 def test_ties_are_shared_out():

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.sparsify.deft import Deft, allocate, assign, norms
+from tests.sparsify import one_step
 from tests.sparsify import reference_deft as reference
-from tests.sparsify import work_tree
-from tests.sparsify.reference_feedback import (
+from tests.sparsify.reference_error_feedback import (
+    actual,
     assert_conserved,
     assert_same,
     expected,
-    found,
     gradients,
     number,
 )
@@ -32,10 +32,10 @@ def layered(size, dim, steps=5):
 )
 def test_it_is_the_published_rule(size, dim, density):
     grads, layers = layered(size, dim), LAYERS[dim]
-    means, kept, metrics = found(grads, Deft(density), layers)
+    means, residual, metrics = actual(grads, Deft(density), layers)
     choose = reference.chooser(number(density, dim), layers)
-    assert_same((means, kept), expected(grads, choose))
-    assert_conserved(grads, means, kept)
+    assert_same((means, residual), expected(grads, choose))
+    assert_conserved(grads, means, residual)
     for one in metrics:
         assert sum(one["per_rank"]) == one["selected"]
 
@@ -50,7 +50,7 @@ def test_counts_are_the_picks_of_each_and_the_leader_has_what_travels_whole(size
         want = [len(mine) for mine in picks]
         want[step % size] += len(common)
         accs = torch.from_numpy(grads)
-        for result in work_tree.together(Deft(0.05), accs, k, layers=layers, step=step):
+        for result in one_step.together(Deft(0.05), accs, k, layers=layers, step=step):
             assert result["counts"] == want
             assert set(result["indices"].tolist()) == common.union(*picks)
             assert len(result["indices"]) == sum(want)
@@ -59,14 +59,14 @@ def test_counts_are_the_picks_of_each_and_the_leader_has_what_travels_whole(size
 def test_indices_of_what_travels_whole_do_not_travel():
     # Ten layers of a single number: each is whole, whatever its norm.
     accs = torch.from_numpy(gradients(3, 10)[0])
-    results = work_tree.together(Deft(0.5), accs, 5, layers=[1] * 10)
+    results = one_step.together(Deft(0.5), accs, 5, layers=[1] * 10)
     assert [result["bytes"] for result in results] == [0, 0, 0]
     assert results[1]["indices"].tolist() == list(range(10))
 
 
 def test_only_own_picks_travel_as_indices():
     accs = torch.from_numpy(layered(4, 1000)[0])
-    results = work_tree.together(Deft(0.05), accs, 50, layers=LAYERS[1000], step=2)
+    results = one_step.together(Deft(0.05), accs, 50, layers=LAYERS[1000], step=2)
     common, picks = reference.picks_of(
         accs.numpy(), 50, reference.pieces_of(1000, 4, LAYERS[1000]), 2
     )
@@ -78,9 +78,9 @@ def test_only_own_picks_travel_as_indices():
 def test_density_one_is_the_mean_also_of_zeros():
     grads = gradients(3, 31, steps=1)
     grads[:, :, 8:20] = 0
-    means, kept, _ = found(grads, Deft(1.0), LAYERS[31])
+    means, residual, _ = actual(grads, Deft(1.0), LAYERS[31])
     np.testing.assert_allclose(means[0], grads[0].mean(0), rtol=1e-14)
-    assert not kept.any()
+    assert not residual.any()
 
 
 @given(
@@ -106,7 +106,7 @@ def test_density_one_is_the_mean_also_of_zeros():
 def test_ties_and_zeros_leave_all_workers_agreed(case):
     layers, rows, k, step = case
     accs = torch.tensor(rows, dtype=torch.float64)
-    results = work_tree.together(Deft(0.5), accs, k, layers=layers, step=step)
+    results = one_step.together(Deft(0.5), accs, k, layers=layers, step=step)
     indices = results[0]["indices"]
     assert len(indices.unique()) == len(indices) == sum(results[0]["counts"])
     for result in results:
@@ -163,8 +163,8 @@ def test_norms_too_large_for_float32_are_the_largest_there_is():
 @pytest.mark.parametrize("scale", [1e-300, 1e-35, 1e35, 1e300])
 def test_nothing_is_lost_at_any_scale(scale):
     grads = scale * layered(3, 1000)
-    means, kept, metrics = found(grads, Deft(0.05), LAYERS[1000])
-    assert_conserved(grads / scale, means / scale, kept / scale)
+    means, residual, metrics = actual(grads, Deft(0.05), LAYERS[1000])
+    assert_conserved(grads / scale, means / scale, residual / scale)
     assert min(one["selected"] for one in metrics) >= len(LAYERS[1000])
 
 
@@ -178,9 +178,9 @@ def test_large_tensors_are_cut_and_small_ones_are_not():
 def test_real_ranks_get_the_same_bits(size):
     accs = torch.from_numpy(layered(size, 1000)[0])
     cases = [(Deft(0.05), accs, 50, LAYERS[1000], 5), (Deft(0.5), accs[:, :10], 5, [1] * 10, 1)]
-    ranks = run_ranks(work_tree.several, size, cases)
+    ranks = run_ranks(one_step.several, size, cases)
     for at, (method, rows, k, layers, step) in enumerate(cases):
-        want = work_tree.together(method, rows, k, layers=layers, step=step)
+        want = one_step.together(method, rows, k, layers=layers, step=step)
         for rank in range(size):
             have = ranks[rank][at]
             assert torch.equal(have["indices"], want[rank]["indices"])

@@ -13,7 +13,7 @@ from gradherd.comm.script import run_together
 from gradherd.sparsify.exchange import gather_indices, gather_union, sum_over_workers
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.wire import ONE_ROUND_BYTES
-from tests.sparsify import work
+from tests.sparsify import rank_work
 
 PAGE = 65_536
 
@@ -78,10 +78,10 @@ def test_indices_come_back_and_take_the_fewer_bytes(case):
     packed = [packed_bytes(mine, span) for mine, span in zip(own, spans, strict=True)]
     plain = [4 * len(mine) for mine in own]
     cheaper = packed if sum(packed) < sum(plain) else plain
-    for told, cost in zip(run_together(gather_all(own, spans)), cheaper, strict=True):
-        assert told.value.dtype == torch.int64
-        assert told.value.tolist() == everything
-        assert told.bytes == cost * (size - 1)
+    for results, cost in zip(run_together(gather_all(own, spans)), cheaper, strict=True):
+        assert results.value.dtype == torch.int64
+        assert results.value.tolist() == everything
+        assert results.bytes == cost * (size - 1)
 
 
 @given(picks())
@@ -120,21 +120,21 @@ def test_a_union_has_each_index_once(own):
         )
         for r, mine in enumerate(own)
     ]
-    for told in run_together(scripts):
-        assert told.value.tolist() == sorted(set().union(*own))
+    for results in run_together(scripts):
+        assert results.value.tolist() == sorted(set().union(*own))
 
 
 def add_all(rows, wire):
-    told = run_together(
+    results = run_together(
         [
             sum_over_workers(row.clone(), StepContext(0, r, len(rows)), wire)
             for r, row in enumerate(rows)
         ]
     )
-    totals = [one.value[0] for one in told]
-    left = [one.value[1] for one in told]
-    assert all(work.same(total, totals[0]) for total in totals), "the same bits on all workers"
-    return totals[0], left, [one.bytes for one in told]
+    totals = [one.value[0] for one in results]
+    left = [one.value[1] for one in results]
+    assert all(rank_work.same(total, totals[0]) for total in totals), "the same bits on all workers"
+    return totals[0], left, [one.bytes for one in results]
 
 
 ONE_ROUND = ONE_ROUND_BYTES  # to each other worker
@@ -147,12 +147,12 @@ sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @sizes
 @pytest.mark.parametrize("length", LENGTHS)
 def test_sums_are_those_of_rows_added_in_order(size, length):
-    rows = work.normal(size, size, length) * torch.exp(6 * work.normal(9, size, length))
+    rows = rank_work.normal(size, size, length) * torch.exp(6 * rank_work.normal(9, size, length))
     total, left, _ = add_all(rows, torch.float32)
     wanted = rows[0].clone()
     for row in rows[1:]:
         wanted += row
-    assert work.same(total, wanted)
+    assert rank_work.same(total, wanted)
     assert left == [None] * size
     error = (total.double() - rows.double().sum(0)).abs()
     assert bool((error <= size * 2**-24 * rows.double().abs().sum(0)).all())
@@ -170,32 +170,32 @@ def test_sums_are_those_of_rows_added_in_order(size, length):
     ids=str,
 )
 def test_what_a_narrow_wire_rounds_away_is_left(size, length, dtype, wire):
-    rows = work.normal(size + 50, size, length, dtype=dtype)
+    rows = rank_work.normal(size + 50, size, length, dtype=dtype)
     total, left, _ = add_all(rows, wire)
     assert total.dtype == dtype
     if size == 1 or not length:
-        assert work.same(total, rows.sum(0))
+        assert rank_work.same(total, rows.sum(0))
         assert left == [None] * size
         return
     assert all(own.dtype == dtype for own in left)
-    kept = torch.stack(left)
-    assert bool((kept != 0).any())
+    residual = torch.stack(left)
+    assert bool((residual != 0).any())
     unit = {torch.float32: 2**-24, torch.float64: 2**-53}[dtype]
-    error = (total.double() + kept.double().sum(0) - rows.double().sum(0)).abs()
+    error = (total.double() + residual.double().sum(0) - rows.double().sum(0)).abs()
     assert bool((error <= 2 * size * unit * rows.double().abs().sum(0)).all())
     # What is left is what rounding takes: half a step of the wire, of a row or of the total.
     step = {torch.bfloat16: 2**-8, torch.float32: 2**-24}[wire] * 1.01
     bound = step * (rows.abs() + rows.abs().sum(0))
-    assert bool((kept.abs() <= bound).all())
+    assert bool((residual.abs() <= bound).all())
     if length * wire.itemsize > ONE_ROUND and size > 2:  # Two rounds: the total was rounded too.
-        assert work.same(total, total.to(wire).to(dtype))
+        assert rank_work.same(total, total.to(wire).to(dtype))
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
 def test_values_that_the_wire_can_hold_leave_nothing(wire):
-    rows = (4 * work.normal(0, 4, 20_000)).round()
+    rows = (4 * rank_work.normal(0, 4, 20_000)).round()
     total, left, _ = add_all(rows, wire)
-    assert work.same(total, rows.sum(0))
+    assert rank_work.same(total, rows.sum(0))
     assert not any(own is not None and bool(own.any()) for own in left)
 
 
@@ -203,7 +203,7 @@ def test_values_that_the_wire_can_hold_leave_nothing(wire):
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_few_values_travel_in_one_round_and_many_in_two(size, wire, length):
-    rows = work.normal(0, size, length)
+    rows = rank_work.normal(0, size, length)
     *_, sent = add_all(rows, wire)
     if size == 2 or length * wire.itemsize <= ONE_ROUND:
         assert sent == [length * wire.itemsize * (size - 1)] * size
@@ -236,26 +236,27 @@ def test_nothing_that_travels_is_uninitialised(poisoned, wire):
 def test_values_are_not_written_to():
     for length in (10, 20_000):
         for wire in (torch.float32, torch.bfloat16):
-            rows = work.normal(3, 3, length)
+            rows = rank_work.normal(3, 3, length)
             before = rows.clone()
             run_together(
                 [sum_over_workers(row, StepContext(0, r, 3), wire) for r, row in enumerate(rows)]
             )
-            assert work.same(rows, before)
+            assert rank_work.same(rows, before)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_real_ranks_exchange_the_same_bits_and_bytes(size):
     virtual_sums = [
-        run_together([work.sum_script(case, r, size) for r in range(size)]) for case in work.SUMS
+        run_together([rank_work.sum_script(case, r, size) for r in range(size)])
+        for case in rank_work.SUMS
     ]
     virtual_indices = [
-        run_together([work.index_script(density, r, size) for r in range(size)])
+        run_together([rank_work.index_script(density, r, size) for r in range(size)])
         for density in (0.0, 1e-5, 0.01)
     ]
-    for rank, (sums, indices) in enumerate(run_ranks(work.exchanges, size)):
+    for rank, (sums, indices) in enumerate(run_ranks(rank_work.exchanges, size)):
         for real, virtual in zip(sums, virtual_sums, strict=True):
-            assert work.same(real, tuple(virtual[rank]))
+            assert rank_work.same(real, tuple(virtual[rank]))
         for real, virtual in zip(indices, virtual_indices, strict=True):
-            assert work.same(real, tuple(virtual[rank]))
-    assert [len(told[0].value) > 0 for told in virtual_indices] == [False, True, True]
+            assert rank_work.same(real, tuple(virtual[rank]))
+    assert [len(results[0].value) > 0 for results in virtual_indices] == [False, True, True]

@@ -29,8 +29,8 @@ def test_the_online_rule(picked, factor):
 
 def test_the_online_rule_has_constants_of_ones_own():
     rule = Online(band=2.0, fast_up=4.0, slow_up=3.0, slow_down=0.5, fast_down=0.25)
-    found = [rule.following(1.0, picked, 100) for picked in (201, 200, 100, 51, 50)]
-    assert found == [4.0, 3.0, 0.5, 0.5, 0.25]
+    actual = [rule.following(1.0, picked, 100) for picked in (201, 200, 100, 51, 50)]
+    assert actual == [4.0, 3.0, 0.5, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("k", [1, 7, 100, 31_832])

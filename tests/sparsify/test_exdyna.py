@@ -16,8 +16,8 @@ from gradherd.sparsify.micro import Micro
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Worker
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import OnlineExDyna
-from tests.sparsify.work import normal, same
 
 
 def fair(factor, k, size):
@@ -40,26 +40,26 @@ class World:
         self.acc = torch.stack([worker.feedback.acc.clone() for worker in self.workers])
         self.number = self.workers[0].step
         self.bounds = self.method.bounds(self.dim, self.workers[0].state)
-        told = run_together([worker.script() for worker in self.workers])
-        for worker, one in zip(self.workers, told, strict=True):
+        results = run_together([worker.script() for worker in self.workers])
+        for worker, one in zip(self.workers, results, strict=True):
             worker.commit(one.value)
-            assert same(one.value.indices, told[0].value.indices)
-            assert same(one.value.mean, told[0].value.mean)
-            assert one.value.selection.counts == told[0].value.selection.counts
+            assert same(one.value.indices, results[0].value.indices)
+            assert same(one.value.mean, results[0].value.mean)
+            assert one.value.selection.counts == results[0].value.selection.counts
             first = self.workers[0].state_dict() | {"rank": worker.state_dict()["rank"]}
             assert same(worker.state_dict(), first)
-        self.outcome = told[0].value
+        self.outcome = results[0].value
         return self.outcome
 
     @property
-    def kept(self):
+    def residual(self):
         return torch.stack([worker.feedback.residual for worker in self.workers])
 
     @property
     def picks(self):
         """Of each worker: its partition and what it picked."""
-        found = torch.split(self.outcome.selection.indices, self.outcome.selection.counts)
-        for rank, own in enumerate(found):
+        actual = torch.split(self.outcome.selection.indices, self.outcome.selection.counts)
+        for rank, own in enumerate(actual):
             part = (self.number + rank) % self.size if self.method.rotate else rank
             yield rank, (self.bounds[part], self.bounds[part + 1]), own
 
@@ -105,7 +105,7 @@ class World:
         """All workers clear what travelled, whoever picked it, and keep the rest."""
         wanted = self.acc.clone()
         wanted[:, self.outcome.indices] = 0
-        assert same(self.kept, wanted)
+        assert same(self.residual, wanted)
         total = self.acc[0]
         for row in self.acc[1:]:
             total = total + row
@@ -130,7 +130,7 @@ def test_the_online_form_is_that_of_the_reference(dim, size, scale, rotate):
         assert outcome.indices.tolist() == indices
         assert outcome.selection.counts == counts
         assert outcome.mean.numpy().tobytes() == mean[indices].tobytes()
-        assert world.kept.numpy().tobytes() == slow.residuals.tobytes()
+        assert world.residual.numpy().tobytes() == slow.residuals.tobytes()
         forced += sum(
             bool(n == 1 and abs(world.acc[r, own[0]]) < slow.tau)
             for (r, _, own), n in zip(world.picks, counts, strict=True)
@@ -151,8 +151,8 @@ def test_the_online_form_takes_constants_of_ones_own():
 def test_the_threshold_does_not_depend_on_the_number_of_workers():
     tens = {w: World(ExDyna(0.05, threshold="online", balance="none"), 500, w) for w in (1, 4)}
     grads = normal(0, 500)
-    found = {w: world.step(grads.expand(w, 500)) for w, world in tens.items()}
-    assert found[1].indices.sort().values.tolist() == found[4].indices.sort().values.tolist()
+    actual = {w: world.step(grads.expand(w, 500)) for w, world in tens.items()}
+    assert actual[1].indices.sort().values.tolist() == actual[4].indices.sort().values.tolist()
 
 
 BALANCES = ["recut", "diffusive", "none"]
@@ -243,7 +243,7 @@ def test_a_worker_without_rotation_resumes_to_the_bit():
     for step in range(3, 6):
         grads = normal(step, 2, 500)
         assert same(whole.step(grads).indices, again.step(grads).indices)
-        assert same(whole.kept, again.kept)
+        assert same(whole.residual, again.residual)
 
 
 @pytest.mark.parametrize("rule", ["consensus", "online"])
@@ -256,7 +256,7 @@ def test_density_one_sends_everything_at_every_step(dim, size, rule):
         assert outcome.indices.sort().values.tolist() == list(range(dim))
         assert sum(outcome.selection.counts) == dim
         world.check_residuals()
-        assert not world.kept.any()
+        assert not world.residual.any()
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.sparsify.gtopk import GTopK
+from tests.sparsify import one_step
 from tests.sparsify import reference_gtopk as reference
-from tests.sparsify import work_tree
-from tests.sparsify.reference_feedback import (
+from tests.sparsify.reference_error_feedback import (
+    actual,
     assert_conserved,
     assert_same,
     expected,
-    found,
     gradients,
     number,
 )
@@ -24,34 +24,34 @@ from tests.sparsify.reference_feedback import (
 )
 def test_it_is_the_tree(size, dim, density):
     grads = gradients(size, dim)
-    means, kept, metrics = found(grads, GTopK(density))
+    means, residual, metrics = actual(grads, GTopK(density))
     k = number(density, dim)
-    assert_same((means, kept), expected(grads, reference.chooser(k)))
-    assert_conserved(grads, means, kept)
+    assert_same((means, residual), expected(grads, reference.chooser(k)))
+    assert_conserved(grads, means, residual)
     assert {one["selected"] for one in metrics} == {k}  # it never builds up
     assert metrics[-1]["per_rank"] == [k] * size
 
 
 def test_density_one_is_the_mean():
     grads = gradients(5, 31, steps=1)
-    means, kept, _ = found(grads, GTopK(1.0))
+    means, residual, _ = actual(grads, GTopK(1.0))
     np.testing.assert_allclose(means[0], grads[0].mean(0), rtol=1e-14)
-    assert not kept.any()
+    assert not residual.any()
 
 
 def test_a_pick_that_was_dropped_half_way_stays_though_its_index_travels():
     # Worker 1 loses to worker 0; workers 2 and 3 agree on the coordinate that worker 1 wanted.
     grads = np.array([[[5.0, 0, 0], [0, 3, 0], [0, 4, 0], [1, 4, 0]]])
-    means, kept, _ = found(grads, GTopK(1 / 3))
+    means, residual, _ = actual(grads, GTopK(1 / 3))
     assert means.tolist() == [[0, 2, 0]]
-    assert kept.tolist() == [[5, 0, 0], [0, 3, 0], [0, 0, 0], [1, 0, 0]]
+    assert residual.tolist() == [[5, 0, 0], [0, 3, 0], [0, 0, 0], [1, 0, 0]]
 
 
 def test_values_that_cancel_travel_if_there_is_room():
     grads = np.array([[[2.0, 1, 0, 0], [-2, 0, 1, 0]]])
-    means, kept, _ = found(grads, GTopK(0.5))
+    means, residual, _ = actual(grads, GTopK(0.5))
     assert means.tolist() == [[0, 0.5, 0.5, 0]]
-    assert kept.tolist() == [[2, 0, 0, 0], [-2, 0, 0, 0]]
+    assert residual.tolist() == [[2, 0, 0, 0], [-2, 0, 0, 0]]
 
 
 @given(
@@ -71,7 +71,7 @@ def test_values_that_cancel_travel_if_there_is_room():
 def test_sums_are_of_what_is_marked_as_sent_whatever_is_equal_or_zero(case):
     rows, k = case
     accs = torch.tensor(rows, dtype=torch.float64)
-    results = work_tree.together(GTopK(0.5), accs, k)
+    results = one_step.together(GTopK(0.5), accs, k)
     indices = results[0]["indices"]
     assert len(indices) == k and bool((indices.diff() > 0).all())
     for result in results:
@@ -90,7 +90,7 @@ def test_every_worker_but_the_first_hands_up_once_and_hears_once():
     entries, flags = k * (8 + 4), 3  # float64 and int32; 21 bits
     children = [3, 0, 1, 0, 2, 0, 0]  # of 7: 0 hears 1, 2, 4; 2 hears 3; 4 hears 5, 6
     want = [(rank > 0) * entries + n * (entries + flags) for rank, n in enumerate(children)]
-    assert [result["bytes"] for result in work_tree.together(GTopK(0.05), accs, k)] == want
+    assert [result["bytes"] for result in one_step.together(GTopK(0.05), accs, k)] == want
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -99,9 +99,9 @@ def test_real_ranks_get_the_same_bits(size):
         (GTopK(0.01), torch.randn(size, dim, dtype=dtype), k, [dim], 0)
         for dim, k, dtype in [(1000, 13, torch.float32), (50, 7, torch.float64), (9, 9, None)]
     ]
-    ranks = run_ranks(work_tree.several, size, cases)
+    ranks = run_ranks(one_step.several, size, cases)
     for number_, (method, accs, k, layers, step) in enumerate(cases):
-        want = work_tree.together(method, accs, k, layers=layers, step=step)
+        want = one_step.together(method, accs, k, layers=layers, step=step)
         for rank in range(size):
             have = ranks[rank][number_]
             assert have["bytes"] == want[rank]["bytes"]

@@ -15,7 +15,7 @@ from gradherd.sparsify.kernels import (
     select,
     topk_indices,
 )
-from tests.sparsify.work import normal
+from tests.sparsify.rank_work import normal
 
 # Around a chunk of what is compared in one go, and around the length from which one samples.
 LENGTHS = [0, 1, 7, 40_959, 40_960, 131_071, 131_072, 131_073, 300_000]
@@ -29,9 +29,9 @@ def test_what_is_above_a_floor(length, dtype):
     values[::5] = 0
     for floor in (0.0, 1e-300, 0.5, 2.0, 3.5, 1e30, 1e300, float("inf")):
         wanted = np.flatnonzero(np.abs(values.numpy().astype(np.float64)) >= floor)
-        found = indices_above(values, floor)
-        assert found.dtype == torch.int64
-        assert np.array_equal(found.numpy(), wanted), floor
+        actual = indices_above(values, floor)
+        assert actual.dtype == torch.int64
+        assert np.array_equal(actual.numpy(), wanted), floor
 
 
 def test_a_floor_belongs_to_what_is_above_it():
@@ -56,10 +56,10 @@ def test_the_largest(length, kind, dtype):
     sizes = values.abs().numpy()
     in_order = np.sort(sizes)[::-1]
     for k in {0, 1, min(30, length), length // 1000, length // 30, length // 9, length}:
-        found = topk_indices(values, k).numpy()
-        assert len(found) == k
-        assert (np.diff(found) > 0).all()
-        assert np.array_equal(np.sort(sizes[found])[::-1], in_order[:k]), k
+        actual = topk_indices(values, k).numpy()
+        assert len(actual) == k
+        assert (np.diff(actual) > 0).all()
+        assert np.array_equal(np.sort(sizes[actual])[::-1], in_order[:k]), k
 
 
 @given(st.lists(st.floats(-8, 8, width=16), min_size=1, max_size=30), st.data())
@@ -67,53 +67,53 @@ def test_the_largest(length, kind, dtype):
 def test_the_largest_of_a_few(values, data):
     k = data.draw(st.integers(0, len(values)))
     sizes = [abs(value) for value in values]
-    found = topk_indices(torch.tensor(values), k).tolist()
-    assert found == sorted(set(found))
-    assert sorted((sizes[i] for i in found), reverse=True) == sorted(sizes, reverse=True)[:k]
+    actual = topk_indices(torch.tensor(values), k).tolist()
+    assert actual == sorted(set(actual))
+    assert sorted((sizes[i] for i in actual), reverse=True) == sorted(sizes, reverse=True)[:k]
 
 
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_residual_and_gradient_are_added_counted_and_picked(grads):
     for seed, in_place in ((1, False), (2, True)):
         old, new = normal(seed, 3001), normal(seed + 9, 3001).to(grads)
-        kept, grad = old.clone(), new.clone()
-        out = kept if in_place else torch.full_like(kept, torch.nan)
-        tally, floor = MagnitudeHistogram.around(torch.tensor(2.0)), torch.tensor(2.0)
-        picks = add_select(kept, grad, 0.5, out, floor, 40, histogram=tally, clear=True)
+        residual, grad = old.clone(), new.clone()
+        out = residual if in_place else torch.full_like(residual, torch.nan)
+        histogram, floor = MagnitudeHistogram.around(torch.tensor(2.0)), torch.tensor(2.0)
+        picks = add_select(residual, grad, 0.5, out, floor, 40, histogram=histogram, clear=True)
         total = old + 0.5 * new.float()
-        found = np.flatnonzero(np.abs(total.numpy()) >= 2)
-        assert int(picks.total) == len(found) > 40
-        assert picks.indices.tolist() == found[:40].tolist()
-        assert torch.equal(picks.values, total[found[:40]])
+        actual = np.flatnonzero(np.abs(total.numpy()) >= 2)
+        assert int(picks.total) == len(actual) > 40
+        assert picks.indices.tolist() == actual[:40].tolist()
+        assert torch.equal(picks.values, total[actual[:40]])
         left = total.clone()
-        left[found[:40]] = 0  # What found no room stays.
+        left[actual[:40]] = 0  # What found no room stays.
         assert torch.equal(out, left) and not grad.any()
-        assert in_place or torch.equal(kept, old)
-        assert int(tally.counts.sum()) == 3001 and tally.finite()
-        rest = select(out, floor, len(found))
-        assert int(rest.total) == len(found) - 40
-        assert rest.indices[: len(found) - 40].tolist() == found[40:].tolist()
-        assert not rest.indices[len(found) - 40 :].any() and torch.equal(out, left)
+        assert in_place or torch.equal(residual, old)
+        assert int(histogram.counts.sum()) == 3001 and histogram.finite()
+        rest = select(out, floor, len(actual))
+        assert int(rest.total) == len(actual) - 40
+        assert rest.indices[: len(actual) - 40].tolist() == actual[40:].tolist()
+        assert not rest.indices[len(actual) - 40 :].any() and torch.equal(out, left)
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 600])
 def test_a_tally_tells_a_floor_that_leaves_enough(k):
-    values, tally = normal(3, 1000), MagnitudeHistogram.around(torch.tensor(0.5))
-    add(torch.zeros(1000), values, 1.0, torch.empty(1000), histogram=tally)
-    floor = float(tally.topk_threshold(k))
+    values, histogram = normal(3, 1000), MagnitudeHistogram.around(torch.tensor(0.5))
+    add(torch.zeros(1000), values, 1.0, torch.empty(1000), histogram=histogram)
+    floor = float(histogram.topk_threshold(k))
     assert floor > 0
     assert (values.abs() >= floor).sum() >= k > (values.abs() >= floor * 17 / 16).sum()
-    assert float(tally.topk_threshold(1001)) == 0
+    assert float(histogram.topk_threshold(1001)) == 0
     for bad in (torch.nan, torch.inf):
-        tally.add(torch.tensor([bad]))
-    assert not tally.finite() and int(tally.counts[BINS - 1]) == 2
-    assert float(tally.topk_threshold(k)) == floor
+        histogram.add(torch.tensor([bad]))
+    assert not histogram.finite() and int(histogram.counts[BINS - 1]) == 2
+    assert float(histogram.topk_threshold(k)) == floor
 
 
 def test_values_far_from_a_threshold_stay_in_the_outer_bins():
-    tally = MagnitudeHistogram.around(torch.tensor(1.0))
-    tally.add(torch.tensor([0.0, 1e-30, 0.0624, 17.0, 1e30]))
-    assert int(tally.counts[0]) == 3 and int(tally.counts[BINS - 2]) == 2
+    histogram = MagnitudeHistogram.around(torch.tensor(1.0))
+    histogram.add(torch.tensor([0.0, 1e-30, 0.0624, 17.0, 1e30]))
+    assert int(histogram.counts[0]) == 3 and int(histogram.counts[BINS - 2]) == 2
     tiny = MagnitudeHistogram.around(torch.tensor(0.0))
     tiny.add(torch.tensor([0.0, 1e-45, 1.0]))
     assert int(tiny.counts.sum()) == 3 and float(tiny.topk_threshold(1)) > 0

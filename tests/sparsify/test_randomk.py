@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.sparsify.randomk import RandomK, sample
-from tests.sparsify import work_tree
-from tests.sparsify.reference_feedback import (
+from tests.sparsify import one_step
+from tests.sparsify.reference_error_feedback import (
+    actual,
     assert_conserved,
     assert_same,
     expected,
-    found,
     gradients,
     number,
 )
@@ -20,7 +20,7 @@ from tests.sparsify.reference_feedback import (
 
 def drawn(method, dim, k, step):
     """What travels in a step, which depends on nothing else."""
-    (only,) = work_tree.together(method, torch.zeros(1, dim), k, step=step)
+    (only,) = one_step.together(method, torch.zeros(1, dim), k, step=step)
     return only["indices"]
 
 
@@ -40,9 +40,9 @@ def chooser(method, k):
 )
 def test_all_send_the_same_lot(size, dim, density):
     grads, k, method = gradients(size, dim), number(density, dim), RandomK(density, seed=3)
-    means, kept, metrics = found(grads, method)
-    assert_same((means, kept), expected(grads, chooser(method, k)))
-    assert_conserved(grads, means, kept)
+    means, residual, metrics = actual(grads, method)
+    assert_same((means, residual), expected(grads, chooser(method, k)))
+    assert_conserved(grads, means, residual)
     for one in metrics:
         assert one["selected"] == sum(one["per_rank"]) == k
         assert max(one["per_rank"]) - min(one["per_rank"]) <= 1
@@ -50,19 +50,19 @@ def test_all_send_the_same_lot(size, dim, density):
 
 def test_density_one_is_the_mean():
     grads = gradients(3, 31, steps=1)
-    means, kept, _ = found(grads, RandomK(1.0))
+    means, residual, _ = actual(grads, RandomK(1.0))
     np.testing.assert_allclose(means[0], grads[0].mean(0), rtol=1e-14)
-    assert not kept.any()
+    assert not residual.any()
 
 
 @given(st.integers(1, 3000), st.data())
 def test_a_sample_is_k_different_coordinates(dim, data):
     k = data.draw(st.integers(0, dim))
-    found = sample(dim, k, torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    assert found.dtype == torch.int64 and len(found) == k
-    assert bool((found.diff() > 0).all())
+    actual = sample(dim, k, torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    assert actual.dtype == torch.int64 and len(actual) == k
+    assert bool((actual.diff() > 0).all())
     if k:
-        assert found[0] >= 0 and found[-1] < dim
+        assert actual[0] >= 0 and actual[-1] < dim
 
 
 # Few of many, up to half, and more than half are drawn in different ways.
@@ -81,9 +81,9 @@ def test_every_set_is_as_likely(dim, k):
 def test_few_of_very_many_are_drawn_from_all_of_them():
     # torch's own randint would draw from the first third with probability 0.344.
     dim = 3 << 26
-    found = sample(dim, 100_000, torch.Generator().manual_seed(0))
-    assert len(found) == 100_000
-    share = float((found < dim // 3).double().mean())
+    actual = sample(dim, 100_000, torch.Generator().manual_seed(0))
+    assert len(actual) == 100_000
+    share = float((actual < dim // 3).double().mean())
     assert abs(share - 1 / 3) < 4 * np.sqrt(2 / 9 / 100_000)
 
 
@@ -116,7 +116,7 @@ def test_generators_of_others_are_left_alone():
 
 
 def test_no_index_travels():
-    results = work_tree.together(RandomK(0.1), torch.randn(4, 300), 30, step=2)
+    results = one_step.together(RandomK(0.1), torch.randn(4, 300), 30, step=2)
     assert [result["bytes"] for result in results] == [0] * 4
     assert all(torch.equal(result["indices"], results[0]["indices"]) for result in results)
 

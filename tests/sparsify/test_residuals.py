@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.residuals import ErrorFeedback
+from gradherd.sparsify.residuals import ErrorFeedback, merge_residuals
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.step import Worker
+from gradherd.sparsify.threshold import Threshold
+from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
-from tests.sparsify.work import normal, same
 
 NOTHING = torch.zeros(0, dtype=torch.int64)
 CPU = torch.device("cpu")
@@ -22,8 +25,8 @@ def make(dim, *, dtype=torch.float64, momentum=0.0):
 
 
 def some(dim, seed, share=0.3):
-    chance = torch.rand(dim, generator=torch.Generator().manual_seed(seed))
-    return (chance < share).nonzero().view(-1)
+    draws = torch.rand(dim, generator=torch.Generator().manual_seed(seed))
+    return (draws < share).nonzero().view(-1)
 
 
 def memory(feedback):
@@ -120,10 +123,10 @@ def test_a_step_called_off_leaves_no_trace(bad, momentum, at):
         grad = normal(step, 10)
         if step in (0, 3, 4):  # Before anything was kept, and twice in a row.
             before = memory(troubled)
-            spoilt = 5 * normal(99, 10)
-            spoilt[at] = bad
-            troubled.add(0, spoilt[:4], 1.0)
-            troubled.add(4, spoilt[4:], 1.0)
+            poisoned = 5 * normal(99, 10)
+            poisoned[at] = bad
+            troubled.add(0, poisoned[:4], 1.0)
+            troubled.add(4, poisoned[4:], 1.0)
             assert not troubled.finite()
             assert same(memory(troubled), before)
         for feedback in (calm, troubled):
@@ -203,16 +206,16 @@ def test_all_sent_with_momentum_is_the_plain_gradient():
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
 def test_a_low_pass_weighs_the_new_residual_against_the_old(weight):
-    feedback, kept = make(20), torch.zeros(20, dtype=torch.float64)
+    feedback, residual = make(20), torch.zeros(20, dtype=torch.float64)
     for step in range(5):
         grad = normal(step, 20, dtype=torch.float64)
         indices = some(20, step)
-        new = kept + grad
+        new = residual + grad
         new[indices] = 0
-        kept = (1 - weight) * kept + weight * new
+        residual = (1 - weight) * residual + weight * new
         feedback.add(0, grad, 1.0)
         feedback.commit(indices, None, low_pass=weight)
-        torch.testing.assert_close(feedback.residual, kept, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(feedback.residual, residual, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("low_pass", [1.0, 0.3])
@@ -253,3 +256,61 @@ def test_what_is_left_out_after_a_step_called_off_is_as_before_it():
     feedback.commit(NOTHING, None, excluded=[(4, 6)])
     after = memory(feedback)
     assert same([part[4:] for part in after], [part[4:] for part in before])
+
+
+# --- Merged for another number of workers ------------------------------------------------------
+
+
+def state(rank, workers=3, **more):
+    torch.manual_seed(rank)
+    named = {"weight": torch.randn(4, 5) * 10.0**rank, "bias": torch.randn(3)}
+    return {
+        "kind": "ExDyna", "rank": rank, "workers": workers, "dim": 23, "step": 9, "rate": None,
+        "method": {"start": 1.0}, "residual": named,
+    } | more  # fmt: skip
+
+
+def test_the_mean_of_residuals_stays():
+    states = [state(rank) for rank in range(3)]
+    actual = merge_residuals(iter(states))
+    for name in ("weight", "bias"):
+        exact = torch.stack([one["residual"][name].double() for one in states]).mean(0)
+        assert torch.equal(actual["residual"][name], exact.float()), "rounded once"
+    assert (actual["rank"], actual["method"], actual["step"]) == (None, None, 9)
+    assert states[0]["rank"] == 0, "what was given is left alone"
+
+
+def test_velocities_too():
+    actual = merge_residuals(
+        [state(rank, velocity={"weight": torch.full((2,), rank)}) for rank in range(3)]
+    )
+    assert actual["velocity"]["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        ([], "of all ranks"),
+        ([state(0), state(1)], "of all ranks of 3"),
+        ([state(0), state(1), state(1)], r"got ranks \[0, 1, 1\]"),
+        ([state(0), state(1), state(2, step=8)], "differ in step: 9 and 8"),
+        ([state(0), state(1, kind="Micro"), state(2)], "differ in kind"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(states, reason):
+    with pytest.raises(ValueError, match=reason):
+        merge_residuals(states)
+
+
+def test_a_threshold_keeps_its_unit():
+    """Residuals are in units of parameters here, so a threshold follows the learning rate."""
+    rate = [0.1]
+    settings = Sparsify(method=Threshold(density=0.1), learning_rate=lambda: rate[0])
+    old = [Worker(settings, 50, rank=rank, size=2) for rank in range(2)]
+    for value in (0.1, 0.001):
+        rate[0] = value
+        for worker in old:
+            worker.set_unit(1.0)
+    new = Worker(settings, 50, rank=0, size=3)
+    new.load_state_dict(merge_residuals([worker.state_dict() for worker in old]))
+    assert new.state == old[0].state

@@ -53,12 +53,12 @@ def gradients(scales, size, dim, seed=0):
 
 def exchange(accs, union):
     """Mean of the union, and what each worker keeps."""
-    out, kept = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
-    for acc, left in zip(accs, kept, strict=True):
+    out, residual = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
+    for acc, left in zip(accs, residual, strict=True):
         for i in union:
             out[i] += acc[i]
             left[i] = 0
-    return out / len(accs), kept
+    return out / len(accs), residual
 
 
 # The first threshold is too high, about right, and too low.
@@ -68,16 +68,16 @@ def exchange(accs, union):
 def test_it_is_what_the_slow_one_is(dim, size, unit, gamma):
     k = max(1, dim // 50)
     run, slow = workers(Sage(0.02), dim, size), [Slow() for _ in range(size)]
-    kept = [np.zeros(dim)] * size
+    residual = [np.zeros(dim)] * size
     for step in gradients(unit * SCALES, size, dim, seed=dim):
-        accs = [old + new for old, new in zip(kept, step, strict=True)]
+        accs = [old + new for old, new in zip(residual, step, strict=True)]
         picks = [
             set(range(dim)) if k == dim else one.pick(acc, k)
             for one, acc in zip(slow, accs, strict=True)
         ]
-        out, kept = exchange(accs, sorted(set().union(*picks)))
+        out, residual = exchange(accs, sorted(set().union(*picks)))
         np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
-        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(kept))
+        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(residual))
         assert run.metrics["per_rank"] == [len(own) for own in picks]
         for worker, one in zip(run.workers, slow, strict=True):
             if one.line is None:
@@ -111,7 +111,7 @@ def test_density_one_is_dense(dim, size):
 
 
 def test_a_sample_without_a_mean_moves_nothing_by_it():
-    method, place = Sage(0.1, low=0, high=1e9), StepContext(1, 0, 1)
+    method, context = Sage(0.1, low=0, high=1e9), StepContext(1, 0, 1)
     acc = torch.zeros(100, dtype=torch.float64)
     acc[7] = 3.0
     for state, values in [
@@ -120,22 +120,22 @@ def test_a_sample_without_a_mean_moves_nothing_by_it():
         (SageState(2.0, 0.0), acc),
     ]:
         examined = 0.01 if values[7] else 0.0
-        after = method.propose(values, 10, state, place).local[1]
+        after = method.propose(values, 10, state, context).local[1]
         want = 2.0 * 2 / (1 + math.exp(0.1 - examined))
         assert after.threshold == pytest.approx(want, rel=1e-14)
     # What was measured last is not forgotten over a zero.
     assert (
-        method.propose(torch.zeros_like(acc), 10, SageState(2.0, 0.5), place).local[1].mean == 0.5
+        method.propose(torch.zeros_like(acc), 10, SageState(2.0, 0.5), context).local[1].mean == 0.5
     )
 
 
 def test_the_threshold_follows_the_scale_at_once():
     draw = np.random.RandomState(0)
     acc = torch.from_numpy(draw.randn(4000))
-    method, place = Sage(0.01), StepContext(1, 0, 1)
+    method, context = Sage(0.01), StepContext(1, 0, 1)
     line = float(acc.abs().sort().values[-60])
-    before = method.propose(acc, 40, SageState(line, None), place).local[1]
-    after = method.propose(1000 * acc, 40, before, place)
+    before = method.propose(acc, 40, SageState(line, None), context).local[1]
+    after = method.propose(1000 * acc, 40, before, context)
     assert after.local[2] == pytest.approx(1000 * line, rel=0.02)
     assert 50 <= int(after.header[0]) <= 60
 
@@ -171,21 +171,21 @@ def test_the_first_threshold_may_be_given():
 
 
 def test_zeros_do_not_travel_and_a_lost_threshold_starts_again():
-    method, place = Sage(0.25), StepContext(1, 0, 1)
+    method, context = Sage(0.25), StepContext(1, 0, 1)
     acc = torch.tensor([1e-30, 0.0, 0.0, 1e-30, 0.0, 0.0, 0.0, 0.0])
-    picks, after, _ = method.propose(acc, 2, SageState(1e-20, 1.0), place).local
+    picks, after, _ = method.propose(acc, 2, SageState(1e-20, 1.0), context).local
     assert picks.tolist() == [0, 3]
     assert after.threshold is None
-    picks, after, _ = method.propose(8 * acc, 2, after, place).local
+    picks, after, _ = method.propose(8 * acc, 2, after, context).local
     assert (picks.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
 
 
 def test_a_change_of_unit_changes_no_pick():
-    method, place = Sage(0.1), StepContext(3, 0, 1)
+    method, context = Sage(0.1), StepContext(3, 0, 1)
     acc = torch.from_numpy(np.random.RandomState(1).randn(500))
     state = SageState(1.5, 0.7)
-    picks, after, line = method.propose(acc, 50, state, place).local
-    scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), place).local
+    picks, after, line = method.propose(acc, 50, state, context).local
+    scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), context).local
     assert 0 < len(picks) < 500
     assert scaled.tolist() == picks.tolist()
     assert (high, moved) == (8 * line, method.rescale(after, 8.0))

@@ -176,10 +176,10 @@ def test_a_density_means_that_many(density, dim, k):
 
 def test_warm_up_falls_by_equal_factors_and_then_stays():
     settings = Sparsify(method=ExDyna(0.001), warmup_steps=5, warmup_from=0.25)
-    found = [settings.density(step) for step in range(8)]
-    assert found[0] == 0.25
-    assert found[5:] == [0.001] * 3
-    factors = [after / before for before, after in pairwise(found[:6])]
+    actual = [settings.density(step) for step in range(8)]
+    assert actual[0] == 0.25
+    assert actual[5:] == [0.001] * 3
+    factors = [after / before for before, after in pairwise(actual[:6])]
     assert factors == pytest.approx([(0.001 / 0.25) ** 0.2] * 5)
     # Nothing to warm up from, or no steps to do it in.
     with pytest.warns(UserWarning, match=r"a warm-up from 0.25 has no effect: the density is 0.5"):

@@ -73,12 +73,12 @@ def gradients(steps, size, dim, seed=0):
 
 def exchange(accs, union):
     """Mean of the union, and what each worker keeps."""
-    out, kept = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
-    for acc, left in zip(accs, kept, strict=True):
+    out, residual = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
+    for acc, left in zip(accs, residual, strict=True):
         for i in union:
             out[i] += acc[i]
             left[i] = 0
-    return out / len(accs), kept
+    return out / len(accs), residual
 
 
 def propose(method, acc, k, stages=1):
@@ -96,16 +96,16 @@ def test_it_is_what_the_slow_one_is(dim, size, distribution, stages):
     k = max(1, dim // 100)
     run = workers(SIDCo(0.01, distribution, stages=stages), dim, size)
     slow = [Slow(distribution, stages) for _ in range(size)]
-    kept, seen = [np.zeros(dim)] * size, set()
+    residual, seen = [np.zeros(dim)] * size, set()
     for step in gradients(11, size, dim, seed=dim):
-        accs = [old + new for old, new in zip(kept, step, strict=True)]
+        accs = [old + new for old, new in zip(residual, step, strict=True)]
         picks = [
             set(range(dim)) if k == dim else one.pick(acc, k)
             for one, acc in zip(slow, accs, strict=True)
         ]
-        out, kept = exchange(accs, sorted(set().union(*picks)))
+        out, residual = exchange(accs, sorted(set().union(*picks)))
         np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
-        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(kept))
+        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(residual))
         assert run.metrics["per_rank"] == [len(own) for own in picks]
         assert [worker.state.stages for worker in run.workers] == [one.stages for one in slow]
         seen |= {one.stages for one in slow}

@@ -25,12 +25,12 @@ def gradients(steps, size, dim, scale=1.0, seed=0):
 
 def exchange(accs, union):
     """Mean of the union, and what each worker keeps."""
-    out, kept = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
-    for acc, left in zip(accs, kept, strict=True):
+    out, residual = np.zeros(len(accs[0])), [acc.copy() for acc in accs]
+    for acc, left in zip(accs, residual, strict=True):
         for i in union:
             out[i] += acc[i]
             left[i] = 0
-    return out / len(accs), kept
+    return out / len(accs), residual
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -39,13 +39,13 @@ def test_it_is_what_the_slow_one_is(dim, size):
     density = 0.05
     line = 1 / (2 * math.sqrt(max(1, int(density * dim))))
     run = workers(Threshold(density), dim, size)
-    kept, picked = [np.zeros(dim)] * size, set()
+    residual, picked = [np.zeros(dim)] * size, set()
     for step in gradients(7, size, dim, scale=0.6 * line):
-        accs = [old + new for old, new in zip(kept, step, strict=True)]
+        accs = [old + new for old, new in zip(residual, step, strict=True)]
         picks = [{i for i in range(dim) if dim == 1 or abs(acc[i]) >= line} for acc in accs]
-        out, kept = exchange(accs, sorted(set().union(*picks)))
+        out, residual = exchange(accs, sorted(set().union(*picks)))
         np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
-        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(kept))
+        np.testing.assert_array_equal(run.residuals().numpy(), np.stack(residual))
         assert run.metrics["per_rank"] == [len(own) for own in picks]
         picked.add(run.metrics["selected"])
     assert dim < 5000 or (len(picked) > 3 and 0 < min(picked) and max(picked) < dim)
@@ -113,11 +113,11 @@ def test_it_changes_with_the_unit_only():
 
 @pytest.mark.parametrize("value", [None, 0.25])
 def test_a_change_of_unit_changes_no_pick(value):
-    method, place = Threshold(0.1, value), StepContext(3, 0, 1)
+    method, context = Threshold(0.1, value), StepContext(3, 0, 1)
     state = method.begin(50, 1, [50])
     acc = torch.from_numpy(gradients(1, 1, 50, scale=0.3)[0, 0])
-    picks, line = method.propose(acc, 5, state, place).local
-    scaled, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), place).local
+    picks, line = method.propose(acc, 5, state, context).local
+    scaled, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), context).local
     assert 0 < len(picks) < 50
     assert scaled.tolist() == picks.tolist()
     assert moved == 8 * line

@@ -49,9 +49,9 @@ def fresh(length):
     return torch.randn(length)  # a new draw each time: the seed is nobody's
 
 
-def counted(values, tally):
+def counted(values, histogram):
     """The tally of numbers by their sizes against borders, in float64."""
-    window = int(tally.window)
+    window = int(histogram.window)
     bits = (np.arange(window + 1, window + BINS - 1, dtype=np.int64) << SHIFT).astype(np.int32)
     borders = bits.view(np.float32).astype(np.float64)
     sizes = np.abs(values.cpu().numpy().astype(np.float64))
@@ -66,30 +66,30 @@ def counted(values, tally):
 def test_one_pass_adds_counts_marks_and_clears(length, dtype):
     for offset, unit, in_place, line in CASES:
         old, new = fresh(length), fresh(length).to(dtype)
-        kept, kept_memory = inside(length, offset, values=old)
+        residual, kept_memory = inside(length, offset, values=old)
         grad, grad_memory = inside(length, 2 * offset, dtype, new)
-        out, out_memory = (kept, kept_memory) if in_place else inside(length, offset)
+        out, out_memory = (residual, kept_memory) if in_place else inside(length, offset)
         floor = torch.tensor(line, device=DEVICE)
-        tally = MagnitudeHistogram.around(floor)
-        marks = passes.add(kept, grad, unit, out, tally, floor, clear=True)
+        histogram = MagnitudeHistogram.around(floor)
+        marks = passes.add(residual, grad, unit, out, histogram, floor, clear=True)
         wanted = old.double() + unit * new.double()
         torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-6, atol=1e-7)
         assert not grad.any() and untouched(grad, grad_memory, 2 * offset)
         assert untouched(out, out_memory, offset)
-        assert np.array_equal(tally.counts.cpu().numpy(), counted(out, tally))
-        found = np.flatnonzero(np.abs(out.cpu().numpy()) >= np.float32(line))
-        assert np.array_equal(passes.indices_above(out, line).cpu().numpy(), found)
-        check_taken(out, out_memory, offset, marks, found)
+        assert np.array_equal(histogram.counts.cpu().numpy(), counted(out, histogram))
+        actual = np.flatnonzero(np.abs(out.cpu().numpy()) >= np.float32(line))
+        assert np.array_equal(passes.indices_above(out, line).cpu().numpy(), actual)
+        check_taken(out, out_memory, offset, marks, actual)
 
 
-def check_taken(values, memory, offset, marks, found):
+def check_taken(values, memory, offset, marks, actual):
     """Take with room for some, for all, for more."""
     before = values.clone()
-    for room in (len(found) // 2, len(found) + 3, *([0, len(found)] if GPU else [])):
+    for room in (len(actual) // 2, len(actual) + 3, *([0, len(actual)] if GPU else [])):
         values.copy_(before)
         indices, picked, count = passes.compact(values, marks, room, clear=True)
-        taken = torch.from_numpy(found[:room]).to(DEVICE)
-        assert int(count) == len(found) and len(indices) == len(picked) == room
+        taken = torch.from_numpy(actual[:room]).to(DEVICE)
+        assert int(count) == len(actual) and len(indices) == len(picked) == room
         assert torch.equal(indices[: len(taken)], taken)
         assert torch.equal(picked[: len(taken)], before[taken])
         assert not indices[len(taken) :].any() and not picked[len(taken) :].any()
@@ -100,28 +100,28 @@ def check_taken(values, memory, offset, marks, found):
 
 
 def test_without_a_tally_and_a_floor_it_only_adds():
-    kept, grad = fresh(TILE + 5).to(DEVICE), fresh(TILE + 5).to(DEVICE)
-    before, out = grad.clone(), torch.full_like(kept, torch.nan)
-    assert passes.add(kept, grad, 1.0, out, None, None, clear=False) is None
-    assert torch.equal(out, kept + grad) and torch.equal(grad, before)
+    residual, grad = fresh(TILE + 5).to(DEVICE), fresh(TILE + 5).to(DEVICE)
+    before, out = grad.clone(), torch.full_like(residual, torch.nan)
+    assert passes.add(residual, grad, 1.0, out, None, None, clear=False) is None
+    assert torch.equal(out, residual + grad) and torch.equal(grad, before)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_counted_and_nan_is_not_picked(bad):
-    kept, grad = torch.zeros(TILE + 9, device=DEVICE), fresh(TILE + 9).to(DEVICE)
+    residual, grad = torch.zeros(TILE + 9, device=DEVICE), fresh(TILE + 9).to(DEVICE)
     for at in (3, TILE + 8):
         grad[at] = bad
         floor = torch.tensor(0.0, device=DEVICE)
-        tally = MagnitudeHistogram.around(torch.tensor(1.0, device=DEVICE))
-        out = torch.empty_like(kept)
-        marks = passes.add(kept, grad, 1.0, out, tally, floor, clear=False)
-        assert not tally.finite()
-        _, _, found = passes.compact(out, marks, 1, clear=False)
-        assert int(found) == int((out.abs() >= 0).sum())
+        histogram = MagnitudeHistogram.around(torch.tensor(1.0, device=DEVICE))
+        out = torch.empty_like(residual)
+        marks = passes.add(residual, grad, 1.0, out, histogram, floor, clear=False)
+        assert not histogram.finite()
+        _, _, actual = passes.compact(out, marks, 1, clear=False)
+        assert int(actual) == int((out.abs() >= 0).sum())
         grad[at] = 1.0
-    tally.counts.zero_()
-    passes.add(kept, grad, 1.0, out, tally, None, clear=False)
-    assert tally.finite()
+    histogram.counts.zero_()
+    passes.add(residual, grad, 1.0, out, histogram, None, clear=False)
+    assert histogram.finite()
 
 
 def test_floors_at_the_ends_of_the_range():
@@ -135,11 +135,11 @@ def test_floors_at_the_ends_of_the_range():
 @pytest.mark.parametrize("k", [1, 5, 100, TILE - 3, 10_000])
 def test_the_floor_leaves_at_least_k(k):
     values = fresh(TILE + 1).to(DEVICE)
-    tally = MagnitudeHistogram.around(torch.tensor(0.9, device=DEVICE))
+    histogram = MagnitudeHistogram.around(torch.tensor(0.9, device=DEVICE))
     out = torch.empty_like(values)
-    passes.add(torch.zeros_like(values), values, 1.0, out, tally, None, clear=False)
-    floor = passes.topk_threshold(tally.counts, tally.window, k)
-    on_cpu = MagnitudeHistogram(tally.counts.cpu(), tally.window.cpu())
+    passes.add(torch.zeros_like(values), values, 1.0, out, histogram, None, clear=False)
+    floor = passes.topk_threshold(histogram.counts, histogram.window, k)
+    on_cpu = MagnitudeHistogram(histogram.counts.cpu(), histogram.window.cpu())
     assert floor.cpu() == on_cpu.topk_threshold(k)
     reach = int((out.abs() >= floor).sum())
     assert reach >= min(k, len(values))
@@ -177,18 +177,20 @@ def test_the_gpu_does_what_the_twin_does(dtype):
     old, new = fresh(length), fresh(length).to(dtype)
     results = []
     for device in ("cpu", "cuda", "cuda"):
-        kept, grad = old.to(device, copy=True), new.to(device, copy=True)
+        residual, grad = old.to(device, copy=True), new.to(device, copy=True)
         floor = torch.tensor(2.5, device=device)
-        tally = MagnitudeHistogram.around(floor)
-        picks = kernels.add_select(kept, grad, 1.0, kept, floor, 9000, histogram=tally, clear=True)
-        again = kernels.select(kept, floor, 9000, clear=True)
+        histogram = MagnitudeHistogram.around(floor)
+        picks = kernels.add_select(
+            residual, grad, 1.0, residual, floor, 9000, histogram=histogram, clear=True
+        )
+        again = kernels.select(residual, floor, 9000, clear=True)
         state = [
             *picks,
             *again,
-            kept,
-            tally.counts,
-            kernels.topk_threshold(tally, 1000),
-            tally.finite(),
+            residual,
+            histogram.counts,
+            kernels.topk_threshold(histogram, 1000),
+            histogram.finite(),
         ]
         results.append([one.cpu() for one in state])
         assert not grad.any() and int(picks.total) > 9000
@@ -200,15 +202,17 @@ def test_the_gpu_does_what_the_twin_does(dtype):
 @only_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_host():
-    kept, grad = torch.randn(2, 1_000_003, device=DEVICE)
+    residual, grad = torch.randn(2, 1_000_003, device=DEVICE)
     floor = torch.tensor(2.5, device=DEVICE)
     for mode in (0, "error"):  # the first time Triton compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            tally = MagnitudeHistogram.around(floor)
-            kernels.add_select(kept, grad, 1.0, kept, floor, 9000, histogram=tally, clear=True)
-            kernels.add(kept, grad, 1.0, kept, histogram=tally, clear=True)
-            kernels.select(kept, kernels.topk_threshold(tally, 1000), 2000, clear=True)
+            histogram = MagnitudeHistogram.around(floor)
+            kernels.add_select(
+                residual, grad, 1.0, residual, floor, 9000, histogram=histogram, clear=True
+            )
+            kernels.add(residual, grad, 1.0, residual, histogram=histogram, clear=True)
+            kernels.select(residual, kernels.topk_threshold(histogram, 1000), 2000, clear=True)
         finally:
             torch.cuda.set_sync_debug_mode(0)
 
@@ -218,8 +222,8 @@ def test_above_and_largest_on_a_gpu():
     for length in (0, 1, 40_960, 300_001):
         values = fresh(length)
         for floor in (0.0, 1e-300, 0.5, 3.5, 1e30, 1e300, float("inf")):
-            found = kernels.indices_above(values.cuda(), floor).cpu()
-            assert torch.equal(found, kernels.indices_above(values, floor)), (length, floor)
+            actual = kernels.indices_above(values.cuda(), floor).cpu()
+            assert torch.equal(actual, kernels.indices_above(values, floor)), (length, floor)
         for k in {0, min(length, 30), length // 9}:
-            found = kernels.topk_indices(values.cuda(), k).cpu()
-            assert torch.equal(found, kernels.topk_indices(values, k))
+            actual = kernels.topk_indices(values.cuda(), k).cpu()
+            assert torch.equal(actual, kernels.topk_indices(values, k))

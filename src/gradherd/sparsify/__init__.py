@@ -1,1 +1,1 @@
-"""Which gradient coordinates travel: select, exchange, average, and lose nothing."""
+"""Sparse gradient exchange: select coordinates, exchange and average them, lose nothing."""

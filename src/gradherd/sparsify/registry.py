@@ -68,8 +68,8 @@ def setting_names(name: str) -> tuple[str, ...]:
     >>> setting_names("cltk"), setting_names("topk")
     (('low_pass',), ())
     """
-    made: Any = _registered(name)
-    return tuple(field.name for field in fields(made) if field.name != "density")
+    method: Any = _registered(name)
+    return tuple(field.name for field in fields(method) if field.name != "density")
 
 
 def sums_values(name: str) -> bool:

@@ -117,5 +117,5 @@ def make_settings(name: str, density: float | None = None, /, **settings: Any) -
 
 
 def _name_of(method: Selector) -> str:
-    names = [name for name, made in SPARSIFIERS.items() if type(method) is made]
+    names = [name for name, known in SPARSIFIERS.items() if type(method) is known]
     return names[0] if names else type(method).__name__

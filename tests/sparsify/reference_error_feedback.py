@@ -17,16 +17,16 @@ def expected(grads, choose, low_pass=1.0):
 
     `choose(acc, step)` tells what each worker sends, (R, D) of (R, D).
     """
-    kept, means = np.zeros_like(grads[0]), []
+    residual, means = np.zeros_like(grads[0]), []
     for step, grad in enumerate(grads):
-        acc = kept + grad
+        acc = residual + grad
         sent = choose(acc, step)
         means.append(sent.sum(0) / len(grad))
-        kept = (1 - low_pass) * kept + low_pass * (acc - sent)
-    return np.array(means), kept
+        residual = (1 - low_pass) * residual + low_pass * (acc - sent)
+    return np.array(means), residual
 
 
-def found(grads, method, layers=None):
+def actual(grads, method, layers=None):
     """The same of the method itself, and its metrics of every step."""
     _, size, dim = grads.shape
     workers = VirtualWorkers(Sparsify(method=method), dim, size, layers=layers, dtype=torch.float64)
@@ -42,10 +42,10 @@ def assert_same(have, want):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
 
 
-def assert_conserved(grads, means, kept):
+def assert_conserved(grads, means, residual):
     """What was computed is what was sent and what is kept."""
     computed = grads.sum((0, 1))
-    error = np.abs(len(kept) * means.sum(0) + kept.sum(0) - computed).max()
+    error = np.abs(len(residual) * means.sum(0) + residual.sum(0) - computed).max()
     assert error <= 1e-12 * np.abs(grads).sum((0, 1)).max()
 
 

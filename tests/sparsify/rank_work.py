@@ -14,6 +14,10 @@ from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Worker
+from tests.sparsify.example_sparsifier import EveryNth
+
+# What contracts hold for: the registry, and a method of a user's own.
+METHODS = SPARSIFIERS | {"every-nth": EveryNth}
 
 
 def normal(seed, *shape, dtype=torch.float32):
@@ -46,8 +50,8 @@ def index_script(density, rank, size):
     spans = list(pairwise(BORDERS[size]))
     picks = []
     for number, (begin, end) in enumerate(spans):
-        chance = torch.rand(end - begin, generator=torch.Generator().manual_seed(number))
-        picks.append(begin + (chance < density).nonzero().view(-1))
+        draws = torch.rand(end - begin, generator=torch.Generator().manual_seed(number))
+        picks.append(begin + (draws < density).nonzero().view(-1))
     counts = [len(own) for own in picks]
     return gather_indices(picks[rank], counts, spans, StepContext(0, rank, size))
 
@@ -56,8 +60,8 @@ def exchanges():
     """On every rank: of every sum and of every gather of indices, the answer and the bytes."""
     world = World.detect()
     sums = [run(sum_script(case, world.rank, world.size), world) for case in SUMS]
-    found = [run(index_script(d, world.rank, world.size), world) for d in (0.0, 1e-5, 0.01)]
-    return [tuple(told) for told in sums], [tuple(told) for told in found]
+    actual = [run(index_script(d, world.rank, world.size), world) for d in (0.0, 1e-5, 0.01)]
+    return [tuple(results) for results in sums], [tuple(results) for results in actual]
 
 
 # --- Whole methods -----------------------------------------------------------------------------
@@ -73,7 +77,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     values: str = "fp32"
     steps: int = 8
-    spoilt: tuple[int, float] | None = None
+    poisoned: tuple[int, float] | None = None
     """Before this step there is another one, in which the last rank has this number."""
     resumed: int | None = None
     """Before this step all is saved, and loaded by new workers."""
@@ -84,7 +88,7 @@ class Case:
 
     @property
     def settings(self):
-        make = SPARSIFIERS[self.name]
+        make = METHODS[self.name]
         method = make() if self.density is None else make(density=self.density)
         return Sparsify(method=method, values=self.values)
 
@@ -123,11 +127,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Story:
+class Trace:
     """What a rank saw of all steps."""
 
     steps: list[Step]
-    kept: torch.Tensor
+    residual: torch.Tensor
     state: dict[str, Any]
     called_off: list[bool]
     """Of steps that were spoilt: whether nothing came of it and nothing changed."""
@@ -135,7 +139,7 @@ class Story:
     @property
     def sent(self):
         """(D,) what the optimizer has seen in all."""
-        total = torch.zeros_like(self.kept)
+        total = torch.zeros_like(self.residual)
         for step in self.steps:
             total[step.indices] += step.mean
         return total
@@ -178,21 +182,23 @@ def tell(case, size, ranks, exchange):
         return exchange([worker.script() for worker in workers])
 
     for number, grads in enumerate(case.grads(size)):
-        if case.spoilt is not None and number == case.spoilt[0]:
+        if case.poisoned is not None and number == case.poisoned[0]:
             bad = 3 * grads
-            bad[size - 1, case.dim // 2] = case.spoilt[1]
+            bad[size - 1, case.dim // 2] = case.poisoned[1]
             before = [snapshot(worker) for worker in workers]
-            for own, told, worker, old in zip(called_off, add(bad), workers, before, strict=True):
-                worker.commit(told.value)
-                own.append(told.value is None and same(old, snapshot(worker)))
+            for own, results, worker, old in zip(
+                called_off, add(bad), workers, before, strict=True
+            ):
+                worker.commit(results.value)
+                own.append(results.value is None and same(old, snapshot(worker)))
         if number == case.resumed:
             saved = [snapshot(worker) for worker in workers]
             workers = [case.worker(rank, size) for rank in ranks]
             for worker, state in zip(workers, saved, strict=True):
                 worker.load_state_dict(state["worker"])
                 worker.feedback.residual.copy_(state["kept"])
-        for own, told, worker in zip(steps, add(grads), workers, strict=True):
-            outcome = told.value
+        for own, results, worker in zip(steps, add(grads), workers, strict=True):
+            outcome = results.value
             mean = worker.mean_of(outcome)
             worker.commit(outcome)
             chosen = outcome.selection
@@ -203,16 +209,16 @@ def tell(case, size, ranks, exchange):
                     list(chosen.counts),
                     chosen.threshold,
                     chosen.low_pass,
-                    told.bytes,
+                    results.bytes,
                 )
             )
     return [
-        Story(own, worker.feedback.residual, through_disk(worker.state_dict()), off)
+        Trace(own, worker.feedback.residual, through_disk(worker.state_dict()), off)
         for own, worker, off in zip(steps, workers, called_off, strict=True)
     ]
 
 
-def tell_virtual(case, size):
+def trace_virtual(case, size):
     """Stories of all ranks, in one process, with one thread as ranks have: sums depend on it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -222,7 +228,7 @@ def tell_virtual(case, size):
         torch.set_num_threads(threads)
 
 
-def tell_real(cases):
+def trace_real(cases):
     """This rank's story of every case."""
     world = World.detect()
 
@@ -233,4 +239,4 @@ def tell_real(cases):
 
 
 def undisturbed(case):
-    return replace(case, spoilt=None, resumed=None)
+    return replace(case, poisoned=None, resumed=None)

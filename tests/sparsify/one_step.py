@@ -7,16 +7,16 @@ from gradherd.comm.world import World
 from gradherd.sparsify.selector import StepContext
 
 
-def agree(method, acc, k, layers, place):
+def agree(method, acc, k, layers, context):
     """The script of one worker: show the header, then settle."""
-    state = method.begin(len(acc), place.size, layers)
-    proposal = method.propose(acc, k, state, place)
+    state = method.begin(len(acc), context.size, layers)
+    proposal = method.propose(acc, k, state, context)
     flag = torch.ones(1, dtype=torch.int32)
     headers = yield AllGather(torch.cat([flag, proposal.header]))
-    return (yield from method.settle(acc, k, state, place, proposal, headers[:, 1:]))
+    return (yield from method.settle(acc, k, state, context, proposal, headers[:, 1:]))
 
 
-def told(result, header):
+def results(result, header):
     """What came of it, and the bytes without those of the header."""
     chosen = result.value
     return {
@@ -38,16 +38,16 @@ def together(method, accs, k, *, layers=None, step=0):
     size, layers = len(accs), layers or [accs.shape[1]]
     scripts = [agree(method, accs[r], k, layers, StepContext(step, r, size)) for r in range(size)]
     header = header_bytes(method, accs[0], k, layers, size)
-    return [told(result, header) for result in run_together(scripts)]
+    return [results(result, header) for result in run_together(scripts)]
 
 
 def on_rank(method, accs, k, layers, step):
     """This rank's part of it."""
     world = World.detect()
     own = accs[world.rank]
-    place = StepContext(step, world.rank, world.size)
+    context = StepContext(step, world.rank, world.size)
     header = header_bytes(method, own, k, layers, world.size)
-    return told(run(agree(method, own, k, layers, place), world), header)
+    return results(run(agree(method, own, k, layers, context), world), header)
 
 
 def several(cases):

@@ -1,0 +1,43 @@
+"""A sparsifier as a user would write one: what the registry and the contracts must accept."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gradherd.sparsify.selector import Proposal, Selection, check_density
+
+
+@dataclass(frozen=True)
+class EveryNth:
+    """Send every n-th coordinate, beginning one further at every step.
+
+    The second line of a docstring is not part of the summary.
+    """
+
+    density: float = 1e-3
+    stride_factor: int = 1
+
+    exclusive = False
+
+    def __post_init__(self):
+        check_density(self.density)
+        if self.stride_factor < 1:
+            raise ValueError(f"stride_factor must be at least 1, got {self.stride_factor}")
+
+    def begin(self, dim, workers, layers):
+        return None
+
+    def propose(self, acc, k, state, context):
+        return Proposal(torch.zeros(0, dtype=torch.int32))
+
+    def settle(self, acc, k, state, context, proposal, headers):
+        yield from ()
+        if k >= len(acc):
+            indices = torch.arange(len(acc))
+        else:
+            step = self.stride_factor * (len(acc) // k)
+            indices = torch.arange(context.step % step, len(acc), step)
+        return Selection(indices, [len(indices)] * context.size, None)
+
+    def rescale(self, state, factor):
+        return None
