@@ -154,7 +154,7 @@ def through_disk(state):
 
 def snapshot(worker):
     return through_disk(
-        {"kept": worker.feedback.residual, "worker": worker.state_dict(), "step": worker.step}
+        {"residual": worker.feedback.residual, "worker": worker.state_dict(), "step": worker.step}
     )
 
 
@@ -196,7 +196,7 @@ def tell(case, size, ranks, exchange):
             workers = [case.worker(rank, size) for rank in ranks]
             for worker, state in zip(workers, saved, strict=True):
                 worker.load_state_dict(state["worker"])
-                worker.feedback.residual.copy_(state["kept"])
+                worker.feedback.residual.copy_(state["residual"])
         for own, results, worker in zip(steps, add(grads), workers, strict=True):
             outcome = results.value
             mean = worker.mean_of(outcome)
