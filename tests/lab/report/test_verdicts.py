@@ -5,6 +5,7 @@ import pytest
 
 from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
+from gradherd.ordering.registry import POLICIES
 from tests.lab.report.sample_records import orders, record, sparsifiers
 
 CLAIMS = re.compile(r"\b(better|worse|balancing is what helps)\b")
@@ -208,3 +209,13 @@ def test_both_changed_at_once():
     arms = [("d-rr", "dense", None), ("cd-grab", "exdyna", 0.01)]
     [(_, text)] = said([record(*arm, seed) for arm in arms for seed in range(3)])
     assert text.startswith("cd-grab + exdyna 0.01 against d-rr + dense: test accuracy (%)")
+
+
+def test_an_order_that_is_added_later_is_checked_by_the_control(monkeypatch):
+    """What counts is whether it uses gradients, not its name."""
+    monkeypatch.setitem(POLICIES, "mine", POLICIES["cd-grab"])
+    monkeypatch.setitem(POLICIES, "grab-bag", POLICIES["d-rr"])
+    arms = [*runs("d-rr", [1.0, 1.02, 0.98]), *runs("always-plus", [0.9, 0.92, 0.88])]
+    mine = said([*arms, *runs("mine", [0.25, 0.26, 0.24])])
+    assert mine[-1][1].startswith("Against always-plus, which ignores gradients, mine's loss")
+    assert len(said([*arms, *runs("grab-bag", [0.25, 0.26, 0.24])])) == 2

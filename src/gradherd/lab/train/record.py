@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gradherd.lab.text import printable
+
 _TEXT_FIELDS = ("task", "description", "order", "sparsify", "metric_name", "started", "status")
 _COUNT_FIELDS = ("seed", "parameters", "train_examples", "test_examples")
 _OPTIONAL_FIELDS = ("train_loss", "metric", "padding", "residual_norm", "herding_bound")
@@ -260,11 +262,6 @@ def read_record(path: Path) -> RunRecord:
         return RunRecord.from_json(found)
     except ValueError as error:
         raise ValueError(f"{name}: {error}; remove its folder, or train again") from None
-
-
-def printable(text: str) -> str:
-    """Return what can be shown on a terminal: files and what they hold may be called anything."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def read_bounded_text(path: Path) -> str:
