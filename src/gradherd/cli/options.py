@@ -19,7 +19,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import ROWS
 from gradherd.ordering.registry import POLICIES
-from gradherd.sparsify.registry import SPARSIFIERS
+from gradherd.sparsify.registry import SPARSIFIERS, takes_density
 
 # Names in help texts come from the registries: a new method needs no edit here.
 ORDERS = ", ".join(POLICIES)
@@ -228,7 +228,7 @@ def density_for(sparsifiers: Sequence[str], density: float | None) -> float | No
     """Return the density to train with, None if nothing is sparsified; or raise UsageError."""
     if density is not None:
         check_density(density)
-    if all(name == "dense" for name in sparsifiers):
+    if not any(map(takes_density, sparsifiers)):
         if density is not None:
             raise UsageError(f"--density {density} has no effect: nothing is sparsified")
         return None

@@ -39,6 +39,13 @@ from gradherd.sparsify.registry import (
 )
 from gradherd.sparsify.settings import Sparsify
 
+
+def _methods_where(condition: Callable[[str], bool]) -> str:
+    return " or ".join(name for name in SPARSIFIERS if condition(name))
+
+
+_WITH_THRESHOLD = _methods_where(lambda name: "threshold" in setting_names(name))
+_WITH_LAYERS = _methods_where(uses_layers)
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
 
@@ -135,15 +142,22 @@ class ReplaySparsifyCommand:
         Literal["consensus", "online"] | None,
         tyro.conf.arg(
             metavar="{consensus,online}",
-            help="For exdyna and micro: agree on a threshold in each step (consensus), or adjust "
+            help=f"For {_WITH_THRESHOLD}: agree on a threshold in each step (consensus), or adjust "
             "it a little after each step as in the papers (online).",
             help_behavior_hint="(default: consensus)",
         ),
     ] = None
     values: Literal["fp32", "bf16"] = "fp32"
     """Precision of the values sent; what bf16 rounds off stays in the residual."""
-    layers: Annotated[str | None, tyro.conf.arg(metavar="N,N", help_behavior_hint="")] = None
-    """For deft: lengths of the tensors that make up the vector, separated by commas."""
+    layers: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="N,N",
+            help=f"For {_WITH_LAYERS}: lengths of the tensors that make up the vector, separated "
+            "by commas.",
+            help_behavior_hint="",
+        ),
+    ] = None
     out: FolderOption = None
     """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
     json: Annotated[
@@ -178,7 +192,7 @@ class ReplaySparsifyCommand:
         if self.threshold is not None and "threshold" not in setting_names(self.method):
             raise UsageError(
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
-                f"with {_methods_where(lambda name: 'threshold' in setting_names(name))}"
+                f"with {_WITH_THRESHOLD}"
             )
         if self.values == "bf16" and sums_values(self.method):
             raise UsageError(
@@ -186,8 +200,7 @@ class ReplaySparsifyCommand:
             )
         if self.layers is not None and not uses_layers(self.method):
             raise UsageError(
-                f"--layers has no effect with --method {self.method}: use it with "
-                f"{_methods_where(uses_layers)}"
+                f"--layers has no effect with --method {self.method}: use it with {_WITH_LAYERS}"
             )
         density = self.density if takes_density(self.method) else None
         settings = {} if self.threshold is None else {"threshold": self.threshold}
@@ -232,7 +245,3 @@ class ReplaySparsifyCommand:
         Console().print(table)
         if self.out is not None:
             Console().print(f"wrote mean.npy and residual.npy to {self.out}")
-
-
-def _methods_where(condition: Callable[[str], bool]) -> str:
-    return " or ".join(name for name in SPARSIFIERS if condition(name))

@@ -104,8 +104,8 @@ def test_virtual_cases_take_the_steps_that_are_asked():
         assert virtual.make_case(case, 2, 1, 20, cpu).epoch() == steps
     for case, needs in (("nine runs", True), ("nine runs, d-rr", False)):
         loop = virtual.make_case(case, 2, 1, 2, cpu)
-        assert loop.runs == len(loop.fleet.orderings) == 9
-        assert {one.policy.needs_rows for one in loop.fleet.orderings} == {needs}
+        assert loop.runs == len(loop.trainer.orderings) == 9
+        assert {one.policy.needs_rows for one in loop.trainer.orderings} == {needs}
 
 
 @pytest.mark.parametrize("params", [9000, 100_000, 2_000_000])

@@ -66,21 +66,21 @@ class PlainLoop:
         return len(batches)
 
 
-class FleetLoop:
+class TrainerLoop:
     """Epochs of virtual runs, one after the other."""
 
-    def __init__(self, fleet: Trainer, runs: int) -> None:
-        self.fleet, self.runs, self._number = fleet, runs, 0
+    def __init__(self, trainer: Trainer, runs: int) -> None:
+        self.trainer, self.runs, self._number = trainer, runs, 0
 
     def epoch(self) -> int:
         """Train one epoch of all runs; return the number of steps of each."""
         self._number += 1
-        return self.fleet.epoch(self._number, lambda steps=1: None)[0].steps
+        return self.trainer.epoch(self._number, lambda steps=1: None)[0].steps
 
 
 def make_case(
     case: str, workers: int, batch: int, steps: int, device: torch.device
-) -> PlainLoop | FleetLoop:
+) -> PlainLoop | TrainerLoop:
     """Return a case, ready to train epochs of `steps` steps."""
     task = Cifar10LeNet()
     examples = workers * batch
@@ -107,13 +107,13 @@ def make_case(
     if case == "turns":
         (config,) = runs_of(["cd-grab"], 1, "exact")
         few = split.first(max(LEAST_STEPS, steps // _TURNS) * examples)
-        return FleetLoop(VirtualTrainer(config, task, few, capture=False), 1)
+        return TrainerLoop(VirtualTrainer(config, task, few, capture=False), 1)
     configs = {
         "one run": lambda: runs_of(["cd-grab"], 1, "exact"),
         "nine runs": lambda: runs_of(_BALANCED, _SEEDS, "exact"),
         "nine runs, d-rr": lambda: runs_of(["d-rr"], len(_BALANCED) * _SEEDS, "auto"),
     }[case]()
-    return FleetLoop(StackedTrainer(configs, task, split), len(configs))
+    return TrainerLoop(StackedTrainer(configs, task, split), len(configs))
 
 
 def bench_virtual(
@@ -134,7 +134,7 @@ def bench_virtual(
         device: Where to train.
         progress: Called after each epoch.
     """
-    loops: dict[str, PlainLoop | FleetLoop] = {}
+    loops: dict[str, PlainLoop | TrainerLoop] = {}
     peaks: dict[str, int | None] = {}
     for case in CASES:
         with PeakMemory(device) as peak:
@@ -148,8 +148,8 @@ def bench_virtual(
             times[case].append(_step_seconds(loop, device))
             progress()
     for loop in loops.values():
-        if isinstance(loop, FleetLoop):
-            loop.fleet.close()
+        if isinstance(loop, TrainerLoop):
+            loop.trainer.close()
     seconds = {case: statistics.median(epochs) for case, epochs in times.items()}
     size = sum(p.numel() for p in Cifar10LeNet().model().parameters())
     return [
@@ -169,7 +169,7 @@ def bench_virtual(
     ]
 
 
-def _step_seconds(loop: PlainLoop | FleetLoop, device: torch.device) -> float:
+def _step_seconds(loop: PlainLoop | TrainerLoop, device: torch.device) -> float:
     """Return the seconds per step of one run, from a whole epoch."""
     _synchronize(device)
     begin = time.perf_counter()
