@@ -1,8 +1,8 @@
-"""Is the density the wanted one, and is the load even? On recorded or synthetic gradients.
+"""Check how well sparsifiers keep their density and balance their load.
 
-Without a file: gradients of four workers, half shared and half private noise, in twenty layers
-whose scales span two decades. With one (see record_gradients.py): that training, as it was or
-changed.
+Without a file, on synthetic gradients of four workers: half shared and half private noise, in
+twenty layers whose scales span two decades. With a file (see record_gradients.py), on the gradients
+of that training, as recorded or changed.
 
     python benchmarks/density.py --dim 10000000 --steps 90
     python benchmarks/density.py gradients.npy --change drop
@@ -23,16 +23,16 @@ LAYERS, DECADES, SETTLED = 20, 2, 50
 
 
 def synthetic(dim: int, workers: int) -> Iterator[Tensor]:
-    """Yield (workers, dim) gradients without end."""
+    """Yield endless gradients of shape (workers, dim)."""
     draw = torch.Generator().manual_seed(0)
     scale = 10 ** (DECADES * torch.rand(LAYERS, generator=draw))
     scale = scale.repeat_interleave(-(-dim // LAYERS))[:dim]
-    # Noise from a pool, at random offsets and with random signs: ten times as fast as fresh.
-    room = 4_000_000
-    pool = torch.randn(dim + room, generator=draw)
+    # A slice of a pool at a random offset, with a random sign: ten times as fast as new noise.
+    offsets = 4_000_000
+    pool = torch.randn(dim + offsets, generator=draw)
 
     def noise() -> Tensor:
-        offset, sign = torch.randint(room, (2,), generator=draw).tolist()
+        offset, sign = torch.randint(offsets, (2,), generator=draw).tolist()
         return pool[offset : offset + dim] * (1 if sign % 2 else -1)
 
     while True:
@@ -41,7 +41,7 @@ def synthetic(dim: int, workers: int) -> Iterator[Tensor]:
 
 
 def recorded(path: Path, change: str) -> Iterator[Tensor]:
-    """Yield the gradients of a recorded training, changed."""
+    """Yield recorded gradients of shape (workers, dim), changed as asked."""
     file = np.load(path, mmap_mode="r")
     for step, row in enumerate(file):
         grads = torch.from_numpy(np.array(row))
@@ -51,7 +51,7 @@ def recorded(path: Path, change: str) -> Iterator[Tensor]:
             grads /= 20
         if change == "drop" and step >= len(file) // 2:
             grads /= 10
-        if change == "layer":  # a third of the vector gets 90 % of the squared length
+        if change == "layer":  # a third of the vector gets 90 % of the squared norm
             part = grads[:, : grads.shape[1] // 3]
             rest = (grads.norm() ** 2 - part.norm() ** 2).clamp(min=0).sqrt()
             part *= 3 * rest / part.norm().clamp(min=1e-30)
@@ -59,7 +59,7 @@ def recorded(path: Path, change: str) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    """Replay and print."""
+    """Replay the gradients with each method and print one line per method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--change", choices=["none", "large", "small", "drop", "layer"])
@@ -87,7 +87,7 @@ def main() -> None:
             pads.append(workers.metrics["padding"] - 1)
         off = np.abs(np.array(ratios) - 1)
         print(
-            f"{name:15} {len(off)} steps: off by {off.mean():.4f} on average, at most "
+            f"{name:15} {len(off)} steps: density error {off.mean():.4f} on average, at most "
             f"{off.max():.4f}; within 10 %: {np.mean(off <= 0.1):.1%}; density / target first "
             f"{ratios[0]:.3f}, last {ratios[-1]:.3f}; padding f - 1 after {SETTLED} steps: "
             f"{np.mean(pads[SETTLED:]) if len(pads) > SETTLED else float('nan'):.4f}",

@@ -1,10 +1,10 @@
-"""Does the order matter? Logistic regression on scikit-learn's digits over real workers.
+"""Compare orders: logistic regression on scikit-learn's digits with four local ranks.
 
 Prints, for each order, the loss above the optimum after the last epoch, mean over seeds:
 
     python benchmarks/digits.py [--orders d-rr,cd-grab] [--seeds 3] [--epochs 40] [--batch 4]
 
-Four ranks, learning rate 0.2, momentum 0.9, L2 1e-4; `--batch` is what each rank's backward sees.
+Learning rate 0.2, momentum 0.9, L2 penalty 1e-4; `--batch` is the batch size of each rank.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def full_loss(model: nn.Module, data: TensorDataset) -> Tensor:
 
 
 def zeros() -> nn.Linear:
-    """Return the model, at zero."""
+    """Return the model with all parameters zero."""
     model = nn.Linear(64, 10)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -45,7 +45,7 @@ def zeros() -> nn.Linear:
 
 
 def optimum(data: TensorDataset) -> float:
-    """Return the smallest loss there is."""
+    """Return the minimum of the loss."""
     model = zeros().double()
     lbfgs = torch.optim.LBFGS(
         model.parameters(), max_iter=3000, tolerance_grad=1e-11, tolerance_change=0,
@@ -63,7 +63,7 @@ def optimum(data: TensorDataset) -> float:
 
 
 def train(order: str, seed: int, epochs: int, batch: int) -> float:
-    """Train on this rank, with the others; return the last loss on all data."""
+    """Train on this rank together with the others; return the final loss on all data."""
     data, net = digits(), zeros()
     model = DDP(net)
     sampler = gh.OrderedSampler(data, order, batch_size=batch, seed=seed)

@@ -1,8 +1,8 @@
-"""Does a small CNN learn as well when one gradient number in a hundred travels?
+"""Compare the accuracy of a small CNN with dense and with sparsified gradients.
 
-Four real ranks train on Fashion-MNIST under DDP, once for each arm and seed: dense, and sparsified
-by each method named. The data is read from the folder that GRADHERD_DATA names (fashion-mnist/
-with the four idx files); without it scikit-learn's digits serve.
+Four local ranks train on Fashion-MNIST under DDP, once per method and seed. The data is read from
+the folder that GRADHERD_DATA names (fashion-mnist/ with the four idx files); without it,
+scikit-learn's digits are used.
 
     GRADHERD_DATA=... python benchmarks/fashion.py --methods exdyna,topk --density 0.01
 """
@@ -34,16 +34,16 @@ def fashion(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         raw = gzip.decompress((folder / name).read_bytes())[header:]
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
-    found = []
+    columns = []
     for part in ("train", "t10k"):
         images = read(f"{part}-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28)
-        found += [(images.float() / 255 - 0.286) / 0.353]
-        found += [read(f"{part}-labels-idx1-ubyte.gz", 8).long()]
-    return found[0], found[1], found[2], found[3]
+        columns += [(images.float() / 255 - 0.286) / 0.353]
+        columns += [read(f"{part}-labels-idx1-ubyte.gz", 8).long()]
+    return columns[0], columns[1], columns[2], columns[3]
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scikit-learn's digits, blown up to 28 x 28."""
+    """Return scikit-learn's digits, resized to 28 x 28."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -71,7 +71,7 @@ def cnn(seed: int) -> nn.Module:
 
 
 def train(method: str, density: float, args: argparse.Namespace, seed: int) -> dict[str, float]:
-    """Train one arm on this rank."""
+    """Train with one method on this rank, together with the others."""
     folder = Path(os.environ.get("GRADHERD_DATA", "")) / "fashion-mnist"
     x, y, test_x, test_y = fashion(folder) if folder.is_dir() else digits()
     data = TensorDataset(x[: args.examples], y[: args.examples])
@@ -99,12 +99,12 @@ def train(method: str, density: float, args: argparse.Namespace, seed: int) -> d
                 densities.append(herd.metrics()["density"])
     seconds = time.perf_counter() - begin
     with torch.no_grad():
-        right = (model(test_x).argmax(1) == test_y).float().mean()
+        accuracy = (model(test_x).argmax(1) == test_y).float().mean()
     size = dist.get_world_size()
     dim = sum(p.numel() for p in model.parameters())
     dense = 8 * dim * (size - 1) // size * steps
     return {
-        "accuracy": 100 * float(right),
+        "accuracy": 100 * float(accuracy),
         "bytes": herd.metrics()["total_bytes"] if herd is not None else dense,
         "dense_bytes": dense,
         "density": statistics.fmean(densities) if densities else 1.0,
@@ -113,14 +113,14 @@ def train(method: str, density: float, args: argparse.Namespace, seed: int) -> d
 
 
 def main() -> None:
-    """Train all arms and print a table."""
+    """Train with all methods and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", default="exdyna")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--examples", type=int, default=60_000)
-    parser.add_argument("--batch", type=int, default=32, help="examples of a rank in a step")
+    parser.add_argument("--batch", type=int, default=32, help="examples per rank and step")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
@@ -132,9 +132,9 @@ def main() -> None:
         ]
         accuracy = [run["accuracy"] for run in runs]
         share = statistics.fmean(run["bytes"] / run["dense_bytes"] for run in runs)
-        spread = statistics.stdev(accuracy) if len(runs) > 1 else 0.0
+        deviation = statistics.stdev(accuracy) if len(runs) > 1 else 0.0
         print(
-            f"{method:10} accuracy {statistics.fmean(accuracy):6.2f} +- {spread:.2f} "
+            f"{method:10} accuracy {statistics.fmean(accuracy):6.2f} +- {deviation:.2f} "
             f"({', '.join(f'{one:.2f}' for one in accuracy)})  bytes {share:8.3%} of dense  "
             f"density {statistics.fmean(run['density'] for run in runs):.5f}  "
             f"{statistics.fmean(run['seconds'] for run in runs):.0f} s",

@@ -1,13 +1,13 @@
-"""Machines that are not there: network namespaces on a bridge, each behind a link of a given speed.
+"""Simulate machines: network namespaces on a bridge, each behind a link of a given speed.
 
     with Namespaces(4) as net:
-        net.limit(1e9)                   # bits per second, up and down, for each of them
-        net.start(0, ["python", ...])    # a process that sees nothing but its own interface
+        net.limit(1e9)                   # bits per second, up and down, for each namespace
+        net.start(0, ["python", ...])    # a process that sees only its own interface
 
 Every namespace has one interface, `eth0`, a veth pair whose other end is on a bridge. A token
 bucket (tc tbf) on either end limits what the namespace sends and what it receives, as a network
-card with that speed would. Whatever happens inside `with`, all of it is removed afterwards; what a
-killed run left behind is removed by the next.
+card with that speed would. Everything is removed at the end of the `with` block, whatever happens
+inside; what a killed run left behind is removed by the next run.
 """
 
 import os
@@ -21,20 +21,21 @@ from types import FrameType, TracebackType
 from typing import Any
 
 INTERFACE = "eth0"
-# The bucket holds 50 microseconds' worth or one large packet: short messages must feel the limit.
+# The bucket holds 50 microseconds of the rate or one large packet: small enough that short messages
+# are limited too.
 _BURST_SECONDS = 50e-6
-_LEAST_BURST = 1 << 16
+_MIN_BURST = 1 << 16
 _LARGEST_PACKET = "32768"
-# As long may the queue before the bucket be; TCP keeps it shorter by itself.
+# Longest queue in front of the bucket; TCP keeps it shorter by itself.
 _QUEUE_SECONDS = 0.2
 
 
 class NetworkError(RuntimeError):
-    """What is missing to make namespaces, in one sentence."""
+    """A namespace or a link cannot be created or changed; the message is one sentence."""
 
 
 def missing() -> str | None:
-    """Return why namespaces cannot be made here, or None if they can."""
+    """Return why namespaces cannot be created here, or None if they can."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"network namespaces need {tool} (of iproute2), which is not installed"
@@ -46,7 +47,7 @@ def missing() -> str | None:
         _do("ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p")
         _do("tc", "qdisc", "add", "dev", name, *_bucket(1e9))
     except NetworkError as error:
-        return f"this system does not let us make links with a rate limit: {error}"
+        return f"this system does not allow links with a rate limit: {error}"
     finally:
         _quietly("ip", "link", "del", name)
         _quietly("ip", "netns", "del", name)
@@ -54,7 +55,7 @@ def missing() -> str | None:
 
 
 class Namespaces:
-    """Some namespaces on one bridge, and the processes in them."""
+    """Namespaces on one bridge, and the processes in them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -112,16 +113,18 @@ class Namespaces:
             _do("ip", "link", "set", outer, "master", bridge, "up")
             address = f"10.77.{rank // 250}.{rank % 250 + 1}/16"
             _do("ip", "-n", space, "addr", "add", address, "dev", INTERFACE)
-            # Packets that fit into the bucket whole: cutting them up would cost a core.
+            # Packets must fit into the bucket: splitting them up would keep a core busy.
             _do("ip", "-n", space, "link", "set", INTERFACE, "up", "gso_max_size", _LARGEST_PACKET)
             _do("ip", "-n", space, "link", "set", "lo", "up")
 
     def limit(self, rate: float | None, delay: float = 0.0) -> None:
-        """Let every namespace send and receive `rate` bits per second; None is no limit.
+        """Limit what every namespace sends and receives.
 
-        A delay, in seconds, is put before what each one sends, where the kernel has netem.
+        Args:
+            rate: Bits per second in each direction; None removes the limit.
+            delay: Seconds to delay what each namespace sends; needs netem in the kernel.
         """
-        if rate is not None and not rate > 0:  # tc may take it for a very fast one.
+        if rate is not None and not rate > 0:  # tc may read it as a very fast rate
             raise NetworkError(f"a rate must be above 0 bits per second, got {rate}")
         for rank in range(self.count):
             inside = ("tc", "-n", self.namespace(rank), "qdisc")
@@ -140,19 +143,21 @@ class Namespaces:
         self._limited = rate is not None
 
     def dropped(self) -> int:
-        """Return how many packets the buckets have dropped since the limit was set."""
-        shown = [_do("tc", "-s", "qdisc", "show", "dev", self._outer(r)) for r in range(self.count)]
-        shown += [
+        """Return the number of packets dropped by the buckets since the limit was set."""
+        outputs = [
+            _do("tc", "-s", "qdisc", "show", "dev", self._outer(r)) for r in range(self.count)
+        ]
+        outputs += [
             _do("tc", "-n", self.namespace(r), "-s", "qdisc", "show", "dev", INTERFACE)
             for r in range(self.count)
         ]
-        return sum(int(n) for text in shown for n in re.findall(r"dropped (\d+)", text))
+        return sum(int(n) for text in outputs for n in re.findall(r"dropped (\d+)", text))
 
     def start(self, rank: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
-        """Start a process in a namespace; it is ended with it at the latest."""
+        """Start a process in a namespace; it is killed when the namespace is removed."""
         inside = ["ip", "netns", "exec", self.namespace(rank), *command]
-        # In a session of its own, since Ctrl-C is for us: we end the processes.
-        # A signal between the start and the list would leave a process that nobody ends.
+        # In its own session, so that Ctrl-C reaches only this process, which then ends the others.
+        # Signals wait until the process is listed: an unlisted one would never be ended.
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             process = subprocess.Popen(
@@ -179,27 +184,27 @@ class Namespaces:
             _quietly("ip", "link", "del", f"{self._name}b")
             for number, handler in self._before.items():
                 signal.signal(number, handler)
-            _told_to_stop.clear()
+            _stop_signals.clear()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
-_told_to_stop: list[int] = []
+_stop_signals: list[int] = []
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _told_to_stop.append(number)
+    _stop_signals.append(number)
     raise KeyboardInterrupt
 
 
-def _stop_if_told() -> None:
-    """Raise after a child was started: Python drops what is raised while it forks."""
-    if _told_to_stop:
+def _raise_if_stopped() -> None:
+    """Raise now if a signal arrived: Python drops exceptions that are raised during a fork."""
+    if _stop_signals:
         raise KeyboardInterrupt
 
 
 def _bucket(rate: float) -> tuple[str, ...]:
-    burst = max(_LEAST_BURST, int(rate / 8 * _BURST_SECONDS))
+    burst = max(_MIN_BURST, int(rate / 8 * _BURST_SECONDS))
     queue = burst + int(rate / 8 * _QUEUE_SECONDS)
     return (
         *("root", "handle", "1:", "tbf", "rate", f"{rate:.0f}bit"),
@@ -208,20 +213,20 @@ def _bucket(rate: float) -> tuple[str, ...]:
 
 
 def _remove_leftovers() -> None:
-    """Remove what runs that were killed could not."""
+    """Remove what killed runs left behind."""
     for kind, verb in (("netns", "list"), ("link", "show")):
-        found = _do("ip", "-o", kind, verb)
-        for name, pid in re.findall(r"\b(gh(\d+)(?:-\d+|b|v\d+|tp?))\b", found):
+        listing = _do("ip", "-o", kind, verb)
+        for name, pid in re.findall(r"\b(gh(\d+)(?:-\d+|b|v\d+|tp?))\b", listing):
             if not Path(f"/proc/{pid}").exists():
                 _quietly("ip", kind, "del", name)
 
 
 def _do(*command: str) -> str:
     ran = subprocess.run(command, capture_output=True, text=True)
-    _stop_if_told()
+    _raise_if_stopped()
     if ran.returncode != 0:
-        said = " ".join((ran.stderr or ran.stdout).split())
-        raise NetworkError(f"`{' '.join(command)}` failed: {said}")
+        message = " ".join((ran.stderr or ran.stdout).split())
+        raise NetworkError(f"`{' '.join(command)}` failed: {message}")
     return ran.stdout
 
 

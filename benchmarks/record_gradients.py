@@ -1,7 +1,7 @@
-"""Record a real training: every worker's gradient at every step, for `gradherd replay sparsify`.
+"""Record every worker's gradient at every step of a training, for `gradherd replay sparsify`.
 
 A multi-layer perceptron of about 300,000 parameters learns scikit-learn's digits with plain
-averaging; the file holds (steps, workers, dim) float32, 4.8 MB a step with four workers.
+averaging. The file holds (steps, workers, dim) float32: 4.8 MB per step with four workers.
 
     python benchmarks/record_gradients.py gradients.npy --steps 400
     gradherd replay sparsify gradients.npy --method exdyna --density 0.001
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the .npy file to write")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16, help="examples of a worker in a step")
+    parser.add_argument("--batch", type=int, default=16, help="examples per worker and step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -50,7 +50,7 @@ def main() -> None:
         if step % 100 == 0 or step == args.steps - 1:
             print(f"step {step}: loss {float(loss):.4f}")
     file.flush()
-    print(f"{args.out}: {args.steps} steps, {args.workers} workers, {dim:,} coordinates")
+    print(f"{args.out}: {args.steps} steps, {args.workers} workers, {dim:,} elements")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The measuring of slow_network.py: ranks in namespaces, asked for one thing after the other."""
+"""The measurements of slow_network.py: give jobs to the ranks in their namespaces."""
 
 import argparse
 import contextlib
@@ -18,22 +18,22 @@ from netns import INTERFACE, Namespaces
 
 from gradherd.advise import units
 
-# After so many cases the step without exchange again: the machine may have other work at times.
-_AGAIN = 3
-_HEADERS = 66  # bytes of Ethernet, IP and TCP with timestamps in front of each packet's data
-# The small training: what it is done with, and when it is done.
-_TRAINED = ("dense", "fp16", "topk", "exdyna", "dense+cd-grab", "exdyna+cd-grab")
+# Measure the step without exchange again after so many cases: the load of the machine may change.
+_CASES_PER_BASELINE = 3
+_HEADER_BYTES = 66  # Ethernet, IP and TCP with timestamps, in front of each packet's data
+# The small training: its cases, target loss, most epochs and density.
+_TRAINED_CASES = ("dense", "fp16", "topk", "exdyna", "dense+cd-grab", "exdyna+cd-grab")
 _TARGET, _EPOCHS, _DENSITY = 0.25, 10, 0.01
-_LINK_SECONDS = 0.3  # of sending, to measure a link
+_LINK_SECONDS = 0.3  # a message to measure a link takes about this long
 
 
 def progress(text: str) -> None:
-    """Tell people how far it is."""
+    """Print progress on stderr."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 class Ranks:
-    """The ranks in their namespaces: all are asked the same, and answer together."""
+    """The ranks in their namespaces; all get the same jobs and do them together."""
 
     def __init__(self, net: Namespaces, folder: Path) -> None:
         script = Path(__file__).with_name("slow_rank.py")
@@ -52,8 +52,9 @@ class Ranks:
         ]
 
     def ask(self, do: str, **job: Any) -> list[dict[str, Any]]:
-        """Return the answer of every rank."""
-        with contextlib.suppress(BrokenPipeError):  # It has ended: the answer will be missing.
+        """Send a job to all ranks; return the answer of each."""
+        # A broken pipe means that a rank has ended: reading its answer, below, reports it.
+        with contextlib.suppress(BrokenPipeError):
             for rank in self._ranks:
                 assert rank.stdin is not None
                 rank.stdin.write(json.dumps({"do": do, **job}) + "\n")
@@ -63,7 +64,7 @@ class Ranks:
             assert rank.stdout is not None
             line = rank.stdout.readline()
             if not line:
-                raise RuntimeError(f"rank {number} ended while asked to {do}; see above")
+                raise RuntimeError(f"rank {number} ended during the job {do!r}; see above")
             answers.append(json.loads(line))
         return answers
 
@@ -73,33 +74,33 @@ def measure_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict
     rates = [None, *args.rates]
     links = [measure_link(net, ranks, rate, args.delay) for rate in rates]
     job = {"params": args.params, "batch": args.batch, "density": args.density, "rank": args.rank}
-    rows, compute, made = [], [], {}
+    rows, compute, model = [], [], {}
     for number, case in enumerate(args.cases):
-        if number % _AGAIN == 0:
+        if number % _CASES_PER_BASELINE == 0:
             compute.append(measure_compute(ranks, job, args.seconds))
         exchange, _, order = case.partition("+")
-        net.limit(None)  # DDP's first broadcast is not what is measured
-        made = ranks.ask("make", exchange=exchange, order=order or "d-rr", **job)[0]
+        net.limit(None)  # DDP's first broadcast is not measured
+        model = ranks.ask("make", exchange=exchange, order=order or "d-rr", **job)[0]
         for rate in rates:
             net.limit(rate, args.delay)
             answers = ranks.ask("measure", seconds=args.seconds)
             row = summary(case, rate, answers)
             row["dropped_packets"] = net.dropped() if rate is not None else 0
             rows.append(row)
-            told = f"{1e3 * row['step_seconds']:.0f} ms, {row['kernel_tx_bytes']:,.0f} bytes sent"
-            progress(f"{case} at {rate_name(rate)}: a step takes {told}")
-    typical = {name: min(one[name] for one in compute) for name in compute[0]}
-    return {"links": links, "compute": typical, "model": made, "rows": rows}
+            result = f"{1e3 * row['step_seconds']:.0f} ms, {row['kernel_tx_bytes']:,.0f} bytes sent"
+            progress(f"{case} at {rate_name(rate)}: a step takes {result}")
+    fastest = {name: min(one[name] for one in compute) for name in compute[0]}
+    return {"links": links, "compute": fastest, "model": model, "rows": rows}
 
 
 def train_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Train a small task in several ways at the slowest rate."""
+    """Train a small task with several exchanges at the slowest rate."""
     if not args.training or not args.rates or importlib.util.find_spec("sklearn") is None:
         return None
     rate, rows = min(args.rates), []
     job = {"target": _TARGET, "epochs": _EPOCHS, "density": _DENSITY, "seed": 0}
     net.limit(rate, args.delay)
-    for case in _TRAINED:
+    for case in _TRAINED_CASES:
         exchange, _, order = case.partition("+")
         answers = ranks.ask("train", exchange=exchange, order=order or "d-rr", **job)
         row = {"case": case, **answers[0]}
@@ -110,17 +111,17 @@ def train_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict[s
 
 
 def measure_link(net: Namespaces, ranks: Ranks, rate: float | None, delay: float) -> dict[str, Any]:
-    """Measure what arrives at the next rank, and how fast a short message does."""
+    """Measure goodput and latency of the links."""
     net.limit(rate, delay)
     size = int(min(32e6, max(1e5, (rate or 4e9) / 8 * _LINK_SECONDS)))
-    found = ranks.ask("link", repeats=40, bytes=size)[0]
-    arrives = units.format_rate(found["goodput"])
-    progress(f"link of {rate_name(rate)}: {arrives} arrive, {1e3 * found['latency']:.2f} ms a hop")
-    return {"rate": rate, **found}
+    link = ranks.ask("link", repeats=40, bytes=size)[0]
+    arrives = units.format_rate(link["goodput"])
+    progress(f"link of {rate_name(rate)}: {arrives} arrive, {1e3 * link['latency']:.2f} ms a hop")
+    return {"rate": rate, **link}
 
 
 def measure_compute(ranks: Ranks, job: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Measure a step in which nothing is exchanged."""
+    """Measure a step without any exchange."""
     ranks.ask("make", exchange="none", order="d-rr", **job)
     answers = ranks.ask("measure", seconds=seconds / 2)
     return {
@@ -131,26 +132,26 @@ def measure_compute(ranks: Ranks, job: dict[str, Any], seconds: float) -> dict[s
 
 
 def summary(case: str, rate: float | None, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Put together what the ranks have measured of one case at one rate; means over ranks."""
+    """Combine the answers of all ranks about one case at one rate; bytes are means over ranks."""
     row: dict[str, Any] = {"case": case, "rate": rate, "steps": answers[0]["steps"]}
     row["step_seconds"] = statistics.median(answers[0]["seconds"])
     row["step_seconds_all"] = answers[0]["seconds"]
     for name in ("counted_bytes", "kernel_tx_bytes", "kernel_rx_bytes", "packets", "cpu_seconds"):
         row[name] = statistics.mean(answer[name] for answer in answers)
-    row["payload_bytes"] = row["kernel_tx_bytes"] - _HEADERS * row["packets"]
+    row["payload_bytes"] = row["kernel_tx_bytes"] - _HEADER_BYTES * row["packets"]
     row["counted_over_payload"] = row["counted_bytes"] / row["payload_bytes"]
     row["selected"] = answers[0]["selected"]
     return row
 
 
 def rate_name(rate: float | None) -> str:
-    """Return a rate as people say it."""
+    """Format a rate; None is no limit."""
     return "no limit" if rate is None else units.format_rate(rate)
 
 
 @contextlib.contextmanager
 def running(workers: int) -> Iterator[tuple[Namespaces, Ranks]]:
-    """Make the network and start the ranks; both are gone afterwards."""
+    """Create the network and start the ranks; remove both afterwards."""
     with (
         tempfile.TemporaryDirectory(prefix="gradherd-slow-") as folder,
         Namespaces(workers) as net,

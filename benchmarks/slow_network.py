@@ -1,19 +1,20 @@
-"""What does an exchange cost on a slow network? Real ranks, real TCP, links of a given speed.
+"""Measure gradient exchanges on slow networks: real ranks, real TCP, links of a given speed.
 
-Makes a network namespace for each rank, joined by a bridge, with a token bucket (tc tbf) on what
-each one sends and receives; starts a gloo rank in each; measures steps of DDP with torch's own
-exchanges (fp32, its fp16 hook, its PowerSGD hook) and with gradherd's (topk, exdyna; the orders
-d-rr and cd-grab), beside the kernel's own byte counters; predicts the same with `gradherd.advise`
-from link, latency, compute and overheads that it has measured; and trains a small task at the
-slowest rate until its loss is low. Needs root and Linux; removes all it made, also after Ctrl-C.
+Creates one network namespace per rank, joined by a bridge, with a token bucket (tc tbf) on what
+each one sends and receives, and starts a gloo rank in each. Then it measures DDP steps with torch's
+own exchanges (fp32, the fp16 hook, the PowerSGD hook) and with gradherd's (topk, exdyna; orders
+d-rr and cd-grab) and reads the kernel's byte counters; predicts the same steps with
+`gradherd.advise` from measured links, latency, compute and overheads; and trains a small task at
+the slowest rate until its loss reaches a target. Needs root and Linux; removes everything it
+created, also after Ctrl-C.
 
     sudo python benchmarks/slow_network.py                     # all of it, some minutes
     sudo python benchmarks/slow_network.py --rates 1G --cases dense,exdyna,dense+cd-grab
     sudo python benchmarks/slow_network.py --page benchmarks/results/2026-11-15-slow-network.md
 
-The model is six wide linear layers and a batch of four: many parameters, little arithmetic, so that
-two cores are not all that is measured. Communication time is a step less the same step without any
-exchange (torch's noop_hook), all ranks at work.
+The model is six wide linear layers with a batch of four: many parameters and little arithmetic, so
+that a few cores do not dominate the time. Communication time is a step less the same step without
+any exchange (torch's noop_hook), with all ranks computing.
 """
 
 import argparse
@@ -22,54 +23,113 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from netns import NetworkError, missing
 from slow_measure import measure_all, progress, running, train_all
 from slow_page import page
-from slow_predict import overheads, predicted
 
 from gradherd.advise import units
+from gradherd.advise.choices import Setting, predict
+from gradherd.advise.costs import NetworkLink, Overheads
 from gradherd.lab.train.environment import hardware, versions
 
 CASES = (
     *("dense", "fp16", "powersgd", "topk", "exdyna"),
     *("dense+cd-grab", "exdyna+cd-grab", "fp16+cd-grab", "powersgd+cd-grab", "topk+cd-grab"),
 )
-# The last three gather a row every 32 steps: dull, and minutes each.
-_USUAL = CASES[:7]
+# The last three take minutes each and add little: they gather rows every 32 steps.
+_DEFAULT_CASES = CASES[:7]
+
+
+def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -> Setting:
+    link = next(one for one in record["links"] if one["rate"] == rate)
+    compute, config = record["compute"], record["config"]
+    backward = min(compute["backward_seconds"], compute["step_seconds"])
+    return Setting(
+        params=record["model"]["parameters"],
+        workers=config["workers"],
+        link=NetworkLink(
+            bandwidth=link["goodput"], latency=link["latency"], goodput=1.0, deal=link["deal"]
+        ),
+        backward=backward,
+        forward=compute["step_seconds"] - backward,
+        overheads=overheads,
+        density=min(1.0, config["density"]),
+        rank=config["rank"],
+        side=record["model"]["side"],
+        overlap=0.0,  # the same cores exchange and compute
+    )
+
+
+def _overhead_name(exchange: str, order: str) -> str:
+    if not order:
+        return exchange
+    return "ride" if exchange == "dense" else "sketch"
+
+
+def computed_overheads(record: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds that each method computes: its unlimited step less the predicted rest.
+
+    Predictions of the limited rates use these and the measured links, but not their own rows.
+    """
+    own = Overheads()
+    for row in record["rows"]:
+        exchange, _, order = row["case"].partition("+")
+        if row["rate"] is None:
+            setting = _setting(record, None, own)
+            rest = predict(setting, exchange, order or "d-rr").step_seconds
+            more = max(0.0, row["step_seconds"] - rest)
+            if more and (exchange == "dense" or (exchange == "fp16" and not order)):
+                # It overlaps with sending: only what takes longer than sending shows.
+                more += predict(setting, exchange, order or "d-rr").exchange_seconds
+            own = replace(own, **{_overhead_name(exchange, order): more})
+    return {name: value for name, value in vars(own).items() if value}
+
+
+def prediction(record: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Return what `gradherd advise` predicts for a row, and the relative error."""
+    exchange, _, order = row["case"].partition("+")
+    setting = _setting(record, row["rate"], Overheads(**record["overheads"]))
+    choice = predict(setting, exchange, order or "d-rr")
+    return {
+        "predicted_seconds": choice.step_seconds,
+        "predicted_bytes": choice.bytes,
+        "prediction_error": choice.step_seconds / row["step_seconds"] - 1,
+    }
 
 
 def judge(record: dict[str, Any]) -> None:
-    """Add communication times, predictions, and what was to be shown, to a record."""
+    """Add communication times, predictions and the summary to a record."""
     compute = record["compute"]["step_seconds"]
     for row in record["rows"]:
         row["communication_seconds"] = row["step_seconds"] - compute
-    record["overheads"] = overheads(record)
+    record["overheads"] = computed_overheads(record)
     for row in record["rows"]:
-        row.update(predicted(record, row))
-    found = {(row["case"], row["rate"]): row for row in record["rows"]}
-    shown: dict[str, Any] = {}
-    dense, sparse = found.get(("dense", 1e9)), found.get(("exdyna", 1e9))
+        row.update(prediction(record, row))
+    rows = {(row["case"], row["rate"]): row for row in record["rows"]}
+    summary: dict[str, Any] = {}
+    dense, sparse = rows.get(("dense", 1e9)), rows.get(("exdyna", 1e9))
     if dense and sparse:
         ratio = sparse["communication_seconds"] / dense["communication_seconds"]
-        shown["exdyna_over_dense_communication_1G"] = ratio
-    shown["counted_over_payload"] = [
+        summary["exdyna_over_dense_communication_1G"] = ratio
+    summary["counted_over_payload"] = [
         min(row["counted_over_payload"] for row in record["rows"]),
         max(row["counted_over_payload"] for row in record["rows"]),
     ]
-    pairs = [(found.get(("dense", r)), found.get(("dense+cd-grab", r))) for _, r in found]
+    pairs = [(rows.get(("dense", r)), rows.get(("dense+cd-grab", r))) for _, r in rows]
     ratios = [b["kernel_tx_bytes"] / a["kernel_tx_bytes"] for a, b in pairs if a and b]
     if ratios:
-        shown["cd_grab_over_d_rr_bytes"] = max(ratios)
+        summary["cd_grab_over_d_rr_bytes"] = max(ratios)
     limited = [row["prediction_error"] for row in record["rows"] if row["rate"] is not None]
-    shown["largest_prediction_error"] = max(map(abs, limited), default=None)
-    record["shown"] = shown
+    summary["largest_prediction_error"] = max(map(abs, limited), default=None)
+    record["shown"] = summary
 
 
 def listed_rates(text: str) -> list[float]:
-    """Read --rates."""
+    """Parse --rates."""
     try:
         return [units.parse_rate(word) for word in text.split(",") if word.strip()]
     except ValueError as error:
@@ -77,18 +137,18 @@ def listed_rates(text: str) -> list[float]:
 
 
 def listed_cases(text: str) -> list[str]:
-    """Read --cases."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    found = list(CASES) if found == ["all"] else found
-    unknown = [word for word in found if word not in CASES]
-    if unknown or not found:
-        known = f"known are {', '.join(CASES)}, and all"
+    """Parse --cases."""
+    cases = [word.strip() for word in text.split(",") if word.strip()]
+    cases = list(CASES) if cases == ["all"] else cases
+    unknown = [word for word in cases if word not in CASES]
+    if unknown or not cases:
+        known = f"choose from {', '.join(CASES)}, or all"
         raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown) or repr(text)}; {known}")
-    return found
+    return cases
 
 
 def positive(kind: type[int] | type[float]) -> Any:
-    """Return a reader of numbers above 0; 25e6 is one."""
+    """Return a parser of numbers above 0; 25e6 is one."""
 
     def read(text: str) -> int | float:
         value = kind(float(text))
@@ -101,29 +161,39 @@ def positive(kind: type[int] | type[float]) -> Any:
 
 
 def options() -> argparse.ArgumentParser:
-    """Return what can be asked for."""
-    says, how = __doc__.split("\n", 1)
+    """Return the parser of the command line."""
+    summary, details = __doc__.split("\n", 1)
     parser = argparse.ArgumentParser(
-        description=says, epilog=how, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--workers", type=positive(int), default=4, help="ranks, each in a namespace (4)")
-    add("--params", type=positive(int), default=25_000_000, help="of the model, about (25e6)")
-    add("--batch", type=positive(int), default=4, help="examples of a rank in a step (4)")
+    add(
+        "--params",
+        type=positive(int),
+        default=25_000_000,
+        help="parameters of the model, about (25e6)",
+    )
+    add("--batch", type=positive(int), default=4, help="examples per rank and step (4)")
     add("--rates", type=listed_rates, default="100M,1G,10G", help="link speeds, bits per second")
-    add("--cases", type=listed_cases, default=",".join(_USUAL), help="exchanges, or all")
-    add("--density", type=positive(float), default=1e-3, help="of topk and exdyna (0.001)")
-    add("--rank", type=positive(int), default=1, help="of PowerSGD (1)")
-    add("--delay", type=float, default=0.0, help="seconds added to what is sent; needs netem (0)")
-    add("--seconds", type=positive(float), default=2.5, help="of steps for each row, or more (2.5)")
-    add("--no-training", dest="training", action="store_false", help="leave the small task out")
-    add("--page", type=Path, help="write a page here, and the record beside it as .json")
+    add("--cases", type=listed_cases, default=",".join(_DEFAULT_CASES), help="exchanges, or all")
+    add("--density", type=positive(float), default=1e-3, help="density of topk and exdyna (0.001)")
+    add("--rank", type=positive(int), default=1, help="rank of PowerSGD (1)")
+    add("--delay", type=float, default=0.0, help="seconds of delay per packet; needs netem (0)")
+    add(
+        "--seconds",
+        type=positive(float),
+        default=2.5,
+        help="seconds to measure each row, at least (2.5)",
+    )
+    add("--no-training", dest="training", action="store_false", help="skip the small training")
+    add("--page", type=Path, help="Markdown page to write, with the record next to it as .json")
     add("--json", action="store_true", help="print the record on stdout")
     return parser
 
 
 def main() -> int:
-    """Measure, and tell."""
+    """Measure, predict, and print the page or the record."""
     args = options().parse_args()
     if args.workers < 2:
         options().error(f"--workers must be at least 2, got {args.workers}")
@@ -148,7 +218,7 @@ def main() -> int:
             record.update(measure_all(net, ranks, args))
             record["training"] = train_all(net, ranks, args)
     except KeyboardInterrupt:
-        print("slow_network: interrupted; namespaces and links are removed", file=sys.stderr)
+        print("slow_network: interrupted; all namespaces and links are removed", file=sys.stderr)
         return 130
     except (NetworkError, RuntimeError) as error:
         print(f"slow_network: failed: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """One rank of slow_network.py, alone in its network namespace.
 
-Reads jobs from stdin, one JSON object a line, does each together with the other ranks, and answers
-with one line on stdout. When stdin ends, so does the rank: it never outlives who started it.
+Reads jobs from stdin, one JSON object per line, does each together with the other ranks, and
+answers with one line on stdout. When stdin ends, so does the rank: it never outlives its parent.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from netns import INTERFACE
-from slow_train import train
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as low_rank
@@ -32,21 +31,22 @@ from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_bytes, 
 from gradherd.ordering.gather import EVERY
 
 _STATISTICS = Path("/sys/class/net")
-_PAIR = 2  # steps that are measured together: cd-grab does more in every second one
-_EPOCH = 64  # steps of an epoch
-_WARM = 6  # steps until DDP has its final buckets and residuals have some size
-TORCH_HOOKS = ("none", "fp16", "powersgd")
+_PAIR = 2  # steps measured together: cd-grab computes signs at every second one
+_EPOCH_STEPS = 64
+_WARMUP_STEPS = 6  # until DDP has rebuilt its buckets and residuals have some size
+# The small training of `train_digits`.
+_DIGITS_HIDDEN, _DIGITS_BATCH, _DIGITS_LR = 512, 16, 0.02
 
 
 def counters(interface: str) -> dict[str, int]:
-    """Return what the kernel has counted on this namespace's interface so far."""
+    """Return the kernel's byte and packet counters of this namespace's interface."""
     folder = _STATISTICS / interface / "statistics"
     names = ("tx_bytes", "rx_bytes", "tx_packets")
     return {name: int((folder / name).read_text()) for name in names}
 
 
-class Case:
-    """One training: a model, how its gradients are exchanged, and the order of examples."""
+class ExchangeCase:
+    """One training: a model, the exchange of its gradients, and the order of its examples."""
 
     def __init__(self, job: dict[str, Any], world: gh.World) -> None:
         self.world, self.exchange = world, job["exchange"]
@@ -57,12 +57,13 @@ class Case:
         self.shapes = [tuple(p.shape) for p in net.parameters()]
         self.rank = job["rank"]
         if self.exchange == "powersgd":
-            # With several buckets its second all-reduces start in any order, and gloo would hang.
+            # With several buckets, the order of its second all-reduces differs between ranks, and
+            # gloo would hang.
             cap = {"bucket_cap_mb": 1 + 4 * sum(p.numel() for p in net.parameters()) // 2**20}
         self.model = DDP(net, **cap)
         data = TensorDataset(
-            torch.randn(_EPOCH * batch * world.size, side),
-            torch.randint(side, (_EPOCH * batch * world.size,)),
+            torch.randn(_EPOCH_STEPS * batch * world.size, side),
+            torch.randint(side, (_EPOCH_STEPS * batch * world.size,)),
         )
         sampler = gh.OrderedSampler(data, job["order"], batch_size=batch, unit=batch)
         self._hook()
@@ -70,12 +71,12 @@ class Case:
         method = None if sparsify is None else sparsify(density=job["density"])
         self.herd = gh.attach(self.model, order=sampler, sparsify=method)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.batches = self._forever(DataLoader(data, batch_size=batch, sampler=sampler))
-        # Rows that are gathered travel together, after so many steps.
+        self.batches = self._endless_batches(DataLoader(data, batch_size=batch, sampler=sampler))
+        # Gathered rows are sent together after so many steps: measure whole rounds.
         gathered = job["order"] == "cd-grab" and self.exchange != "dense"
         self.block = EVERY if gathered else _PAIR
         self.backward = 0.0
-        self.steps(_WARM)
+        self.steps(_WARMUP_STEPS)
 
     def _hook(self) -> None:
         if self.exchange == "none":
@@ -89,12 +90,12 @@ class Case:
             self.model.register_comm_hook(state, low_rank.powerSGD_hook)
 
     @staticmethod
-    def _forever(loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
+    def _endless_batches(loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
         while True:
             yield from loader
 
     def steps(self, count: int) -> None:
-        """Train."""
+        """Train for `count` steps."""
         for _ in range(count):
             x, y = next(self.batches)
             self.optimizer.zero_grad()
@@ -105,126 +106,188 @@ class Case:
             self.optimizer.step()
 
     def counted(self, steps: int) -> int:
-        """Return what gradherd says this rank has sent; torch's hooks do not say, so reckon."""
+        """Return the bytes this rank has sent: counted by gradherd, computed for torch's hooks."""
         if self.exchange == "none":
             return 0
-        told = self.herd.metrics()
-        sent = int(told["bytes_for_ordering"])
-        if "total_bytes" in told:
-            return sent + int(told["total_bytes"])
-        numbers = sum(p.numel() for p in self.model.parameters())
+        metrics = self.herd.metrics()
+        sent = int(metrics["bytes_for_ordering"])
+        if "total_bytes" in metrics:
+            return sent + int(metrics["total_bytes"])
+        elements = sum(p.numel() for p in self.model.parameters())
         if self.exchange == "powersgd":
             matrices = sum(self.rank * sum(shape) for shape in self.shapes if len(shape) > 1)
-            numbers = matrices + sum(shape[0] for shape in self.shapes if len(shape) == 1)
-        like = torch.empty(numbers, dtype=torch.half if self.exchange == "fp16" else torch.float)
+            elements = matrices + sum(shape[0] for shape in self.shapes if len(shape) == 1)
+        like = torch.empty(elements, dtype=torch.half if self.exchange == "fp16" else torch.float)
         return sent + steps * all_reduce_bytes(like.to("meta"), self.world.size)
 
     def close(self) -> None:
-        """Make room for the next."""
+        """Detach, to make room for the next case."""
         self.herd.detach()
 
 
-class Rank:
-    """What this rank can be asked for."""
+class DigitsTraining:
+    """A small training: scikit-learn's digits, an MLP of 301,066 parameters, SGD with momentum."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        self.data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+        torch.manual_seed(job["seed"])
+        layers = (
+            nn.Linear(64, _DIGITS_HIDDEN),
+            nn.ReLU(),
+            nn.Linear(_DIGITS_HIDDEN, _DIGITS_HIDDEN),
+            nn.ReLU(),
+        )
+        self.model = DDP(nn.Sequential(*layers, nn.Linear(_DIGITS_HIDDEN, 10)))
+        if job["exchange"] == "fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        methods = {"topk": gh.TopK, "exdyna": gh.ExDyna}
+        sparse = methods.get(job["exchange"])
+        self.sampler = gh.OrderedSampler(
+            self.data, job["order"], batch_size=_DIGITS_BATCH, unit=_DIGITS_BATCH, seed=job["seed"]
+        )
+        method = None if sparse is None else sparse(density=job["density"])
+        self.herd = gh.attach(self.model, order=self.sampler, sparsify=method)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_DIGITS_LR, momentum=0.9)
+        self.loader = DataLoader(self.data, batch_size=_DIGITS_BATCH, sampler=self.sampler)
+
+    def epoch(self, number: int, world: gh.World) -> float:
+        """Train for an epoch; return its seconds."""
+        self.sampler.set_epoch(number)
+        all_reduce(torch.zeros(1), world)
+        begin = time.perf_counter()
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+        all_reduce(torch.zeros(1), world)
+        return time.perf_counter() - begin
+
+    def loss(self) -> float:
+        """Return the mean loss over all data; it is the same on all ranks."""
+        with torch.no_grad():
+            x, y = self.data.tensors
+            return float(nn.functional.cross_entropy(self.model.module(x), y))
+
+
+def train_digits(job: dict[str, Any], world: gh.World) -> dict[str, Any]:
+    """Train until the loss over all data reaches the target; measuring it is not timed."""
+    training = DigitsTraining(job)
+    seconds, losses = [], [training.loss()]
+    while losses[-1] > job["target"] and len(seconds) < job["epochs"]:
+        seconds.append(training.epoch(len(seconds), world))
+        losses.append(training.loss())
+    training.herd.detach()
+    return {
+        "epochs": len(seconds),
+        "seconds": sum(seconds),
+        "losses": losses,
+        "reached": losses[-1] <= job["target"],
+    }
+
+
+class RankServer:
+    """The jobs that this rank can do; each method takes the job and returns the answer."""
 
     def __init__(self) -> None:
         self.world = gh.World.detect()
-        self.case: Case | None = None
-        self.taken = 0
+        self.case: ExchangeCase | None = None
+        self.steps_done = 0
 
     def link(self, job: dict[str, Any]) -> dict[str, float]:
-        """Measure latency and goodput from each rank to the next, all of them at once."""
+        """Measure latency and goodput while every rank sends to the next one."""
         short = ring_seconds(4, job["repeats"], self.world)
-        numbers = int(job["bytes"])
-        long = ring_seconds(numbers, 7, self.world)
-        dealt = self._deal(numbers)
+        size = int(job["bytes"])
+        long = ring_seconds(size, 7, self.world)
         return {
             "latency": short,
-            "goodput": 8 * numbers / max(1e-9, long - short),
-            "deal": min(1.0, long / dealt),
+            "goodput": 8 * size / max(1e-9, long - short),
+            "deal": min(1.0, long / self._all_to_all_seconds(size)),
         }
 
-    def _deal(self, sent: int) -> float:
-        """Return the seconds of an all-to-all in which each rank sends so many bytes."""
+    def _all_to_all_seconds(self, sent: int) -> float:
+        """Return the median seconds of an all-to-all in which each rank sends `sent` bytes."""
         rows = torch.zeros(self.world.size, sent // (self.world.size - 1), dtype=torch.uint8)
         out, times = torch.empty_like(rows), []
         for _ in range(8):
-            self._together()
+            self._barrier()
             begin = time.perf_counter()
             all_to_all_start(rows, self.world, out=out).wait()
             times.append(time.perf_counter() - begin)
         return float(all_gather(torch.tensor(times[1:]), self.world).value.amax(0).median())
 
     def make(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Set up a training, and take the first steps of it."""
+        """Set up a training and take its first steps."""
         if self.case is not None:
             self.case.close()
         self.case = None
-        self.case, self.taken = Case(job, self.world), _WARM
+        self.case, self.steps_done = ExchangeCase(job, self.world), _WARMUP_STEPS
         count = sum(p.numel() for p in self.case.model.parameters())
         return {"parameters": count, "side": self.case.shapes[0][0]}
 
     def measure(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Take blocks of steps for some seconds; the slowest rank counts."""
+        """Measure blocks of steps for some seconds; a block takes as long as its slowest rank."""
         case = self.case
         assert case is not None
-        worked = time.process_time()
+        cpu_before = time.process_time()
         empty = [self._block(lambda: None)[1] for _ in range(5)]
         idle = {name: sorted(one[name] for one in empty)[2] for name in empty[0]}
         seconds: list[float] = []
         backwards: list[float] = []
         moved = {"tx_bytes": 0, "rx_bytes": 0, "tx_packets": 0}
-        before = case.counted(self.taken)
+        before = case.counted(self.steps_done)
         while not _enough([case.block * one for one in seconds], job["seconds"]):
             case.backward = 0.0
-            own, found = self._block(lambda: case.steps(case.block))
-            figures = torch.tensor([own, case.backward]) / case.block
-            slowest = all_gather(figures, self.world).value
+            seconds_here, moved_here = self._block(lambda: case.steps(case.block))
+            times = torch.tensor([seconds_here, case.backward]) / case.block
+            slowest = all_gather(times, self.world).value
             seconds.append(float(slowest[:, 0].max()))
             backwards.append(float(slowest[:, 1].mean()))
-            self.taken += case.block
+            self.steps_done += case.block
             for name in moved:
-                moved[name] += found[name] - idle[name]
+                moved[name] += moved_here[name] - idle[name]
         steps = len(seconds) * case.block
-        figures_of = case.herd.last_step()
+        last_step = case.herd.last_step()
         return {
             "seconds": seconds,
             "backward": backwards,
             "steps": steps,
-            "counted_bytes": (case.counted(self.taken) - before) / steps,
+            "counted_bytes": (case.counted(self.steps_done) - before) / steps,
             "kernel_tx_bytes": moved["tx_bytes"] / steps,
             "kernel_rx_bytes": moved["rx_bytes"] / steps,
             "packets": moved["tx_packets"] / steps,
-            "cpu_seconds": (time.process_time() - worked) / steps,
-            "selected": figures_of.get("selected"),
+            "cpu_seconds": (time.process_time() - cpu_before) / steps,
+            "selected": last_step.get("selected"),
         }
 
     def train(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Train a small task until its loss is low enough."""
+        """Train a small task until its loss reaches the target."""
         if self.case is not None:
             self.case.close()
             self.case = None
         before = counters(INTERFACE)["tx_bytes"]
-        found = train(job, self.world)
-        return found | {"kernel_tx_bytes": counters(INTERFACE)["tx_bytes"] - before}
+        result = train_digits(job, self.world)
+        return result | {"kernel_tx_bytes": counters(INTERFACE)["tx_bytes"] - before}
 
-    def _block(self, do: Callable[[], object]) -> tuple[float, dict[str, int]]:
-        """Do something between two moments at which all ranks are there."""
-        self._together()
+    def _block(self, fn: Callable[[], object]) -> tuple[float, dict[str, int]]:
+        """Call `fn` between two barriers; return its seconds and what the kernel counted."""
+        self._barrier()
         before = counters(INTERFACE)
         begin = time.perf_counter()
-        do()
+        fn()
         own = time.perf_counter() - begin
-        self._together()
+        self._barrier()
         after = counters(INTERFACE)
         return own, {name: after[name] - before[name] for name in after}
 
-    def _together(self) -> None:
+    def _barrier(self) -> None:
         all_reduce(torch.zeros(1), self.world)
 
 
 def _enough(blocks: list[float], seconds: float) -> bool:
-    """Tell whether these are enough: so many seconds, and three blocks unless they are long."""
+    """Return whether the blocks suffice: enough seconds, and three unless they are long."""
     return sum(blocks) >= seconds and (len(blocks) >= 3 or sum(blocks) >= 3 * seconds)
 
 
@@ -241,14 +304,14 @@ def main() -> None:
         world_size=int(size),
         timeout=timedelta(seconds=300),
     )
-    here = Rank()
+    server = RankServer()
     answers = os.dup(1)
-    # Whatever else is printed must not get among the answers.
+    # Redirect stdout to stderr: whatever else is printed must not mix with the answers.
     os.dup2(2, 1)
     with contextlib.suppress(KeyboardInterrupt), os.fdopen(answers, "w") as out:
         while True:
             job = json.loads(jobs.get())
-            print(json.dumps(getattr(here, job["do"])(job)), file=out, flush=True)
+            print(json.dumps(getattr(server, job["do"])(job)), file=out, flush=True)
 
 
 def _listen(jobs: "queue.Queue[str]") -> None:
