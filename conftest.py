@@ -1,4 +1,4 @@
-"""Collect doctests from all modules, except Triton kernels where Triton is not installed."""
+"""Collect doctests from all modules (Triton kernels only with Triton), and set up hypothesis."""
 
 from importlib.util import find_spec
 
