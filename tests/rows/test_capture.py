@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.rows import Capture, describe
+from gradherd.rows.forward_replay import skip_on_replay
 from tests.rows.reference import batch_gradient, check_operations, close, loop_over_examples
 
 BATCH = 4
@@ -369,7 +370,7 @@ def test_errors_say_what_is_wrong() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2))
     capture = Capture(model)
     model(torch.randn(BATCH, 3)).sum().backward()
-    with pytest.raises(ValueError, match=r"\(4, 2\) in module '.' has the number of examples, 7"):
+    with pytest.raises(ValueError, match=r"\(4, 2\) in module '.' has the 7 examples"):
         capture.pop_rows(7)
     with pytest.raises(ValueError, match="'mean' or 'sum', got 'max'"):
         capture.pop_rows(BATCH, reduction="max")  # type: ignore[arg-type]
@@ -438,3 +439,66 @@ def inside_ddp() -> None:
 
 def test_inside_ddp() -> None:
     run_ranks(inside_ddp, 1)
+
+
+def test_a_time_major_lstm_of_which_only_the_state_is_used() -> None:
+    class LastState(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.transpose(0, 1))[1][0][-1]
+
+    model = LastState().double()
+    x = values(BATCH, 5, 3)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture = Capture(model)
+    per_example(model(x)).mean().backward()
+    check_operations(capture.pop_rows(BATCH), expected)
+
+
+def test_a_parameter_unfrozen_later_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    model[0].weight.requires_grad_(False)
+    capture = Capture(model)
+    model[0].weight.requires_grad_(True)
+    for _ in range(2):
+        per_example(model(values(BATCH, 3))).mean().backward()
+        assert capture.pop_rows(BATCH).dense().shape == (BATCH, 11)
+    assert [record.getMessage()[:24] for record in caplog.records] == ["0.weight was unfrozen af"]
+
+
+def test_layers_called_with_a_keyword() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), nn.RMSNorm(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x=self.linear(input=x))
+
+    model = Keywords().double()
+    x = values(BATCH, 3)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture = Capture(model)
+    per_example(model(x)).mean().backward()
+    check_operations(capture.pop_rows(BATCH), expected)
+
+
+def test_replay_runs_no_hooks_of_parameters_and_none_that_ask_to_be_skipped() -> None:
+    model = nn.PReLU(3).double()
+    gradients: list[Tensor] = []
+    forwards: list[nn.Module] = []
+
+    @skip_on_replay
+    def before(module: nn.Module, args: object) -> None:
+        forwards.append(module)
+
+    model.weight.register_hook(gradients.append)
+    model.register_forward_pre_hook(before)
+    capture = Capture(model)
+    for seen in (1, 2):
+        per_example(model(values(BATCH, 3))).mean().backward()
+        capture.pop_rows(BATCH)
+        assert len(gradients) == len(forwards) == seen

@@ -7,6 +7,7 @@ forwards without backward leave nothing behind.
 Shapes: B examples, D elements of all trainable parameters, k elements of a sketch.
 """
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -23,12 +24,15 @@ from gradherd.rows.forward_replay import (
     ModuleCall,
     detach_all,
     replay,
+    skip_on_replay,
     tensor_versions,
 )
 from gradherd.rows.layer_rules import BatchDim, save_statistics
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unwrap_model
 from gradherd.rows.sketch import check_size, count_sketch
 from gradherd.rows.terms import OuterTerm, Term, at_least_float32
+
+log = logging.getLogger("gradherd")
 
 Reduction = Literal["mean", "sum"]
 
@@ -74,6 +78,7 @@ class Capture:
         self._calls: list[ModuleCall] = []
         self._contexts: dict[str, ForwardContext] = {}
         self._replaying = False
+        self._unfrozen: set[str] = set()
         self._handles: list[Any] = []
         for owner in self._owners.values():
             self._register(owner)
@@ -158,6 +163,7 @@ class Capture:
             )
         )
 
+    @skip_on_replay
     def _before_forward(self, owner: ParameterOwner, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not self._replaying:
             self._contexts[owner.name] = ForwardContext.save(module)
@@ -196,7 +202,9 @@ class Capture:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(partial(self._on_grad, call, index))
 
-    def _on_grad(self, call: ModuleCall, index: int, grad: Tensor) -> None:
+    def _on_grad(self, call: ModuleCall, index: int, grad: Tensor | None) -> None:
+        if grad is None:  # fused recurrent kernels report outputs that nothing uses
+            return
         if not call.grads:
             self._calls.append(call)
         # A retained graph may run backward several times before the rows are read: add up.
@@ -213,11 +221,24 @@ class Capture:
                 for call in self._calls:
                     owner = self._owners[call.name]
                     for local, term in self._call_terms(owner, call, examples):
-                        terms[self._index[owner.parameters[local]]].append(term)
+                        if local in owner.parameters:
+                            terms[self._index[owner.parameters[local]]].append(term)
+                        else:
+                            self._warn_of_unfrozen(owner, local)
         finally:
             self._replaying = False
             self.clear()
         return tuple(tuple(uses) for uses in terms)
+
+    def _warn_of_unfrozen(self, owner: ParameterOwner, local: str) -> None:
+        name = f"{owner.name}.{local}" if owner.name else local
+        if name not in self._unfrozen:
+            self._unfrozen.add(name)
+            log.warning(
+                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
+                "include it",
+                name,
+            )
 
     def _call_terms(
         self, owner: ParameterOwner, call: ModuleCall, examples: int
@@ -226,8 +247,8 @@ class Capture:
         if owner.rule is None:
             yield from replay(call, owner.parameters, batch).items()
         else:
-            # Called with a keyword: torch's layers name their one argument `input`.
-            inputs = call.args[0] if call.args else call.kwargs["input"]
+            # Called with a keyword: layers have one argument, whatever its name.
+            inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
             yield from owner.rule(call.module, inputs, call.grads[0], batch, call.statistics)
 
 

@@ -8,10 +8,10 @@ Shapes: B examples, N elements of a parameter, E examples propagated at once.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradherd.rows.layer_rules import BatchDim
 from gradherd.rows.terms import DenseTerm
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _MAX_TEMPORARY = 1 << 22
 """Elements of the output gradients propagated at once."""
@@ -77,6 +80,12 @@ class ModuleCall:
     """Gradients by the position of the output among the leaves of all outputs."""
 
 
+def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
+    """Mark a forward pre-hook that must see real forwards only, not repeated ones."""
+    hook.__dict__["skip_on_replay"] = True
+    return hook
+
+
 def tensor_versions(args: Any) -> tuple[int, ...]:
     """Return the version counter of every tensor in `args`, to detect in-place changes."""
     return tuple(leaf._version for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
@@ -96,13 +105,14 @@ def replay(
     # pop_rows() runs without gradients; the replay needs a graph of its own.
     with _restored(call.module, call.context), torch.enable_grad():
         outputs = tree_leaves(_forward(call))
-    grads = _per_example_grads(
-        [outputs[index] for index in call.grads],
-        list(call.grads.values()),
-        [_output_batch_dim(call.module, index, outputs[index], batch) for index in call.grads],
-        list(parameters.values()),
-        batch.examples,
-    )
+    with _without_hooks(parameters.values()):
+        grads = _per_example_grads(
+            [outputs[index] for index in call.grads],
+            list(call.grads.values()),
+            [_output_batch_dim(call.module, index, outputs[index], batch) for index in call.grads],
+            list(parameters.values()),
+            batch.examples,
+        )
     return {name: DenseTerm(grad) for name, grad in zip(parameters, grads, strict=True)}
 
 
@@ -122,11 +132,15 @@ def _output_batch_dim(module: nn.Module, index: int, output: Tensor, batch: Batc
 def _forward(call: ModuleCall) -> Any:
     """Repeat a forward with the arguments it was given.
 
-    Pre-hooks run again because they may prepare the module (weight normalisation). Their changed
-    arguments are ignored: the call holds the arguments after its hooks.
+    Pre-hooks run again because they may prepare the module (weight normalisation), except those
+    marked by `skip_on_replay`. Their changed arguments are ignored: the call holds the arguments
+    after its hooks.
     """
     module = call.module
     for key, hook in module._forward_pre_hooks.items():
+        # A partial does not show the attributes of its function.
+        if getattr(getattr(hook, "func", hook), "skip_on_replay", False):
+            continue
         if key in module._forward_pre_hooks_with_kwargs:
             hook(module, call.args, call.kwargs)
         else:
@@ -134,11 +148,25 @@ def _forward(call: ModuleCall) -> Any:
     return module.forward(*call.args, **call.kwargs)
 
 
+@contextmanager
+def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Silence the hooks of parameters: they expect one gradient per backward, not B more."""
+    # The dictionary itself is emptied, since autograd holds a reference to it.
+    silenced = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in silenced:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in silenced:
+            hooks.update(before)
+
+
 def _check_unchanged(call: ModuleCall, context: ForwardContext) -> None:
     if tuple(p._version for p in call.module.parameters()) != context.versions:
         raise RuntimeError(
-            f"parameters of module '{call.name}' changed between its forward and pop_rows(): read "
-            "the rows after backward() and before optimizer.step()"
+            f"parameters of module '{call.name}' changed before the gradients of single examples "
+            "were read: they must be read after backward() and before optimizer.step()"
         )
     if tensor_versions((call.args, call.kwargs)) != call.versions:
         raise RuntimeError(

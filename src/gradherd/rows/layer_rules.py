@@ -44,10 +44,10 @@ class BatchDim:
             if shape[dim] == self.examples:
                 return dim
         raise ValueError(
-            f"no dimension of shape {tuple(shape)} in module '{self.module}' has the number of "
-            f"examples, {self.examples}: give pop_rows() the number of examples in the batch; a "
-            "module that sees a flattened, broadcast or unbatched tensor has no rows of single "
-            "examples (keep the batch dimension, or order whole batches)"
+            f"no dimension of shape {tuple(shape)} in module '{self.module}' has the "
+            f"{self.examples} examples of the batch: a module that sees a flattened, broadcast or "
+            "unbatched tensor has no gradients of single examples (keep the batch dimension, or "
+            "order whole batches)"
         )
 
     def move_first(self, tensor: Tensor, features: int) -> Tensor:
