@@ -152,7 +152,9 @@ def _forward(call: ModuleCall) -> Any:
 def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Silence the hooks of parameters: they expect one gradient per backward, not B more."""
     # The dictionary itself is emptied, since autograd holds a reference to it.
-    silenced = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    silenced = [
+        (p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks
+    ]
     for hooks, _ in silenced:
         hooks.clear()
     try:
