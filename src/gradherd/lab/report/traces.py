@@ -63,7 +63,7 @@ def curve(index: int, arm: ArmSummary, points: Sequence[MeanStd]) -> list[Piece]
         if point.mean is not None and point.std is not None
     ]
     places = [i for i, _, _ in ends]
-    outline = {name: _there_and_back([values[i] for i in places]) for name, values in xs.items()}
+    outline = {name: _forth_and_back([values[i] for i in places]) for name, values in xs.items()}
     # On a log axis nothing at or below zero can be drawn; the band then ends a decade lower.
     floors = [
         0.1 * mean if low <= 0 < (mean := points[i].mean or 0.0) else low for i, low, _ in ends
@@ -82,7 +82,7 @@ def band_between(
 ) -> Piece:
     """Return a filled area between two lines."""
     piece = _band(index, [*high, *reversed(low)])
-    piece["trace"]["x"] = _there_and_back(xs)
+    piece["trace"]["x"] = _forth_and_back(xs)
     return piece
 
 
@@ -101,5 +101,5 @@ def _band(index: int, y: Sequence[float]) -> Piece:
     }
 
 
-def _there_and_back(values: Sequence[float]) -> list[float]:
+def _forth_and_back(values: Sequence[float]) -> list[float]:
     return [*values, *reversed(values)]

@@ -164,12 +164,12 @@ class CompareStudy:
         if not runs:
             return []
         task = find_task(task_path(runs[0].settings["task"], context.folder))
-        model, kept = task.model(), 0
+        model, saved = task.model(), 0
         if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
             split = task.load(context.data_dir, runs[0].settings["limit"])
-            kept = saved_per_example(task, model, split.train)
+            saved = saved_per_example(task, model, split.train)
         configs = [_config(run, context) for run in runs]
-        return [[runs[at] for at in places] for places in stack_runs(configs, model, kept)]
+        return [[runs[at] for at in places] for places in stack_runs(configs, model, saved)]
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train the runs of a batch."""
