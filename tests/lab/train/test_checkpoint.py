@@ -57,7 +57,7 @@ def test_a_damaged_one_is_passed_over(tmp_path, caplog, name, damage):
         # One bit may leave it a manifest, but not this run's.
         path.write_bytes(data.replace(b'"order"', b'"ordes"'))
     assert checkpoints(tmp_path).load().step == 5
-    assert "step 10" in caplog.text and "passing over a checkpoint" in caplog.text
+    assert "step 10" in caplog.text and "skipping a checkpoint" in caplog.text
     shutil.rmtree(tmp_path / "step-000000005")
     with pytest.raises(NoUsableCheckpoint, match=r"no checkpoint in .* can be used \(step 10"):
         checkpoints(tmp_path).load()
@@ -85,8 +85,8 @@ def test_one_of_another_run_is_refused_with_the_reason(tmp_path):
     path.write_text(json.dumps(manifest | {"workers": 3}))
     with pytest.raises(NoUsableCheckpoint, match="manifest is damaged: 3 workers"):
         checkpoints(tmp_path).load()
-    path.write_text(json.dumps(manifest | {"format": 2}))
-    with pytest.raises(NoUsableCheckpoint, match="format is 2, expected 1"):
+    path.write_text(json.dumps(manifest | {"format": 1}))
+    with pytest.raises(NoUsableCheckpoint, match="format is 1, expected 2"):
         checkpoints(tmp_path).load()
 
 
@@ -212,7 +212,7 @@ def test_sigterm_saves_first(tmp_path):
 
 
 def all_of(out, config):
-    saving = CheckpointOptions(resume=True, pulse=0.01)
+    saving = CheckpointOptions(resume=True, poll_seconds=0.01)
     return run_all([config], World.detect(), out=out, saving=saving)[0].status
 
 

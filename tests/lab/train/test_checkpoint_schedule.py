@@ -34,29 +34,29 @@ def at(monkeypatch):
     return lambda value: now.__setitem__(0, 100.0 + value)
 
 
-def steps(keeper, count):
+def steps(checkpointer, count):
     for _ in range(count):
-        keeper.after_step(state)
+        checkpointer.after_step(state)
 
 
 def test_every_third_step(at):
     noted = Noted()
-    keeper = Checkpointer(noted, World.single(), every=3)
-    steps(keeper, 10)
+    checkpointer = Checkpointer(noted, World.single(), every=3)
+    steps(checkpointer, 10)
     at(10_000.0)  # Time does not matter then.
-    steps(keeper, 1)
+    steps(checkpointer, 1)
     assert noted.steps == [3, 6, 9]
-    keeper.begin(20)
-    steps(keeper, 2)
+    checkpointer.start_at(20)
+    steps(checkpointer, 2)
     assert noted.steps == [3, 6, 9, 21]
 
 
 def test_once_a_minute(at):
     noted = Noted()
-    keeper = Checkpointer(noted, World.single(), every=None, seconds=60.0)
+    checkpointer = Checkpointer(noted, World.single(), every=None, seconds=60.0)
     for second in range(200):
         at(float(second))
-        steps(keeper, 1)
+        steps(checkpointer, 1)
     assert len(noted.steps) == 3
     gaps = [b - a for a, b in zip([0, *noted.steps], noted.steps, strict=False)]
     assert all(60 <= gap <= 63 for gap in gaps), "looked at about once a second"
@@ -72,32 +72,32 @@ def test_saves_that_take_long_come_seldom(at):
             at(float(now[0]))
 
     noted = Slow()
-    keeper = Checkpointer(noted, World.single(), every=None, seconds=60.0)
+    checkpointer = Checkpointer(noted, World.single(), every=None, seconds=60.0)
     while now[0] < 1000:
         now[0] += 1
         at(float(now[0]))
-        steps(keeper, 1)
+        steps(checkpointer, 1)
     assert len(noted.steps) == 4, "after a minute, then every 250 s: 2 %"
 
 
 def test_a_wish_to_end_saves_first(at):
     noted = Noted()
-    keeper = Checkpointer(noted, World.single(), every=None, pulse=0.0)
+    checkpointer = Checkpointer(noted, World.single(), every=None, poll_seconds=0.0)
     before = signal.getsignal(signal.SIGTERM)
-    with keeper.listening():
-        steps(keeper, 5)
+    with checkpointer.handle_sigterm():
+        steps(checkpointer, 5)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(RunStopped, match="after"):
-            steps(keeper, 10)
+            steps(checkpointer, 10)
     assert len(noted.steps) == 1 and noted.steps[0] > 5
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_quick_steps_at_first_do_not_make_it_deaf(at):
     noted = Noted()
-    keeper = Checkpointer(noted, World.single(), every=None, seconds=60.0)
-    steps(keeper, 8)  # no time at all
+    checkpointer = Checkpointer(noted, World.single(), every=None, seconds=60.0)
+    steps(checkpointer, 8)  # no time at all
     for second in range(70):
         at(float(second))
-        steps(keeper, 1)
+        steps(checkpointer, 1)
     assert len(noted.steps) == 1

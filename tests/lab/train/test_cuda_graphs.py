@@ -19,7 +19,7 @@ from gradherd.lab.train.measurements import herding_bound
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.gpu import only_gpu
-from tests.lab.train.work import Awkward, config_of, no_tick
+from tests.lab.train.work import Awkward, config_of, no_callback
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ class Waiting(Images):
         return super().loss(model, *tensors)
 
 
-def fleet_of(task, *, capture=True, **chosen):
+def trainer_of(task, *, capture=True, **chosen):
     settings = {"workers": 3, "batch_size": 4, "unit": 1, "lr": 0.02, "virtual": True} | chosen
     config = config_of(f"{__file__}:{type(task).__name__}", **settings)
     return VirtualTrainer(config, task, task.load(), capture=capture)
@@ -104,7 +104,7 @@ def test_on_a_cpu_the_function_is_called():
         x = torch.full((2,), float(number))
         assert torch.equal(captured(x)[0], 2 * x)
         assert seen[-1] is x
-    assert captured.graphs == 0 and captured.why_not is None
+    assert captured.graphs == 0 and captured.fallback_reason is None
 
 
 def dropped():
@@ -144,17 +144,17 @@ def test_when_it_is_captured(draws, monkeypatch, caplog):
 
     captured = GraphedFunction(function)
     if not draws:
-        assert captured(OnGpu())[0] == 1 and captured.why_not is None
-    monkeypatch.setattr(GraphedFunction, "_captured", fails)
+        assert captured(OnGpu())[0] == 1 and captured.fallback_reason is None
+    monkeypatch.setattr(GraphedFunction, "_capture", fails)
     for _ in range(3):
         captured(OnGpu())
     assert len(calls) == (3 if draws else 4)
-    assert captured.why_not == ("it draws random numbers" if draws else "first")
+    assert captured.fallback_reason == ("it draws random numbers" if draws else "first")
     assert caplog.text.count("not captured") == 1
 
     replays = []
     monkeypatch.setattr(
-        GraphedFunction, "_captured", lambda self, tensors: lambda *t: replays.append(t)
+        GraphedFunction, "_capture", lambda self, tensors: lambda *t: replays.append(t)
     )
     captured, calls[:] = GraphedFunction(lambda *tensors: calls.append(tensors)), []
     for _ in range(5):
@@ -171,18 +171,20 @@ def test_which_models_drop():
 
 
 def test_what_is_captured_are_the_gradients_of_all_workers():
-    fleet, task = fleet_of(Images()), Images()
-    fleet.model.train()
+    trainer, task = trainer_of(Images()), Images()
+    trainer.model.train()
     batch, columns = torch.arange(24).view(3, 8), task.load().train
     wanted, models = [], []
     for own in batch:  # as on ranks: all start from rank 0's buffers, which stay
-        model = copy.deepcopy(fleet.model)
+        model = copy.deepcopy(trainer.model)
         task.loss(model, *(column[own] for column in columns)).backward()
         wanted.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         models.append(model)
-    (grads,) = fleet._passes(batch)
+    (grads,) = trainer._all_gradients(batch)
     assert torch.equal(grads, torch.stack(wanted))
-    assert [b.tolist() for b in fleet.model.buffers()] == [b.tolist() for b in models[0].buffers()]
+    assert [b.tolist() for b in trainer.model.buffers()] == [
+        b.tolist() for b in models[0].buffers()
+    ]
 
 
 def test_prefix_sums_are_the_same_in_parts(monkeypatch):
@@ -198,13 +200,13 @@ def test_prefix_sums_are_the_same_in_parts(monkeypatch):
 # Where there is one.
 
 
-def followed(fleet, epochs=3):
+def train_and_follow(trainer, epochs=3):
     """Train; return the parameters and buffers after each epoch."""
     seen = []
     for number in range(1, epochs + 1):
-        (tally,) = fleet.epoch(number, no_tick)
-        assert tally.seconds > 0 and tally.exchange_seconds > 0
-        seen.append([value.clone() for value in fleet.model.state_dict().values()])
+        (own,) = trainer.train_epoch(number, no_callback)
+        assert own.seconds > 0 and own.exchange_seconds > 0
+        seen.append([value.clone() for value in trainer.model.state_dict().values()])
     return seen
 
 
@@ -227,12 +229,12 @@ def same(some, others):
     ids=str,
 )
 def test_replayed_runs_are_those_that_are_called(chosen):
-    replayed = fleet_of(Images(), device="cuda", **chosen)
-    called = fleet_of(Images(), device="cuda", capture=False, **chosen)
-    same(followed(replayed), followed(called))
+    replayed = trainer_of(Images(), device="cuda", **chosen)
+    called = trainer_of(Images(), device="cuda", capture=False, **chosen)
+    same(train_and_follow(replayed), train_and_follow(called))
     # The last batch of an epoch is a short one, unless batches are ordered.
-    assert replayed._captured.graphs == (1 if "unit" in chosen else 2)
-    assert replayed._captured.why_not is None and called._captured is None
+    assert replayed._graphed.graphs == (1 if "unit" in chosen else 2)
+    assert replayed._graphed.fallback_reason is None and called._graphed is None
 
 
 @pytest.mark.gpu
@@ -267,20 +269,23 @@ def test_inference_mode():
 @pytest.mark.gpu
 @only_gpu
 def test_a_model_with_dropout_is_called():
-    assert fleet_of(Awkward(), device="cuda")._captured is None
+    assert trainer_of(Awkward(), device="cuda")._graphed is None
 
 
 @pytest.mark.gpu
 @only_gpu
 def test_a_loss_that_draws_is_called(caplog):
     caplog.set_level(logging.INFO, logger="gradherd")
-    fleet = fleet_of(Drawing(), device="cuda")
-    same(followed(fleet), followed(fleet_of(Drawing(), device="cuda", capture=False)))
-    assert "random" in fleet._captured.why_not and fleet._captured.graphs == 0
+    trainer = trainer_of(Drawing(), device="cuda")
+    same(
+        train_and_follow(trainer),
+        train_and_follow(trainer_of(Drawing(), device="cuda", capture=False)),
+    )
+    assert "random" in trainer._graphed.fallback_reason and trainer._graphed.graphs == 0
     assert caplog.text.count("not captured") == 1
     batch = torch.arange(12, device="cuda").view(3, 4)
     assert not torch.equal(
-        fleet._gradients(batch, EpochCounters())[0], fleet._gradients(batch, EpochCounters())[0]
+        trainer._gradients(batch, EpochCounters())[0], trainer._gradients(batch, EpochCounters())[0]
     )
 
 
@@ -289,30 +294,32 @@ def test_a_loss_that_draws_is_called(caplog):
 @pytest.mark.parametrize("task", [Asking(), Waiting()], ids=["asking", "waiting"])
 def test_what_cannot_be_captured_is_called(task, caplog):
     caplog.set_level(logging.INFO, logger="gradherd")
-    fleet = fleet_of(task, device="cuda")
-    same(followed(fleet), followed(fleet_of(task, device="cuda", capture=False)))
-    assert fleet._captured.graphs == 0
+    trainer = trainer_of(task, device="cuda")
+    same(
+        train_and_follow(trainer), train_and_follow(trainer_of(task, device="cuda", capture=False))
+    )
+    assert trainer._graphed.graphs == 0
     assert caplog.text.count("not captured") == 1
     # Nothing is broken: numbers are drawn, the stream is the usual one, and others are captured.
     assert torch.rand(3, device="cuda").isfinite().all()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    other = fleet_of(Images(), device="cuda")
-    followed(other)
-    assert other._captured.graphs == 2
+    other = trainer_of(Images(), device="cuda")
+    train_and_follow(other)
+    assert other._graphed.graphs == 2
 
 
 @pytest.mark.gpu
 @only_gpu
 def test_nothing_waits_for_the_gpu_between_steps():
-    fleet, ticks = fleet_of(Images(), device="cuda"), []
-    followed(fleet)
+    trainer, ticks = trainer_of(Images(), device="cuda"), []
+    train_and_follow(trainer)
 
     def tick(steps=1):
         ticks.append(steps)
         torch.cuda.set_sync_debug_mode("error" if len(ticks) < 5 else "default")
 
     try:
-        fleet.epoch(4, tick)
+        trainer.train_epoch(4, tick)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(ticks) == 5

@@ -170,13 +170,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_journal_writes_as_it_goes(tmp_path):
-    journal = RunWriter(record(), tmp_path / "run", tensorboard=True)
+    writer = RunWriter(record(), tmp_path / "run", tensorboard=True)
     assert read_record(tmp_path / "run" / RECORD_FILE).status == "running"
-    journal.start(2.0, None)
-    journal.add(row(), [])
-    journal.add(row(2), [{"step": 0, "mean": 1.0, "min": 1.0, "max": 1.0}])
+    writer.start(2.0, None)
+    writer.add(row(), [])
+    writer.add(row(2), [{"step": 0, "mean": 1.0, "min": 1.0, "max": 1.0}])
     assert len(read_record(tmp_path / "run" / RECORD_FILE).epochs) == 2
-    journal.end("done")
+    writer.end("done")
     lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
     last = read_record(tmp_path / "run" / RECORD_FILE)
@@ -197,10 +197,10 @@ def test_surroundings_are_told():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.sampled_from([2, 4, 10]))
 def test_bins_hold_all_of_a_series(values, most):
-    bins = BinnedSeries(most)
+    series = BinnedSeries(most)
     for value in values:
-        bins.add(value)
-    found = bins.listed()
+        series.add(value)
+    found = series.to_json()
     assert len(found) <= most
     starts = [int(one["step"]) for one in found]
     for one, begin, end in zip(found, starts, [*starts[1:], len(values)], strict=True):

@@ -23,7 +23,7 @@ from gradherd.lab.train.stacking import (
 )
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.gpu import only_gpu
-from tests.lab.train.work import HERE, config_of, no_tick
+from tests.lab.train.work import HERE, config_of, no_callback
 
 
 @pytest.mark.parametrize(
@@ -42,25 +42,25 @@ def test_runs_side_by_side(batch_size, unit, workers, limit):
     together = StackedTrainer(configs, task, split)
     alone = [VirtualTrainer(config, task, split) for config in configs]
     for number in (1, 2, 3, 4):
-        tallies = together.epoch(number, no_tick)
-        qualities = together.quality()
-        for at, fleet in enumerate(alone):
-            (tally,), (quality,) = fleet.epoch(number, no_tick), fleet.quality()
-            assert together.orderings[at].version == fleet.ordering.version, configs[at]
-            assert qualities[at].loss == pytest.approx(quality.loss, rel=1e-5)
-            mine = tallies[at]
-            assert (mine.steps, mine.bytes) == (tally.steps, tally.bytes)
-            assert mine.ordering_bytes == tally.ordering_bytes
-            assert mine.herding_bound == pytest.approx(tally.herding_bound, rel=1e-3)
+        counters = together.train_epoch(number, no_callback)
+        evaluations = together.evaluate()
+        for at, trainer in enumerate(alone):
+            (own,), (evaluation,) = trainer.train_epoch(number, no_callback), trainer.evaluate()
+            assert together.orderings[at].version == trainer.ordering.version, configs[at]
+            assert evaluations[at].loss == pytest.approx(evaluation.loss, rel=1e-5)
+            mine = counters[at]
+            assert (mine.steps, mine.bytes) == (own.steps, own.bytes)
+            assert mine.ordering_bytes == own.ordering_bytes
+            assert mine.herding_bound == pytest.approx(own.herding_bound, rel=1e-3)
     assert len({ordering.version for ordering in together.orderings}) == len(arms)
 
 
 def test_steps_are_counted_for_every_run():
     configs = [config_of("digits", seed=seed, limit=50, virtual=True) for seed in (0, 1, 2)]
     task, ticks = find_task("digits"), []
-    fleet = StackedTrainer(configs, task, task.load(None, 50))
-    tallies = fleet.epoch(1, lambda steps=1: ticks.append(steps))
-    assert sum(ticks) == sum(tally.steps for tally in tallies) == 3 * 4
+    trainer = StackedTrainer(configs, task, task.load(None, 50))
+    counters = trainer.train_epoch(1, lambda steps=1: ticks.append(steps))
+    assert sum(ticks) == sum(own.steps for own in counters) == 3 * 4
 
 
 @pytest.mark.parametrize("sparsify", ["exdyna", "topk"])
@@ -80,15 +80,15 @@ def test_sparsified_runs(sparsify, order, batch_size, unit):
     together = StackedTrainer(configs, task, split)
     alone = [VirtualTrainer(config, task, split) for config in configs]
     # One epoch: another number is picked where two are nearly as large, and then they part.
-    tallies, qualities = together.epoch(1, no_tick), together.quality()
-    for at, fleet in enumerate(alone):
-        (tally,), (quality,) = fleet.epoch(1, no_tick), fleet.quality()
-        assert together.orderings[at].version == fleet.ordering.version, configs[at]
-        assert qualities[at].loss == pytest.approx(quality.loss, rel=1e-2)
-        assert tallies[at].ordering_bytes == tally.ordering_bytes
-        assert tallies[at].bytes == pytest.approx(tally.bytes, rel=1e-2)
-        assert tallies[at].density == pytest.approx(tally.density, rel=1e-2)
-        assert tallies[at].residual_norm == pytest.approx(tally.residual_norm, rel=1e-2)
+    counters, evaluations = together.train_epoch(1, no_callback), together.evaluate()
+    for at, trainer in enumerate(alone):
+        (own,), (evaluation,) = trainer.train_epoch(1, no_callback), trainer.evaluate()
+        assert together.orderings[at].version == trainer.ordering.version, configs[at]
+        assert evaluations[at].loss == pytest.approx(evaluation.loss, rel=1e-2)
+        assert counters[at].ordering_bytes == own.ordering_bytes
+        assert counters[at].bytes == pytest.approx(own.bytes, rel=1e-2)
+        assert counters[at].density == pytest.approx(own.density, rel=1e-2)
+        assert counters[at].residual_norm == pytest.approx(own.residual_norm, rel=1e-2)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "clip"])
@@ -104,11 +104,11 @@ def test_other_rules(name):
     together = StackedTrainer(configs, task, split)
     alone = [VirtualTrainer(config, task, split) for config in configs]
     for number in (1, 2, 3):
-        together.epoch(number, no_tick)
-        for fleet in alone:
-            fleet.epoch(number, no_tick)
-    for fast, fleet in zip(together.quality(), alone, strict=True):
-        assert fast.loss == pytest.approx(fleet.quality()[0].loss, rel=1e-4)
+        together.train_epoch(number, no_callback)
+        for trainer in alone:
+            trainer.train_epoch(number, no_callback)
+    for fast, trainer in zip(together.evaluate(), alone, strict=True):
+        assert fast.loss == pytest.approx(trainer.evaluate()[0].loss, rel=1e-4)
 
 
 def test_each_run_has_its_own_rate_and_rows():
@@ -120,13 +120,13 @@ def test_each_run_has_its_own_rate_and_rows():
     together = StackedTrainer(configs, task, split)
     apart = [StackedTrainer([config], task, split) for config in configs]
     for number in (1, 2, 3):
-        tallies = together.epoch(number, no_tick)
-        for at, fleet in enumerate(apart):
-            (tally,) = fleet.epoch(number, no_tick)
-            assert together.orderings[at].version == fleet.orderings[0].version
-            assert (tallies[at].bytes, tallies[at].steps) == (tally.bytes, tally.steps)
-    losses = [quality.loss for quality in together.quality()]
-    alone = [fleet.quality()[0].loss for fleet in apart]
+        counters = together.train_epoch(number, no_callback)
+        for at, trainer in enumerate(apart):
+            (own,) = trainer.train_epoch(number, no_callback)
+            assert together.orderings[at].version == trainer.orderings[0].version
+            assert (counters[at].bytes, counters[at].steps) == (own.bytes, own.steps)
+    losses = [evaluation.loss for evaluation in together.evaluate()]
+    alone = [trainer.evaluate()[0].loss for trainer in apart]
     assert losses == pytest.approx(alone, rel=1e-5)
     assert len(set(losses)) == 4
 
@@ -167,18 +167,18 @@ def test_a_stack_is_as_large_as_what_its_steps_keep_allows():
 
 @pytest.mark.parametrize("kind", [StackedTrainer, VirtualTrainer])
 @pytest.mark.parametrize("sparsify", ["dense", "exdyna"])
-def test_a_fleet_that_was_closed_is_gone(kind, sparsify):
+def test_a_trainer_that_was_closed_is_gone(kind, sparsify):
     """At once: one that waits for the garbage collector keeps gigabytes of a GPU from the next."""
     config = config_of("digits", order="cd-grab", sparsify=sparsify, limit=64, virtual=True,
                        density=None if sparsify == "dense" else 0.1)  # fmt: skip
     task = find_task("digits")
 
     def left_of_one():
-        fleet = kind([config] if kind is StackedTrainer else config, task, task.load(None, 64))
-        fleet.epoch(1, no_tick)
-        fleet.quality()
-        fleet.close()
-        return weakref.ref(fleet)
+        trainer = kind([config] if kind is StackedTrainer else config, task, task.load(None, 64))
+        trainer.train_epoch(1, no_callback)
+        trainer.evaluate()
+        trainer.close()
+        return weakref.ref(trainer)
 
     left_of_one()  # Torch's first imports of a process hold on to who asked for them.
     gc.disable()
@@ -247,10 +247,10 @@ def test_a_loss_that_is_no_mean_is_trained_alone():
     records = run_all(configs, World.single())
     assert [record.order for record in records] == ["cd-grab", "d-rr"]
     for record, config in zip(records, configs, strict=True):
-        fleet = VirtualTrainer(config, task, split)
+        trainer = VirtualTrainer(config, task, split)
         for row in record.epochs:
-            fleet.epoch(row.epoch, no_tick)
-            assert row.train_loss == fleet.quality()[0].loss
+            trainer.train_epoch(row.epoch, no_callback)
+            assert row.train_loss == trainer.evaluate()[0].loss
 
 
 def test_a_loss_that_draws_is_seen():
@@ -299,8 +299,11 @@ def test_replayed_steps_of_stacks_are_those_of_a_cpu(name, sparsify):
     here = StackedTrainer(configs, task, split)
     there = StackedTrainer([replace(config, device="cuda") for config in configs], task, split)
     for number in (1, 2):
-        tallies, others = here.epoch(number, no_tick), there.epoch(number, no_tick)
-        for one, other in zip(tallies, others, strict=True):
+        counters, others = (
+            here.train_epoch(number, no_callback),
+            there.train_epoch(number, no_callback),
+        )
+        for one, other in zip(counters, others, strict=True):
             assert other.bytes == pytest.approx(one.bytes, rel=1e-2)
-        for one, other in zip(here.quality(), there.quality(), strict=True):
+        for one, other in zip(here.evaluate(), there.evaluate(), strict=True):
             assert other.loss == pytest.approx(one.loss, rel=1e-2)

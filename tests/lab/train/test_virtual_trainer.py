@@ -14,20 +14,20 @@ REAL = os.environ.get("GRADHERD_DATA")
 
 
 def same(real, virtual, *, bits=True):
-    for (order, tally, quality, weights), there in zip(real, virtual, strict=True):
+    for (order, own, evaluation, weights), there in zip(real, virtual, strict=True):
         assert order == there[0]
-        assert tally.steps == there[1].steps
-        assert tally.ordering_bytes == there[1].ordering_bytes
-        assert tally.bytes == pytest.approx(there[1].bytes, rel=1e-5)
+        assert own.steps == there[1].steps
+        assert own.ordering_bytes == there[1].ordering_bytes
+        assert own.bytes == pytest.approx(there[1].bytes, rel=1e-5)
         if bits:
             assert torch.equal(weights, there[3])
-            assert quality == there[2]
-            assert tally.herding_bound == there[1].herding_bound
-            assert tally.residual_norm == there[1].residual_norm
-            assert (tally.density, tally.load) == (there[1].density, there[1].load)
+            assert evaluation == there[2]
+            assert own.herding_bound == there[1].herding_bound
+            assert own.residual_norm == there[1].residual_norm
+            assert (own.density, own.load) == (there[1].density, there[1].load)
         else:
             torch.testing.assert_close(weights, there[3], rtol=1e-3, atol=1e-4)
-            assert quality.loss == pytest.approx(there[2].loss, rel=1e-3)
+            assert evaluation.loss == pytest.approx(there[2].loss, rel=1e-3)
 
 
 def arms(workers):

@@ -17,19 +17,19 @@ from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
-def no_tick(steps=1):
+def no_callback(steps=1):
     pass
 
 
-def followed(fleet, ordering, epochs):
+def train_and_follow(trainer, ordering, epochs):
     """Train some epochs; return what a run is recognised by after each."""
     seen = []
     for number in range(1, epochs + 1):
-        (tally,) = fleet.epoch(number, no_tick)
-        (quality,) = fleet.quality()
-        weights = nn.utils.parameters_to_vector(fleet.model.parameters()).detach().clone()
-        seen.append((ordering.version, tally, quality, weights))
-    fleet.close()
+        (own,) = trainer.train_epoch(number, no_callback)
+        (evaluation,) = trainer.evaluate()
+        weights = nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+        seen.append((ordering.version, own, evaluation, weights))
+    trainer.close()
     return seen
 
 
@@ -38,16 +38,16 @@ def on_ranks(configs, data_dir=None):
     found = []
     for config in configs:
         task = find_task(config.task)
-        fleet = RankTrainer(config, task, task.load(data_dir, config.limit), World.detect())
-        found.append(followed(fleet, fleet.sampler.ordering, config.epochs))
+        trainer = RankTrainer(config, task, task.load(data_dir, config.limit), World.detect())
+        found.append(train_and_follow(trainer, trainer.sampler.ordering, config.epochs))
     return found
 
 
 def in_one_process(config, data_dir=None):
     """Train the same run with all workers here."""
     task, virtual = find_task(config.task), replace(config, virtual=True)
-    fleet = VirtualTrainer(virtual, task, task.load(data_dir, config.limit))
-    return followed(fleet, fleet.ordering, config.epochs)
+    trainer = VirtualTrainer(virtual, task, task.load(data_dir, config.limit))
+    return train_and_follow(trainer, trainer.ordering, config.epochs)
 
 
 @dataclass(frozen=True)

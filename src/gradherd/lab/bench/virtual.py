@@ -75,7 +75,7 @@ class TrainerLoop:
     def epoch(self) -> int:
         """Train one epoch of all runs; return the number of steps of each."""
         self._number += 1
-        return self.trainer.epoch(self._number, lambda steps=1: None)[0].steps
+        return self.trainer.train_epoch(self._number, lambda steps=1: None)[0].steps
 
 
 def make_case(

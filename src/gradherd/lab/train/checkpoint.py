@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there, checked when read, written by all ranks together.
+"""Checkpoints: written atomically by all ranks together, and verified when they are read.
 
 A checkpoint is a folder: what all ranks share (written by rank 0), a file for each rank, and a
-manifest with the size and digest of each file. It is written under another name, synced to disk and
-renamed, so a run that is killed at any moment leaves the one before; the last two are kept.
+manifest with the size and digest of each file. It is written under a temporary name, synced to disk
+and renamed, so a run that is killed at any moment leaves the previous one; the last two are kept.
 """
 
 import hashlib
@@ -25,29 +25,29 @@ from gradherd.lab.train.record import short_repr
 
 log = logging.getLogger("gradherd")
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
-_MAX_LISTED = 64  # checkpoints that are looked at
-_LARGEST_MANIFEST = 1 << 24  # bytes: room for 100,000 ranks
+_MAX_LISTED = 64  # checkpoints that are tried when loading
+_MAX_MANIFEST = 1 << 24  # bytes: room for 100,000 ranks
 
 
 class NoUsableCheckpoint(ValueError):
-    """There are checkpoints, but none that can be used; the message says why."""
+    """There are checkpoints, but none can be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that was read."""
+    """A checkpoint that was read and verified."""
 
     step: int
-    """Steps that were done."""
+    """Steps done when it was saved."""
     workers: int
-    """How many ranks have saved it."""
+    """Number of ranks that saved it."""
     shared: Any
-    """What all ranks share."""
+    """State that all ranks share."""
     part: Callable[[int], Any]
-    """Reads what a rank had for itself."""
+    """Returns the state of one rank."""
 
 
 class CheckpointStore:
@@ -62,25 +62,31 @@ class CheckpointStore:
         device: str = "cpu",
         keep: int = 2,
     ) -> None:
-        """Look after a folder.
+        """Open a folder of checkpoints.
 
         Args:
-            folder: Where they lie; all ranks must see the same.
-            world: Who writes and reads.
-            identity: What a run must have in common with one that it continues, as JSON values.
-            device: Where the ranks' group works.
-            keep: How many are kept.
+            folder: The folder; all ranks must see the same one.
+            world: The ranks that write and read together.
+            identity: What a run must have in common with one that it resumes, as JSON values.
+            device: Device of the process group's tensors.
+            keep: How many checkpoints are kept.
         """
         self._folder, self._world, self._keep = folder, world, keep
+        # As it comes back from a manifest: tuples become lists.
         self._identity = json.loads(json.dumps(dict(identity)))
         self._device = torch.device(device)
 
     def save(self, step: int, shared: Callable[[], Any], own: Any) -> None:
-        """Write a checkpoint, on all ranks together. `shared` is asked for on rank 0 alone.
+        """Write a checkpoint, on all ranks together.
+
+        Args:
+            step: Steps done so far.
+            shared: Returns the state that all ranks share; called on rank 0 only.
+            own: The state of this rank.
 
         Raises:
-            OSError: This rank could not write; its peers raise RuntimeError. What was there before
-                is still there.
+            OSError: This rank could not write; its peers raise RuntimeError. Earlier checkpoints
+                are intact.
         """
         draft = self._folder / f".step-{step:09d}.draft"
         problem: OSError | None = None
@@ -99,21 +105,25 @@ class CheckpointStore:
                 _write_synced(draft / name, data)
         except OSError as error:
             problem = error
-        table = self._agree(problem, draft, *(_fingerprint(data) for data in parts.values()))
+        rows = self._agree(problem, draft, *(_fingerprint(data) for data in parts.values()))
         if self._world.rank == 0:
             try:
-                self._finish(step, draft, table)
+                self._finish(step, draft, rows)
             except OSError:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
 
     def _agree(self, problem: OSError | None, draft: Path, *entries: list[int]) -> list[list[int]]:
-        """Tell all ranks this one's files and problems; raise on all if there is one anywhere."""
-        mine = [int(problem is not None), *(number for entry in entries for number in entry)]
-        mine += [0] * (7 - len(mine))
-        told = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        table: list[list[int]] = all_gather(told, self._world).value.tolist()
-        failed = [rank for rank, row in enumerate(table) if row[0]]
+        """Exchange fingerprints and failures; raise on all ranks if one of them has failed.
+
+        Returns:
+            For each rank [failed, size and digest of its own file, those of the shared file].
+        """
+        own = [int(problem is not None), *(number for entry in entries for number in entry)]
+        own += [0] * (7 - len(own))
+        row = torch.tensor(own, dtype=torch.int64, device=self._device)
+        rows: list[list[int]] = all_gather(row, self._world).value.tolist()
+        failed = [rank for rank, values in enumerate(rows) if values[0]]
         if failed and self._world.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         if problem is not None:
@@ -122,11 +132,11 @@ class CheckpointStore:
             )
         if failed:
             raise RuntimeError(f"no checkpoint was written: rank {failed[0]} could not")
-        return table
+        return rows
 
-    def _finish(self, step: int, draft: Path, table: list[list[int]]) -> None:
-        files = {_rank_file(rank): row[1:4] for rank, row in enumerate(table)}
-        files[_SHARED] = table[0][4:7]
+    def _finish(self, step: int, draft: Path, rows: list[list[int]]) -> None:
+        files = {_rank_file(rank): row[1:4] for rank, row in enumerate(rows)}
+        files[_SHARED] = rows[0][4:7]
         manifest = {
             "format": _FORMAT,
             "step": step,
@@ -137,19 +147,19 @@ class CheckpointStore:
         _write_synced(draft / _MANIFEST, json.dumps(manifest, indent=1).encode())
         final = self._folder / f"step-{step:09d}"
         aside = self._folder / f".{final.name}.old"
-        if final.exists():  # The same step again: one of both is there at any moment.
+        if final.exists():  # The same step again: at any moment one of the two is there.
             final.rename(aside)
         draft.rename(final)
         _sync_folder(self._folder)
         shutil.rmtree(aside, ignore_errors=True)
-        found = self._found()
-        # Later ones are of a run that went on from an older one: damaged, or not this run's.
-        later = [other for other in found if other > step]
-        for old in [*later, *found[len(later) + self._keep :]]:
+        steps = self._list_steps()
+        # Later ones were damaged or of another run, so this run resumed from an earlier one.
+        later = [other for other in steps if other > step]
+        for old in [*later, *steps[len(later) + self._keep :]]:
             shutil.rmtree(self._folder / f"step-{old:09d}", ignore_errors=True)
 
-    def _clear_away(self) -> None:
-        """Remove what a run that was killed has left half done; keep what is whole."""
+    def _clean_up(self) -> None:
+        """Remove drafts of a killed run; restore a checkpoint that was about to be replaced."""
         for aside in self._folder.glob(".step-*.old"):
             final = aside.with_name(aside.name[1:].removesuffix(".old"))
             if final.exists():
@@ -159,27 +169,28 @@ class CheckpointStore:
         for draft in self._folder.glob(".step-*.draft"):
             shutil.rmtree(draft, ignore_errors=True)
 
-    def _found(self) -> list[int]:
-        """Return the steps of the checkpoints that are there, newest first."""
+    def _list_steps(self) -> list[int]:
+        """Return the steps of the checkpoints in the folder, newest first."""
         names = [path.name for path in self._folder.glob("step-*")] if self._folder.is_dir() else []
-        # As we write them: other digits, or more of them, are not ours.
+        # Exactly the names that `save` writes: other spellings of a number are not ours.
         steps = [int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{9,18}", name)]
         return sorted((step for step in steps if f"step-{step:09d}" in names), reverse=True)
 
     def load(self) -> LoadedCheckpoint | None:
-        """Read the newest checkpoint that is whole and of this run, on all ranks together.
+        """Read the newest intact checkpoint of this run, on all ranks together.
 
         Returns:
-            None if there is none at all.
+            The checkpoint; None if there are none at all.
 
         Raises:
-            NoCheckpoint: There are some, but none can be used.
+            NoUsableCheckpoint: There are checkpoints, but none can be used.
         """
         if self._world.rank == 0:
-            self._clear_away()
-        mine = [*self._found()[:_MAX_LISTED], *[-1] * _MAX_LISTED][:_MAX_LISTED]
-        told = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        steps = [step for step in all_gather(told, self._world).value[0].tolist() if step >= 0]
+            self._clean_up()
+        # All ranks try the checkpoints of rank 0's list, so that they agree on one.
+        listed = [*self._list_steps()[:_MAX_LISTED], *[-1] * _MAX_LISTED][:_MAX_LISTED]
+        row = torch.tensor(listed, dtype=torch.int64, device=self._device)
+        steps = [step for step in all_gather(row, self._world).value[0].tolist() if step >= 0]
         reasons: list[str] = []
         for step in steps:
             loaded, why = None, ""
@@ -191,13 +202,13 @@ class CheckpointStore:
             bad = all_gather(flag, self._world).value.flatten().nonzero().flatten().tolist()
             if loaded is not None and not bad:
                 for reason in reasons if self._world.rank == 0 else ():
-                    log.warning("passing over a checkpoint in %s: %s", self._folder, reason)
+                    log.warning("skipping a checkpoint in %s: %s", self._folder, reason)
                 return loaded
             reasons.append(f"step {step}: {why or f'rank {bad[0]} cannot use its part'}")
         if reasons:
             raise NoUsableCheckpoint(
                 f"no checkpoint in {self._folder} can be used ({'; '.join(reasons)}): "
-                "go on with the settings it was saved with, or start in a new folder"
+                "resume with the settings it was saved with, or start in a new folder"
             )
         return None
 
@@ -216,7 +227,7 @@ class CheckpointStore:
             return unpack(_read_verified(folder / _rank_file(rank), files))
 
         shared = unpack(_read_verified(folder / _SHARED, files))
-        # Read and checked now: after a look at all of it another checkpoint cannot be taken.
+        # All parts are verified now, while another checkpoint can still be chosen.
         if workers == self._world.size:
             own = part(self._world.rank)
             return LoadedCheckpoint(step, workers, shared, lambda rank: own)
@@ -230,7 +241,7 @@ def _rank_file(rank: int) -> str:
 
 
 def _fingerprint(data: bytes) -> list[int]:
-    """Return the length and digest of a file, as numbers that a collective can carry."""
+    """Return the length and 128-bit digest of a file as three int64, ready for a collective."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
     halves = (digest[:8], digest[8:])
     return [len(data), *(int.from_bytes(half, "big", signed=True) for half in halves)]
@@ -238,38 +249,39 @@ def _fingerprint(data: bytes) -> list[int]:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_read_bounded(path, _LARGEST_MANIFEST).decode("utf-8"))
-        if found["format"] != _FORMAT:
-            raise ValueError(f"its format is {short_repr(found['format'])}, expected {_FORMAT}")
-        shapes = (found["workers"], int), (found["identity"], dict), (found["files"], dict)
-        if not all(isinstance(value, kind) for value, kind in shapes):
+        manifest = json.loads(_read_bounded(path, _MAX_MANIFEST).decode("utf-8"))
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"its format is {short_repr(manifest['format'])}, expected {_FORMAT}")
+        workers, files = manifest["workers"], manifest["files"]
+        types = (workers, int), (manifest["identity"], dict), (files, dict)
+        if not all(isinstance(value, kind) for value, kind in types):
             raise ValueError("its manifest is damaged")
-        if len(found["files"]) != found["workers"] + 1:
-            raise ValueError(f"its manifest is damaged: {short_repr(found['workers'])} workers")
+        if len(files) != workers + 1:
+            raise ValueError(f"its manifest is damaged: {short_repr(workers)} workers")
     except (KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{path.name} is damaged") from None
-    manifest: dict[str, Any] = found
-    return manifest
+    checked: dict[str, Any] = manifest
+    return checked
 
 
 def _read_verified(path: Path, files: Mapping[str, Any]) -> bytes:
-    """Return a file's bytes if they are those that were written."""
+    """Return a file's bytes; raise ValueError unless they are what was written."""
     entry = files.get(path.name)
     size = entry[0] if isinstance(entry, list) and entry else None
-    # What is longer than it was is not read: only as much memory is taken as was written.
+    # A file that has grown is not read at all: memory use stays bounded by what was written.
     data = _read_bounded(path, size) if isinstance(size, int) and size >= 0 else b""
     if _fingerprint(data) != entry:
-        raise ValueError(f"{path.name} is damaged or cut short")
+        raise ValueError(f"{path.name} is damaged or truncated")
     return data
 
 
-def _read_bounded(path: Path, most: int) -> bytes:
-    """Return a file's bytes, if it is one and has no more than it may."""
-    if path.exists() and not path.is_file():  # A pipe would never end.
+def _read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes`."""
+    if path.exists() and not path.is_file():  # Reading a named pipe would block forever.
         raise ValueError(f"{path.name} is not a file")
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise ValueError(f"{path.name} is damaged: it is longer than {most:,} bytes")
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise ValueError(f"{path.name} is damaged: it is longer than {max_bytes:,} bytes")
         return file.read()
 
 
@@ -281,7 +293,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename last, where the system can sync a folder."""
+    """Make a rename in the folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

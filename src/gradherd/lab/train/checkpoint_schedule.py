@@ -1,7 +1,7 @@
-"""When a run saves itself: every so many steps or seconds, and before it is ended by SIGTERM.
+"""When a run saves itself: every N steps or seconds, and before SIGTERM ends it.
 
-Ranks must do so at the same step. Where steps decide, all of them count alike. For clocks and
-signals they exchange a few numbers about once a second, at a step that all of them know.
+All ranks must save at the same step. If steps decide, every rank counts the same. For clocks and
+signals the ranks exchange a few integers about once a second, at a step that all of them know.
 """
 
 import signal
@@ -19,97 +19,105 @@ from gradherd.comm.world import World
 from gradherd.lab.train.checkpoint import CheckpointStore
 
 _COST_RATIO = 50
-"""Where the clock decides, a save comes after so many times what the last one took: 2 % at most."""
+"""If the clock decides, at least this many times the last save's duration passes between saves."""
+_MAX_STEPS_AHEAD = 1000
 
 
 class RunStopped(Exception):
-    """The run was told to end, and has saved itself."""
+    """The run received SIGTERM and has saved itself."""
 
 
 class Checkpointer:
-    """Saves a run in time."""
+    """Saves a run on schedule."""
 
     def __init__(
         self,
-        checkpoints: CheckpointStore,
+        store: CheckpointStore,
         world: World,
         *,
         every: int | None,
         seconds: float = 60.0,
-        pulse: float = 1.0,
+        poll_seconds: float = 1.0,
         device: str = "cpu",
     ) -> None:
-        """Keep a run.
+        """Set the schedule.
 
         Args:
-            checkpoints: Where to.
-            world: The ranks that take part.
+            store: Where checkpoints are written.
+            world: The participating ranks.
             every: Steps between checkpoints; None goes by the clock.
-            seconds: Seconds between checkpoints where the clock decides.
-            pulse: Seconds between exchanges, about.
-            device: Where the ranks' group works.
+            seconds: Seconds between checkpoints if the clock decides.
+            poll_seconds: Approximate seconds between exchanges of clocks and signals.
+            device: Device of the process group's tensors.
         """
-        self._checkpoints, self._world = checkpoints, world
-        self._every, self._seconds, self._seconds_ahead = every, seconds, pulse
+        self._store, self._world = store, world
+        self._every, self._seconds, self._poll_seconds = every, seconds, poll_seconds
         self._device = torch.device(device)
-        self._told = False
-        self.step = self._pulse = 0
-        """Steps that were done."""
-        self.clock = Stopwatch()
-        """What saving has cost the training."""
-        self._saved_at = self._felt_at = time.monotonic()
-        self._felt_step = 0
-        self._cost = 0.0  # seconds of the last save
+        self._stop_requested = False
+        self.step = self._next_poll = 0
+        """Steps that are done."""
+        self.stopwatch = Stopwatch()
+        """Time that saving has cost the training."""
+        # Monotonic: the wall clock can jump.
+        self._saved_at = self._polled_at = time.monotonic()
+        self._polled_step = 0
+        self._save_seconds = 0.0  # duration of the last save
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a wish to end after saving."""
+    def handle_sigterm(self) -> Iterator[None]:
+        """Take SIGTERM as a request to save and stop."""
 
-        def tell(number: int, frame: FrameType | None) -> None:
-            self._told = True
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            self._stop_requested = True
 
-        before = signal.signal(signal.SIGTERM, tell)
+        before = signal.signal(signal.SIGTERM, request_stop)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def begin(self, step: int) -> None:
-        """Count from here: so many steps were done before."""
-        self.step = self._pulse = self._felt_step = step
-        self._saved_at = self._felt_at = time.monotonic()
+    def start_at(self, step: int) -> None:
+        """Start counting after `step` steps."""
+        self.step = self._next_poll = self._polled_step = step
+        self._saved_at = self._polled_at = time.monotonic()
 
     def after_step(self, state: Callable[[], tuple[Callable[[], Any], Any]]) -> None:
-        """Count a step; save if it is time. `state` returns what `Checkpoints.save` takes.
+        """Count a step and save if it is time.
+
+        Args:
+            state: Returns the arguments of `CheckpointStore.save` after the step.
 
         Raises:
-            Stopped: A rank was told to end; the run is saved.
+            RunStopped: A rank received SIGTERM; the run is saved.
         """
         self.step += 1
         due = self._every is not None and self.step % self._every == 0
         stop = False
-        if self.step > self._pulse:
-            stop, late = self._feel()
+        if self.step > self._next_poll:
+            stop, late = self._poll()
             due = due or stop or (late and self._every is None)
         if due:
             begin = time.monotonic()
-            with self.clock:
-                self._checkpoints.save(self.step, *state())
+            with self.stopwatch:
+                self._store.save(self.step, *state())
             self._saved_at = time.monotonic()
-            self._cost = self._saved_at - begin
+            self._save_seconds = self._saved_at - begin
         if stop:
             raise RunStopped(f"stopped after {self.step} steps")
 
-    def _feel(self) -> tuple[bool, bool]:
-        """Ask all ranks whether one was told to end, and rank 0 for its clock."""
+    def _poll(self) -> tuple[bool, bool]:
+        """Ask all ranks whether one of them should stop, and rank 0 whether a save is due."""
         now = time.monotonic()
-        steps = max(1, self.step - self._felt_step)
-        each = (now - self._felt_at) / steps
-        # A few quick steps say little about those to come: look at most twice as far ahead.
-        ahead = max(1, min(1000, 2 * steps, round(self._seconds_ahead / max(each, 1e-6))))
-        late = now - self._saved_at >= max(self._seconds, _COST_RATIO * self._cost)
-        mine = torch.tensor([int(self._told), int(late), ahead], device=self._device)
-        table = all_gather(mine, self._world).value.tolist()
-        self._felt_at, self._felt_step = time.monotonic(), self.step
-        self._pulse = self.step + table[0][2]
-        return any(row[0] for row in table), bool(table[0][1])
+        steps = max(1, self.step - self._polled_step)
+        step_seconds = (now - self._polled_at) / steps
+        # A few fast steps say little about later ones: look ahead at most twice as far.
+        ahead = round(self._poll_seconds / max(step_seconds, 1e-6))
+        ahead = max(1, min(_MAX_STEPS_AHEAD, 2 * steps, ahead))
+        late = now - self._saved_at >= max(self._seconds, _COST_RATIO * self._save_seconds)
+        own = torch.tensor([int(self._stop_requested), int(late), ahead], device=self._device)
+        all_ranks = all_gather(own, self._world).value.tolist()
+        self._polled_at, self._polled_step = time.monotonic(), self.step
+        # Rank 0's clock decides for all: other clocks would pick other steps.
+        _, rank0_late, rank0_ahead = all_ranks[0]
+        self._next_poll = self.step + rank0_ahead
+        return any(stop for stop, _, _ in all_ranks), bool(rank0_late)

@@ -1,4 +1,4 @@
-"""The settings of one run, checked when built."""
+"""The settings of a run, and the runs of a comparison."""
 
 import dataclasses
 import json
@@ -20,34 +20,34 @@ ROWS = ("auto", "batch", "exact", "sketch")
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run: a task, an order, a sparsifier and a seed."""
+    """The settings of one run, validated on construction."""
 
     task: str
     """Name of a task, or path/to/file.py:ClassName."""
     order: str = "d-rr"
     """Name of an order."""
     sparsify: str = "dense"
-    """Name of a sparsifier; "dense" averages all of the gradient, as DDP does."""
+    """Name of a sparsifier; "dense" averages the whole gradient, as DDP does."""
     density: float | None = None
-    """Share of the gradient that should travel; None for dense runs."""
+    """Fraction of the gradient to send; None for dense runs."""
     method: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """Settings of the sparsifier's own, as JSON values; None for its defaults and dense runs."""
+    """Further settings of the sparsifier, as JSON values; None for its defaults and dense runs."""
     seed: int = 0
-    """Of the model, the order, and everything else that is drawn."""
+    """Seed of the model, the order and all other random numbers."""
     workers: int
     """Number of workers."""
     batch_size: int
-    """Examples of one worker in one step."""
+    """Examples per worker and step."""
     unit: int
-    """Consecutive examples ordered as one."""
+    """Consecutive examples that are ordered as one unit."""
     rows: str = "auto"
     """How gradients are read for ordering: auto, batch, exact or sketch."""
     sketch_size: int | None = None
-    """Numbers of a sketched row; None is the default of SketchRows. Only with rows="sketch"."""
+    """Elements of a sketched row, with rows="sketch" only; None is the default of SketchRows."""
     epochs: int
     """Number of epochs."""
     optimizer: Literal["sgd", "adamw"]
-    """Rule of the step."""
+    """Optimizer."""
     lr: float
     """Learning rate."""
     momentum: float
@@ -55,17 +55,17 @@ class RunConfig:
     weight_decay: float
     """Weight decay."""
     clip: float | None
-    """Largest norm of the averaged gradient; None does not clip."""
+    """Largest norm of the averaged gradient; None disables clipping."""
     lr_drop: float | None
-    """The learning rate is multiplied by this now and then; None keeps it."""
+    """Factor by which the learning rate drops; None keeps it constant."""
     lr_drop_every: int | None
-    """So many epochs apart."""
+    """Epochs between two drops."""
     limit: int | None = None
-    """Use only so many examples of each part; None is all."""
+    """Number of examples used of each part; None uses all."""
     virtual: bool = False
-    """All workers in one process."""
+    """Whether all workers run in one process."""
     device: str = "cpu"
-    """Where: cpu or cuda."""
+    """Device: cpu or cuda."""
 
     def __post_init__(self) -> None:
         _check_known("order", self.order, tuple(POLICIES))
@@ -96,7 +96,7 @@ class RunConfig:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1 or None, got {self.limit}")
         settings = dataclasses.asdict(self)
-        # What a task's defaults must keep, a run must keep, too.
+        # A run must satisfy the same constraints as a task's defaults.
         shared = {
             f.name: settings[f.name] for f in dataclasses.fields(Defaults) if f.name in settings
         }
@@ -104,9 +104,9 @@ class RunConfig:
 
     @classmethod
     def of(cls, task: str, defaults: Defaults, **chosen: Any) -> "RunConfig":
-        """Return the settings of a task, with those that were chosen (not None) in their place.
+        """Return a task's default settings, overridden by those that are chosen and not None.
 
-        A batch of another size keeps whole batches whole batches.
+        If the defaults order whole batches, another batch size still orders whole batches.
         """
         own = {f.name for f in dataclasses.fields(cls)}
         given = {name: value for name, value in chosen.items() if value is not None}
@@ -121,7 +121,7 @@ class RunConfig:
         return self.order, self.sparsify, self.density
 
     def row_choice(self) -> str | RowSettings:
-        """Return how rows are read, as `attach` takes it: a name, or settings."""
+        """Return the `rows` argument of `attach`: a name, or settings."""
         return self.rows if self.sketch_size is None else SketchRows(size=self.sketch_size)
 
     def lr_at(self, epoch: int) -> float:
@@ -138,14 +138,14 @@ class RunConfig:
         return float(self.lr * self.lr_drop ** ((epoch - 1) // self.lr_drop_every))
 
     def folder(self) -> Path:
-        """Return a folder name of its own for each run of a comparison.
+        """Return a folder name that is unique among the runs of a comparison.
 
         >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, epochs=2, seeds=1, source="here")
         >>> RunConfig.of("digits", defaults, sparsify="topk", density=0.01, seed=3).folder()
         PosixPath('d-rr_topk-0.01/seed-3')
         """
-        sent = self.sparsify if self.density is None else f"{self.sparsify}-{self.density:g}"
-        return Path(f"{self.order}_{sent}") / f"seed-{self.seed}"
+        method = self.sparsify if self.density is None else f"{self.sparsify}-{self.density:g}"
+        return Path(f"{self.order}_{method}") / f"seed-{self.seed}"
 
 
 def plan_runs(
@@ -158,9 +158,9 @@ def plan_runs(
     seeds: Sequence[int],
     **chosen: Any,
 ) -> list[RunConfig]:
-    """Return a run for each seed and each arm; the arms of a seed stand together.
+    """Return a run for each seed and each arm, the arms of a seed next to each other.
 
-    A comparison that is broken off then has whole pairs.
+    A comparison that is interrupted then consists of complete pairs.
 
     >>> from gradherd.lab.tasks.digits import Digits
     >>> runs = plan_runs("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
@@ -185,13 +185,13 @@ def plan_runs(
 
 
 def count_steps(config: RunConfig, examples: int) -> int:
-    """Return how many steps a run takes."""
-    deal = UnitSharding(examples, config.unit, config.workers, drop_last=False)
-    return -(-deal.length * config.unit // config.batch_size) * config.epochs
+    """Return the number of steps of a run."""
+    sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
+    return -(-sharding.length * config.unit // config.batch_size) * config.epochs
 
 
 def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any]) -> None:
-    """Raise unless there is such a sparsifier, and a record can hold its settings."""
+    """Raise ValueError unless the sparsifier accepts the settings and a record can hold them."""
     if density is None:
         raise ValueError(f"method goes with a sparsifier, got {method} with {sparsify}")
     try:

@@ -1,4 +1,4 @@
-"""What a run depends on apart from its settings: versions and hardware."""
+"""What a run depends on besides its settings: versions and hardware."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ import torch
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what computes."""
+    """Return the versions of gradherd, torch, numpy and Python."""
     return {
         "gradherd": version("gradherd"),
         "torch": torch.__version__,
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
-    """Return what it computes on."""
+    """Return a description of the machine."""
     gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
     return {
         "cpu": _cpu(),
@@ -34,7 +34,7 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use, which a container may have cut."""
+    """Return the number of cores that this process may use; containers may limit it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -46,7 +46,7 @@ def _memory() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Implementer 0x41 is Arm Ltd; Linux on Arm tells part numbers instead of names.
+# Linux on Arm reports part numbers instead of names; implementer 0x41 is Arm Ltd.
 _ARM_PARTS = {
     "0xd07": "Cortex-A57",
     "0xd08": "Cortex-A72",
@@ -59,16 +59,16 @@ _ARM_PARTS = {
 
 
 def _cpu() -> str:
-    """Return the processor's name as well as the system tells it."""
-    known = platform.processor() or platform.machine()
+    """Return the name of the processor as far as the system knows it."""
+    fallback = platform.processor() or platform.machine()
     if sys.platform != "linux":
-        return known
+        return fallback
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return known
+        return fallback
     pairs = [line.split(":", 1) for line in text.splitlines() if ":" in line]
-    told = {name.strip(): value.strip() for name, value in pairs}
-    arm = told.get("CPU implementer") == "0x41"
-    part = _ARM_PARTS.get(told.get("CPU part", "")) if arm else None
-    return told.get("model name") or part or known
+    info = {name.strip(): value.strip() for name, value in pairs}
+    is_arm = info.get("CPU implementer") == "0x41"
+    part = _ARM_PARTS.get(info.get("CPU part", "")) if is_arm else None
+    return info.get("model name") or part or fallback

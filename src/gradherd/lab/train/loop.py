@@ -30,7 +30,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class RunWriter:
-    """The record of one run; without a folder it is kept in memory alone."""
+    """Updates the record of one run and its files; without a folder, the record in memory only."""
 
     def __init__(
         self, record: RunRecord, folder: Path | None, *, tensorboard: bool = False
@@ -42,24 +42,25 @@ class RunWriter:
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_record(record, folder)
-        if record.epochs or (folder / METRICS_FILE).exists():  # A run that goes on, or starts over.
-            lines = [_line(row) for row in record.epochs]
+        # A resumed run drops lines after its checkpoint, one that starts over drops all.
+        if record.epochs or (folder / METRICS_FILE).exists():
+            lines = [_json_line(row) for row in record.epochs]
             write_atomic(folder / METRICS_FILE, "".join(f"{line}\n" for line in lines))
         if tensorboard:
             self._events = _event_writer(folder)
 
     def start(self, loss: float | None, metric: float | None) -> None:
-        """Note what the model was worth before training."""
+        """Record the evaluation before training."""
         self.record = dataclasses.replace(self.record, start_loss=loss, start_metric=metric)
         self._save()
 
     def add(self, row: EpochRow, density_by_step: list[dict[str, float]]) -> None:
-        """Note an epoch."""
+        """Record an epoch."""
         self.record = dataclasses.replace(
             self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
         )
         if self._folder is not None:
-            _append(self._folder / METRICS_FILE, _line(row))
+            _append(self._folder / METRICS_FILE, _json_line(row))
         self._save()
         if self._events is not None:
             for name, value in dataclasses.asdict(row).items():
@@ -70,7 +71,7 @@ class RunWriter:
             self._events.flush()
 
     def end(self, status: str) -> RunRecord:
-        """Note how it ended and return the record."""
+        """Record how the run ended and return the record."""
         self.record = dataclasses.replace(self.record, status=status)
         self._save()
         if self._events is not None:
@@ -99,19 +100,19 @@ _TENSORBOARD_GROUPS = {
 }
 
 
-def _line(row: EpochRow) -> str:
+def _json_line(row: EpochRow) -> str:
     return json.dumps(dataclasses.asdict(row), allow_nan=False)
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line; a disk that is full leaves the file as it was."""
-    before = path.stat().st_size if path.exists() else 0
+    """Append a line; if the disk is full, the file stays as it was."""
+    size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
         if path.exists():
-            os.truncate(path, before)
+            os.truncate(path, size)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -126,23 +127,23 @@ def _event_writer(folder: Path) -> Any:
 
 
 class Progress:
-    """Is told how a training goes on; this one says nothing."""
+    """Receives the progress of training; this one ignores it."""
 
     def begin(self, runs: int, steps: int) -> None:
-        """So many runs begin, with so many steps in all."""
+        """A number of runs begin, with this many steps in all."""
 
     def group(self, configs: Sequence[RunConfig]) -> None:
-        """These go side by side now."""
+        """These runs are trained side by side now."""
 
     def step(self, steps: int = 1) -> None:
-        """So many steps were done."""
+        """A number of steps are done."""
 
     def epoch(self, number: int, losses: list[float | None]) -> None:
-        """An epoch was measured."""
+        """An epoch was trained and evaluated."""
 
 
 def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> RunRecord:
-    """Return the record of a run that begins now."""
+    """Return the record of a run that starts now."""
     settings: dict[str, Any] = dataclasses.asdict(config)
     return RunRecord(
         task=task.name,
@@ -164,55 +165,55 @@ def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> 
 
 
 def run_epochs(
-    fleet: Trainer,
+    trainer: Trainer,
     configs: Sequence[RunConfig],
-    journals: Sequence[RunWriter],
+    writers: Sequence[RunWriter],
     progress: Progress,
     *,
     first: int = 1,
     resumed: bool = False,
 ) -> list[RunRecord]:
-    """Train all epochs of runs that a fleet trains side by side; return their records.
+    """Train all epochs of the runs of a trainer; return their records.
 
     Args:
-        fleet: Who trains.
+        trainer: The trainer.
         configs: The settings of each run.
-        journals: Where each run is written down.
-        progress: Is told how it goes on.
-        first: The epoch to go on with.
-        resumed: Whether it goes on; the start was measured before then.
+        writers: The writer of each run's record.
+        progress: Receives the progress.
+        first: The first epoch to train.
+        resumed: Whether the runs resume; then the evaluation before training is on record.
     """
     try:
-        _epochs(fleet, configs, journals, progress, first, resumed)
+        _train_epochs(trainer, configs, writers, progress, first, resumed)
     except RunStopped:
-        return [journal.end("stopped") for journal in journals]
-    return [journal.end(_status(journal.record)) for journal in journals]
+        return [writer.end("stopped") for writer in writers]
+    return [writer.end(_status(writer.record)) for writer in writers]
 
 
-def _epochs(
-    fleet: Trainer,
+def _train_epochs(
+    trainer: Trainer,
     configs: Sequence[RunConfig],
-    journals: Sequence[RunWriter],
+    writers: Sequence[RunWriter],
     progress: Progress,
     first: int,
     resumed: bool,
 ) -> None:
     if not resumed:
-        for journal, quality in zip(journals, fleet.quality(), strict=True):
-            journal.start(quality.loss, quality.metric)
+        for writer, evaluation in zip(writers, trainer.evaluate(), strict=True):
+            writer.start(evaluation.loss, evaluation.metric)
     for number in range(first, configs[0].epochs + 1):
-        tallies = fleet.epoch(number, progress.step)
+        counters = trainer.train_epoch(number, progress.step)
         begin = time.perf_counter()
-        found = fleet.quality()
-        seconds = (time.perf_counter() - begin) / len(found)
-        for at, (tally, quality) in enumerate(zip(tallies, found, strict=True)):
-            if _diverged(journals[at].record):
-                continue  # It ended there; those beside it go on.
-            row = _row(number, configs[at], tally, quality, seconds)
-            journals[at].add(row, fleet.series[at].listed())
-        progress.epoch(number, [quality.loss for quality in found])
-        if all(quality.loss is None for quality in found):
-            break  # Nothing is left to be learned.
+        evaluations = trainer.evaluate()
+        seconds = (time.perf_counter() - begin) / len(evaluations)
+        for at, (own, evaluation) in enumerate(zip(counters, evaluations, strict=True)):
+            if _diverged(writers[at].record):
+                continue  # This run has ended; the others of its stack continue.
+            row = _epoch_row(number, configs[at], own, evaluation, seconds)
+            writers[at].add(row, trainer.series[at].to_json())
+        progress.epoch(number, [evaluation.loss for evaluation in evaluations])
+        if all(evaluation.loss is None for evaluation in evaluations):
+            break  # All runs have diverged.
 
 
 def _diverged(record: RunRecord) -> bool:
@@ -223,33 +224,33 @@ def _status(record: RunRecord) -> str:
     return "diverged" if _diverged(record) else "done"
 
 
-def _row(
-    number: int, config: RunConfig, tally: EpochCounters, quality: Evaluation, evaluation: float
+def _epoch_row(
+    number: int, config: RunConfig, counters: EpochCounters, evaluation: Evaluation, seconds: float
 ) -> EpochRow:
-    apart = tally.data_seconds + tally.ordering_seconds + tally.exchange_seconds
-    apart += tally.saving_seconds
-    sparse = tally.sparse_steps
+    not_compute = counters.data_seconds + counters.ordering_seconds + counters.exchange_seconds
+    not_compute += counters.saving_seconds
+    sparse_steps, load_steps = counters.sparse_steps, counters.load_steps
     return EpochRow(
         epoch=number,
-        train_loss=quality.loss,
-        metric=quality.metric,
+        train_loss=evaluation.loss,
+        metric=evaluation.metric,
         lr=config.lr_at(number),
-        steps=tally.steps,
-        seconds=tally.seconds,
-        data_seconds=tally.data_seconds,
-        compute_seconds=max(0.0, tally.seconds - apart),
-        ordering_seconds=tally.ordering_seconds,
-        exchange_seconds=tally.exchange_seconds,
-        saving_seconds=tally.saving_seconds,
-        evaluation_seconds=evaluation,
-        bytes=tally.bytes,
-        ordering_bytes=tally.ordering_bytes,
-        density=tally.density / sparse if sparse else 1.0,
-        padding=tally.padding / sparse if sparse else None,
-        load=[picked / tally.load_steps for picked in tally.load] if tally.load else None,
-        residual_norm=_finite(tally.residual_norm),
-        skipped_steps=tally.skipped_steps,
-        herding_bound=_finite(tally.herding_bound),
+        steps=counters.steps,
+        seconds=counters.seconds,
+        data_seconds=counters.data_seconds,
+        compute_seconds=max(0.0, counters.seconds - not_compute),
+        ordering_seconds=counters.ordering_seconds,
+        exchange_seconds=counters.exchange_seconds,
+        saving_seconds=counters.saving_seconds,
+        evaluation_seconds=seconds,
+        bytes=counters.bytes,
+        ordering_bytes=counters.ordering_bytes,
+        density=counters.density / sparse_steps if sparse_steps else 1.0,
+        padding=counters.padding / sparse_steps if sparse_steps else None,
+        load=[selected / load_steps for selected in counters.load] if counters.load else None,
+        residual_norm=_finite(counters.residual_norm),
+        skipped_steps=counters.skipped_steps,
+        herding_bound=_finite(counters.herding_bound),
     )
 
 

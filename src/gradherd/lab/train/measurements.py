@@ -1,4 +1,4 @@
-"""What is watched while a run trains: prefix sums, densities of steps, and where time goes."""
+"""What is measured while a run trains: the herding bound, GPU time, and densities of steps."""
 
 import contextlib
 import time
@@ -8,104 +8,108 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Up to this many numbers the gradients of an epoch are kept.
+# Gradients of an epoch are stored for the herding bound up to this many elements.
 _MAX_TRACKED = 64_000_000
-# So many of them are looked at in double precision at a time, in columns of whole vectors: sums
-# have the same bits as if all were.
-_MAX_DOUBLES, _VECTORS = 4_000_000, 64
+# Elements converted to double precision at a time, in groups of whole vector registers: column
+# sums then have the same bits as if all columns were summed at once.
+_MAX_DOUBLES, _VECTOR_COLUMNS = 4_000_000, 64
 
 
 def can_track_prefix_sums(steps: int, parameters: int) -> bool:
-    """Return whether the prefix sums of an epoch are cheap enough to be watched."""
+    """Return whether the gradients of an epoch are few enough to be stored."""
     return steps * parameters <= _MAX_TRACKED
 
 
 def herding_bound(means: Tensor, examples: int) -> float:
     """Return the largest entry of any prefix sum of (gradient - mean), summed over examples.
 
+    This is the herding objective of GraB (arXiv:2205.10733), in the infinity norm.
+
     Args:
         means: (T, D) averaged gradient of each step of an epoch, as it was applied.
-        examples: Examples of a step, of all workers.
+        examples: Examples per step, over all workers.
 
     >>> import torch
     >>> herding_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), examples=4)
     8.0
     """
-    columns = max(1, _MAX_DOUBLES // len(means) // _VECTORS) * _VECTORS
+    columns = max(1, _MAX_DOUBLES // len(means) // _VECTOR_COLUMNS) * _VECTOR_COLUMNS
     largest = []
     for part in means.split(columns, dim=1):
-        wide = part.double()
-        largest.append((wide - wide.mean(0)).cumsum(0).abs().max())
+        doubles = part.double()
+        largest.append((doubles - doubles.mean(0)).cumsum(0).abs().max())
     return float(torch.stack(largest).max()) * examples
 
 
 class DeviceTimer:
-    """Adds up the time of stretches of work; on a GPU by its own clock, without waiting for it.
+    """Accumulates the time of blocks of work; on a GPU by CUDA events, without a host sync.
 
-    >>> stretches = DeviceTimer(torch.device("cpu"))
-    >>> with stretches.one():
+    >>> timer = DeviceTimer(torch.device("cpu"))
+    >>> with timer.measure():
     ...     pass
-    >>> stretches.take() >= 0, stretches.take()
+    >>> timer.reset() >= 0, timer.reset()
     (True, 0.0)
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._seconds = 0.0
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Count what is done inside."""
+    def measure(self) -> Iterator[None]:
+        """Add the time of the block."""
         if not self._on_gpu:
             begin = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - begin
             return
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        pair[0].record()
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
         yield
-        pair[1].record()
-        self._pairs.append(pair)
+        events[1].record()
+        self._events.append(events)
 
-    def take(self) -> float:
-        """Return the seconds so far, and start again from zero; waits for the GPU."""
-        if self._pairs:
-            self._pairs[-1][1].synchronize()
-        pairs, self._pairs = self._pairs, []
+    def reset(self) -> float:
+        """Return the seconds so far and start again from zero; waits for the GPU."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        events, self._events = self._events, []
         seconds, self._seconds = self._seconds, 0.0
-        return seconds + sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1000
+        return seconds + sum(float(begin.elapsed_time(end)) for begin, end in events) / 1000
 
 
 class BinnedSeries:
-    """A series of any length in a few hundred bins, each with its mean, least and largest.
+    """A series of any length in at most a few hundred bins, each with its mean, min and max.
 
-    >>> bins = BinnedSeries(most=2)
+    A record of a million steps stays small: when all bins are full, neighbours are merged.
+
+    >>> series = BinnedSeries(max_bins=2)
     >>> for value in (1.0, 3.0, 5.0, 7.0, 9.0):
-    ...     bins.add(value)
-    >>> [(b["step"], b["mean"], b["max"]) for b in bins.listed()]
+    ...     series.add(value)
+    >>> [(b["step"], b["mean"], b["max"]) for b in series.to_json()]
     [(0, 4.0, 7.0), (4, 9.0, 9.0)]
     """
 
-    def __init__(self, most: int = 400) -> None:
-        self._most = most
+    def __init__(self, max_bins: int = 400) -> None:
+        self._max_bins = max_bins
         self._width = 1
-        self._bins: list[tuple[int, float, float, float]] = []  # count, sum, least, largest
+        self._bins: list[tuple[int, float, float, float]] = []  # count, sum, min, max
 
     def add(self, value: float) -> None:
-        """Add the next value."""
+        """Append a value."""
         if self._bins and self._bins[-1][0] < self._width:
-            count, total, least, largest = self._bins[-1]
-            self._bins[-1] = count + 1, total + value, min(least, value), max(largest, value)
+            count, total, low, high = self._bins[-1]
+            self._bins[-1] = count + 1, total + value, min(low, value), max(high, value)
             return
-        if len(self._bins) == self._most:
-            self._halve()
+        if len(self._bins) == self._max_bins:
+            self._merge_neighbours()
             self.add(value)
             return
         self._bins.append((1, value, value, value))
 
-    def _halve(self) -> None:
-        """Join neighbours: half as many bins, twice as wide."""
+    def _merge_neighbours(self) -> None:
+        """Halve the number of bins, each twice as wide."""
         pairs = [self._bins[at : at + 2] for at in range(0, len(self._bins), 2)]
         self._bins = [
             (sum(b[0] for b in p), sum(b[1] for b in p), min(b[2] for b in p), max(b[3] for b in p))
@@ -113,21 +117,22 @@ class BinnedSeries:
         ]
         self._width *= 2
 
-    def state(self) -> dict[str, Any]:
-        """Return all that it holds."""
-        return {"most": self._most, "width": self._width, "bins": [list(b) for b in self._bins]}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the series."""
+        bins = [list(b) for b in self._bins]
+        return {"max_bins": self._max_bins, "width": self._width, "bins": bins}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "BinnedSeries":
-        """Return the bins that `state` described."""
-        bins = cls(state["most"])
-        bins._width = state["width"]
-        bins._bins = [(b[0], b[1], b[2], b[3]) for b in state["bins"]]
-        return bins
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "BinnedSeries":
+        """Return the series that `state_dict` described."""
+        series = cls(state["max_bins"])
+        series._width = state["width"]
+        series._bins = [(b[0], b[1], b[2], b[3]) for b in state["bins"]]
+        return series
 
-    def listed(self) -> list[dict[str, float]]:
-        """Return the bins as the record holds them."""
+    def to_json(self) -> list[dict[str, float]]:
+        """Return the bins as the record stores them."""
         return [
-            {"step": at * self._width, "mean": total / count, "min": least, "max": largest}
-            for at, (count, total, least, largest) in enumerate(self._bins)
+            {"step": at * self._width, "mean": total / count, "min": low, "max": high}
+            for at, (count, total, low, high) in enumerate(self._bins)
         ]

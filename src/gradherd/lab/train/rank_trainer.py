@@ -1,4 +1,4 @@
-"""A run on real ranks: this process is one of them."""
+"""Training on real ranks with DDP: this process is one of them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from gradherd.lab.train.trainer import (
     Evaluation,
     StepCallback,
     broadcast_buffers,
-    chunk_size,
+    evaluation_chunk,
     finite_metric,
     full_loss,
 )
@@ -44,24 +44,24 @@ from gradherd.sparsify.settings import make_settings
 
 
 class InMemoryDataset(Dataset[Tensors]):
-    """Examples in memory; a loader takes a whole batch at once."""
+    """Examples in memory; a DataLoader fetches a whole batch with one index."""
 
-    def __init__(self, columns: Tensors) -> None:
-        self.columns = columns
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return len(self.tensors[0])
 
     def __getitem__(self, index: int) -> Tensors:
-        return tuple(column[index] for column in self.columns)
+        return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> Tensors:
-        """Return the columns of a batch."""
-        return tuple(column[indices] for column in self.columns)
+        """Return a batch; a DataLoader calls this instead of `__getitem__` if it exists."""
+        return tuple(tensor[indices] for tensor in self.tensors)
 
 
 def identity_collate(batch: Any) -> Any:
-    """Collate nothing: the table's batches are whole."""
+    """Return the batch unchanged: `InMemoryDataset` has collated it already."""
     return batch
 
 
@@ -74,61 +74,67 @@ class RankTrainer:
         self._split = split.to(self._device)
         torch.manual_seed(config.seed)
         self.model = task.model().to(self._device)
+        # From here on every rank draws its own random numbers, such as dropout masks.
         torch.manual_seed(worker_seed(config.seed, world.rank))
         self._parameters: list[nn.Parameter] = [
             p for p in self.model.parameters() if p.requires_grad
         ]
         self._ddp = DDP(self.model)
-        table = InMemoryDataset(self._split.train)
+        dataset = InMemoryDataset(self._split.train)
         self.sampler = OrderedSampler(
-            table,
+            dataset,
             config.order,
             batch_size=config.batch_size,
             unit=config.unit,
             seed=config.seed,
             world=world,
         )
-        self._herd, self._mean = self._attached()
+        self._herd, self._mean_hook = self._attach()
         self._loader = DataLoader(
-            table,
+            dataset,
             batch_size=config.batch_size,
             sampler=self.sampler,
             collate_fn=identity_collate,
-            generator=torch.Generator(),  # or it would draw among the model's own numbers
+            # Its own generator: else the loader would draw from the model's random numbers.
+            generator=torch.Generator(),
         )
         self._optimizer = make_optimizer(self._parameters, config)
         size = sum(p.numel() for p in self._parameters)
-        dense = config.sparsify == "dense"
-        # Gradients are the same on all ranks, so one of them watches.
         self.series = [BinnedSeries()]
-        self.keeper: Checkpointer | None = None
-        """Saves the run in time, if it is to be saved."""
+        self.checkpointer: Checkpointer | None = None
+        """Saves the run from time to time, if it is to be saved."""
         self.record: Callable[[], Any] | None = None
-        """Tells rank 0's record so far, to be saved with the rest."""
-        self.tally = EpochCounters()
-        """What the epoch at hand has cost before this process went on with it."""
-        self._watches = dense and world.rank == 0 and can_track_prefix_sums(len(self._loader), size)
+        """Returns rank 0's record so far, which is saved with the rest."""
+        self.counters = EpochCounters()
+        """Counters of the current epoch up to the checkpoint that the run resumed from."""
+        # Averaged gradients are equal on all ranks, so one of them is enough.
+        self._tracks_prefix_sums = (
+            config.sparsify == "dense"
+            and world.rank == 0
+            and can_track_prefix_sums(len(self._loader), size)
+        )
 
-    def _attached(self) -> tuple[Herd, MeanHook | None]:
+    def _attach(self) -> tuple[Herd, MeanHook | None]:
         config = self._config
         sparsify = None
         if config.density is not None:
             sparsify = make_settings(config.sparsify, config.density, **(config.method or {}))
         herd = attach(self._ddp, order=self.sampler, sparsify=sparsify, rows=config.row_choice())
-        # Ordering whole batches and sparsifying both have a hook of their own.
-        taken = bool(self._ddp._comm_hooks)
-        return herd, None if taken else MeanHook(self._ddp, self._world)
+        # Ordering whole batches and sparsifying register a hook of their own.
+        has_hook = bool(self._ddp._comm_hooks)
+        return herd, None if has_hook else MeanHook(self._ddp, self._world)
 
-    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
-        """Train one epoch, or what is left of it."""
-        tally, self.tally = self.tally, EpochCounters()
-        if self.sampler.ordering.epoch < number:  # else it was saved after its last step
-            self._train(number, tally, tick)
-        return [tally]
+    def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
+        """Train one epoch, or what is left of it after resuming."""
+        counters, self.counters = self.counters, EpochCounters()
+        # A checkpoint after the last step of an epoch has already advanced the order.
+        if self.sampler.ordering.epoch < number:
+            self._train(number, counters, on_step)
+        return [counters]
 
-    def _train(self, number: int, tally: EpochCounters, tick: StepCallback) -> None:
-        before, already, means = self._costs(), tally.seconds, []
-        whole = tally.steps == 0
+    def _train(self, number: int, counters: EpochCounters, on_step: StepCallback) -> None:
+        before, earlier_seconds, means = self._costs(), counters.seconds, []
+        whole_epoch = counters.steps == 0
         begin = time.perf_counter()
         set_lr(self._optimizer, self._config.lr_at(number))
         self.sampler.set_epoch(number - 1)
@@ -137,125 +143,133 @@ class RankTrainer:
         while True:
             fetch = time.perf_counter()
             batch = next(batches, None)
-            tally.data_seconds += time.perf_counter() - fetch
+            counters.data_seconds += time.perf_counter() - fetch
             if batch is None:
                 break
             self._optimizer.zero_grad()
             self._task.loss(self._ddp, *batch).backward()
-            if self._watches:
+            if self._tracks_prefix_sums:
                 means.append(flat_grad(self._parameters))
             clip_and_step(self._optimizer, self._parameters, self._config.clip)
-            tally.steps += 1
+            counters.steps += 1
             if self._config.density is not None:
-                told = self._herd.last_step()
-                tally.add_sparse(told)
-                self.series[0].add(told.get("density", 0.0))
-            tick()
-            if self.keeper is not None:
+                metrics = self._herd.last_step()
+                counters.add_sparse(metrics)
+                self.series[0].add(metrics.get("density", 0.0))
+            on_step()
+            if self.checkpointer is not None:
 
                 def state() -> tuple[Callable[[], Any], Any]:
-                    now = replace(tally, seconds=already + time.perf_counter() - begin)
-                    self._add_costs(now, before)
-                    return self.state(number, now)
+                    seconds = earlier_seconds + time.perf_counter() - begin
+                    so_far = replace(counters, seconds=seconds)
+                    self._add_costs(so_far, before)
+                    return self.state(number, so_far)
 
-                self.keeper.after_step(state)
+                self.checkpointer.after_step(state)
         self._herd.finish()
-        tally.seconds = already + time.perf_counter() - begin
-        self._add_costs(tally, before)
-        if means and whole:
+        counters.seconds = earlier_seconds + time.perf_counter() - begin
+        self._add_costs(counters, before)
+        if means and whole_epoch:
             examples = self._config.batch_size * self._world.size
-            tally.herding_bound = herding_bound(torch.stack(means), examples)
+            counters.herding_bound = herding_bound(torch.stack(means), examples)
 
-    def state(self, number: int, tally: EpochCounters) -> tuple[Callable[[], Any], Any]:
-        """Return what decides the rest of the run: what rank 0 saves for all, and what is own."""
-        told = self._herd.state_dict()
-        own = {"generators": get_rng_states(self._device), "sparsify": told.pop("sparsify", None)}
+    def state(self, number: int, counters: EpochCounters) -> tuple[Callable[[], Any], Any]:
+        """Return what determines the rest of the run.
+
+        Returns:
+            A function that collects what rank 0 saves for all ranks, and what this rank saves for
+            itself: its generators and residuals.
+        """
+        herd = self._herd.state_dict()
+        own = {"generators": get_rng_states(self._device), "sparsify": herd.pop("sparsify", None)}
 
         def shared() -> dict[str, Any]:
             return {
                 "epoch": number,
-                "tally": asdict(tally),
+                "counters": asdict(counters),
                 "model": dict(self.model.state_dict()),
                 "optimizer": self._optimizer.state_dict(),
-                "herd": told,
-                "series": self.series[0].state(),
+                "herd": herd,
+                "series": self.series[0].state_dict(),
                 "record": None if self.record is None else self.record(),
             }
 
         return shared, own
 
-    def load(self, loaded: LoadedCheckpoint) -> int:
-        """Go on where a checkpoint was saved; return the epoch to go on with."""
-        shared, size = loaded.shared, self._world.size
+    def load(self, checkpoint: LoadedCheckpoint) -> int:
+        """Continue from a checkpoint; return the epoch to continue with."""
+        shared, size = checkpoint.shared, self._world.size
         self.model.load_state_dict(shared["model"])
         self._optimizer.load_state_dict(shared["optimizer"])
-        self.tally = EpochCounters(**shared["tally"])
-        self.series = [BinnedSeries.of(shared["series"])]
-        if loaded.workers == size:
-            own = loaded.part(self._world.rank)
+        self.counters = EpochCounters(**shared["counters"])
+        self.series = [BinnedSeries.from_state_dict(shared["series"])]
+        if checkpoint.workers == size:
+            own = checkpoint.part(self._world.rank)
             self._herd.load_state_dict(_herd_state(shared, own))
             set_rng_states(own["generators"], self._device)
         else:
-            ranks = range(loaded.workers)
+            ranks = range(checkpoint.workers)
             self._herd.load_state_dict(
-                merge_states(_herd_state(shared, loaded.part(rank)) for rank in ranks)
+                merge_states(_herd_state(shared, checkpoint.part(rank)) for rank in ranks)
             )
-            torch.manual_seed(worker_seed(self._config.seed + loaded.step, self._world.rank))
-            self.tally.load, self.tally.load_steps = [], 0
+            # Generators of other ranks cannot be continued; the step makes the seed a new one.
+            seed = self._config.seed + checkpoint.step
+            torch.manual_seed(worker_seed(seed, self._world.rank))
+            # Loads are per worker: those of another number of workers cannot be added to.
+            self.counters.load, self.counters.load_steps = [], 0
         epoch: int = shared["epoch"]
         return epoch
 
     def _costs(self) -> dict[str, float]:
-        """Return what was spent since the start."""
-        told = self._herd.metrics()
-        mean = self._mean
+        """Return what was spent since this process started."""
+        metrics, hook = self._herd.metrics(), self._mean_hook
+        saving = 0.0 if self.checkpointer is None else self.checkpointer.stopwatch.seconds
         return {
-            "ordering_seconds": told["ordering_seconds"],
-            "ordering_bytes": told["bytes_for_ordering"],
-            "exchange_seconds": mean.seconds if mean else told["exchange_seconds"],
-            "saving_seconds": 0.0 if self.keeper is None else self.keeper.clock.seconds,
-            "exchange_bytes": mean.bytes if mean else told["total_bytes"],
-            "skipped_steps": told.get("skipped_steps", 0),
-            "residual_norm": told.get("residual_norm", 0.0),
+            "ordering_seconds": metrics["ordering_seconds"],
+            "ordering_bytes": metrics["bytes_for_ordering"],
+            "exchange_seconds": hook.seconds if hook else metrics["exchange_seconds"],
+            "saving_seconds": saving,
+            "exchange_bytes": hook.bytes if hook else metrics["total_bytes"],
+            "skipped_steps": metrics.get("skipped_steps", 0),
+            "residual_norm": metrics.get("residual_norm", 0.0),
         }
 
-    def _add_costs(self, tally: EpochCounters, before: dict[str, float]) -> None:
+    def _add_costs(self, counters: EpochCounters, before: dict[str, float]) -> None:
         after = self._costs()
         spent = {name: after[name] - before[name] for name in after}
-        tally.ordering_seconds += spent["ordering_seconds"]
-        tally.exchange_seconds += spent["exchange_seconds"]
-        tally.saving_seconds += spent["saving_seconds"]
-        tally.skipped_steps += int(spent["skipped_steps"])
+        counters.ordering_seconds += spent["ordering_seconds"]
+        counters.exchange_seconds += spent["exchange_seconds"]
+        counters.saving_seconds += spent["saving_seconds"]
+        counters.skipped_steps += int(spent["skipped_steps"])
+        # Ranks send different amounts: the record holds the mean over them.
         sent = torch.tensor(
             [spent["ordering_bytes"], spent["exchange_bytes"]],
             dtype=torch.float64,
             device=self._device,
         )
         ordering, exchange = all_gather(sent, self._world).value.mean(0).tolist()
-        tally.ordering_bytes += round(ordering)
-        tally.bytes += round(ordering + exchange)
+        counters.ordering_bytes += round(ordering)
+        counters.bytes += round(ordering + exchange)
         if self._config.density is not None:
-            tally.residual_norm = after["residual_norm"]
+            counters.residual_norm = after["residual_norm"]
 
-    def quality(self) -> list[Evaluation]:
-        """Measure the model, all ranks together."""
+    def evaluate(self) -> list[Evaluation]:
+        """Evaluate the model, all ranks together."""
         broadcast_buffers(self.model, self._world)
-        chunk = chunk_size(self.model, self._config.batch_size)
+        chunk = evaluation_chunk(self.model, self._config.batch_size)
         with self._herd.pause():
             loss = full_loss(self._task, self.model, self._split.train, self._world, chunk)
-            value = (
-                finite_metric(self._task, self.model, self._split.test)
-                if not self._world.rank
-                else None
-            )
-        return [Evaluation(loss, value)]
+            metric = None
+            if not self._world.rank:
+                metric = finite_metric(self._task, self.model, self._split.test)
+        return [Evaluation(loss, metric)]
 
     def close(self) -> None:
-        """Leave the model."""
+        """Detach from the model."""
         self._herd.detach()
 
 
 def _herd_state(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a rank's herd."""
+    """Return the state of one rank's herd."""
     sparse = own["sparsify"]
     return dict(shared["herd"]) | ({} if sparse is None else {"sparsify": sparse})

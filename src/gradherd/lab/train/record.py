@@ -10,7 +10,7 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ _COUNT_FIELDS = ("seed", "parameters", "train_examples", "test_examples")
 _OPTIONAL_FIELDS = ("train_loss", "metric", "padding", "residual_norm", "herding_bound")
 _NON_FINITE_FIELDS = ("train_loss", "metric")
 _MAX_VALUE = 1e100
-"""Beyond it, sums and squares of numbers are none any more."""
+"""Largest number; squares and sums of these stay finite."""
 _MAX_DEPTH = 16
-"""Levels of lists and mappings in a setting; ours have two."""
+"""Nesting of lists and mappings in a setting; the ones we write have two levels."""
 
 
 def find_problem(record: Any) -> str | None:
@@ -39,7 +39,7 @@ def find_problem(record: Any) -> str | None:
     for name in _COUNT_FIELDS:
         value = getattr(record, name)
         if not isinstance(value, int) or abs(value) >= 2**63:
-            return f"{name} is {short_repr(value)}, not a whole number"
+            return f"{name} is {short_repr(value)}, not an integer"
     if not isinstance(record.higher_is_better, bool):
         return f"higher_is_better is {short_repr(record.higher_is_better)}, neither true nor false"
     for name in ("density", "start_loss", "start_metric"):
@@ -60,32 +60,35 @@ def find_problem(record: Any) -> str | None:
 def _row_problem(row: Any, position: int) -> str | None:
     if row.epoch != position:
         return f"epoch is {short_repr(row.epoch)}"
-    for one in fields(row):
-        value = getattr(row, one.name)
-        if one.name == "load":
+    for name in (f.name for f in dataclasses.fields(row)):
+        value = getattr(row, name)
+        if name == "load":
             if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
                 return f"load is {short_repr(value)}"
-        elif value is None and one.name in _OPTIONAL_FIELDS:
+        elif value is None and name in _OPTIONAL_FIELDS:
             continue
-        elif (
-            one.name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value)
-        ):
-            continue  # Not finite is a finding, not damage.
+        elif name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value):
+            continue  # The run has diverged: a result, not damage.
         elif not is_number(value):
-            return f"{one.name} is {short_repr(value)}, not a number"
+            return f"{name} is {short_repr(value)}, not a number"
     return None
 
 
 def _nested_problem(value: dict[str, Any]) -> str | None:
-    """Return what a setting must not hold: it is shown, compared and written as JSON."""
+    """Return what prevents settings from being displayed, compared and written as JSON, or None.
+
+    Level by level, not recursively: a hostile file may be nested deeper than Python's stack.
+    """
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict | list):
-                inner += one.values() if isinstance(one, dict) else one
-            elif isinstance(one, int | float) and not isinstance(one, bool) and not is_number(one):
-                return f"{short_repr(one)}, which is too large or no number"
+        for item in level:
+            if isinstance(item, dict | list):
+                inner += item.values() if isinstance(item, dict) else item
+            elif (
+                isinstance(item, int | float) and not isinstance(item, bool) and not is_number(item)
+            ):
+                return f"{short_repr(item)}, which is too large or not a number"
         level = inner
         if not level:
             return None
@@ -93,16 +96,16 @@ def _nested_problem(value: dict[str, Any]) -> str | None:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number that figures can be made of."""
+    """Return whether a value is a finite number that reports can compute with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and _in_range(value)
 
 
 def _in_range(value: float) -> bool:
-    return -_MAX_VALUE <= value <= _MAX_VALUE  # False for NaN; whole numbers may be of any length
+    return -_MAX_VALUE <= value <= _MAX_VALUE  # False for NaN; works for integers of any length.
 
 
 def short_repr(value: object) -> str:
-    """Return a value out of a file as it can be told: shortened, on one line.
+    """Return a value read from a file, shortened to one line.
 
     >>> short_repr(10**50), short_repr([[[[[[[1]]]]]]])
     ('1000000000...0000000000', '[[[[[[[...]]]]]]]')
@@ -118,77 +121,77 @@ _SHORT_REPR.maxlong = 23
 RECORD_FORMAT = 1
 RECORD_FILE = "record.json"
 _MAX_BYTES = 1 << 26
-"""Bytes of a record: room for 100,000 epochs."""
+"""Largest record file: room for 100,000 epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRow:
-    """One epoch of a run. Seconds and bytes are of this epoch alone, bytes of the mean worker."""
+    """One epoch of a run. Seconds and bytes are those of this epoch; bytes are per worker."""
 
     epoch: int
     """Counted from 1."""
     train_loss: float | None
-    """Mean loss over the full training set after this epoch; None if it is not finite."""
+    """Mean loss over the full training set after this epoch; None if not finite."""
     metric: float | None
-    """The task's metric on the test set; None if it is not finite."""
+    """The task's metric on the test set; None if not finite."""
     lr: float
     """Learning rate of this epoch."""
     steps: int
-    """Steps of the optimizer."""
+    """Optimizer steps."""
     seconds: float
-    """Time spent training (evaluation apart), of rank 0."""
+    """Training time of rank 0, without evaluation."""
     data_seconds: float
     """... waiting for batches."""
     compute_seconds: float
     """... in forward, backward and the optimizer."""
     ordering_seconds: float
-    """... reading gradients for the order and sorting, as far as training waited for it."""
+    """... reading gradients and computing orders, as far as training waited for it."""
     exchange_seconds: float
-    """... choosing and exchanging gradients, as far as training waited for it."""
+    """... selecting and exchanging gradients, as far as training waited for it."""
     saving_seconds: float = 0.0
     """... writing checkpoints."""
     evaluation_seconds: float
-    """Time spent to measure this row; no part of `seconds`."""
+    """Time spent on evaluation; not part of `seconds`."""
     bytes: int
-    """What a worker sent, for gradients and for ordering."""
+    """Bytes that a worker sent, for gradients and for ordering."""
     ordering_bytes: int
-    """What it sent for ordering alone."""
+    """Bytes that a worker sent for ordering alone."""
     density: float
-    """Share of the gradient that travelled, mean over steps; 1 for dense runs."""
+    """Fraction of the gradient that was sent, mean over steps; 1 for dense runs."""
     padding: float | None = None
-    """Workers x the most that one picked / all picked, mean over steps; None for dense runs."""
+    """Workers x largest selection / all selected, mean over steps; None for dense runs."""
     load: list[float] | None = None
-    """How many numbers each worker picked, mean over steps; None for dense runs."""
+    """Elements that each worker selected, mean over steps; None for dense runs."""
     residual_norm: float | None = None
-    """Norm of what worker 0 keeps after this epoch; None for dense runs."""
+    """Norm of worker 0's residual after this epoch; None for dense runs."""
     skipped_steps: int = 0
-    """Steps that were called off because a gradient was not finite."""
+    """Steps skipped because a gradient was not finite."""
     herding_bound: float | None = None
     """Largest entry of any prefix sum of (gradient - mean gradient of the epoch), summed over
-    examples in the order they were visited; None where it would not be cheap."""
+    examples in the order they were visited; None if it was not tracked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Everything about one run that is worth keeping."""
+    """Settings, environment and results of one run."""
 
     task: str
     """Name of the task."""
     description: str
-    """What the task is, in one line."""
+    """One-line description of the task."""
     order: str
     """Name of the order."""
     sparsify: str
-    """Name of the sparsifier, "dense" if all of the gradient travels."""
+    """Name of the sparsifier; "dense" if the whole gradient is sent."""
     density: float | None
-    """The density that was asked for; None if dense."""
+    """The requested density; None if dense."""
     seed: int
     metric_name: str
     higher_is_better: bool
     config: dict[str, Any]
     """All settings of the run, by name."""
     parameters: int
-    """Numbers in the model."""
+    """Number of model parameters."""
     train_examples: int
     test_examples: int
     versions: dict[str, str]
@@ -196,32 +199,32 @@ class RunRecord:
     hardware: dict[str, Any]
     """cpu, cores, memory_bytes, accelerator (or None), system."""
     started: str
-    """When, UTC, ISO 8601."""
+    """Start time, UTC, ISO 8601."""
     status: str = "running"
-    """running, done, stopped (saved, and can be resumed), interrupted, diverged (the loss was not
-    finite any more), or failed."""
+    """running, done, stopped (saved, and can be resumed), interrupted, diverged (the loss became
+    non-finite), or failed."""
     start_loss: float | None = None
     """Loss over the full training set before the first step."""
     start_metric: float | None = None
     epochs: list[EpochRow] = field(default_factory=list)
     density_by_step: list[dict[str, float]] = field(default_factory=list)
-    """[{"step", "mean", "min", "max"}], each for the steps from `step` to the next entry's."""
+    """[{"step", "mean", "min", "max"}], each over the steps from `step` up to the next entry."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
+        """Return the record as JSON values."""
         return {"format": RECORD_FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "RunRecord":
-        """Return the record that `to_json` described, or raise ValueError."""
-        if not isinstance(found, Mapping) or found.get("format") != RECORD_FORMAT:
-            got = found.get("format") if isinstance(found, Mapping) else type(found).__name__
+    def from_json(cls, content: Mapping[str, Any]) -> "RunRecord":
+        """Return the record that `to_json` described; raise ValueError if it is damaged."""
+        if not isinstance(content, Mapping) or content.get("format") != RECORD_FORMAT:
+            got = content.get("format") if isinstance(content, Mapping) else type(content).__name__
             raise ValueError(
                 f"not a record of a run: format is {short_repr(got)}, expected {RECORD_FORMAT}"
             )
         try:
-            rows = [_build_dataclass(EpochRow, row) for row in found["epochs"]]
-            record: RunRecord = _build_dataclass(cls, {**found, "epochs": rows})
+            rows = [_build_dataclass(EpochRow, row) for row in content["epochs"]]
+            record: RunRecord = _build_dataclass(cls, {**content, "epochs": rows})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged record: {error}") from None
         problem = find_problem(record)
@@ -231,42 +234,42 @@ class RunRecord:
 
 
 def _build_dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Build a dataclass; what later versions added is passed over."""
-    known = {one.name for one in dataclasses.fields(kind)}
+    """Build a dataclass; ignore fields that a later version may have added."""
+    known = {f.name for f in dataclasses.fields(kind)}
     return kind(**{key: value for key, value in values.items() if key in known})
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return a number that JSON can hold: None for one that is not finite."""
+    """Return a value that JSON can represent: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def write_record(record: RunRecord, folder: Path) -> None:
-    """Write `folder/record.json`, whole or not at all."""
+    """Write `folder/record.json` atomically."""
     write_atomic(
         folder / RECORD_FILE, json.dumps(record.to_json(), allow_nan=False, indent=1) + "\n"
     )
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a record.json, or raise ValueError that names it."""
-    name = printable(str(path))
+    """Read a record.json; raise a ValueError that names it if it is damaged."""
+    name = printable(path)
     try:
-        found = json.loads(read_bounded_text(path))
+        content = json.loads(read_bounded_text(path))
     except (ValueError, RecursionError, OSError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{name}: {why}: a damaged record; remove its folder, or train again"
         ) from None
     try:
-        return RunRecord.from_json(found)
+        return RunRecord.from_json(content)
     except ValueError as error:
         raise ValueError(f"{name}: {error}; remove its folder, or train again") from None
 
 
 def read_bounded_text(path: Path) -> str:
-    """Return a file's text, if it is one of bounded size; else raise ValueError or OSError."""
-    if path.exists() and not path.is_file():  # A pipe would never end.
+    """Return the text of a regular file of bounded size; else raise ValueError or OSError."""
+    if path.exists() and not path.is_file():  # Reading a named pipe would block forever.
         raise ValueError("it is not a file")
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
@@ -276,7 +279,7 @@ def read_bounded_text(path: Path) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it: a reader sees all of it or the old one."""
+    """Write a file under a temporary name, then rename it: readers see the old or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         with draft.open("w", encoding="utf-8") as file:

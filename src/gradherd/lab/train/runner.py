@@ -33,21 +33,22 @@ from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 log = logging.getLogger("gradherd")
 
-
 CHECKPOINT_FOLDER = "checkpoints"
-"""Where a run's checkpoints lie in its folder."""
+"""Name of the folder with a run's checkpoints, inside the run's folder."""
+CHANGEABLE_SETTINGS = ("epochs", "virtual", "device", "workers")
+"""Settings that may change when a run resumes (the record notes other numbers of workers)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """When a run saves itself, and whether it goes on with what is there."""
+    """When a run saves itself, and whether it resumes."""
 
     every: int | None = None
     """Steps between checkpoints; None saves once a minute."""
     resume: bool = False
-    """Go on with the newest good checkpoint, if there is one."""
-    pulse: float = 1.0
-    """How many seconds it may take until a rank's SIGTERM is heard by all, about."""
+    """Resume from the newest usable checkpoint, if there is one."""
+    poll_seconds: float = 1.0
+    """Approximate seconds until all ranks notice that one of them received SIGTERM."""
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -64,82 +65,84 @@ def run_all(
     tensorboard: bool = False,
     saving: CheckpointOptions | None = None,
 ) -> list[RunRecord]:
-    """Run all of them, one after the other (small virtual ones side by side), on every rank.
-
-    Records come in the order of `configs`, however the runs were put together.
+    """Train all runs, on every rank: one after the other, small virtual ones side by side.
 
     Args:
         configs: Runs of one task with the same data; at least one.
-        world: The ranks that take part; one rank alone for virtual runs.
+        world: The participating ranks; a single one for virtual runs.
         out: Where rank 0 writes, a folder for each run; None writes nothing.
-        data_dir: Folder to look for data in first.
-        progress: Is told how it goes on.
-        tensorboard: Write TensorBoard events, too.
-        saving: When the only run, on real ranks, saves itself; it is written right into `out`.
+        data_dir: Folder to search for data first.
+        progress: Receives the progress.
+        tensorboard: Whether to write TensorBoard events, too.
+        saving: When to save checkpoints; for a single run on real ranks, written into `out` itself.
+
+    Returns:
+        The records, in the order of `configs`.
     """
     task = find_task(configs[0].task)
     split = task.load(data_dir, configs[0].limit)
-    told = progress or Progress()
-    total = sum(count_steps(config, len(split.train[0])) for config in configs)
+    progress = progress or Progress()
+    steps = sum(count_steps(config, len(split.train[0])) for config in configs)
     records: dict[int, RunRecord] = {}
-    told.begin(len(configs), total)
+    progress.begin(len(configs), steps)
     if saving is not None and out is not None and not configs[0].virtual:
-        told.group(configs)
+        progress.group(configs)
         (config,) = configs
         return [
             run_with_checkpoints(
-                config, task, split, world, out, saving, told, tensorboard=tensorboard
+                config, task, split, world, out, saving, progress, tensorboard=tensorboard
             )
         ]
-    for places, side_by_side in _group_runs(configs, task, split):
-        group = [configs[at] for at in places]
+    for indices, stacked in _group_runs(configs, task, split):
+        group = [configs[at] for at in indices]
         folders = [_run_folder(out, config, saving is not None, world) for config in group]
-        # No name for the fleet: it would be there until the next one is.
-        made = _run_group(
-            _make_trainer(group, task, split, world, side_by_side=side_by_side),
+        # The trainer gets no name here: it would stay alive while the next one is built.
+        group_records = _run_group(
+            _make_trainer(group, task, split, world, stacked=stacked),
             group=group,
             task=task,
             split=split,
             folders=folders,
-            told=told,
+            progress=progress,
             tensorboard=tensorboard,
         )
         if group[0].device != "cpu":
-            # For the next group, and for others on the same GPU. Torch's first imports of a
-            # process leave a cycle that holds who asked for them, and with it the first fleet.
+            # Frees the GPU for the next group and for other processes. Torch's first imports in a
+            # process leave a reference cycle that holds the importing frame, and with it the first
+            # trainer.
             gc.collect()
             torch.cuda.empty_cache()
-        records.update(zip(places, made, strict=True))
+        records.update(zip(indices, group_records, strict=True))
     return [records[at] for at in range(len(configs))]
 
 
 def _run_group(
-    fleet: Trainer,
+    trainer: Trainer,
     *,
     group: Sequence[RunConfig],
     task: Task,
     split: Split,
     folders: Sequence[Path | None],
-    told: Progress,
+    progress: Progress,
     tensorboard: bool,
 ) -> list[RunRecord]:
-    """Run a group to its end, and let go of what its fleet holds."""
-    size = sum(p.numel() for p in fleet.model.parameters())
-    journals = [
+    """Train a group of runs to the end, and close its trainer."""
+    size = sum(p.numel() for p in trainer.model.parameters())
+    writers = [
         RunWriter(new_record(config, task, split, size), folder, tensorboard=tensorboard)
         for config, folder in zip(group, folders, strict=True)
     ]
-    told.group(group)
+    progress.group(group)
     try:
-        return run_epochs(fleet, group, journals, told)
+        return run_epochs(trainer, group, writers, progress)
     finally:
-        fleet.close()
+        trainer.close()
 
 
 def _make_trainer(
-    group: Sequence[RunConfig], task: Task, split: Split, world: World, *, side_by_side: bool
+    group: Sequence[RunConfig], task: Task, split: Split, world: World, *, stacked: bool
 ) -> Trainer:
-    if side_by_side:
+    if stacked:
         return StackedTrainer(group, task, split)
     if group[0].virtual:
         return VirtualTrainer(group[0], task, split)
@@ -149,21 +152,21 @@ def _make_trainer(
 def _group_runs(
     configs: Sequence[RunConfig], task: Task, split: Split
 ) -> list[tuple[list[int], bool]]:
-    """Return the places of runs in groups, and whether a group's go side by side."""
+    """Return groups of run indices, and whether the runs of a group are stacked."""
     if not configs[0].virtual:
         return [([at], False) for at in range(len(configs))]
     model = task.model()
     groups: list[tuple[list[int], bool]] = []
     on_gpu = configs[0].device != "cpu"
-    kept = saved_per_example(task, model, split.train) if on_gpu else 0
-    for places in stack_runs(configs, model, kept):
-        first = configs[places[0]]
-        why = why_not_stackable(first, model) or why_not_mean_loss(task, model, split.train)
-        if why is None:
-            groups.append((places, True))
+    saved = saved_per_example(task, model, split.train) if on_gpu else 0
+    for indices in stack_runs(configs, model, saved):
+        first = configs[indices[0]]
+        reason = why_not_stackable(first, model) or why_not_mean_loss(task, model, split.train)
+        if reason is None:
+            groups.append((indices, True))
             continue
-        log.info("%s trains alone: %s", first.folder(), why)
-        groups += [([at], False) for at in places]
+        log.info("%s is trained alone: %s", first.folder(), reason)
+        groups += [([at], False) for at in indices]
     return groups
 
 
@@ -184,60 +187,54 @@ def run_with_checkpoints(
     *,
     tensorboard: bool = False,
 ) -> RunRecord:
-    """Train a run into `out`, saving it as `saving` says."""
-    fleet = RankTrainer(config, task, split, world)
-    checkpoints = CheckpointStore(
-        out / CHECKPOINT_FOLDER,
-        world,
-        run_identity(config, split, fleet.model),
-        device=config.device,
-    )
-    loaded = checkpoints.load() if saving.resume else None
-    size = sum(p.numel() for p in fleet.model.parameters())
+    """Train a run into `out` with checkpoints, resuming from them if asked to."""
+    trainer = RankTrainer(config, task, split, world)
+    identity = run_identity(config, split, trainer.model)
+    store = CheckpointStore(out / CHECKPOINT_FOLDER, world, identity, device=config.device)
+    checkpoint = store.load() if saving.resume else None
+    size = sum(p.numel() for p in trainer.model.parameters())
     record = new_record(config, task, split, size)
-    if loaded is not None:
-        before = RunRecord.from_json(loaded.shared["record"])
-        settings = record.config | {"world_sizes": _world_sizes(before, loaded, config.workers)}
+    if checkpoint is not None:
+        before = RunRecord.from_json(checkpoint.shared["record"])
+        world_sizes = _world_sizes(before, checkpoint, config.workers)
+        settings = record.config | {"world_sizes": world_sizes}
         record = dataclasses.replace(before, status="running", config=settings)
         if world.rank == 0:
-            log.info("going on after step %d", loaded.step)
-    journal = RunWriter(record, None if world.rank else out, tensorboard=tensorboard)
-    keeper = Checkpointer(
-        checkpoints, world, every=saving.every, pulse=saving.pulse, device=config.device
+            log.info("resuming after step %d", checkpoint.step)
+    writer = RunWriter(record, None if world.rank else out, tensorboard=tensorboard)
+    checkpointer = Checkpointer(
+        store, world, every=saving.every, poll_seconds=saving.poll_seconds, device=config.device
     )
-    fleet.keeper, fleet.record = keeper, lambda: journal.record.to_json()
+    trainer.checkpointer, trainer.record = checkpointer, lambda: writer.record.to_json()
     first = 1
-    if loaded is not None:
-        first = fleet.load(loaded)
-        keeper.begin(loaded.step)
-        progress.step(loaded.step)
+    if checkpoint is not None:
+        first = trainer.load(checkpoint)
+        checkpointer.start_at(checkpoint.step)
+        progress.step(checkpoint.step)
     try:
-        with keeper.listening():
-            (found,) = run_epochs(
-                fleet, [config], [journal], progress, first=first, resumed=loaded is not None
+        with checkpointer.handle_sigterm():
+            (final,) = run_epochs(
+                trainer, [config], [writer], progress, first=first, resumed=checkpoint is not None
             )
-        trained = first <= config.epochs  # else the checkpoint says more than we could
-        if journal.record.status == "done" and trained:  # More epochs may follow.
-            checkpoints.save(keeper.step, *fleet.state(config.epochs + 1, EpochCounters()))
-        return found
+        # A final checkpoint lets more epochs follow. Not if nothing was trained: a run resumed with
+        # fewer epochs than it has must not overwrite its later checkpoint.
+        if writer.record.status == "done" and first <= config.epochs:
+            store.save(checkpointer.step, *trainer.state(config.epochs + 1, EpochCounters()))
+        return final
     finally:
-        fleet.close()
+        trainer.close()
 
 
-def _world_sizes(before: RunRecord, loaded: LoadedCheckpoint, workers: int) -> list[list[int]]:
-    """Return [step, workers] for each time that a run went on with another number of ranks."""
-    known: list[list[int]] = before.config.get("world_sizes") or [[0, loaded.workers]]
-    return known if loaded.workers == workers else [*known, [loaded.step, workers]]
-
-
-CHANGEABLE_SETTINGS = ("epochs", "virtual", "device", "workers")
-"""Settings that may change when a run goes on (another number of workers is told)."""
+def _world_sizes(before: RunRecord, checkpoint: LoadedCheckpoint, workers: int) -> list[list[int]]:
+    """Return [step, workers] for the start and each resumption with another number of ranks."""
+    known: list[list[int]] = before.config.get("world_sizes") or [[0, checkpoint.workers]]
+    return known if checkpoint.workers == workers else [*known, [checkpoint.step, workers]]
 
 
 def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:
-    """Return what a run must have in common with one that it continues."""
+    """Return what a run must have in common with one that it resumes."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in CHANGEABLE_SETTINGS}
-    settings["task"] = settings["task"].rpartition("/")[2]  # its file may have moved
+    settings["task"] = settings["task"].rpartition("/")[2]  # A task's file may have moved.
     shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
     return settings | {
         "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
@@ -245,9 +242,9 @@ def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str,
     }
 
 
-def _data_digest(columns: tuple[Tensor, ...]) -> str:
+def _data_digest(tensors: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for column in columns:
-        digest.update(f"{column.dtype} {tuple(column.shape)}".encode())
-        digest.update(column.contiguous().cpu().numpy().tobytes())
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -1,9 +1,9 @@
-"""One step of many models at once, in one graph.
+"""One training step of many models at once, in one graph.
 
-Runs that differ in seed, order or learning rate take the same steps on different numbers. Their
-parameters are stacked, the gradients of groups of examples come from torch.func, and the graph of
-a step is made once: a small model spends its time in calls, not in arithmetic. On the CPU a traced
-graph makes them in C++, on a GPU a captured one makes them without the host.
+Runs that differ in seed, order or learning rate take the same steps on different values. Their
+parameters are stacked, gradients of groups of examples come from torch.func, and the graph of a
+step is built once: a small model spends its time in Python calls, not in arithmetic. On the CPU a
+traced graph runs in C++; on a GPU a captured graph runs without the host.
 
 Letters: S runs, G groups of a step (of all workers), B examples of a group, R workers,
 D parameters.
@@ -25,166 +25,167 @@ from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.vmap_layers import make_vmappable, prefers_loop
 from gradherd.rows.flat import FlatSpec
 
-# Kernels of small models fill a part of a GPU: runs that go one by one share it.
+# Kernels of small models fill only a part of a GPU: runs in a loop share it through streams.
 _STREAMS = 8
 
 Step = Callable[..., tuple[Tensor, ...]]
 RowSelector = Callable[[Tensor], tuple[Tensor, ...]]
-"""What orders are shown of (S, G, D) gradients."""
+"""Selects the rows that orders need from (S, G, D) gradients."""
 
 
 class StackedStep:
-    """Takes steps of S runs: gradients of every group, their mean, and the optimizer's move."""
+    """Steps S runs at once: gradients of every group, their mean, and the optimizer update."""
 
     def __init__(
         self,
         task: Task,
         model: nn.Module,
-        columns: Tensors,
-        rule: FunctionalOptimizer,
+        tensors: Tensors,
+        optimizer: FunctionalOptimizer,
         parameters: Tensor,
-        keep: RowSelector = lambda rows: (rows,),
+        select_rows: RowSelector = lambda grads: (grads,),
         workers: int = 1,
     ) -> None:
-        """Start.
+        """Prepare the step.
 
         Args:
-            task: Whose loss.
+            task: The task, for its loss.
             model: A model of the task.
-            columns: The training data, where they are to be used.
-            rule: How the optimizer moves.
-            parameters: (S, D), moved by every step.
-            keep: What is returned of the gradients, as several tensors.
-            workers: R, whose gradients `gradients` tells apart.
+            tensors: The training data, on the device.
+            optimizer: The optimizer.
+            parameters: (S, D), updated in place by every step.
+            select_rows: Selects what is returned of the gradients.
+            workers: R, for `gradients`.
         """
         self.parameters = parameters
-        self._rule = rule
-        self._state = rule.start(parameters)
-        gradients = _make_gradients(task, model, columns)
+        self._optimizer = optimizer
+        self._state = optimizer.init(parameters)
+        gradients = _make_gradients(task, model, tensors)
 
-        def step(rate: Tensor, indices: Tensor, *now: Tensor) -> tuple[Tensor, ...]:
-            rows = gradients(now[0], indices)
-            mean = rows.mean(1)
-            moved, state = rule.move(now[0], now[1:], rate, mean)
-            # Nothing is moved in place here: some versions of torch lose that when they trace.
-            return (mean, moved, *state, *keep(rows))
+        def step(lr: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            grads = gradients(state[0], indices)
+            mean = grads.mean(1)
+            updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
+            # Nothing is updated in place here: tracing drops in-place writes in some versions.
+            return (mean, updated, *optimizer_state, *select_rows(grads))
 
         def worker_means(indices: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
-            rows = gradients(parameters, indices)
-            return rows.unflatten(1, (workers, -1)).mean(2), *keep(rows)
+            grads = gradients(parameters, indices)
+            return grads.unflatten(1, (workers, -1)).mean(2), *select_rows(grads)
 
         self._step, self._worker_means = _GraphCache(step), _GraphCache(worker_means)
 
-    def __call__(self, rate: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Step.
+    def __call__(self, lr: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Take one step.
 
         Args:
-            rate: (S, 1) learning rates.
+            lr: (S, 1) learning rates.
             indices: (S, G, B) examples of each run.
 
         Returns:
-            What is kept of the gradients, and (S, D) their mean; on a GPU the next call writes
-            to the same memory.
+            The selected rows, and (S, D) the mean gradients; on a GPU the next call overwrites
+            both.
         """
-        now = self._now
-        mean, *after = self._step(rate, indices, *now)
-        self._put(after[: len(now)])
-        return tuple(after[len(now) :]), mean
+        state = self._full_state
+        mean, *outputs = self._step(lr, indices, *state)
+        self._write(outputs[: len(state)])
+        return tuple(outputs[len(state) :]), mean
 
     def gradients(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Take the gradients of a step alone.
+        """Compute the gradients of a step without updating parameters.
 
         Args:
-            indices: (S, G, B) examples of each run; each worker's groups stand together.
+            indices: (S, G, B) examples of each run; the groups of a worker are adjacent.
 
         Returns:
-            What is kept of the gradients, and (S, R, D) the workers'; on a GPU the next call
-            writes to the same memory.
+            The selected rows, and (S, R, D) the gradients of the workers; on a GPU the next call
+            overwrites both.
         """
-        workers, *kept = self._worker_means(indices, self.parameters)
-        return tuple(kept), workers
+        workers, *rows = self._worker_means(indices, self.parameters)
+        return tuple(rows), workers
 
-    def move(self, rate: Tensor, mean: Tensor) -> None:
-        """Let the optimizer move by (S, D) averaged gradients."""
-        moved, state = self._rule.move(self.parameters, self._state, rate, mean)
-        self._put([moved, *state])
+    def update(self, lr: Tensor, mean: Tensor) -> None:
+        """Update the parameters with (S, D) averaged gradients."""
+        updated, state = self._optimizer.update(self.parameters, self._state, lr, mean)
+        self._write([updated, *state])
 
     @property
-    def _now(self) -> tuple[Tensor, ...]:
+    def _full_state(self) -> tuple[Tensor, ...]:
         return self.parameters, *self._state
 
-    def _put(self, after: Sequence[Tensor]) -> None:
-        for tensor, value in zip(self._now, after, strict=True):
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._full_state, values, strict=True):
             tensor.copy_(value)
 
 
 class _GraphCache:
-    """A function whose graph is made once for each shape."""
+    """A function whose graph is built once for each input shape."""
 
     def __init__(self, function: Step) -> None:
         self._function = function
-        self._captured = GraphedFunction(function)
+        self._graphed = GraphedFunction(function)
         self._traced: dict[tuple[torch.Size, ...], Step] = {}
 
-    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        if given[0].is_cuda:
-            return self._captured(*given)
-        shapes = tuple(tensor.shape for tensor in given)
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if tensors[0].is_cuda:
+            return self._graphed(*tensors)
+        shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self._traced:
-            self._traced[shapes] = _trace(self._function, given)
-        return self._traced[shapes](*given)
+            self._traced[shapes] = _trace(self._function, tensors)
+        return self._traced[shapes](*tensors)
 
 
 def _make_gradients(
-    task: Task, model: nn.Module, columns: Tensors
+    task: Task, model: nn.Module, tensors: Tensors
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    spec, stacked = FlatSpec.of(model), make_vmappable(model)
+    spec, vmappable = FlatSpec.of(model), make_vmappable(model)
 
     def loss_of_group(flat: Tensor, *examples: Tensor) -> Tensor:
         pieces = torch.split(flat, list(spec.numels))
         named = {n: p.view(s) for n, p, s in zip(spec.names, pieces, spec.shapes, strict=True)}
-        return task.loss(_FunctionalModel(stacked, named), *examples)  # type: ignore[arg-type]
+        return task.loss(_FunctionalModel(vmappable, named), *examples)  # type: ignore[arg-type]
 
-    of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in columns)))
+    of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
     of_runs = _loop_over_runs(of_groups) if prefers_loop(model) else vmap(of_groups)
 
     def gradients(parameters: Tensor, indices: Tensor) -> Tensor:
         """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
-        examples = tuple(column[indices] for column in columns)
-        with sdpa_kernel(SDPBackend.MATH):  # The other forms of attention cannot be stacked.
-            rows: Tensor = of_runs(parameters, *examples)
-        return rows
+        examples = tuple(tensor[indices] for tensor in tensors)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the fused kernels.
+            grads: Tensor = of_runs(parameters, *examples)
+        return grads
 
     return gradients
 
 
 def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what `vmap` would, but one after the other; on a GPU in several streams."""
+    """Return a function like `vmap(function)` that loops; on a GPU over several streams."""
     streams: list[torch.cuda.Stream] = []
 
-    def stacked(*tensors: Tensor) -> Tensor:
+    def looped(*tensors: Tensor) -> Tensor:
         runs = list(zip(*tensors, strict=True))
         if len(runs) == 1 or not tensors[0].is_cuda:
             return torch.stack([function(*run) for run in runs])
         while len(streams) < min(_STREAMS, len(runs)):
             streams.append(torch.cuda.Stream())
-        now, found = torch.cuda.current_stream(), []
+        current, results = torch.cuda.current_stream(), []
         for stream in streams:
-            stream.wait_stream(now)
+            stream.wait_stream(current)
         for at, run in enumerate(runs):
             with torch.cuda.stream(streams[at % len(streams)]):
-                found.append(function(*run))
+                results.append(function(*run))
         for stream in streams:
-            now.wait_stream(stream)
-        for one in found:
-            one.record_stream(now)
-        return torch.stack(found)
+            current.wait_stream(stream)
+        # Else the allocator could reuse their memory while the current stream reads it.
+        for result in results:
+            result.record_stream(current)
+        return torch.stack(results)
 
-    return stacked
+    return looped
 
 
 class _FunctionalModel:
-    """Stands in for a model whose parameters come from elsewhere."""
+    """Looks like a model to `Task.loss`, with parameters that are passed in."""
 
     training = True
 
@@ -195,13 +196,13 @@ class _FunctionalModel:
         return functional_call(self._model, self._named, args, kwargs)
 
 
-def _trace(step: Step, given: Sequence[Tensor]) -> Step:
-    """Return the graph of a step for tensors of these shapes, if it does the same as the step."""
-    # Some versions of torch take no gradients in inference mode, and say nothing.
+def _trace(step: Step, tensors: Sequence[Tensor]) -> Step:
+    """Return a traced graph of a step for these shapes; verify that it computes the same."""
+    # Some versions of torch silently compute no gradients in inference mode.
     with torch.inference_mode(False), warnings.catch_warnings():
-        # Deprecated in favour of torch.compile, which needs a compiler and many seconds for this.
+        # Deprecated in favour of torch.compile, which needs a C++ compiler and takes many seconds.
         warnings.simplefilter("ignore")
-        copies = tuple(tensor.clone() for tensor in given)
+        copies = tuple(tensor.clone() for tensor in tensors)
         graph = make_fx(step)(*copies)
         traced: Step = torch.jit.trace(graph, copies, check_trace=False)
         pairs = list(zip(traced(*copies), step(*copies), strict=True))

@@ -26,7 +26,7 @@ from gradherd.lab.train.trainer import (
     EpochCounters,
     Evaluation,
     StepCallback,
-    chunk_size,
+    evaluation_chunk,
     finite_metric,
     full_loss,
 )
@@ -37,230 +37,237 @@ from gradherd.ordering.registry import make_policy
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import count_sketch
 
+# Rows are buffered and passed to the orders together, up to this many steps and elements.
+_MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
+
 
 class RowBuffer:
-    """Rows of some of the runs, kept until there are enough to be shown together."""
+    """Rows of the runs that read gradients alike, buffered until they are observed together."""
 
     def __init__(self, runs: Sequence[int], sketch: SketchRows | None, size: int) -> None:
-        """Start with nothing.
+        """Start empty.
 
         Args:
-            runs: Their places among all runs, rising.
-            sketch: How their rows are folded; None keeps all of a row.
+            runs: Indices among all runs, ascending.
+            sketch: How rows are sketched; None stores whole gradients.
             size: D.
         """
         self.runs, self._sketch = list(runs), sketch
         self.columns = size if sketch is None else sketch.size
-        self._held = torch.empty(0)
+        self._rows = torch.empty(0)
 
-    def fold(self, rows: Tensor) -> Tensor:
-        """Return (s, G, k) of the (S, G, D) gradients of all runs."""
-        own = rows[self.runs[0] : self.runs[-1] + 1]
-        if len(own) > len(self.runs):  # Others stand between them.
-            own = torch.stack([rows[run] for run in self.runs])
+    def select(self, grads: Tensor) -> Tensor:
+        """Return the (s, G, k) rows of these runs out of the (S, G, D) gradients of all runs."""
+        # A slice is a view; only runs that are not adjacent need a copy.
+        own = grads[self.runs[0] : self.runs[-1] + 1]
+        if len(own) > len(self.runs):
+            own = torch.stack([grads[run] for run in self.runs])
         if self._sketch is None:
             return own
         return count_sketch(own, self._sketch.size, self._sketch.seed)
 
-    def hold(self, kept: Tensor, at: int, steps: int) -> None:
-        """Keep (s, G, k) rows as those of step `at` of `steps`."""
-        shape = (len(kept), steps, *kept.shape[1:])
-        if self._held.shape != shape:
-            self._held = kept.new_empty(shape)
-        self._held[:, at].copy_(kept)
+    def store(self, rows: Tensor, at: int, steps: int) -> None:
+        """Store (s, G, k) rows as those of step `at` of `steps`."""
+        shape = (len(rows), steps, *rows.shape[1:])
+        if self._rows.shape != shape:
+            self._rows = rows.new_empty(shape)
+        self._rows[:, at].copy_(rows)
 
-    def held(self, steps: int) -> Iterator[tuple[int, Tensor]]:
-        """Give each run's place and its (T, G, k) rows of the first so many steps."""
-        yield from zip(self.runs, self._held[:, :steps], strict=True)
+    def stored(self, steps: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index of each run and the (T, G, k) rows of its first `steps` steps."""
+        yield from zip(self.runs, self._rows[:, :steps], strict=True)
 
 
 def make_row_buffers(configs: Sequence[RunConfig], size: int) -> list[RowBuffer]:
-    """Return what each kind of runs is shown; runs whose orders need no gradients are in none."""
+    """Return a buffer for each way of reading rows; orders that need no rows are in none."""
     runs: dict[SketchRows | None, list[int]] = {}
     for at, config in enumerate(configs):
         if make_policy(config.order).needs_rows:
             settings = row_settings(config, True, size)
             sketch = settings if isinstance(settings, SketchRows) else None
             runs.setdefault(sketch, []).append(at)
-    return [RowBuffer(places, sketch, size) for sketch, places in runs.items()]
-
-
-# Rows of several steps are shown to the orders together, up to so many steps and numbers.
-_STEPS, _NUMBERS, _GPU_NUMBERS = 512, 8_000_000, 1 << 30
+    return [RowBuffer(indices, sketch, size) for sketch, indices in runs.items()]
 
 
 class StackedTrainer:
-    """S runs of R workers each; settings may differ as `stacks` allows."""
+    """Trains S runs of R workers each; settings may differ as `stacking` allows."""
 
     def __init__(self, configs: Sequence[RunConfig], task: Task, split: Split) -> None:
         self._configs, self._task = list(configs), task
         first, device = self._configs[0], torch.device(configs[0].device)
         self._split = split.to(device)
-        starts = []
+        initial = []
         for config in self._configs:
             torch.manual_seed(config.seed)
             self.model = task.model().to(device)
-            starts.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
-        self._parameters = torch.stack(starts)
+            initial.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
+        self._parameters = torch.stack(initial)
         self._size = self._parameters.shape[1]
-        dealt = [make_ordering(config, len(split.train[0])) for config in self._configs]
-        self.deal, self.orderings = dealt[0][0], [ordering for _, ordering in dealt]
+        pairs = [make_ordering(config, len(split.train[0])) for config in self._configs]
+        self.sharding, self.orderings = pairs[0][0], [ordering for _, ordering in pairs]
         self._portions = [Portions(ordering, first.workers) for ordering in self.orderings]
-        self._shown = shown = make_row_buffers(self._configs, self._size)
+        self._row_buffers = buffers = make_row_buffers(self._configs, self._size)
         self._step = StackedStep(
             task,
             self.model,
             self._split.train,
             FunctionalOptimizer.of(first),
             self._parameters,
-            # Not of `self`: a step that holds on to its fleet keeps a GPU full after the end.
-            lambda rows: tuple(one.fold(rows) for one in shown),
+            # Closes over `buffers`, not `self`: a step that refers back to its trainer would keep
+            # GPU memory allocated until the garbage collector runs.
+            lambda grads: tuple(buffer.select(grads) for buffer in buffers),
             first.workers,
         )
         self._sparse: list[SparseAverager] = []
         if first.density is not None:
             self._sparse = [SparseAverager(config, self.model) for config in self._configs]
-        self.series = [one.series for one in self._sparse] or [BinnedSeries() for _ in configs]
-        # Whole batches of several dense workers: what is exchanged is the row.
-        self._rides = first.unit == first.batch_size and first.workers > 1 and not self._sparse
-        self._ride_bytes = [
-            batch_order_bytes(config, len(split.train[0])) if self._rides else 0
+        self.series = [sparse.series for sparse in self._sparse] or [
+            BinnedSeries() for _ in configs
+        ]
+        # Whole batches on several dense workers: the gradients that are averaged are the rows.
+        self._gradients_are_rows = (
+            first.unit == first.batch_size and first.workers > 1 and not self._sparse
+        )
+        self._batch_order_bytes = [
+            batch_order_bytes(config, len(split.train[0])) if self._gradients_are_rows else 0
             for config in self._configs
         ]
-        batches = -(-self.deal.length * first.unit // first.batch_size)
-        self._watches = not self._sparse and can_track_prefix_sums(batches, self._size)
+        steps = -(-self.sharding.length * first.unit // first.batch_size)
+        self._tracks_prefix_sums = not self._sparse and can_track_prefix_sums(steps, self._size)
 
-    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
+    def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch of all runs."""
         with _no_autograd(self._parameters.device):
-            return self._epoch(number, tick)
+            return self._train_epoch(number, on_step)
 
-    def _epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
+    def _train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         config, runs = self._configs[0], len(self._configs)
-        tallies = [EpochCounters() for _ in self._configs]
+        counters = [EpochCounters() for _ in self._configs]
         begin = time.perf_counter()
         batches = self._indices().split(config.batch_size, dim=2)
-        rates = [[config.lr_at(number)] for config in self._configs]
-        rate = torch.tensor(rates, device=self._parameters.device)
+        lrs = [[config.lr_at(number)] for config in self._configs]
+        lr = torch.tensor(lrs, device=self._parameters.device)
         means: list[Tensor] = []
         sent_before = [portion.bytes for portion in self._portions]
         data_seconds = time.perf_counter() - begin
-        waiting, together = 0, self._together(batches[0].shape[2])
+        buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
         for done, batch in enumerate(batches, 1):
-            kept, mean = self._advance(rate, batch, tallies)
-            if self._watches:
+            rows_of_buffers, mean = self._advance(lr, batch, counters)
+            if self._tracks_prefix_sums:
                 means.append(mean.clone())
-            for shown, rows in zip(self._shown, kept, strict=True):
-                shown.hold(rows, waiting, together)
-            waiting += 1
-            # The last batch may be a short one: it goes by itself.
-            if waiting == together or done >= len(batches) - 1:
-                self._show(waiting, tallies)
-                tick(waiting * runs)
-                waiting = 0
-        self._end(tallies)
-        self._watch(means, tallies)
+            for buffer, rows in zip(self._row_buffers, rows_of_buffers, strict=True):
+                buffer.store(rows, buffered, capacity)
+            buffered += 1
+            # The last batch may be shorter, so it never shares a buffer with others.
+            if buffered == capacity or done >= len(batches) - 1:
+                self._observe(buffered, counters)
+                on_step(buffered * runs)
+                buffered = 0
+        self._end_epoch(counters)
+        self._set_herding_bounds(means, counters)
         seconds = time.perf_counter() - begin
-        apart = sum(tally.ordering_seconds + tally.exchange_seconds for tally in tallies)
-        for at, tally in enumerate(tallies):
-            tally.steps = len(batches)
-            # What the runs did together is shared out evenly.
-            own = tally.ordering_seconds + tally.exchange_seconds
-            tally.seconds = (seconds - apart) / runs + own
-            tally.data_seconds = data_seconds / runs
-            tally.ordering_bytes = self._portions[at].bytes - sent_before[at]
-            tally.ordering_bytes += self._ride_bytes[at]
-            tally.bytes += tally.ordering_bytes
+        separate = sum(own.ordering_seconds + own.exchange_seconds for own in counters)
+        for at, own in enumerate(counters):
+            own.steps = len(batches)
+            # Time that the runs spent together is divided evenly.
+            own.seconds = (seconds - separate) / runs + own.ordering_seconds + own.exchange_seconds
+            own.data_seconds = data_seconds / runs
+            own.ordering_bytes = self._portions[at].bytes - sent_before[at]
+            own.ordering_bytes += self._batch_order_bytes[at]
+            own.bytes += own.ordering_bytes
             if not self._sparse:
-                tally.bytes += len(batches) * mean_bytes(self._size, config.workers)
-        return tallies
+                own.bytes += len(batches) * mean_bytes(self._size, config.workers)
+        return counters
 
     def _indices(self) -> Tensor:
         """Return (S, R, L) the examples of all runs in the order of this epoch."""
         return torch.stack(
             [
-                torch.stack([self.deal.indices(r, own) for r, own in enumerate(ordering.orders)])
+                torch.stack(
+                    [self.sharding.indices(r, own) for r, own in enumerate(ordering.orders)]
+                )
                 for ordering in self.orderings
             ]
         ).to(self._parameters.device)
 
     def _advance(
-        self, rate: Tensor, batch: Tensor, tallies: list[EpochCounters]
+        self, lr: Tensor, batch: Tensor, counters: list[EpochCounters]
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Step on (S, R, B) examples; return what is shown of gradients, and their (S, D) mean."""
+        """Step on (S, R, B) examples; return the rows of each buffer, and the (S, D) mean."""
         groups = batch.reshape(len(batch), -1, self._group_size(batch))
         if not self._sparse:
-            return self._step(rate, groups)
-        kept, grads = self._step.gradients(groups)
-        found = [
-            sparse(own, tally)
-            for sparse, own, tally in zip(self._sparse, grads, tallies, strict=True)
+            return self._step(lr, groups)
+        rows, grads = self._step.gradients(groups)
+        means = [
+            average(own, run_counters)
+            for average, own, run_counters in zip(self._sparse, grads, counters, strict=True)
         ]
-        mean = torch.stack(found)
-        self._step.move(rate, mean)
-        return kept, mean
+        mean = torch.stack(means)
+        self._step.update(lr, mean)
+        return rows, mean
 
     def _group_size(self, batch: Tensor) -> int:
-        """Return of how many of (S, R, B) examples a gradient is taken."""
-        if self._shown:
+        """Return how many of (S, R, B) examples share a gradient: a unit, a worker's, or all."""
+        if self._row_buffers:
             return self._configs[0].unit
         return batch.shape[2] if self._sparse else batch[0].numel()
 
-    def _together(self, examples: int) -> int:
-        """Return how many steps' rows wait for each other."""
+    def _buffered_steps(self, examples: int) -> int:
+        """Return how many steps of rows are buffered."""
         units = self._configs[0].workers * max(1, examples // self._configs[0].unit)
-        most = _GPU_NUMBERS if self._parameters.is_cuda else _NUMBERS
-        numbers = sum(len(shown.runs) * shown.columns for shown in self._shown) * units
-        return max(1, min(_STEPS, most // max(1, numbers)))
+        most = _MAX_GPU_ELEMENTS if self._parameters.is_cuda else _MAX_ELEMENTS
+        elements = sum(len(buffer.runs) * buffer.columns for buffer in self._row_buffers) * units
+        return max(1, min(_MAX_STEPS, most // max(1, elements)))
 
-    def _show(self, steps: int, tallies: list[EpochCounters]) -> None:
-        """Show the rows that were kept of so many steps to the orders."""
+    def _observe(self, steps: int, counters: list[EpochCounters]) -> None:
+        """Pass the buffered rows of `steps` steps to the orders."""
         workers = self._configs[0].workers
-        for shown in self._shown:
-            for at, held in shown.held(steps):
+        for buffer in self._row_buffers:
+            for at, stored in buffer.stored(steps):
                 begin = time.perf_counter()
-                rows = held.unflatten(1, (workers, -1)).transpose(1, 2)  # (T, U, R, k)
+                rows = stored.unflatten(1, (workers, -1)).transpose(1, 2)  # (T, U, R, k)
                 sizes = [rows.shape[1]] * steps
                 rows = rows.flatten(0, 1)
-                if self._rides and shown.columns == self._size:
+                if self._gradients_are_rows and buffer.columns == self._size:
                     self.orderings[at].observe(rows, seen_batches(rows, sizes))
                 else:
                     self._portions[at].show(rows, sizes)
-                tallies[at].ordering_seconds += time.perf_counter() - begin
+                counters[at].ordering_seconds += time.perf_counter() - begin
 
-    def _end(self, tallies: list[EpochCounters]) -> None:
-        for sparse, tally in zip(self._sparse, tallies, strict=bool(self._sparse)):
-            sparse.end_epoch(tally)
-        for portion, tally in zip(self._portions, tallies, strict=True):
+    def _end_epoch(self, counters: list[EpochCounters]) -> None:
+        for sparse, own in zip(self._sparse, counters, strict=bool(self._sparse)):
+            sparse.end_epoch(own)
+        for portion, own in zip(self._portions, counters, strict=True):
             begin = time.perf_counter()
             portion.end_epoch()
-            tally.ordering_seconds += time.perf_counter() - begin
+            own.ordering_seconds += time.perf_counter() - begin
 
-    def _watch(self, means: list[Tensor], tallies: list[EpochCounters]) -> None:
+    def _set_herding_bounds(self, means: list[Tensor], counters: list[EpochCounters]) -> None:
         if means:
             examples = self._configs[0].batch_size * self._configs[0].workers
-            for at, tally in enumerate(tallies):
+            for at, own in enumerate(counters):
                 visited = torch.stack([mean[at] for mean in means])
-                tally.herding_bound = herding_bound(visited, examples)
+                own.herding_bound = herding_bound(visited, examples)
 
-    def quality(self) -> list[Evaluation]:
-        """Measure the models one after the other."""
-        found, single = [], World.single()
-        chunk = chunk_size(self.model, self._configs[0].batch_size)
+    def evaluate(self) -> list[Evaluation]:
+        """Evaluate the models one after the other."""
+        evaluations, single = [], World.single()
+        chunk = evaluation_chunk(self.model, self._configs[0].batch_size)
         for flat in self._parameters:
             nn.utils.vector_to_parameters(flat, self.model.parameters())
             loss = full_loss(self._task, self.model, self._split.train, single, chunk)
-            found.append(Evaluation(loss, finite_metric(self._task, self.model, self._split.test)))
-        return found
+            metric = finite_metric(self._task, self.model, self._split.test)
+            evaluations.append(Evaluation(loss, metric))
+        return evaluations
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no hooks, and reference counting frees the rest."""
 
 
 def batch_order_bytes(config: RunConfig, examples: int) -> int:
-    """Return what ordering sends in an epoch where whole batches are rows.
+    """Return the bytes that ordering sends in an epoch where whole batches are rows.
 
-    Counted on rows of one number: what is sent are products of rows, whatever their length.
+    Counted on rows of one element: what is sent are inner products, whatever the rows' length.
     """
     if not make_policy(config.order).needs_rows or config.rows == "sketch":
         return 0
@@ -273,6 +280,6 @@ def batch_order_bytes(config: RunConfig, examples: int) -> int:
 
 @contextlib.contextmanager
 def _no_autograd(device: torch.device) -> Iterator[None]:
-    """Record nothing for gradients; a captured graph cannot be made in inference mode."""
+    """Disable autograd; inference mode is faster, but CUDA graphs cannot be captured in it."""
     with torch.inference_mode(device.type == "cpu"), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""Which runs are trained side by side."""
+"""Which runs are stacked, that is, trained side by side in one process."""
 
 import copy
 import dataclasses
@@ -14,102 +14,105 @@ from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.flat import FlatSpec
 
-# Beyond this many parameters arithmetic counts, not calls: other kernels would be no faster.
+# Beyond this many parameters a step is bound by arithmetic, not by launches: stacking is no faster.
 _MAX_SIZE = {"cpu": 100_000, "cuda": 20_000_000}
-# Gradients of all groups of a step of all runs of a stack, in numbers.
+# Gradients of all groups in a step of a stack, in elements.
 _MAX_GRADIENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
-# What passes over all examples of a step of a stack keep for gradients, in numbers. A GPU takes
-# about twice as much for a while, and beyond it arithmetic counts, too.
+# Activations that autograd saves in a step of a stack, in elements. A GPU needs about twice as much
+# temporarily, and beyond this size arithmetic dominates as well.
 _MAX_SAVED = 1 << 30
-# On a CPU, parameters of all runs of a stack: their averaged gradients of an epoch are kept.
+# On a CPU, parameters of all runs of a stack: their averaged gradients of an epoch are stored.
 _MAX_PARAMETERS = 1 << 20
+# Examples on which a task's loss is probed.
 _SAMPLES = 16
-# With so few groups a run that needs no gradients of groups costs little beside those that do.
+# With so few groups, a run that needs no gradients of groups costs little beside those that do.
 _FEW_GROUPS = 8
 
 
 def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
-    """Return why runs like this one cannot go side by side; None if they can."""
+    """Return why runs like this one cannot be stacked; None if they can."""
     size, device = FlatSpec.of(model).size, config.device.partition(":")[0]
     if size > _MAX_SIZE[device]:
-        return f"{size:,} parameters are many"
+        return f"{size:,} parameters are too many"
     return why_not_vmappable(model)
 
 
-def why_not_mean_loss(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> str | None:
+def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -> str | None:
     """Return why the loss of a batch is not the mean over its examples; None if it is.
 
-    Gradients of workers and units are taken of one pass over all their examples: with a loss that
-    weighs examples against each other, or draws numbers, they would be others.
+    Stacked runs derive the gradients of workers and units from one pass over all their examples:
+    with a loss that weights examples relative to each other, or draws random numbers, the gradients
+    would differ.
     """
-    some, model = _sample_indices(columns), copy.deepcopy(model)
+    sample, model = _sample_indices(tensors), copy.deepcopy(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for parameter in model.parameters():  # Fresh ones may give every example the same loss.
+        # Perturbed: a newly initialised model may give every example the same loss.
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         try:
-            whole = task.loss(model, *(column[some] for column in columns))
-            each = [task.loss(model, *(column[at : at + 1] for column in columns)) for at in some]
-        except Exception as error:  # Training will fail of it, and write that down.
+            whole = task.loss(model, *(tensor[sample] for tensor in tensors))
+            each = [task.loss(model, *(tensor[at : at + 1] for tensor in tensors)) for at in sample]
+        except Exception as error:  # Training will fail in the same way, and record it.
             return f"its loss fails: {type(error).__name__}: {error}"
     mean = torch.stack(each).mean()
     if torch.isclose(whole, mean, rtol=1e-4, atol=1e-6):
         return None
-    return f"the loss of {len(some)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
+    return f"the loss of {len(sample)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
 
 
-def _sample_indices(columns: Sequence[Tensor]) -> Tensor:
-    """Return the places of a few examples from all over; neighbours may be alike, or short."""
-    places: Tensor = torch.linspace(0, len(columns[0]) - 1, _SAMPLES).long().unique()
-    return places
+def _sample_indices(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the indices of a few examples, spaced evenly: adjacent ones may be alike."""
+    indices: Tensor = torch.linspace(0, len(tensors[0]) - 1, _SAMPLES).long().unique()
+    return indices
 
 
-def saved_per_example(task: Task, model: nn.Module, columns: Sequence[Tensor]) -> int:
-    """Return how many numbers a pass over an example keeps for its gradient.
+def saved_per_example(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -> int:
+    """Return how many elements autograd saves per example for the backward pass.
 
-    Of a language model, these are mostly scores of the vocabulary: many more than parameters.
+    For a language model these are mostly the logits over the vocabulary: many more than parameters.
     """
     model = copy.deepcopy(model)
     own = {parameter.data_ptr() for parameter in model.parameters()}
-    some, kept = _sample_indices(columns), 0
+    sample, saved = _sample_indices(tensors), 0
 
     def count(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        kept += 0 if tensor.data_ptr() in own else tensor.numel()
+        nonlocal saved
+        saved += 0 if tensor.data_ptr() in own else tensor.numel()
         return tensor
 
     with torch.random.fork_rng(devices=[]), saved_tensors_hooks(count, lambda tensor: tensor):
         try:
-            task.loss(model, *(column[some] for column in columns))
-        except Exception:  # `why_not_mean_loss` tells of it, and such a run goes alone.
+            task.loss(model, *(tensor[sample] for tensor in tensors))
+        except Exception:  # `why_not_mean_loss` reports it, and such a run is trained alone.
             return 0
-    return kept // len(some)
+    return saved // len(sample)
 
 
 def groups_per_step(config: RunConfig) -> int:
-    """Return how many gradients are taken in a step of a run: of units, of workers, or one."""
+    """Return how many gradients a step of a run computes: one per unit, one per worker, or one."""
     if make_policy(config.order).needs_rows:
         return config.workers * (config.batch_size // config.unit)
     return 1 if config.density is None else config.workers
 
 
 def _row_key(config: RunConfig) -> tuple[bool, str, int]:
-    needs = make_policy(config.order).needs_rows
-    return (needs, config.rows, config.sketch_size or 0) if needs else (False, "", 0)
+    needs_rows = make_policy(config.order).needs_rows
+    return (True, config.rows, config.sketch_size or 0) if needs_rows else (False, "", 0)
 
 
-def stack_runs(configs: Sequence[RunConfig], model: nn.Module, kept: int = 0) -> list[list[int]]:
-    """Return the places of runs that go side by side, and of each other run alone.
+def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -> list[list[int]]:
+    """Return the indices of runs that are stacked together, and of each other run alone.
 
-    Those of a stack differ in order, seed, learning rate and how rows are read.
+    The runs of a stack differ in order, seed, learning rate and how rows are read.
 
     Args:
         configs: The runs.
         model: A model of their task.
-        kept: What `saved_per_example` tells of it; 0 if memory is no matter.
+        saved: Result of `saved_per_example`; 0 if memory is no concern.
     """
     size = FlatSpec.of(model).size
-    found: dict[str, list[int]] = {}
+    alike: dict[str, list[int]] = {}
     alone: list[list[int]] = []
     for at, config in enumerate(configs):
         if why_not_stackable(config, model) is not None:
@@ -119,19 +122,20 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, kept: int = 0) ->
             config, order="d-rr", seed=0, lr=1.0, rows="auto", sketch_size=None
         )
         units = config.workers * (config.batch_size // config.unit)
-        needs = groups_per_step(config) if units > _FEW_GROUPS else None
-        found.setdefault(f"{shared} {needs}", []).append(at)
-    parts = []
-    for places in found.values():
-        # Runs that are shown the same of their gradients stand together.
-        places.sort(key=lambda at: _row_key(configs[at]))
-        most_groups = max(groups_per_step(configs[at]) for at in places)
-        device = configs[places[0]].device.partition(":")[0]
-        most = max(1, _MAX_GRADIENTS[device] // (most_groups * size))
+        # With many units, orders that need no rows would pay for those that do.
+        groups = groups_per_step(config) if units > _FEW_GROUPS else None
+        alike.setdefault(f"{shared} {groups}", []).append(at)
+    stacks = []
+    for indices in alike.values():
+        # Runs that read rows alike become adjacent, so that their rows are a slice.
+        indices.sort(key=lambda at: _row_key(configs[at]))
+        groups = max(groups_per_step(configs[at]) for at in indices)
+        first = configs[indices[0]]
+        device = first.device.partition(":")[0]
+        most = max(1, _MAX_GRADIENTS[device] // (groups * size))
         if device == "cpu":
             most = min(most, max(8, _MAX_PARAMETERS // size))
-        elif kept:
-            examples = configs[places[0]].workers * configs[places[0]].batch_size
-            most = min(most, max(1, _MAX_SAVED // (kept * examples)))
-        parts += [places[at : at + most] for at in range(0, len(places), most)]
-    return [*parts, *alone]
+        elif saved:
+            most = min(most, max(1, _MAX_SAVED // (saved * first.workers * first.batch_size)))
+        stacks += [indices[at : at + most] for at in range(0, len(indices), most)]
+    return [*stacks, *alone]

@@ -15,6 +15,11 @@ from gradherd.lab.tasks.task import Task, Tensors
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.record import finite_or_none
 
+# Examples evaluated at once. Small models take many; for large ones a chunk is about as large as a
+# few training steps. A GPU has the memory for more, and would wait for the host otherwise.
+_SMALL_MODEL, _CHUNK, _BATCHES = 100_000, 1000, 8
+_GPU_CHUNK, _GPU_CHUNK_LARGE = 10_000, 64
+
 
 @dataclass
 class EpochCounters:
@@ -32,102 +37,97 @@ class EpochCounters:
     residual_norm: float | None = None
     herding_bound: float | None = None
     sparse_steps: int = 0
-    """Steps that were sparse; the sums below are over these."""
+    """Number of sparse steps; `density` and `padding` are sums over these."""
     density: float = 0.0
     padding: float = 0.0
     load: list[float] = field(default_factory=list)
-    """Picked by each worker."""
+    """Elements selected by each worker, summed over `load_steps`."""
     load_steps: int = 0
-    """Steps that `load` is the sum of: fewer where the number of workers has changed."""
+    """Fewer than `sparse_steps` if the number of workers has changed in this epoch."""
 
-    def add_sparse(self, told: Mapping[str, Any]) -> None:
-        """Count a sparse step: its density, padding and per_rank."""
-        if not told:
+    def add_sparse(self, metrics: Mapping[str, Any]) -> None:
+        """Count a sparse step by its density, padding and per_rank; a dense step has no metrics."""
+        if not metrics:
             return
         self.sparse_steps += 1
-        self.density += told["density"]
-        self.padding += told["padding"]
+        self.density += metrics["density"]
+        self.padding += metrics["padding"]
         self.load_steps += 1
-        before = self.load or [0.0] * len(told["per_rank"])
-        self.load = [sum(pair) for pair in zip(before, told["per_rank"], strict=True)]
+        before = self.load or [0.0] * len(metrics["per_rank"])
+        self.load = [sum(pair) for pair in zip(before, metrics["per_rank"], strict=True)]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model is worth; None where a number is not finite."""
+    """Loss and metric of a model; None where a value is not finite."""
 
     loss: float | None
     metric: float | None
 
 
 class StepCallback(Protocol):
-    """Is told that steps were done."""
+    """Is called after training steps."""
 
     def __call__(self, steps: int = 1) -> None:
-        """Move on by so many steps."""
+        """Advance by a number of steps."""
         ...
 
 
 class Trainer(Protocol):
-    """Workers that train one or more runs side by side, an epoch at a time."""
+    """Trains one or more runs side by side, an epoch at a time."""
 
     model: nn.Module
-    """A model of the kind that is trained."""
+    """A model of the task; where several runs are trained, a template."""
     series: list[BinnedSeries]
     """Densities of all steps so far, for each run."""
 
-    def epoch(self, number: int, tick: StepCallback) -> list[EpochCounters]:
-        """Train one epoch, counted from 1; return what it cost, for each run."""
+    def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
+        """Train one epoch, counted from 1; return its counters for each run."""
         ...
 
-    def quality(self) -> list[Evaluation]:
-        """Return what the models of all runs are worth now."""
+    def evaluate(self) -> list[Evaluation]:
+        """Evaluate the current model of each run."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release models, hooks and graphs."""
         ...
 
 
-# Small models take many examples at once; for large ones a chunk is what a few steps would take.
-# A GPU has the memory for more, and would wait for the host otherwise.
-_SMALL, _MANY, _STEPS = 100_000, 1000, 8
-_GPU_MANY, _GPU_LARGE = 10_000, 64
-
-
-def chunk_size(model: nn.Module, batch_size: int) -> int:
-    """Return how many examples are looked at together."""
-    small = sum(p.numel() for p in model.parameters()) < _SMALL
+def evaluation_chunk(model: nn.Module, batch_size: int) -> int:
+    """Return how many examples are evaluated at once."""
+    small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if next(model.parameters()).is_cuda:
-        return _GPU_MANY if small else _GPU_LARGE
-    return _MANY if small else min(256, max(8, _STEPS * batch_size))
+        return _GPU_CHUNK if small else _GPU_CHUNK_LARGE
+    return _CHUNK if small else min(256, max(8, _BATCHES * batch_size))
 
 
 def full_loss(
-    task: Task, model: nn.Module, columns: Tensors, world: World, chunk: int
+    task: Task, model: nn.Module, tensors: Tensors, world: World, chunk: int
 ) -> float | None:
     """Return the mean loss over all examples, None if it is not finite.
 
-    Each rank takes every R-th chunk; chunks are added up in their order, so the result does not
-    depend on the number of ranks.
+    Each rank evaluates every R-th chunk. Chunks are summed in a fixed order, so the result has the
+    same bits for any number of ranks.
     """
-    parts = list(zip(*(column.split(chunk) for column in columns), strict=True))
-    sums = torch.zeros(len(parts), dtype=torch.float64, device=columns[0].device)
+    chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
+    sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):
-        for at in range(world.rank, len(parts), world.size):
-            sums[at] = task.loss(model, *parts[at]).double() * len(parts[at][0])
+        for at in range(world.rank, len(chunks), world.size):
+            sums[at] = task.loss(model, *chunks[at]).double() * len(chunks[at][0])
+    # Every entry is non-zero on one rank only: the all-reduce adds zeros, which is exact.
     totals = all_reduce(sums, world).value.tolist()
     if not all(map(math.isfinite, totals)):
         return None
-    return math.fsum(totals) / len(columns[0])
+    return math.fsum(totals) / len(tensors[0])
 
 
-def finite_metric(task: Task, model: nn.Module, columns: Tensors) -> float | None:
+def finite_metric(task: Task, model: nn.Module, tensors: Tensors) -> float | None:
     """Return the task's metric, None if it is not finite."""
-    return finite_or_none(float(task.metric(model, *columns)))
+    return finite_or_none(float(task.metric(model, *tensors)))
 
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's buffers (BatchNorm's averages), as DDP does before a forward."""
+    """Give all ranks rank 0's buffers (BatchNorm statistics), as DDP does before a forward."""
     for buffer in model.buffers():
         broadcast(buffer, world)

@@ -1,4 +1,4 @@
-"""Workers that take turns on one model: what each of them owns, and what all of them share.
+"""Virtual workers that take turns on one model: what each of them owns, and what they exchange.
 
 Letters: R workers, D parameters, U units of a batch, k elements of a row.
 """
@@ -30,50 +30,50 @@ from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 class WorkerTurns:
-    """Gives each worker its own generator, and all of them rank 0's buffers, as DDP does."""
+    """Gives each worker its own generators, and all of them rank 0's buffers, as DDP does."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         self._buffers = list(model.buffers())
         self._device = torch.device(config.device)
-        self._states = []
+        self._rng_states = []
         for worker in range(config.workers):
             torch.manual_seed(worker_seed(config.seed, worker))
-            self._states.append(get_rng_states(self._device))
-        self._shared: list[Tensor] = []
-        self._ahead: list[Tensor] = []
+            self._rng_states.append(get_rng_states(self._device))
+        self._before: list[Tensor] = []  # buffers before a step, from which all workers start
+        self._after: list[Tensor] = []  # buffers after worker 0's forward, which remain
 
-    def resume(self) -> None:
-        """Let generators stand where the last worker left them, whatever was drawn since."""
-        set_rng_states(self._states[-1], self._device)
+    def restore_rng(self) -> None:
+        """Set generators to where the last worker left them, whatever was drawn since."""
+        set_rng_states(self._rng_states[-1], self._device)
 
     @contextlib.contextmanager
     def of(self, worker: int) -> Iterator[None]:
-        """Let `worker` run a forward and a backward.
+        """Run the forward and backward of `worker` inside.
 
-        While that is captured as a CUDA graph generators are left alone: nothing is drawn then.
+        During CUDA graph capture generators are left alone: captured steps draw nothing.
         """
-        captures = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if worker == 0:
-            self._shared = [buffer.clone() for buffer in self._buffers]
+            self._before = [buffer.clone() for buffer in self._buffers]
         else:
-            self._put(self._shared)
-        if not captures:
-            set_rng_states(self._states[worker], self._device)
+            self._set_buffers(self._before)
+        if not capturing:
+            set_rng_states(self._rng_states[worker], self._device)
         yield
-        if not captures:
-            self._states[worker] = get_rng_states(self._device)
+        if not capturing:
+            self._rng_states[worker] = get_rng_states(self._device)
         if worker == 0:
-            self._ahead = [buffer.clone() for buffer in self._buffers]
-        if worker == len(self._states) - 1:
-            self._put(self._ahead)
+            self._after = [buffer.clone() for buffer in self._buffers]
+        if worker == len(self._rng_states) - 1:
+            self._set_buffers(self._after)
 
-    def _put(self, values: list[Tensor]) -> None:
+    def _set_buffers(self, values: list[Tensor]) -> None:
         for buffer, value in zip(self._buffers, values, strict=True):
             buffer.copy_(value)
 
 
 class GradientAverager:
-    """Averages the workers' gradients, all or sparsified."""
+    """Averages the gradients of all workers, dense or sparsified."""
 
     def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
         self._workers = config.workers
@@ -98,31 +98,31 @@ class GradientAverager:
                 device=self.parameters[0].device,
             )
 
-    def flat(self) -> Tensor:
-        """Return (D,) the gradient at hand."""
+    def flat_grad(self) -> Tensor:
+        """Return (D,) the model's current gradient."""
         return flat_grad(self.parameters)
 
-    def average(self, grads: Tensor, tally: EpochCounters) -> None:
-        """Give the model the average of (R, D) gradients."""
+    def average(self, grads: Tensor, counters: EpochCounters) -> None:
+        """Set the model's gradient to the average of (R, D) gradients."""
         if self._sparse is None:
             self.mean = mean_of(grads)
-            tally.bytes += mean_bytes(grads.shape[1], self._workers, grads.element_size())
+            counters.bytes += mean_bytes(grads.shape[1], self._workers, grads.element_size())
         else:
             self.mean = self._sparse.step(grads)
-            told = self._sparse.metrics
-            tally.add_sparse(told)
-            self.series.add(told.get("density", 0.0))
-            tally.bytes += told.get("bytes", 0)
-        # Whoever clips writes to the model's gradient, not to the average.
+            metrics = self._sparse.metrics
+            counters.add_sparse(metrics)
+            self.series.add(metrics.get("density", 0.0))
+            counters.bytes += metrics.get("bytes", 0)
+        # A copy: clipping writes to the model's gradient, and `mean` must stay as it is.
         pieces = self.mean.clone().split(list(self.layout.counts))
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             parameter.grad = piece.view_as(parameter)
 
-    def end_epoch(self, tally: EpochCounters) -> None:
-        """Take down what worker 0 keeps after the last step."""
+    def end_epoch(self, counters: EpochCounters) -> None:
+        """Record the norm of worker 0's residual after the last step."""
         if self._sparse is not None:
             kept = self._sparse.workers[0].feedback.residual
-            tally.residual_norm = float(torch.linalg.vector_norm(kept))
+            counters.residual_norm = float(torch.linalg.vector_norm(kept))
 
 
 class Portions:
@@ -171,30 +171,30 @@ class Portions:
 
 
 class SparseAverager:
-    """Averages the workers' gradients of one run, sparsified."""
+    """Averages the sparsified gradients of one run among those that are trained side by side."""
 
     def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self._exchange = GradientAverager(config, dict(model.named_parameters()))
-        self.series = self._exchange.series
+        self._averager = GradientAverager(config, dict(model.named_parameters()))
+        self.series = self._averager.series
         spec = FlatSpec.of(model)
         spans = dict(zip(spec.names, zip(spec.offsets, spec.numels, strict=True), strict=True))
-        # What is sparsified lies in another order than what is stepped.
-        self._places = torch.cat(
+        # The sparsifier orders parameters in its own way, not as the optimizer does.
+        self._positions = torch.cat(
             [
                 torch.arange(begin, begin + count)
-                for begin, count in (spans[name] for name in self._exchange.layout.names)
+                for begin, count in (spans[name] for name in self._averager.layout.names)
             ]
         ).to(config.device)
 
-    def __call__(self, grads: Tensor, tally: EpochCounters) -> Tensor:
-        """Return (D,) the mean of (R, D) gradients, zero where nothing travelled."""
+    def __call__(self, grads: Tensor, counters: EpochCounters) -> Tensor:
+        """Return (D,) the mean of (R, D) gradients, zero where nothing was sent."""
         begin = time.perf_counter()
-        self._exchange.average(grads[:, self._places], tally)
-        mean = self._exchange.mean
-        placed = torch.empty_like(mean).index_copy_(0, self._places, mean)
-        tally.exchange_seconds += time.perf_counter() - begin
-        return placed
+        self._averager.average(grads[:, self._positions], counters)
+        mean = self._averager.mean
+        unpermuted = torch.empty_like(mean).index_copy_(0, self._positions, mean)
+        counters.exchange_seconds += time.perf_counter() - begin
+        return unpermuted
 
-    def end_epoch(self, tally: EpochCounters) -> None:
-        """Take down what worker 0 keeps after the last step."""
-        self._exchange.end_epoch(tally)
+    def end_epoch(self, counters: EpochCounters) -> None:
+        """Record the norm of worker 0's residual after the last step."""
+        self._averager.end_epoch(counters)
