@@ -19,8 +19,8 @@ from gradherd.cli.options import (
 )
 from gradherd.cli.tables import print_comparison
 from gradherd.lab.report.comparison import compare
+from gradherd.lab.report.comparison_table import comparison_json
 from gradherd.lab.report.page import write_report
-from gradherd.lab.report.tables import comparison_json
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord

@@ -19,7 +19,7 @@ from gradherd.cli.options import print_json
 if TYPE_CHECKING:
     from gradherd.lab.report.claims import ClaimVerdict
     from gradherd.lab.report.comparison import Comparison
-    from gradherd.lab.report.tables import TableCell
+    from gradherd.lab.report.comparison_table import TableCell
 
 _MARKS = {
     "gain": ("green", "+"),
@@ -95,7 +95,7 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
 
 
 def _comparison_table(comparison: "Comparison") -> Table:
-    from gradherd.lab.report.tables import comparison_table
+    from gradherd.lab.report.comparison_table import comparison_table
 
     full = comparison_table(comparison)
     baseline = escape(comparison.baseline.label)

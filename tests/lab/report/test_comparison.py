@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from gradherd.lab.report.comparison import compare, compare_all
-from gradherd.lab.report.tables import comparison_json, comparison_table
+from gradherd.lab.report.comparison_table import comparison_json, comparison_table
 from tests.lab.report.sample_records import HARDWARE, orders, record, sparsifiers
 
 KEYS = ["order", "sparsify", "final_loss", "final_metric", "loss_by_epoch", "epochs_to_baseline"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gradherd.lab.report.comparison import compare
+from gradherd.lab.report.comparison_table import comparison_json, comparison_table
 from gradherd.lab.report.page import write_report
-from gradherd.lab.report.tables import comparison_json, comparison_table
 from gradherd.lab.report.verdicts import all_verdicts
 from tests.lab.report.sample_records import record, sparsifiers
 
