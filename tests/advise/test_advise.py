@@ -18,9 +18,9 @@ from gradherd.advise.choices import EXCHANGES, ORDERS, Setting, all_choices, pre
 from gradherd.advise.costs import (
     NetworkLink,
     Overheads,
-    all_gather,
-    all_reduce,
-    all_to_all,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
     typical_overheads,
 )
 from gradherd.advise.decide import advise, break_even
@@ -56,15 +56,15 @@ def at(one: Setting, bandwidth: float) -> Setting:
 
 def test_collectives_by_hand():
     # 4 ranks, 1 MB: ring 6 hops and 1.5 MB, tree 4 hops and 2 MB.
-    assert all_reduce(1e6, 4, MEGABYTE) == pytest.approx(0.06 + 1.5)
+    assert all_reduce_seconds(1e6, 4, MEGABYTE) == pytest.approx(0.06 + 1.5)
     # 4 ranks, 4 bytes: ring 6 hops, tree 4.
-    assert all_reduce(4, 4, MEGABYTE) == pytest.approx(0.04 + 8e-6)
+    assert all_reduce_seconds(4, 4, MEGABYTE) == pytest.approx(0.04 + 8e-6)
     # 5 ranks: a tree of 3 levels; 4 x 1 MB arrive.
-    assert all_gather(1e6, 5, MEGABYTE) == pytest.approx(0.03 + 4)
+    assert all_gather_seconds(1e6, 5, MEGABYTE) == pytest.approx(0.03 + 4)
     # 8 ranks, 8 kB: directly 7 hops and 7 kB; in 3 rounds 3 hops and 12 kB.
-    assert all_to_all(8e3, 8, MEGABYTE) == pytest.approx(0.03 + 0.012)
-    assert all_to_all(8e6, 8, MEGABYTE) == pytest.approx(0.07 + 7)
-    for collective in (all_reduce, all_gather, all_to_all):
+    assert all_to_all_seconds(8e3, 8, MEGABYTE) == pytest.approx(0.03 + 0.012)
+    assert all_to_all_seconds(8e6, 8, MEGABYTE) == pytest.approx(0.07 + 7)
+    for collective in (all_reduce_seconds, all_gather_seconds, all_to_all_seconds):
         assert collective(1e6, 1, MEGABYTE) == 0
 
 
@@ -111,8 +111,8 @@ def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
         real.step(torch.randn(workers, dim, generator=draw))
-    told = predict(setting(params=dim, workers=workers, density=density), name).bytes
-    assert told == pytest.approx(real.metrics["bytes"], rel=0.05)
+    predicted = predict(setting(params=dim, workers=workers, density=density), name).bytes
+    assert predicted == pytest.approx(real.metrics["bytes"], rel=0.05)
 
 
 def test_bytes_of_ordering_are_those_of_the_real_one():
@@ -252,9 +252,9 @@ def test_the_command_reads_well_for_people(capsys):
     assert code == 0 and "exdyna + cd-grab" in out and "Yes: over 1 Gb/s" in out
 
 
-def test_overheads_can_be_told(capsys):
-    told = ("--exdyna-overhead", "3s", "--topk-overhead", "4s")
-    code, out, _ = run(capsys, "--params", "25M", *KNOWN, *told, "--json")
+def test_overheads_can_be_given(capsys):
+    overheads = ("--exdyna-overhead", "3s", "--topk-overhead", "4s")
+    code, out, _ = run(capsys, "--params", "25M", *KNOWN, *overheads, "--json")
     found = json.loads(out)
     assert code == 0 and not found["pays"]
     exdyna = next(choice for choice in found["choices"] if choice["name"] == "exdyna")
@@ -278,7 +278,7 @@ def test_huge_worlds_are_answered(capsys, params):
     assert code == 0 and json.loads(out)["pays"] and json.loads(out)["break_even_bandwidth"] > 1e9
 
 
-def test_what_is_not_told_is_assumed_and_said(capsys):
+def test_what_is_not_given_is_assumed_and_reported(capsys):
     code, out, _ = run(capsys, "--params", "7e9", "--workers", 1024, "--json")
     found = json.loads(out)
     assert code == 0 and found["assumed"] == ["bandwidth", "backward"]
@@ -311,7 +311,7 @@ def test_what_is_not_told_is_assumed_and_said(capsys):
         ([], "--params"),
     ],
 )
-def test_wrong_calls_are_told_in_one_line(capsys, args, says):
+def test_wrong_calls_are_reported_in_one_line(capsys, args, says):
     code, out, err = run(capsys, *args)
     assert (code, out) == (2, "") and says in err
     assert err.startswith("gradherd: ") and err.count("\n") == 1

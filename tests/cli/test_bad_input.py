@@ -87,8 +87,8 @@ def refused_by_process(*args, code: int) -> str:
     return ran.stderr
 
 
-def check_refusal(found: int | str | None, out: str, err: str, code: int) -> None:
-    assert (found, out) == (code, ""), err
+def check_refusal(exit_code: int | str | None, out: str, err: str, code: int) -> None:
+    assert (exit_code, out) == (code, ""), err
     assert err.startswith("gradherd: ") and err.count("\n") == 1, err
 
 
@@ -148,7 +148,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_call_is_told_in_one_line(capsys, case):
+def test_a_wrong_call_is_reported_in_one_line(capsys, case):
     args, words = WRONG[case]
     err = refused(capsys, *args)
     assert all(word in err for word in words), err
@@ -394,8 +394,8 @@ def test_every_extra_that_is_advised_exists():
     advised = {
         extra
         for path in places
-        for found in re.findall(r"gradherd\[([a-z,]+)\]", path.read_text())
-        for extra in found.split(",")
+        for extra_names in re.findall(r"gradherd\[([a-z,]+)\]", path.read_text())
+        for extra in extra_names.split(",")
     }
     assert advised and advised <= set(extras)
 
@@ -504,7 +504,7 @@ def test_train_under_torchrun_speaks_once(place):
         [sys.executable, "-m", *launch, *options], capture_output=True, text=True, timeout=55
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)  # fails if there are two of them
-    assert told["status"] == "done" and told["epochs"] == 1 and told["out"] == "X"
+    printed = json.loads(ran.stdout)  # fails if there are two of them
+    assert printed["status"] == "done" and printed["epochs"] == 1 and printed["out"] == "X"
     record = read_record(place / "X" / "record.json")
-    assert record.config["workers"] == 2 and record.epochs[0].train_loss == told["final_loss"]
+    assert record.config["workers"] == 2 and record.epochs[0].train_loss == printed["final_loss"]

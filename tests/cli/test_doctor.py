@@ -39,14 +39,14 @@ def examined(capsys, *args) -> tuple[int, dict[str, dict[str, str]], str]:
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--json", *args])
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert list(told) == ["checks", "ok"] and told["ok"] == (stop.value.code == 0)
-    for one in told["checks"]:
+    printed = json.loads(out)
+    assert list(printed) == ["checks", "ok"] and printed["ok"] == (stop.value.code == 0)
+    for one in printed["checks"]:
         assert list(one) == ["name", "status", "found", "hint"]
         assert one["status"] in ("ok", "missing", "problem") and one["found"]
         assert one["status"] == "ok" or one["hint"], f"no way out for {one['name']}"
-    checks = {one["name"]: one for one in told["checks"]}
-    assert len(checks) == len(told["checks"])
+    checks = {one["name"]: one for one in printed["checks"]}
+    assert len(checks) == len(printed["checks"])
     return stop.value.code, checks, err
 
 
@@ -104,23 +104,25 @@ def test_a_package_in_every_state(tmp_path, monkeypatch, source, status, words):
     monkeypatch.delitem(sys.modules, "funny_one", raising=False)
     if source is not None:
         (tmp_path / "funny_one.py").write_text(source)
-    found = check_package(Package("funny-one", "funny_one", "2.10", "fun", "pip install funny"))
+    result = check_package(Package("funny-one", "funny_one", "2.10", "fun", "pip install funny"))
     monkeypatch.delitem(sys.modules, "funny_one", raising=False)
-    assert found.status == status and not found.essential
-    assert all(word in f"{found.found} {found.hint}" for word in words)
+    assert result.status == status and not result.essential
+    assert all(word in f"{result.found} {result.hint}" for word in words)
 
 
 def test_what_is_needed_and_lacks_is_a_problem():
-    found = check_package(Package("a", "no_such_module_here", "1", "all", "get it", essential=True))
-    assert (found.status, found.essential) == ("problem", True)
+    result = check_package(
+        Package("a", "no_such_module_here", "1", "all", "get it", essential=True)
+    )
+    assert (result.status, result.essential) == ("problem", True)
 
 
 def test_workers_that_cannot_meet_are_code_1(capsys, monkeypatch):
     monkeypatch.setattr(doctor_checks, "sum_of_ranks", fails)
     code, checks, err = examined(capsys)
-    found = checks["two local workers"]
-    assert code == 1 and found["status"] == "problem" and "no network today" in found["found"]
-    assert "--virtual" in found["hint"]
+    result = checks["two local workers"]
+    assert code == 1 and result["status"] == "problem" and "no network today" in result["found"]
+    assert "--virtual" in result["hint"]
     assert err.startswith("gradherd: failed: ") and "two local workers" in err
 
 
@@ -129,17 +131,17 @@ def fails() -> float:
 
 
 def test_workers_that_take_too_long_are_a_problem(monkeypatch):
-    found = doctor_checks.local_workers(deadline=0.0)
-    assert found.status == "problem" and "TimeoutError" in found.found
+    result = doctor_checks.local_workers(deadline=0.0)
+    assert result.status == "problem" and "TimeoutError" in result.found
 
 
 def test_variables_of_a_launcher_that_has_gone(capsys, monkeypatch, no_workers):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     code, checks, _ = examined(capsys)
-    found = checks["launcher variables"]
-    assert code == 0 and found["status"] == "problem"
-    assert "WORLD_SIZE=4" in found["found"] and "unset RANK WORLD_SIZE" in found["hint"]
+    result = checks["launcher variables"]
+    assert code == 0 and result["status"] == "problem"
+    assert "WORLD_SIZE=4" in result["found"] and "unset RANK WORLD_SIZE" in result["hint"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert examined(capsys)[1]["launcher variables"]["status"] == "ok"
 
@@ -168,9 +170,9 @@ def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
 
 
 def test_a_folder_that_cannot_be_written_to(place):
-    found = doctor_checks.disk("disk", lambda: place / "away", "x", "go elsewhere")
-    assert found.status == "problem" and "go elsewhere" in found.hint
-    assert "cannot be written to" in found.found
+    result = doctor_checks.disk("disk", lambda: place / "away", "x", "go elsewhere")
+    assert result.status == "problem" and "go elsewhere" in result.hint
+    assert "cannot be written to" in result.found
 
 
 def test_no_torchrun_on_the_path(capsys, monkeypatch, place, no_workers):

@@ -11,7 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradherd.advise.costs import NetworkLink, Overheads, all_gather, all_reduce, all_to_all
+from gradherd.advise.costs import (
+    NetworkLink,
+    Overheads,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+)
 from gradherd.sparsify.wire import (
     COUNT_BYTES,
     EXDYNA_CAPACITY,
@@ -155,8 +161,8 @@ def _all_reduced(setting: Setting, width: int) -> tuple[float, float]:
     """Predict DDP's all-reduce of values with `width` bytes each."""
     size, count, ranks = width * setting.params, _num_buckets(setting), setting.workers
     # Buckets follow each other closely, so the latency counts once.
-    whole = all_reduce(size, ranks, setting.link)
-    last = all_reduce(size / count, ranks, setting.link)
+    whole = all_reduce_seconds(size, ranks, setting.link)
+    last = all_reduce_seconds(size / count, ranks, setting.link)
     return exposed_seconds(setting, whole, last, count), 2 * size * (ranks - 1) / ranks
 
 
@@ -177,8 +183,13 @@ def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
     """
     ranks, link, count = setting.workers, setting.link, _num_buckets(setting)
     size = _VALUE_BYTES * setting.params
-    whole, last = all_to_all(size, ranks, link), all_to_all(size / count, ranks, link)
-    seconds = exposed_seconds(setting, whole, last, count) + all_gather(size / ranks, ranks, link)
+    whole, last = (
+        all_to_all_seconds(size, ranks, link),
+        all_to_all_seconds(size / count, ranks, link),
+    )
+    seconds = exposed_seconds(setting, whole, last, count) + all_gather_seconds(
+        size / ranks, ranks, link
+    )
     # Direct messages may take fewer hops than a ring, but do not count on it.
     seconds = max(seconds, _dense(setting)[0])
     products = 2 * ranks * (ranks + 3)  # bytes per step
@@ -194,7 +205,9 @@ def _powersgd(setting: Setting) -> tuple[float, float]:
     ranks = setting.workers
     factor = _VALUE_BYTES * setting.rank * setting.params / setting.side
     biases = _VALUE_BYTES * setting.params / setting.side
-    seconds = 2 * all_reduce(factor, ranks, setting.link) + all_reduce(biases, ranks, setting.link)
+    seconds = 2 * all_reduce_seconds(factor, ranks, setting.link) + all_reduce_seconds(
+        biases, ranks, setting.link
+    )
     return seconds, 2 * (2 * factor + biases) * (ranks - 1) / ranks
 
 
@@ -209,8 +222,8 @@ def _topk(setting: Setting) -> tuple[float, float]:
     indices = _index_bytes(k, math.ceil(setting.params / PAGE))
     union = setting.params * -math.expm1(ranks * math.log1p(-setting.density))
     seconds, sent = _values(setting, union)
-    flags = all_gather(FLAG_BYTES, ranks, setting.link)
-    gathered = all_gather(indices, ranks, setting.link)
+    flags = all_gather_seconds(FLAG_BYTES, ranks, setting.link)
+    gathered = all_gather_seconds(indices, ranks, setting.link)
     return flags + gathered + seconds, sent + (indices + FLAG_BYTES) * (ranks - 1)
 
 
@@ -223,7 +236,7 @@ def _exdyna(setting: Setting) -> tuple[float, float]:
     pages = math.ceil(setting.params / ranks / PAGE)
     offers = MAGNITUDE_BYTES * count + _index_bytes(count, pages) + FLAG_BYTES + COUNT_BYTES
     seconds, sent = _values(setting, k)
-    return all_gather(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
+    return all_gather_seconds(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
 
 
 def _index_bytes(count: float, pages: int) -> float:
@@ -236,15 +249,15 @@ def _values(setting: Setting, count: float) -> tuple[float, float]:
     ranks, link, size = setting.workers, setting.link, _VALUE_BYTES * count
     dense = 2 * _VALUE_BYTES * setting.params
     if size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * dense:
-        return all_gather(size, ranks, link), size * (ranks - 1)
-    seconds = all_to_all(size, ranks, link) + all_gather(size / ranks, ranks, link)
+        return all_gather_seconds(size, ranks, link), size * (ranks - 1)
+    seconds = all_to_all_seconds(size, ranks, link) + all_gather_seconds(size / ranks, ranks, link)
     return seconds, 2 * size * (ranks - 1) / ranks
 
 
 def _gathered_sketches(setting: Setting) -> tuple[float, float]:
     """Predict the all-gather of sketched rows for CD-GraB, many steps at a time."""
     size = float(_VALUE_BYTES * SKETCH)
-    seconds = all_gather(TOGETHER * size, setting.workers, setting.link) / TOGETHER
+    seconds = all_gather_seconds(TOGETHER * size, setting.workers, setting.link) / TOGETHER
     return seconds, size * (setting.workers - 1)
 
 

@@ -73,16 +73,16 @@ class NetworkLink:
         return 8 * size / (self.bandwidth * self.goodput)
 
 
-def all_reduce(size: float, ranks: int, link: NetworkLink) -> float:
+def all_reduce_seconds(size: float, ranks: int, link: NetworkLink) -> float:
     """Return the seconds to sum `size` bytes over all ranks.
 
     Ring: 2 (R - 1) hops with 1/R of the bytes each. Tree: up and down two pipelined trees of
     log2 R levels, each with half of the bytes.
 
     >>> link = NetworkLink(bandwidth=8e6, latency=0.01, goodput=1)  # a megabyte per second
-    >>> round(all_reduce(1e6, 4, link), 3)  # ring: 6 x 0.01 + 1.5
+    >>> round(all_reduce_seconds(1e6, 4, link), 3)  # ring: 6 x 0.01 + 1.5
     1.56
-    >>> round(all_reduce(4, 1024, link), 3)  # tree: 20 x 0.01
+    >>> round(all_reduce_seconds(4, 1024, link), 3)  # tree: 20 x 0.01
     0.2
     """
     if ranks == 1:
@@ -92,7 +92,7 @@ def all_reduce(size: float, ranks: int, link: NetworkLink) -> float:
     return min(ring, tree)
 
 
-def all_gather(size: float, ranks: int, link: NetworkLink) -> float:
+def all_gather_seconds(size: float, ranks: int, link: NetworkLink) -> float:
     """Return the seconds to gather `size` bytes of each rank on all ranks.
 
     Every rank receives all bytes either way; only the number of hops differs: R - 1 around a ring,
@@ -104,7 +104,7 @@ def all_gather(size: float, ranks: int, link: NetworkLink) -> float:
     return hops * link.latency + link.transfer(size * (ranks - 1))
 
 
-def all_to_all(size: float, ranks: int, link: NetworkLink) -> float:
+def all_to_all_seconds(size: float, ranks: int, link: NetworkLink) -> float:
     """Return the seconds of an all-to-all in which each rank holds `size` bytes.
 
     Direct: R - 1 messages with 1/R of the bytes. Bruck's algorithm: log2 R rounds, each with half

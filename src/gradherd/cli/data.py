@@ -56,7 +56,7 @@ class DataListCommand:
         if self.json:
             print_json({"folders": folders, "sets": sets})
             return
-        table = _sets_table(folders, ("set", "for tasks", "found"))
+        table = _sets_table(folders, ("set", "for tasks", "where it is, or how to get it"))
         for entry in sets:
             where = f"{entry['found']} ({entry['form']})" if entry["found"] else entry["advice"]
             table.add_row(
@@ -71,14 +71,14 @@ class DataListCommand:
         console.print(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
 
     def _entry(self, name: str) -> dict[str, Any]:
-        found = find_local(name, self.data_dir)
+        local = find_local(name, self.data_dir)
         return {
             "name": name,
             "title": DATASETS[name].title,
             "tasks": tasks_of(name),
-            "found": str(found.folder) if found else None,
-            "form": found.form.name if found else None,
-            "advice": None if found else _how_to_get(name),
+            "found": str(local.folder) if local else None,
+            "form": local.form.name if local else None,
+            "advice": None if local else _how_to_get(name),
         }
 
 
@@ -108,18 +108,18 @@ class DataGetCommand:
         dataset = DATASETS[check_name("NAME", self.set, DATASETS)]
         root = (self.data_dir or cache_dir()).expanduser()
         try:
-            found = self._fetch(root)
+            local = self._fetch(root)
         except DownloadError as error:
             print(f"gradherd: {' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(1) from None
-        paths = list(found.paths.values())
+        paths = list(local.paths.values())
         size = sum(path.stat().st_size for path in paths)
         if self.json:
             files = [path.name for path in paths]
-            folder = str(found.folder)
+            folder = str(local.folder)
             print_json({"name": dataset.name, "folder": folder, "files": files, "bytes": size})
         else:
-            print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {found.folder}, checked")
+            print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
 
     def _fetch(self, root: Path) -> LocalDataSet:
         # One bar per file, in bytes: not the bar of `progress`, which has one for everything.
@@ -180,11 +180,11 @@ class DataCheckCommand:
             raise SystemExit(1)
 
     def _entry(self, name: str, advance: Callable[[], None]) -> dict[str, Any]:
-        found, problem = find_local(name, self.data_dir), None
-        status = "missing" if found is None else "ok"
+        local, problem = find_local(name, self.data_dir), None
+        status = "missing" if local is None else "ok"
         try:
-            if found is not None:
-                verify_dataset(found)
+            if local is not None:
+                verify_dataset(local)
         except DamagedData as error:
             status, problem = "damaged", str(error)
         except ValueError as error:  # the package that reads it is not installed
@@ -193,8 +193,8 @@ class DataCheckCommand:
         return {
             "name": name,
             "status": status,
-            "found": None if found is None else str(found.folder),
-            "form": None if found is None else found.form.name,
+            "found": None if local is None else str(local.folder),
+            "form": None if local is None else local.form.name,
             "problem": problem,
         }
 

@@ -39,9 +39,9 @@ class DoctorCommand:
     def run(self) -> None:
         """Run all checks and print them."""
         checks = self._checks()
-        broken = [one.name for one in checks if one.essential and one.status == "problem"]
+        broken = [check.name for check in checks if check.essential and check.status == "problem"]
         if self.json:
-            print_json({"checks": [_as_json(one) for one in checks], "ok": not broken})
+            print_json({"checks": [_as_json(check) for check in checks], "ok": not broken})
         else:
             Console().print(_table(checks))
         if broken:

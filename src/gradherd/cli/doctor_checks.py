@@ -256,7 +256,7 @@ def local_workers(deadline: float = _DEADLINE) -> Check:
     except (RankError, TimeoutError, OSError, RuntimeError) as error:
         found = error.reason if isinstance(error, RankError) else one_line(error)
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        tried = f"GLOO_SOCKET_IFNAME is {interface}" if interface else "they use interface lo"
+        tried = f"GLOO_SOCKET_IFNAME is {interface}" if interface else "They use interface lo"
         hint = f"{purpose}; {fix}. {tried}: a firewall may block it, or a container may lack it"
         return Check(name=name, status="problem", found=found, hint=hint, essential=True)
     seconds = time.monotonic() - begin

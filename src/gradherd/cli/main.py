@@ -127,8 +127,8 @@ def _load(name: str) -> type[Command]:
         raise UsageError(
             f"reports need {error.name}, which is not installed: pip install 'gradherd[report]'"
         ) from None
-    found: type[Command] = getattr(loaded, command)
-    return found
+    command_class: type[Command] = getattr(loaded, command)
+    return command_class
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:

@@ -26,9 +26,9 @@ def result(capsys, *args) -> dict:
 
 
 def test_coordination_shows_all_schemes_and_their_bytes(capsys):
-    found = result(capsys, "bench", "coordination", "--workers", "2,3", "--dim", 3001)
-    rows = found["rows"]
-    assert found["bench"] == "coordination" and found["device"] == "cpu"
+    output = result(capsys, "bench", "coordination", "--workers", "2,3", "--dim", 3001)
+    rows = output["rows"]
+    assert output["bench"] == "coordination" and output["device"] == "cpu"
     assert [(row["workers"], row["case"]) for row in rows] == [
         (workers, case) for workers in (2, 3) for case in ("all-reduce", "all-gather", "sharded")
     ]
@@ -45,32 +45,32 @@ def test_coordination_shows_all_schemes_and_their_bytes(capsys):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
 def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
     dim = 2_000_000
-    found = result(
+    output = result(
         capsys, "bench", "coordination", "--workers", "2,4", "--dim", dim, "--repeats", 1
     )
-    peaks = [row["peak_bytes"] / (4 * dim) for row in found["rows"] if row["case"] == "sharded"]
+    peaks = [row["peak_bytes"] / (4 * dim) for row in output["rows"] if row["case"] == "sharded"]
     # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `PeakMemory`.
     assert all(1 < peak < 3.2 for peak in peaks)
 
 
 def test_rows_shows_every_way_to_them(capsys):
-    found = result(capsys, "bench", "rows", "--params", 9000, "--batch", 4)
-    assert [row["case"] for row in found["rows"]] == ["plain", "vmap", "loop", "exact", "sketch"]
-    assert all(KEYS <= set(row) for row in found["rows"])
+    output = result(capsys, "bench", "rows", "--params", 9000, "--batch", 4)
+    assert [row["case"] for row in output["rows"]] == ["plain", "vmap", "loop", "exact", "sketch"]
+    assert all(KEYS <= set(row) for row in output["rows"])
 
 
 def test_step_compares_both_orders(capsys):
-    found = result(
+    output = result(
         capsys, "bench", "step", "--workers", 2, "--params", 9000, "--batch", 2, "--repeats", 1
     )
-    drr, cd = found["rows"]
+    drr, cd = output["rows"]
     assert (drr["case"], cd["case"]) == ("d-rr", "cd-grab") and drr["ratio"] == 1
     assert KEYS <= set(drr) and 0 < cd["bytes"] - drr["bytes"] < 100
 
 
 def test_sparsify_compares_picking_and_whole_exchanges(capsys):
-    found = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2)
-    rows = found["rows"]
+    output = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2)
+    rows = output["rows"]
     assert all(KEYS <= set(row) for row in rows)
     cases = ["copy", "eager", "topk", "fused", "dense", "fp16", "powersgd", "exdyna"]
     assert [row["case"] for row in rows] == cases
@@ -85,11 +85,11 @@ def test_sparsify_compares_picking_and_whole_exchanges(capsys):
 def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
     # On the CPU a graph is traced run by run: nine take 17 seconds, twice.
     monkeypatch.setattr(virtual, "_SEEDS", 1)
-    found = result(
+    output = result(
         capsys, "bench", "virtual", "--workers", 4, "--batch", 2, "--steps", 2, "--repeats", 1
     )
-    rows = found["rows"]
-    assert found["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
+    rows = output["rows"]
+    assert output["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
     cases = ["plain loop", "turns", "one run", "nine runs", "nine runs, d-rr"]
     assert [row["case"] for row in rows] == cases and rows[0]["ratio"] == 1
     assert [row["runs"] for row in rows] == [1, 1, 1, 3, 3]

@@ -22,14 +22,14 @@ print(none.bytes, peak.bytes, again.bytes)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
 def test_a_peak_is_seen_though_it_is_over():
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         check=True,
         env=os.environ | {"MIMALLOC_PURGE_DELAY": "0"},
     ).stdout
-    none, peak, again = map(int, told.split())
+    none, peak, again = map(int, printed.split())
     assert none < 2_000_000
     assert 78_000_000 < peak < 90_000_000
     assert 38_000_000 < again < 50_000_000
