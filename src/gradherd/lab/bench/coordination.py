@@ -76,23 +76,24 @@ class ShardedCase:
         self._ordering = Ordering(CDGraB(), [steps] * world.size, start="identity")
         self._ordering.borrow_rows(True)
         self._sorter, self._pool = Sorter(), Pool()
-        self._lent: list[Tensor] = []
+        self._rows_in_use: list[Tensor] = []
         self.bytes = 0
 
     def step(self, grad: Tensor) -> None:
         """Exchange shards and means; a thread computes signs at every second step."""
         self._sorter.wait()
-        self._lent = take_back(self._lent, self._ordering, self._pool)
+        # The ordering borrows rows until it has signed them; then their buffers are reused.
+        self._rows_in_use = take_back(self._rows_in_use, self._ordering, self._pool)
         size = self._world.size
         bucket = send(grad, self._world, out=self._pool.take(grad, size, len(grad) // size))
         arrived = arrive([bucket], self._world)
-        flights = give_back([bucket], arrived, self._world)
+        pending = give_back([bucket], arrived, self._world)
         rows = rows_of(arrived, self._world, self._pool)
-        self._lent.append(rows)
+        self._rows_in_use.append(rows)
         self._sorter.submit(lambda: self._ordering.observe(rows[None], reduce=self._reduce))
-        for flight in flights:
-            flight.wait()
-        self.bytes += arrived.bytes + sum(flight.bytes for flight in flights)
+        for collective in pending:
+            collective.wait()
+        self.bytes += arrived.bytes + sum(collective.bytes for collective in pending)
 
     def _reduce(self, products: Tensor) -> Tensor:
         total, sent = all_reduce_small(products, self._side)
