@@ -13,9 +13,7 @@ from torch import nn
 
 from gradherd.lab.tasks.resnet18 import ResidualBlock
 from gradherd.lab.tasks.task import Split
-from gradherd.lab.train import measurements
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout, rng_advanced, rng_states
-from gradherd.lab.train.measurements import herding_bound
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.gpu import only_gpu
@@ -185,16 +183,6 @@ def test_what_is_captured_are_the_gradients_of_all_workers():
     assert [b.tolist() for b in trainer.model.buffers()] == [
         b.tolist() for b in models[0].buffers()
     ]
-
-
-def test_prefix_sums_are_the_same_in_parts(monkeypatch):
-    means = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
-    whole = herding_bound(means, 3)
-    for at_once in (1, 2000, 10_000):
-        monkeypatch.setattr(measurements, "_MAX_DOUBLES", at_once)
-        assert herding_bound(means, 3) == whole
-    means[3, 5] = torch.nan
-    assert np.isnan(herding_bound(means, 3))
 
 
 # Where there is one.

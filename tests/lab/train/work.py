@@ -1,5 +1,6 @@
 """What ranks do in these tests, and tasks that are awkward on purpose."""
 
+import dataclasses
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,7 +14,9 @@ from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults, Split
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.loop import new_record
 from gradherd.lab.train.rank_trainer import RankTrainer
+from gradherd.lab.train.record import EpochRow
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
@@ -110,3 +113,15 @@ class Weighted(Digits):
     def loss(self, model, *tensors):
         images, labels = tensors
         return F.cross_entropy(model(images), labels, weight=torch.arange(1.0, 11.0))
+
+
+def row(epoch=1, **more):
+    base = dict.fromkeys((f.name for f in dataclasses.fields(EpochRow)), 1)
+    return EpochRow(**base | {"epoch": epoch, "load": [1.0, 2.0], **more})
+
+
+def record(**more):
+    task = find_task("digits")
+    return dataclasses.replace(
+        new_record(config_of("digits"), task, task.load(None, 20), 650), **more
+    )

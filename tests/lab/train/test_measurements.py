@@ -1,0 +1,44 @@
+"""Series, prefix sums and timers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradherd.lab.train import measurements
+from gradherd.lab.train.measurements import BinnedSeries, herding_bound
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.sampled_from([2, 4, 10]))
+def test_bins_hold_all_of_a_series(values, most):
+    series = BinnedSeries(most)
+    for value in values:
+        series.add(value)
+    found = series.to_json()
+    assert len(found) <= most
+    starts = [int(one["step"]) for one in found]
+    for one, begin, end in zip(found, starts, [*starts[1:], len(values)], strict=True):
+        part = values[begin:end]
+        assert one["mean"] == pytest.approx(sum(part) / len(part))
+        assert (one["min"], one["max"]) == (min(part), max(part))
+
+
+def test_prefix_sums_are_bounded_as_by_hand():
+    means = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    centred = means.double() - means.double().mean(0)
+    sums, worst = torch.zeros(4, dtype=torch.float64), 0.0
+    for step in centred:
+        sums = sums + step
+        worst = max(worst, float(sums.abs().max()))
+    assert herding_bound(means, 12) == pytest.approx(12 * worst)
+
+
+def test_prefix_sums_are_the_same_in_parts(monkeypatch):
+    means = torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
+    whole = herding_bound(means, 3)
+    for at_once in (1, 2000, 10_000):
+        monkeypatch.setattr(measurements, "_MAX_DOUBLES", at_once)
+        assert herding_bound(means, 3) == whole
+    means[3, 5] = torch.nan
+    assert np.isnan(herding_bound(means, 3))

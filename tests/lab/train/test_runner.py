@@ -1,0 +1,62 @@
+"""Whole runs: one plan, divergence, and other numbers of ranks."""
+
+import json
+import random
+
+import pytest
+
+from gradherd.comm.world import World
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.config import plan_runs
+from gradherd.lab.train.record import (
+    RECORD_FILE,
+    read_record,
+)
+from gradherd.lab.train.runner import run_all
+from tests.lab.train.work import HERE, config_of
+from tests.stress.resizes import BATCH, chain
+
+
+def test_a_run_that_diverges_ends_there():
+    config = config_of(f"{HERE}:Diverging", virtual=True, order="cd-grab")
+    (found,) = run_all([config], World.single())
+    assert found.status == "diverged" and len(found.epochs) < config.epochs
+    assert found.epochs[-1].train_loss is None
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_runs_of_one_plan(tmp_path):
+    configs = plan_runs(
+        "digits",
+        find_task("digits").defaults,
+        orders=["d-rr", "cd-grab"],
+        sparsifiers=["dense", "topk"],
+        density=0.1,
+        seeds=[0, 1],
+        epochs=2,
+        limit=64,
+        virtual=True,
+    )
+    records = run_all(configs, World.single(), out=tmp_path)
+    assert {(r.order, r.sparsify, r.seed) for r in records} == {
+        (c.order, c.sparsify, c.seed) for c in configs
+    }
+    for config in configs:
+        there = read_record(tmp_path / config.folder() / RECORD_FILE)
+        assert there in records and there.status == "done" and len(there.epochs) == 2
+        last = there.epochs[-1]
+        assert last.train_loss < there.start_loss
+        assert (last.density < 0.5) == (config.sparsify == "topk")
+        assert (last.load is None) == (config.sparsify == "dense")
+        assert (last.ordering_bytes > 0) == (config.order == "cd-grab")
+        parts = (last.data_seconds, last.compute_seconds, last.ordering_seconds)
+        assert sum(parts) + last.exchange_seconds == pytest.approx(last.seconds, rel=0.01)
+
+
+@pytest.mark.timeout(300)  # nine starts of torch
+def test_four_then_two_then_three_ranks():
+    chain([4, 2, 3], "exdyna", 1, random.Random(1))
+
+
+def test_whole_batches_that_ride_on_the_dense_exchange():
+    chain([2, 3, 1], "dense", BATCH, random.Random(2))
