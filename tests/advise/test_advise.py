@@ -27,7 +27,7 @@ from gradherd.advise.decide import advise, break_even
 from gradherd.advise.measure import wide_model
 from gradherd.cli.main import main
 from gradherd.comm.collectives import all_reduce_small_bytes
-from gradherd.ordering.gather import EVERY
+from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.settings import Sparsify

@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import OrderedSampler, World, attach
-from gradherd.attach import coordinated_hook as ride
+from gradherd.attach import coordinated_hook
+from gradherd.attach.coordinated_hook import BucketLayout
+from gradherd.comm.script import RankRunner
+from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.ordering import Ordering
-from gradherd.ordering.gather import Gather
-from gradherd.ordering.shards import Layout, Pool, arrive, give_back, rows_of, send
-from gradherd.ordering.walks import Claim
+from gradherd.ordering.coordination import BatchClaim, RowGatherer
 from tests.ordering.helpers import lists, through_disk
 
 
@@ -74,7 +75,7 @@ def orders_from(gradients, sampler, epochs=3, unseen=()):
     ordering = Ordering(
         sampler.ordering.policy,
         sharding.sizes,
-        seed=sampler.ordering.chance.seed,
+        seed=sampler.ordering.random.seed,
         length=sharding.length,
     )
     history = []
@@ -198,7 +199,7 @@ def learned(policy, count, batch, unit, rows, loop=None, kind="mlp", seed=3):
 
 
 def _travel(together):
-    ride._TOGETHER = 2_000_000 if together else 0
+    coordinated_hook.ONE_BUCKET_ELEMENTS = 2_000_000 if together else 0
 
 
 def learned_each(*calls):
@@ -220,7 +221,7 @@ def averages(batch, unit, rows, steps, options=(), together=True):
             one.zero_grad()
             F.cross_entropy(one(x), y).backward()
             found.append(torch.cat([p.grad.flatten() for p in one.parameters()]))
-        layouts.add(getattr(herd._link._feed, "layout", None))
+        layouts.add(getattr(herd._feedback._transport, "layout", None))
     return ours, theirs, layouts, herd.metrics()
 
 
@@ -259,7 +260,8 @@ def _gathered(every, count=7):
     """Return the orders after three epochs of gathered rows, and the bytes they took."""
     world = World.detect()
     sampler = OrderedSampler(examples(world.size * count), "cd-grab", batch_size=2, seed=5)
-    gather = Gather(sampler, world, every=every)
+    runner = RankRunner(world)
+    gather = RowGatherer(sampler, runner, every=every)
     draw = torch.Generator().manual_seed(0)
     vectors = torch.randn(world.size, count, 6, generator=draw)
     history = []
@@ -267,10 +269,11 @@ def _gathered(every, count=7):
         order = sampler.ordering.orders[world.rank]
         for step in range(0, count, 2):
             units = order[step : step + 2]
-            claim = Claim(epoch, step, len(units), len(units))
-            gather.add(claim, vectors[world.rank, units])
+            claim = BatchClaim(epoch, step, len(units), len(units))
+            gather.add(vectors[world.rank, units], claim)
+        gather.flush()
         history.append(lists(sampler.ordering.orders))
-    return history, gather.bytes
+    return history, runner.bytes
 
 
 def other_seeds():
@@ -354,14 +357,17 @@ def _shards(lengths, dtype):
     draw = torch.Generator().manual_seed(world.rank)
     flats = [torch.randn(length, generator=draw).to(dtype) for length in lengths]
     own = [flat.clone() for flat in flats]
-    buckets = [send(flat, world) for flat in flats]
-    arrived = arrive(buckets, world)
-    for flight in give_back(buckets, arrived, world):
-        flight.wait()
-    rows = rows_of(arrived, world, Pool())
-    layout = Layout(tuple(_named(i, length) for i, length in enumerate(lengths)))
+    mean = SlicedMean(world)
+    for flat in flats:
+        mean.start(flat.clone())
+    mean.finish(write_back=False)
+    slices_bytes = mean.bytes
+    for flat in flats:
+        mean.start(flat)
+    rows = mean.finish(columns=True)
+    layout = BucketLayout(tuple(_named(i, length) for i, length in enumerate(lengths)))
     # Each worker's vector by parameter, from the columns of all ranks.
-    whole = [layout.whole(row, world) for row in rows]
+    whole = [layout.gather(row, world) for row in rows]
     columns = torch.stack([layout.columns(one, world) for one in whole])
     return {
         "own": torch.cat(own),
@@ -369,7 +375,7 @@ def _shards(lengths, dtype):
         "rows": rows,
         "whole": torch.stack([_flat(layout, one) for one in whole]),
         "columns": columns,
-        "bytes": arrived.bytes,
+        "bytes": slices_bytes,
     }
 
 

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.attach.pack import pack, unpack
+from gradherd.attach.state import pack, unpack
 
 STEPS, SAVED = 23, 11
 
@@ -62,7 +62,7 @@ def stopped_twice(loader_workers, stops):
 def one_bad_gradient(bad_step, value):
     """Let rank 1's gradient be worthless once; return residuals around that step, and the end."""
     net, ddp, herd, loader, optimizer = made()
-    rank, around, skipped, done = herd.place[0], [], 0, 0
+    rank, around, skipped, done = herd.world.rank, [], 0, 0
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         for x, y in loader:

@@ -295,7 +295,7 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="no trainable parameter"):
         attach(network().requires_grad_(False), order=sampler)
     far = OrderedSampler(examples(8), "cd-grab", batch_size=4, world=World(1, 4))
-    with pytest.raises(ValueError, match=r"made for World\(rank=1, size=4.*, this process is"):
+    with pytest.raises(ValueError, match=r"made for World\(rank=1, size=4.*, but this process is"):
         attach(net, order=far)
 
 
@@ -345,7 +345,7 @@ def test_detach_leaves_the_model_as_it_was(policy, unit, rows):
     state = through_disk(sampler.ordering.state_dict())
     for _ in range(5):  # more than the sampler has
         one_step(net, dataset)
-    assert sampler.ordering.steps == state["memory"]["steps"] == 4 // unit
+    assert sampler.ordering.steps == state["balance"]["steps"] == 4 // unit
     assert not any(module._forward_hooks for module in net.modules())
     assert not any(module._forward_pre_hooks for module in net.modules())
     assert not any(p._backward_hooks for p in net.parameters())
@@ -471,7 +471,7 @@ def test_batches_out_of_order_without_their_indices_are_refused():
         step()
     herd.observe(indices.flip(0))
     F.cross_entropy(net(x), y).backward()
-    with pytest.raises(ValueError, match="do not stand one after the other in this rank's order"):
+    with pytest.raises(ValueError, match="are not consecutive in this rank's order"):
         step()
     herd.observe(indices)
     F.cross_entropy(net(x), y).backward()
@@ -479,7 +479,7 @@ def test_batches_out_of_order_without_their_indices_are_refused():
     with pytest.raises(RuntimeError, match="save the state there"):
         herd.state_dict()
     sampler.set_epoch(1)
-    assert herd.state_dict()["ordering"]["memory"]["epoch"] == 1
+    assert herd.state_dict()["ordering"]["balance"]["epoch"] == 1
 
 
 @pytest.mark.parametrize("stop", [None, 2])
@@ -567,6 +567,6 @@ def test_rows_keep_their_precision_where_autocast_asks_for_them(rows):
                 herd.finish()
             if batch == 3:
                 with torch.autocast("cpu", torch.bfloat16):
-                    return herd.state_dict()["ordering"]["memory"]["running"]
+                    return herd.state_dict()["ordering"]["balance"]["running"]
 
     torch.testing.assert_close(learned(settle=False), learned(settle=True))

@@ -96,7 +96,7 @@ def test_pair_balance_does_not_see_a_constant_shift(seed, rule, sizes, name):
         show(plain, vectors)
         show(shifted, [own + shift for own in vectors])
         # Only a first half that waits for its partner may know the shift.
-        a, b = plain.state_dict()["memory"], shifted.state_dict()["memory"]
+        a, b = plain.state_dict()["balance"], shifted.state_dict()["balance"]
         a.pop("pending", None), b.pop("pending", None)
         assert same(a, b)
         plain.end_epoch()
@@ -340,28 +340,28 @@ def test_cd_grab_signs_workers_of_a_pair_one_after_the_other():
     shared, own = make("cd-grab", [2, 2]), make("pair-grab", [2, 2])
     shared.observe(row)
     own.observe(row)
-    assert shared.state_dict()["memory"]["sides"].tolist() == [[1, -1], [-1, 1]]
-    assert shared.state_dict()["memory"]["running"].tolist() == [[0.0]]
-    assert own.state_dict()["memory"]["sides"].tolist() == [[1, 1], [-1, -1]]
-    assert own.state_dict()["memory"]["running"].tolist() == [[1.0], [1.0]]
+    assert shared.state_dict()["balance"]["sides"].tolist() == [[1, -1], [-1, 1]]
+    assert shared.state_dict()["balance"]["running"].tolist() == [[0.0]]
+    assert own.state_dict()["balance"]["sides"].tolist() == [[1, 1], [-1, -1]]
+    assert own.state_dict()["balance"]["running"].tolist() == [[1.0], [1.0]]
 
 
 def test_grab_centres_by_the_mean_of_the_epoch_before():
     vectors = whole_vectors(5, [6, 4])
     ordering = make("grab", [6, 4])
-    assert "mean" not in ordering.state_dict()["memory"]
+    assert "mean" not in ordering.state_dict()["balance"]
     show(ordering, vectors)
-    assert "mean" not in ordering.state_dict()["memory"]
+    assert "mean" not in ordering.state_dict()["balance"]
     ordering.end_epoch()
     expected = torch.stack([own.mean(0) for own in vectors])
-    assert torch.equal(ordering.state_dict()["memory"]["mean"], expected)
+    assert torch.equal(ordering.state_dict()["balance"]["mean"], expected)
     # An epoch without rows has no mean of its own and leaves the old one.
     ordering.end_epoch()
-    assert torch.equal(ordering.state_dict()["memory"]["mean"], expected)
+    assert torch.equal(ordering.state_dict()["balance"]["mean"], expected)
     # The mean is of raw rows, not of centred ones.
     show(ordering, vectors)
     ordering.end_epoch()
-    assert torch.equal(ordering.state_dict()["memory"]["mean"], expected)
+    assert torch.equal(ordering.state_dict()["balance"]["mean"], expected)
 
 
 def test_rule_settings_reach_the_signs():

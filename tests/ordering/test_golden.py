@@ -101,7 +101,7 @@ SIGNS = [[1, 1], [1, 1], [1, -1]]  # by pair, then worker: + + + + + -
 def test_tiny_cd_grab(dtype):
     ordering = make("cd-grab", [6, 6])
     show(ordering, list(TINY.to(dtype)))
-    memory = ordering.state_dict()["memory"]
+    memory = ordering.state_dict()["balance"]
     assert memory["sides"][0::2].tolist() == SIGNS
     assert memory["sides"][1::2].tolist() == (-torch.tensor(SIGNS)).tolist()
     assert memory["running"].tolist() == [[1.0, -2.0]]
@@ -150,6 +150,6 @@ def test_the_figure_of_the_repository():
     vectors = torch.tensor([[x, zero, x, zero], [y, zero, y, zero]])
     ordering = make("cd-grab", [4, 4])
     show(ordering, list(vectors))
-    assert ordering.state_dict()["memory"]["sides"][0::2].tolist() == [[1, 1], [-1, -1]]
+    assert ordering.state_dict()["balance"]["sides"][0::2].tolist() == [[1, 1], [-1, -1]]
     ordering.end_epoch()
     assert lists(ordering.orders) == [[0, 3, 2, 1]] * 2

@@ -91,7 +91,7 @@ def test_state_in_the_middle_of_a_pair_is_the_same():
     show_both(linear, dense, vectors(8), [3, 2])
     ours, theirs = linear.state_dict(), dense.state_dict()
     for key in ("running", "pending"):
-        torch.testing.assert_close(ours["memory"].pop(key), theirs["memory"].pop(key))
+        torch.testing.assert_close(ours["balance"].pop(key), theirs["balance"].pop(key))
     assert same(ours, theirs)
 
 
@@ -111,7 +111,7 @@ def test_mixed_rows_are_what_their_coefficients_say():
 
 def test_only_one_worker_may_give_rows_that_are_not_formed():
     ordering = Ordering(make_policy("cd-grab"), [4, 4])
-    with pytest.raises(ValueError, match="rows that are not formed are for one worker, got 2"):
+    with pytest.raises(ValueError, match="rows that are not formed need a single worker, got 2"):
         ordering.observe(DenseRows(vectors(2)))
 
 

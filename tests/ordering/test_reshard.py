@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradherd.comm.world import World
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import POLICIES, make_policy
-from gradherd.ordering.reshard import sequence, striped, turns
+from gradherd.ordering.reshard import own_units, sequence, stripe
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.ordering.sharding import UnitSharding
 
@@ -35,18 +35,18 @@ def test_the_sequence_is_that_of_time(sizes, first, seed):
 def test_stripes_are_permutations_of_each_workers_own(units, workers, seed):
     torch.manual_seed(seed)
     order = torch.randperm(units)
-    stripes = striped(order, workers)
+    stripes = own_units(order, workers)
     sizes = UnitSharding(units, 1, workers, drop_last=False).sizes
-    assert [sorted(stripe.tolist()) for stripe in stripes] == [list(range(n)) for n in sizes]
-    for worker, stripe in enumerate(stripes):
-        places = [order.tolist().index(int(unit) * workers + worker) for unit in stripe]
+    assert [sorted(own.tolist()) for own in stripes] == [list(range(n)) for n in sizes]
+    for worker, own in enumerate(stripes):
+        places = [order.tolist().index(int(unit) * workers + worker) for unit in own]
         assert places == sorted(places)
 
 
 @given(st.integers(0, 30), st.integers(1, 6), st.booleans())
 def test_turns_share_everything(count, workers, drop_last):
     units = torch.randperm(50)[:count]
-    shares = [turns(units, worker, workers, drop_last).tolist() for worker in range(workers)]
+    shares = [stripe(units, worker, workers, drop_last).tolist() for worker in range(workers)]
     assert len({len(share) for share in shares}) == 1
     times = Counter(unit for share in shares for unit in share)
     if drop_last:
@@ -85,8 +85,8 @@ class Ranks:
             visited += now
             claims = [sampler.claim() for sampler in self.samplers]
             for sampler, claim in zip(self.samplers, claims, strict=True):
-                if sampler.resting:
-                    sampler.pass_over()
+                if sampler.finishing_rest:
+                    sampler.skip_rest()
                 else:
                     sampler.observe(self.rows[now].unsqueeze(0), first=claim.step)
         return visited
@@ -132,7 +132,7 @@ def test_an_epoch_on_changing_ranks_visits_every_unit_once(policy, worlds, units
     assert len({sampler.ordering.version for sampler in ranks.samplers}) == 1
     orders = ranks.samplers[0].ordering.orders
     assert sorted(sequence(orders).tolist()) == list(range(units))
-    assert not ranks.samplers[0].resting
+    assert not ranks.samplers[0].finishing_rest
     again = Counter(ranks.epoch())
     assert again.keys() == set(range(units))
 
@@ -147,10 +147,10 @@ def test_what_was_learned_goes_into_the_new_orders():
     two = Ranks(2, "cd-grab", units=48, unit=1)
     two.load(four.state())
     two.epoch()
-    expected = striped(sequence(straight.orders), 2)
+    expected = own_units(sequence(straight.orders), 2)
     got = two.samplers[0].ordering.orders
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
-    untouched = striped(sequence(four.samplers[0].ordering.orders), 2)
+    untouched = own_units(sequence(four.samplers[0].ordering.orders), 2)
     assert not all(torch.equal(*pair) for pair in zip(got, untouched, strict=True))
 
 
@@ -159,7 +159,7 @@ def test_a_whole_epoch_is_learned_from():
     four.epoch()
     three = Ranks(3, "cd-grab", units=48, unit=1)
     three.load(four.state())
-    assert not three.samplers[0].resting
+    assert not three.samplers[0].finishing_rest
     before = three.samplers[0].ordering.orders
     three.epoch()
     assert not all(
@@ -172,7 +172,7 @@ def test_one_mean_serves_all_new_workers():
     four.epoch()
     two = Ranks(2, "grab", units=16, unit=1)
     two.load(four.state())
-    mean = two.samplers[0].ordering.state_dict()["memory"]["mean"]
+    mean = two.samplers[0].ordering.state_dict()["balance"]["mean"]
     assert mean.shape == (2, 7)
     torch.testing.assert_close(mean, four.rows.mean(0).expand(2, 7))
 

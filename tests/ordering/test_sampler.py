@@ -104,7 +104,7 @@ def test_iterating_changes_nothing():
     assert list(sampler) == first
     after = sampler.ordering.state_dict()
     assert torch.equal(before["orders"], after["orders"])
-    assert before["memory"]["steps"] == after["memory"]["steps"] == 0
+    assert before["balance"]["steps"] == after["balance"]["steps"] == 0
 
 
 def test_an_iterator_keeps_the_order_it_began_with():
@@ -184,9 +184,13 @@ def test_dataloader_prefetch_early_stop_and_second_iterator(num_workers):
 
 
 def test_a_loader_that_shuffles_batches_is_refused_where_it_matters():
-    learned = DataLoader(Numbers(24), batch_size=4, sampler=make(), num_workers=1, in_order=False)
+    sampler = make()
+    learned = DataLoader(Numbers(24), batch_size=4, sampler=sampler, num_workers=1, in_order=False)
+    running = iter(learned)
+    next(running)
     with pytest.raises(ValueError, match="in_order=False"):
-        next(iter(learned))
+        sampler.claim()
+    del running
     drawn = DataLoader(
         Numbers(24), batch_size=4, sampler=make("d-rr"), num_workers=1, in_order=False
     )

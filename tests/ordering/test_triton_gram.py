@@ -6,11 +6,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from gradherd.comm.script import run
+from gradherd.comm.world import World
 from gradherd.ordering import triton_gram
+from gradherd.ordering.balance import balance, balance_sharded, sequential
 from gradherd.ordering.gram import block_gram, signs_from_products
-from gradherd.ordering.sequential import sequential
 from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
-from gradherd.ordering.signs import balance
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
 pytestmark = [
@@ -114,16 +115,19 @@ def test_the_recursion_is_that_of_the_host():
 
 @only_gpu
 @pytest.mark.parametrize("rule", [Greedy(), Walk(), Kernel()], ids=str)
-def test_every_rule_and_reduce_on_a_gpu(rule):
+def test_every_rule_whole_and_sharded_on_a_gpu(rule):
     z, running = columns(2, 70, 3000, 1, whole=True)
     draws = np.random.RandomState(1).uniform(-1, 1, (2, 70))
-    for reduce, step in ((None, 1), (lambda products: products, 5)):
+
+    def sharded(*args):
+        return run(balance_sharded(*args, step=5), World.single()).value
+
+    for form in (balance, sharded):
         results = []
         for device in ("cpu", "cuda"):
             carry = rule.start(2, 70, 0)
             start = running.to(device, copy=True)
-            kwargs = {"reduce": reduce, "step": step}
-            results.append(balance(z.to(device), start, rule, draws, carry, **kwargs))
+            results.append(form(z.to(device), start, rule, draws, carry))
         cpu, gpu = results
         assert torch.equal(cpu.signs, gpu.signs)
         assert torch.equal(cpu.running, gpu.running.cpu())

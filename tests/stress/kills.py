@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gradherd.attach.pack import unpack
+from gradherd.attach.state import unpack
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task

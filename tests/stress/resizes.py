@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gradherd.attach.pack import unpack
+from gradherd.attach.state import unpack
 from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
@@ -142,7 +142,7 @@ def chain(worlds: list[int], sparsify: str, unit: int, chance: random.Random) ->
             (max((out / CHECKPOINT_FOLDER).glob("step-*")) / "shared.safetensors").read_bytes()
         )
         ordering = state["herd"]["ordering"]
-        sizes = ordering["memory"]["sizes"]
+        sizes = ordering["balance"]["sizes"]
         for order in ordering["orders"].split(sizes):
             assert torch.equal(order.sort().values, torch.arange(len(order))), f"{worlds}: order"
         return repeated

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradherd.attach.pack import pack, unpack
+from gradherd.attach.state import pack, unpack
 from gradherd.comm.world import World
 from gradherd.lab.report.page import render
 from gradherd.lab.report.records import find_records

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.attach.pack import unpack
+from gradherd.attach.state import unpack
 from gradherd.cli.main import main
 from gradherd.comm.world import World
 from gradherd.lab.report.records import find_records

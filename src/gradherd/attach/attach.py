@@ -1,9 +1,4 @@
-"""attach(model, order=..., sparsify=...): the one place where both halves meet a model.
-
-The training loop stays the user's own. A batch begins with a forward of the model, and what its
-backward (or backwards) gave is fed back when the optimizer steps or the next forward begins,
-whichever comes first.
-"""
+"""attach(model, order=..., sparsify=...): the one place where both halves meet a model."""
 
 import logging
 import warnings
@@ -13,17 +8,18 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.coordinated_hook import Ride
-from gradherd.attach.feedback import Link, inner
-from gradherd.attach.feeds import Feed, Gathered, NoRows
+from gradherd.attach.bucket_hook import world_of
+from gradherd.attach.coordinated_hook import CoordinatedHook
+from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.herd import Herd
-from gradherd.attach.row_sources import EachExample, Reader, WholeGradient
+from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
+from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import describe, unwrap_model
-from gradherd.rows.settings import BatchRows, RowSettings, SketchRows, choose_rows, resolve_rows
+from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
@@ -39,40 +35,47 @@ def attach(
     rows: str | RowSettings = "auto",
     scaler: GradScaler | None = None,
 ) -> Herd:
-    """Let `order` learn from the gradients of `model`, and `sparsify` choose what travels.
+    """Let `order` learn from the gradients of `model`, and `sparsify` exchange them.
 
     Args:
-        model: Any module, or one in DistributedDataParallel. Attach after wrapping, before
-            torch.compile where single examples are ordered.
+        model: Any module, or one in DistributedDataParallel. Attach after wrapping it; before
+            torch.compile if single examples are ordered.
         order: The sampler of the training loader.
         sparsify: A method such as `ExDyna(density=1e-3)`, its name, or `Sparsify` with further
-            settings. It takes the communication hook of DDP.
+            settings. It uses the communication hook of DDP.
         rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", or
             `BatchRows`, `ExactRows`, `SketchRows` with their settings.
-        scaler: The GradScaler of the loop, if there is one: its scale is taken out of rows and
-            residuals.
+        scaler: The GradScaler of the loop, if there is one: rows and residuals are divided by its
+            scale.
+
+    Returns:
+        A handle for metrics, checkpoints and detaching.
+
+    Raises:
+        ValueError: Model, order and settings do not fit together.
     """
     if order is None and sparsify is None:
         raise ValueError("nothing to attach: give an order, a sparsifier, or both")
-    bare = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     if not any(parameter.requires_grad for parameter in bare.parameters()):
         raise ValueError("model has no trainable parameter, so no gradient to learn from")
     settings = _sparsify_settings(bare, sparsify)
-    plan = None if order is None else _plan(model, order, rows, taken=settings is not None)
+    plan = None if order is None else _plan_rows(model, order, rows, settings is not None)
     sparse = None
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
         log.info("sparsifying by %s", settings)
         if not sparse.layout.sparse:
             warnings.warn(
-                f"every parameter has fewer than {settings.dense_below} numbers and travels "
+                f"every parameter has fewer than {settings.dense_below} elements and is sent "
                 "whole: nothing is sparsified; lower dense_below",
                 stacklevel=2,
             )
-    link = None
+    feedback = None
     if order is not None and plan is not None:
-        link = Link(model, order, _feed(bare, order, plan), plan, scaler)
-    return Herd(link, sparse)
+        transport = _make_transport(bare, order, plan)
+        feedback = OrderFeedback(model, order, transport, plan, scaler)
+    return Herd(feedback, sparse)
 
 
 def _sparsify_settings(
@@ -89,30 +92,29 @@ def _sparsify_settings(
     if not _hook_is_free(model):
         raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
     sparsifiable(model)
-    group = model.process_group
-    check_device(model, World(dist.get_rank(group), dist.get_world_size(group), group))
+    check_device(model, world_of(model))
     if isinstance(sparsify, Sparsify):
         return sparsify
     return Sparsify(method=make_sparsifier(sparsify) if isinstance(sparsify, str) else sparsify)
 
 
-def _plan(
-    model: nn.Module, order: OrderedSampler, rows: str | RowSettings, *, taken: bool
+def _plan_rows(
+    model: nn.Module, order: OrderedSampler, rows: str | RowSettings, sparsifies: bool
 ) -> RowSettings:
-    """Return how to read rows, or raise if this model cannot teach this sampler."""
+    """Return how to read rows, or raise if this model cannot be used with this sampler."""
     bare = getattr(model, "_orig_mod", model)
     here = World.detect()
     if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):
         raise ValueError(
-            f"order was made for {order.world}, this process is {here}: make the "
+            f"order was made for {order.world}, but this process is {here}: create the "
             "sampler after init_process_group()"
         )
-    if order.feedback is not None:
+    if order.attached:
         raise ValueError("order is attached already: call its herd's detach() first")
     check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
-        unwrap_model(model)  # raises for a compiled one: its modules' hooks would not be called
-    free = _hook_is_free(bare) and not taken
+        unwrap_model(model)  # raises if compiled: hooks of its modules would not be called
+    free = _hook_is_free(bare) and not sparsifies
     settings, why = _choose(bare, order, rows, free)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return settings
@@ -121,7 +123,7 @@ def _plan(
 def _choose(
     model: nn.Module, order: OrderedSampler, rows: str | RowSettings, hook_is_free: bool
 ) -> tuple[RowSettings, str]:
-    """Return how to read rows, and why."""
+    """Return how to read rows, and the reason."""
     settings = resolve_rows(rows, order.unit, order.batch_size)
     ddp = isinstance(model, DDP) and order.world.size > 1
     if isinstance(settings, BatchRows) and ddp and not hook_is_free:
@@ -141,20 +143,15 @@ def _choose(
     return settings, f"{why}; {describe(inner(model))}" if single else why
 
 
-def _feed(model: nn.Module, order: OrderedSampler, settings: RowSettings) -> Feed:
+def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettings) -> RowTransport:
+    """Return what takes rows from the model to the sampler."""
     bare, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
-        return NoRows(bare, order)
+        return CountingTransport(bare, order)
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
-        return Ride(model, order, world)
-    return Gathered(make_reader(bare, settings, order.unit, order.batch_size), order, world)
-
-
-def make_reader(model: nn.Module, settings: RowSettings, unit: int, batch_size: int) -> Reader:
-    """Return what reads rows off a bare model as the settings say."""
-    if unit == batch_size or isinstance(settings, BatchRows):
-        return WholeGradient(model, settings if isinstance(settings, SketchRows) else None)
-    return EachExample(model, settings, unit)
+        return CoordinatedHook(model, order, world)
+    source = make_row_source(bare, settings, order.unit, order.batch_size)
+    return GatheringTransport(source, order, world)
 
 
 def _hook_is_free(model: nn.Module) -> bool:
@@ -162,7 +159,7 @@ def _hook_is_free(model: nn.Module) -> bool:
 
 
 def check_device(model: nn.Module, world: World) -> None:
-    """Refuse a process group that cannot carry the model's gradients."""
+    """Refuse a process group that cannot exchange the model's gradients."""
     on_gpu = any(p.device.type == "cuda" for p in model.parameters())
     if world.size > 1 and on_gpu and "nccl" not in dist.get_backend(world.group):
         raise ValueError(

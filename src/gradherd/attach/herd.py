@@ -1,4 +1,4 @@
-"""What `attach` gives back: both halves of a model's training in one handle."""
+"""What `attach` returns: both halves of a model's training in one handle."""
 
 import contextlib
 import logging
@@ -7,90 +7,94 @@ from typing import Any
 
 from torch import Tensor
 
-from gradherd.attach.feedback import Link
+from gradherd.attach.feedback import OrderFeedback
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.attach.state import HerdState
+from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
 
 
 class Herd:
-    """What connects a model with its order, its sparsifier, or both. Made by `attach`."""
+    """Connects a model with its order, its sparsifier, or both. Made by `attach`."""
 
-    def __init__(self, link: Link | None, sparse: SparseHook | None) -> None:
-        self._link = link
+    def __init__(self, feedback: OrderFeedback | None, sparse: SparseHook | None) -> None:
+        self._feedback = feedback
         self._sparse = sparse
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Which rank this is, and of how many."""
-        if self._link is not None:
-            return self._link.sampler.world.rank, self._link.sampler.world.size
+    def world(self) -> World:
+        """Rank of this process, and number of ranks."""
+        if self._feedback is not None:
+            return self._feedback.sampler.world
         assert self._sparse is not None
-        return self._sparse.place
+        return self._sparse.world
 
     @property
     def sampler(self) -> OrderedSampler:
         """The sampler that learns."""
         return self._ordered("sampler").sampler
 
-    def _ordered(self, what: str) -> Link:
-        if self._link is None:
+    def _ordered(self, what: str) -> OrderFeedback:
+        if self._feedback is None:
             raise RuntimeError(f"{what} needs an order: attach(model, order=sampler, ...)")
-        return self._link
+        return self._feedback
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
-        """Tell the examples of the batch at hand, for loaders that deliver out of order.
+        """Give the examples of the current batch, for loaders that deliver out of order.
 
-        Call it once for each batch, between its arrival and the optimizer's step. Rows then
-        wait for the end of the epoch and are learned in the order of the sampler.
+        Call it once for each batch, between its arrival and the optimizer's step. Rows are then
+        held until the end of the epoch and learned in the order of the sampler.
+
+        Args:
+            indices: Indices of the examples into the data set, as the loader delivered them.
         """
         self._ordered("observe()").observe(indices)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Ignore backwards inside: they are not for examples of the sampler."""
+        """Ignore backwards inside: they do not belong to examples of the sampler."""
         with contextlib.ExitStack() as stack:
-            if self._link is not None:
-                stack.enter_context(self._link.pause())
+            if self._feedback is not None:
+                stack.enter_context(self._feedback.pause())
             yield
 
     def finish(self) -> None:
-        """Feed back what waits and let the sampler learn it, on all ranks together."""
-        if self._link is not None:
-            self._link.finish()
+        """Feed back what is waiting and let the sampler learn it, on all ranks together."""
+        if self._feedback is not None:
+            self._feedback.finish()
 
     def metrics(self) -> dict[str, Any]:
         """Return the figures of both halves.
 
-        Ordering: epoch, how much of it was fed back, what was sent for ordering alone, and the
-        seconds that training has waited for it; total_bytes and exchange_seconds of the gradients
-        themselves where both share a trip.
+        Ordering: epoch, how much of it was fed back, the bytes sent for ordering alone, and the
+        seconds that training has waited for it; also total_bytes and exchange_seconds of the
+        gradients themselves where both share one exchange.
         Sparsifying: those of the last step (selected, per_rank, threshold, density, padding,
         residual_norm of this rank, bytes), and steps, skipped_steps, total_bytes and
         exchange_seconds so far.
         """
-        found: dict[str, Any] = {}
-        if self._link is not None:
-            found |= self._link.metrics()
+        metrics: dict[str, Any] = {}
+        if self._feedback is not None:
+            metrics |= self._feedback.metrics()
         if self._sparse is not None:
-            found |= self._sparse.metrics()
-        return found
+            metrics |= self._sparse.metrics()
+        return metrics
 
     def last_step(self) -> dict[str, Any]:
-        """Return the sparsifier's figures of the last step, without what costs time; else {}."""
+        """Return the sparsifier's figures of the last step that cost nothing; {} without one."""
         return {} if self._sparse is None else self._sparse.last_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides what comes next. All ranks must call it.
+        """Return all that determines how training continues. All ranks must call it.
 
         "ordering" and "sampler" are the same on all ranks; "sparsify" is this rank's own, and
         every rank must save its own.
         """
         state: dict[str, Any] = {}
-        if self._link is not None:
-            state |= self._link.state_dict()
+        if self._feedback is not None:
+            state |= self._feedback.state_dict()
         if self._sparse is not None:
             state["sparsify"] = self._sparse.state_dict()
         return state
@@ -98,56 +102,60 @@ class Herd:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken. Call it before iterating, on all ranks.
 
-        On another number of ranks: load what `merge_states` makes of the states of all of them.
-        One warning, on rank 0, then says what has changed.
+        On another number of ranks, load what `merge_states` makes of the states of all of them.
+        Rank 0 then warns once about what has changed.
         """
         if self._sparse is not None:
             if "sparsify" not in state:
                 raise ValueError("state has no 'sparsify': it was saved without a sparsifier")
             self._sparse.check_state(state["sparsify"])
-        if self._link is not None:
+        if self._feedback is not None:
             if "ordering" not in state:
                 raise ValueError("state has no 'ordering': it was saved without an order")
-            self._link.load_state_dict(state)
+            self._feedback.load_state_dict(state)
         if self._sparse is not None:
             self._sparse.load_state_dict(state["sparsify"])
-        if self.place[0] == 0:
-            self._tell_change(state)
+        if self.world.rank == 0:
+            self._warn_of_new_world(state)
 
-    def _tell_change(self, state: Mapping[str, Any]) -> None:
-        """Say once what is not as it would have been with as many ranks as before."""
-        said, before = [], 0
-        came_from = self._link and self._link.sampler.ordering.came_from
-        if self._link is not None and came_from:
-            sampler, (_, _, before) = self._link.sampler, came_from
-            rest = sampler.ordering.rest
-            if rest is not None:
-                said.append(f"{len(rest)} units of epoch {sampler.epoch} are left: they are dealt")
-                said[-1] += " out anew, and nothing is learned from them"
-            said.append("each rank's order is made of the old ones")
-        if self._sparse is not None and state["sparsify"]["workers"] != self.place[1]:
+    def _warn_of_new_world(self, state: Mapping[str, Any]) -> None:
+        """Warn once of what differs from a run that kept its number of ranks."""
+        changes, before = [], 0
+        feedback = self._feedback
+        if feedback is not None and (old := feedback.sampler.ordering.resharded_from):
+            sampler, (_, _, before) = feedback.sampler, old
+            if (rest := sampler.ordering.rest) is not None:
+                changes.append(
+                    f"the {len(rest)} units left of epoch {sampler.epoch} are striped over the new "
+                    "ranks, and nothing is learned from them"
+                )
+            changes.append("each rank's order is made of the old ones")
+        if self._sparse is not None and state["sparsify"]["workers"] != self.world.size:
             before = state["sparsify"]["workers"]
-            said.append("each rank goes on with the mean of all residuals")
+            changes.append("each rank continues with the mean of all residuals")
         if before:
             log.warning(
-                "a state of %d ranks goes on with %d: %s", before, self.place[1], "; ".join(said)
+                "a state of %d ranks continues on %d: %s",
+                before,
+                self.world.size,
+                "; ".join(changes),
             )
 
     def stateful(self, saved_by: int | None = None) -> HerdState:
         """Return this herd in the form that torch.distributed.checkpoint saves and loads.
 
         Args:
-            saved_by: How many ranks have saved what is to be loaded, where they are not as many.
+            saved_by: Number of ranks that saved what is to be loaded, if it was another number.
         """
         return HerdState(self, saved_by)
 
     def detach(self) -> None:
-        """Leave model and sampler as they were; what was learned stays in the sampler.
+        """Leave model and sampler as they were; the sampler keeps what it has learned.
 
-        DDP keeps its hook for ever; it only averages from now on. What was kept is not sent any
-        more: save `state_dict()` first if it matters.
+        DDP cannot unregister a hook: it stays, and only averages from now on. Residuals are not
+        sent any more: save `state_dict()` first if they matter.
         """
-        if self._link is not None:
-            self._link.detach()
+        if self._feedback is not None:
+            self._feedback.detach()
         if self._sparse is not None:
             self._sparse.close()

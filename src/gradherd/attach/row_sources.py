@@ -1,9 +1,9 @@
-"""How gradients are read off a model during a backward.
+"""Where rows come from: what is read off a model during a backward.
 
-A reader notices that a backward has happened (`waiting`) and gives its rows when asked (`take`).
-Who they are for, and how they travel, is not its business.
+A source notices that a backward has happened (`waiting`) and returns its rows when asked (`take`).
+It does not know which examples they belong to, or how they are sent.
 
-Letters: U units of a batch, D parameters, k numbers of a row.
+Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.settings import ExactRows, SketchRows
+from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows
 from gradherd.rows.sketch import count_sketch
 
 
-class Reader(Protocol):
+class RowSource(Protocol):
     """Reads the rows of one backward after the other."""
 
     @property
@@ -27,11 +27,20 @@ class Reader(Protocol):
         ...
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return the (U, k) rows of the batch that was just walked back."""
+        """Return the (U, k) rows of the last backward.
+
+        Args:
+            examples: Number of examples in the batch.
+            loss_scale: What the loss was multiplied by (GradScaler).
+        """
+        ...
+
+    def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
+        """Return the rows without forming them, or None if the source cannot."""
         ...
 
     def forget(self) -> None:
-        """Drop the backward that waits."""
+        """Drop the last backward."""
         ...
 
     def close(self) -> None:
@@ -40,7 +49,7 @@ class Reader(Protocol):
 
 
 class ParameterHooks:
-    """Calls back with each parameter's gradient, in every backward, before it is accumulated."""
+    """Calls back with each parameter's gradient in every backward, before it is accumulated."""
 
     def __init__(self, model: nn.Module, arrived: Callable[[str, Tensor], None]) -> None:
         def hook(name: str) -> Callable[[Tensor], None]:
@@ -58,8 +67,8 @@ class ParameterHooks:
             handle.remove()
 
 
-class WholeGradient:
-    """The gradient of a whole batch: as it is, or a count sketch of it."""
+class BatchGradientSource:
+    """The gradient of a whole batch, or a count sketch of it."""
 
     def __init__(self, model: nn.Module, sketch: SketchRows | None) -> None:
         self._spec = FlatSpec.of(model)
@@ -83,13 +92,17 @@ class WholeGradient:
             self._row += count_sketch(flat, self._sketch.size, self._sketch.seed, offset=offset)
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return the batch's one row."""
+        """Return the one row of the batch."""
         assert self._row is not None
         row, self._row = self._row.div_(loss_scale), None
         return row.unsqueeze(0)
 
+    def take_implicit(self, examples: int, loss_scale: float) -> None:
+        """Return None: the gradient of a batch is already formed."""
+        return None
+
     def forget(self) -> None:
-        """Drop the gradient that waits."""
+        """Drop the last gradient."""
         self._row = None
 
     def close(self) -> None:
@@ -97,7 +110,7 @@ class WholeGradient:
         self._hooks.remove()
 
 
-class EachExample:
+class ExampleRowSource:
     """The gradient of every example, read off the layers: exact, or a sketch."""
 
     def __init__(self, model: nn.Module, settings: ExactRows | SketchRows, unit: int) -> None:
@@ -110,16 +123,11 @@ class EachExample:
         """Whether gradients have arrived."""
         return self._capture.num_calls > 0
 
-    @property
-    def exact(self) -> bool:
-        """Whether rows can be had without forming them."""
-        return isinstance(self._settings, ExactRows)
-
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
         settings = self._settings
         if isinstance(settings, ExactRows):
-            return self.unformed(examples, loss_scale).dense()
+            return self._exact(examples, loss_scale).dense()
         single = self._capture.pop_sketch(
             examples,
             settings.size,
@@ -129,17 +137,32 @@ class EachExample:
         )
         return single.view(examples // self._unit, self._unit, -1).mean(1)
 
-    def unformed(self, examples: int, loss_scale: float) -> GroupedRows:
-        """Return the rows of all units without forming them."""
-        taken = self._capture.pop_rows(
+    def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
+        """Return the rows of all units without forming them, if they are exact."""
+        if isinstance(self._settings, ExactRows):
+            return self._exact(examples, loss_scale)
+        return None
+
+    def _exact(self, examples: int, loss_scale: float) -> GroupedRows:
+        rows = self._capture.pop_rows(
             examples, reduction=self._settings.reduction, loss_scale=loss_scale
         )
-        return GroupedRows(taken, self._unit)
+        return GroupedRows(rows, self._unit)
 
     def forget(self) -> None:
-        """Drop the gradients that wait."""
+        """Drop the gradients of the last backward."""
         self._capture.clear()
 
     def close(self) -> None:
         """Remove the hooks."""
         self._capture.remove_hooks()
+
+
+def make_row_source(
+    model: nn.Module, settings: RowSettings, unit: int, batch_size: int
+) -> RowSource:
+    """Return the source that reads rows off a bare model as the settings say."""
+    if unit == batch_size or isinstance(settings, BatchRows):
+        sketch = settings if isinstance(settings, SketchRows) else None
+        return BatchGradientSource(model, sketch)
+    return ExampleRowSource(model, settings, unit)

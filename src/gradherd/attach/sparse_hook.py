@@ -1,102 +1,81 @@
 """The sparse exchange in DDP's communication hook.
 
-Each bucket is added to the residual as it arrives; at the last one the whole gradient vector is
-exchanged at once, and every bucket gets its part of the mean. Residuals are kept by parameter:
-DDP rebuilds its buckets after the first step, and may do so again.
+Each bucket is added to the residual as it arrives. With the last one the whole gradient is
+exchanged, and every bucket gets its part of the mean. Residuals are stored by parameter: DDP
+rebuilds its buckets after the first step.
 
-Letters: D numbers of all parameters, K of them that travel.
+Shapes: D elements of all parameters, K of them that are sent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.bucket_map import BucketMap
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
-from gradherd.comm.stopwatch import Stopwatch
-from gradherd.comm.world import World
 from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.step import Outcome, Worker
 
 
-class SparseHook:
-    """Exchanges a DDP model's gradients as the settings say."""
+class SparseHook(BucketHook):
+    """Exchanges a DDP model's gradients sparsely."""
 
     def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None = None) -> None:
-        group = ddp.process_group
-        self._world = World(dist.get_rank(group), dist.get_world_size(group), group)
         self._parameters = sparsifiable(ddp)
         counts = [(name, p.numel()) for name, p in self._parameters.items()]
         self.layout = FlatLayout.of(counts, settings.dense_below)
         self._scaler = scaler
-        kinds = {p.dtype for p in self._parameters.values()}
+        super().__init__(ddp, world_of(ddp))
+        dtypes = {p.dtype for p in self._parameters.values()}
         self._worker = Worker(
             settings,
             self.layout.size,
-            rank=self._world.rank,
-            size=self._world.size,
+            rank=self.world.rank,
+            size=self.world.size,
             sparse=self.layout.sparse,
             layers=self.layout.layers,
-            dtype=torch.float64 if torch.float64 in kinds else torch.float32,
+            dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
             device=next(iter(self._parameters.values())).device,
         )
-        places = self.layout.slices()
-        self._places: dict[Tensor, slice] = {
-            p: places[name] for name, p in self._parameters.items()
+        slices = self.layout.slices()
+        self._slices: dict[Tensor, slice] = {
+            p: slices[name] for name, p in self._parameters.items()
         }
-        self._taken: list[tuple[dist.GradBucket, Future[Tensor]]] = []
         self._metrics: dict[str, Any] = {}
-        self.total_bytes = 0
-        self._clock = Stopwatch()  # what choosing and exchanging cost the backward
-        self._active = True
-        ddp.register_comm_hook(self, sparse_hook)
-        self._used = _Used(ddp, self._parameters) if _tracks_use(ddp) else None
+        self._usage = _ParameterUsage(ddp, self._parameters) if _tracks_usage(ddp) else None
 
-    def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Add a bucket to the residual; with the last one, exchange."""
-        with self._clock:
-            return self._take(bucket)
-
-    def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        flat = bucket.buffer()
-        done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
-        if not self._active:
-            all_reduce(flat.div_(self._world.size), self._world)
-            done.set_result(flat)
-            return done
+    def add(self, bucket: dist.GradBucket) -> None:
+        """Add a bucket to the residual."""
         if bucket.index() == 0:
             self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
-        self._taken.append((bucket, done))
         others = []
         for parameter, piece in BucketMap.pieces(bucket):
-            if parameter in self._places:
-                self._worker.add(self._places[parameter].start, piece, clear=True)
-            else:  # frozen when we were attached: no residual, so it travels whole
-                others.append((piece, all_reduce(piece / self._world.size, self._world)))
+            if parameter in self._slices:
+                self._worker.add(self._slices[parameter].start, piece, clear=True)
+            else:  # frozen when we were attached: it has no residual, so it is sent whole
+                others.append((piece, all_reduce(piece / self.world.size, self.world)))
         for piece, (mean, sent) in others:
             piece.copy_(mean)
             self.total_bytes += sent
-        if bucket.is_last():
-            taken, self._taken = self._taken, []
-            self._exchange(BucketMap([one for one, _ in taken], self._places))
-            for one, its in taken:
-                its.set_result(one.buffer())
-        return done
+
+    def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Exchange what the method selects, and write the mean into the buckets."""
+        self._exchange(BucketMap(buckets, self._slices))
 
     def _exchange(self, buckets: BucketMap) -> None:
         if self._worker.weightless:
-            if self._used is not None:
-                self._used.take()
+            if self._usage is not None:
+                self._usage.take()
             return  # The learning rate is zero: gradients weigh nothing, residuals wait.
-        (outcome, idle), sent = run(self._script(buckets), self._world)
+        (outcome, idle), sent = run(self._script(buckets), self.world)
         self.total_bytes += sent
         if outcome is None:
             self._worker.commit(None)
@@ -108,12 +87,12 @@ class SparseHook:
 
     def _script(self, buckets: BucketMap) -> Script[tuple[Outcome | None, list[tuple[int, int]]]]:
         """Exchange, but nothing of parameters that no rank has used: DDP would drop it."""
-        idle = [self._places[p] for p in self._places if p not in buckets.parameters]
-        if self._used is not None:
-            anywhere: Tensor = yield AllGather(self._used.take())
+        idle = [self._slices[p] for p in self._slices if p not in buckets.parameters]
+        if self._usage is not None:
+            anywhere: Tensor = yield AllGather(self._usage.take())
             flags = anywhere.any(0).tolist()
             idle += [
-                place for used, place in zip(flags, self._places.values(), strict=True) if not used
+                place for used, place in zip(flags, self._slices.values(), strict=True) if not used
             ]
         spans = [(place.start, place.stop) for place in idle]
         for begin, end in spans:
@@ -123,20 +102,15 @@ class SparseHook:
 
     def metrics(self) -> dict[str, Any]:
         """Return the figures of the last step."""
-        kept = self._worker.feedback.residual
+        residual = self._worker.feedback.residual
         return self._metrics | {
-            "residual_norm": float(torch.linalg.vector_norm(kept)),
+            "residual_norm": float(torch.linalg.vector_norm(residual)),
             "steps": self._worker.step,
             "skipped_steps": self._worker.skipped,
             "always_sent": self.layout.size - self.layout.sparse,
             "total_bytes": self.total_bytes,
-            "exchange_seconds": self._clock.seconds,
+            "exchange_seconds": self.stopwatch.seconds,
         }
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which rank this is, and of how many."""
-        return self._world.rank, self._world.size
 
     def last_step(self) -> dict[str, Any]:
         """Return what `metrics` says of the last step alone, which costs nothing."""
@@ -191,14 +165,9 @@ class SparseHook:
 
     def close(self) -> None:
         """Only average from now on."""
-        self._active = False
-        if self._used is not None:
-            self._used.remove()
-
-
-def sparse_hook(state: SparseHook, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP communication hook."""
-    return state.take(bucket)
+        super().close()
+        if self._usage is not None:
+            self._usage.remove()
 
 
 def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
@@ -221,7 +190,7 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
     return found
 
 
-def _tracks_use(ddp: DDP) -> bool:
+def _tracks_usage(ddp: DDP) -> bool:
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
@@ -231,7 +200,7 @@ def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
     return flat.as_strided(parameter.shape, dense.stride(), flat.storage_offset())
 
 
-class _Used:
+class _ParameterUsage:
     """Notices which parameters had a gradient in the backwards of one exchange."""
 
     def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,19 +1,122 @@
-"""A herd's state in a checkpoint of torch's own, and on another number of ranks."""
+"""A herd's state: as bytes, in a checkpoint of torch's own, and on another number of ranks."""
 
+import json
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
 
-from gradherd.attach.pack import pack, unpack
+import safetensors.torch
+from torch import Tensor
+
+from gradherd.comm.world import World
 from gradherd.sparsify.residuals import merge_residuals
 
+_PLAIN = (type(None), bool, int, float, str)
+_TREE = "tree"
 
-class Saved(Protocol):
+
+def pack(state: Any) -> bytes:
+    """Return a nested state as bytes: safetensors for tensors, JSON for the rest, never pickle.
+
+    Args:
+        state: Dicts, lists, tuples, tensors, numbers, strings and None.
+
+    Raises:
+        TypeError: The state holds something else.
+
+    >>> unpack(pack({"a": [1, 2.5, None], 3: ("x", True)}))
+    {'a': [1, 2.5, None], 3: ('x', True)}
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _to_tree(state, tensors)
+    return safetensors.torch.save(tensors, metadata={_TREE: json.dumps(tree)})
+
+
+def _to_tree(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        # A copy: safetensors refuses tensors that share memory.
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, _PLAIN):
+                raise TypeError(f"keys of a state must be numbers or strings, got {key!r}")
+        return {"dict": [[key, _to_tree(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_to_tree(item, tensors) for item in value]}
+    raise TypeError(f"a state cannot hold a {type(value).__name__}")
+
+
+def unpack(data: bytes) -> Any:
+    """Return the state that `pack` was given.
+
+    Raises:
+        ValueError: The bytes are not a packed state.
+    """
+    try:
+        (length,) = struct.unpack("<Q", data[:8])
+        tree = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_TREE])
+        return _from_tree(tree, safetensors.torch.load(data))
+    except (
+        safetensors.SafetensorError,
+        struct.error,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"not a saved state: {' '.join(str(error).split())}") from None
+
+
+def _from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, _PLAIN):
+        return tree
+    if not isinstance(tree, dict) or len(tree) != 1:
+        raise ValueError(f"unexpected {type(tree).__name__}")
+    ((kind, value),) = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _from_tree(item, tensors) for key, item in value}
+    if kind in ("list", "tuple"):
+        items = [_from_tree(item, tensors) for item in value]
+        return items if kind == "list" else tuple(items)
+    raise ValueError(f"unexpected {kind!r}")
+
+
+def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state that any number of ranks can load.
+
+    Args:
+        states: What `Herd.state_dict` returned on every rank. A generator that reads one after
+            the other keeps memory small.
+    """
+    state: dict[str, Any] = {}
+
+    def sparsify_states() -> Iterator[Mapping[str, Any]]:
+        for one in states:
+            state.update({key: one[key] for key in ("ordering", "sampler") if key in one})
+            if "sparsify" in one:
+                yield one["sparsify"]
+
+    pieces = sparsify_states()
+    first = next(pieces, None)
+    if first is not None:
+        state["sparsify"] = merge_residuals(chain([first], pieces))
+    return state
+
+
+class Saveable(Protocol):
     """What has a state on each of several ranks: a `Herd`."""
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Which rank this is, and of how many."""
+    def world(self) -> World:
+        """Rank of this process, and number of ranks."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -25,33 +128,11 @@ class Saved(Protocol):
         ...
 
 
-def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one state that any number of ranks can load.
-
-    Args:
-        states: What `Herd.state_dict` returned on each rank there was; a generator that reads one
-            after the other keeps memory small.
-    """
-    found: dict[str, Any] = {}
-
-    def sparse() -> Iterator[Mapping[str, Any]]:
-        for state in states:
-            found.update({key: state[key] for key in ("ordering", "sampler") if key in state})
-            if "sparsify" in state:
-                yield state["sparsify"]
-
-    pieces = sparse()
-    first = next(pieces, None)
-    if first is not None:
-        found["sparsify"] = merge_residuals(chain([first], pieces))
-    return found
-
-
 class HerdState:
-    """A herd as `Stateful` of torch.distributed.checkpoint.
+    """A herd as `Stateful` of torch.distributed.checkpoint (DCP).
 
-    That one takes what ranks call by the same name for the same thing, and loads no name that a
-    fresh herd does not have yet. So each rank's state is one piece, under a name of its own:
+    DCP treats entries of the same name on different ranks as the same, and loads only names that
+    a fresh herd has already. So each rank's state is one entry, under a name of its own:
 
         dcp.save({"model": ddp, "herd": herd.stateful()}, checkpoint_id=folder)
 
@@ -60,13 +141,18 @@ class HerdState:
         dcp.load({"model": ddp, "herd": herd.stateful(saved_by=4)}, checkpoint_id=folder)
     """
 
-    def __init__(self, herd: Saved, saved_by: int | None = None) -> None:
-        rank, size = herd.place
-        self._herd, self._size = herd, size
-        self._saved_by = size if saved_by is None else saved_by
+    def __init__(self, herd: Saveable, saved_by: int | None = None) -> None:
+        """Wrap a herd.
+
+        Args:
+            herd: The herd to save or load.
+            saved_by: Number of ranks that saved what is to be loaded; as many as now by default.
+        """
+        self._herd, self._size = herd, herd.world.size
+        self._saved_by = self._size if saved_by is None else saved_by
         if self._saved_by < 1:
             raise ValueError(f"saved_by must be at least 1, got {saved_by}")
-        self._name = _name(rank, size)
+        self._name = _name(herd.world.rank, self._size)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; to load from other ranks, the names of theirs."""
@@ -77,18 +163,18 @@ class HerdState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken. All ranks must call it."""
         if self._saved_by == self._size:
-            self._herd.load_state_dict(unpack(self._piece(state, self._name)))
+            self._herd.load_state_dict(unpack(self._entry(state, self._name)))
             return
         names = [_name(rank, self._saved_by) for rank in range(self._saved_by)]
-        self._herd.load_state_dict(merge_states(unpack(self._piece(state, n)) for n in names))
+        self._herd.load_state_dict(merge_states(unpack(self._entry(state, n)) for n in names))
         self._saved_by = self._size  # What is saved from now on is this rank's own again.
 
-    def _piece(self, state: Mapping[str, Any], name: str) -> Any:
+    def _entry(self, state: Mapping[str, Any], name: str) -> Any:
         if name in state and not state[name]:
             raise ValueError(f"state of {name} is empty: it was saved before it was loaded")
         if name not in state:
             known = ", ".join(sorted(map(str, state))) or "none"
-            raise ValueError(f"state is not of {name}; it has {known}")
+            raise ValueError(f"state has no {name}; it has {known}")
         return state[name]
 
 

@@ -3,6 +3,8 @@
 A script is a generator: it yields a collective and is sent the result. `run` executes one script
 per rank through a process group. `run_together` executes the scripts of all workers of a world in
 one process, in lockstep. Both give results equal to the bit and count the same bytes.
+`SharedRunner` runs a single script on behalf of all workers of a process, for state that every
+rank holds alike; `RankRunner` is its counterpart on a real rank.
 
     def total(own):
         rows = yield AllGather(own)
@@ -13,7 +15,7 @@ Shapes: R ranks.
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +40,13 @@ class AllGatherUneven:
 
     tensor: Tensor
     sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class AllReduceSmall:
+    """Sum a small tensor over all ranks: results in a tensor of its shape, equal on all ranks."""
+
+    tensor: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class SendRecv:
     src: int | None = None
 
 
-Request: TypeAlias = AllGather | AllGatherUneven | AllToAll | Broadcast | SendRecv
+Request: TypeAlias = AllGather | AllGatherUneven | AllReduceSmall | AllToAll | Broadcast | SendRecv
 T = TypeVar("T")
 Script: TypeAlias = Generator[Request, Any, T]
 
@@ -100,6 +109,8 @@ def _run_collective(request: Request, world: World) -> tuple[Any, int]:
             return collectives.all_gather(tensor, world)
         case AllGatherUneven(tensor, sizes):
             return collectives.all_gather_uneven(tensor, sizes, world)
+        case AllReduceSmall(tensor):
+            return collectives.all_reduce_small(tensor, world)
         case AllToAll(tensor):
             return collectives.all_to_all(tensor, world)
         case Broadcast(tensor, src):
@@ -107,6 +118,90 @@ def _run_collective(request: Request, world: World) -> tuple[Any, int]:
             return collectives.broadcast(tensor.clone(), world, src=src)
         case SendRecv(tensor, dst, like, src):
             return collectives.send_recv(tensor, dst, like, src, world)
+
+
+class Runner(Protocol):
+    """Runs scripts one after the other and counts the bytes that one rank sends for them."""
+
+    bytes: int
+
+    def start(self, script: Script[None]) -> None:
+        """Finish the script before, then begin this one."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the last script is done. All ranks must call it at the same point."""
+        ...
+
+
+class RankRunner:
+    """Runs scripts on this process's rank; the first collective of each overlaps with training."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pending: tuple[Script[None], collectives.PendingCollective] | None = None
+        self.bytes = 0
+
+    def start(self, script: Script[None]) -> None:
+        """Finish the script before, then begin this one, which must start with an AllGather."""
+        self.finish()
+        request = next(script)
+        assert isinstance(request, AllGather), request
+        pending = collectives.all_gather_start(request.tensor, self._world)
+        self.bytes += pending.bytes
+        self._pending = script, pending
+
+    def finish(self) -> None:
+        """Return when the last script is done. All ranks must call it at the same point."""
+        if self._pending is None:
+            return
+        (script, pending), self._pending = self._pending, None
+        self.bytes += run(_resumed(script, pending.wait()), self._world).bytes
+
+
+def _resumed(script: Script[None], answer: Any) -> Script[None]:
+    """Return the rest of a script whose first request was answered."""
+    try:
+        request = script.send(answer)
+        while True:
+            request = script.send((yield request))
+    except StopIteration:
+        return
+
+
+class SharedRunner:
+    """Runs a script on behalf of all `size` workers of this process.
+
+    For state that all ranks hold alike, such as orders: one copy of it serves all workers. So a
+    request already holds the contribution of every worker: an `AllGather` the stacked (R, ...)
+    tensors, an `AllReduceSmall` the total. It is its own answer; bytes are those of one rank.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.bytes = 0
+
+    def start(self, script: Script[None]) -> None:
+        """Run the script."""
+        try:
+            request = next(script)
+            while True:
+                self.bytes += self._bytes(request)
+                assert isinstance(request, AllGather | AllReduceSmall)
+                request = script.send(request.tensor)
+        except StopIteration:
+            return
+
+    def _bytes(self, request: Request) -> int:
+        match request:
+            case AllGather(tensor):
+                return collectives.all_gather_bytes(tensor[0], self._size)
+            case AllReduceSmall(tensor):
+                return collectives.all_reduce_small_bytes(tensor, self._size)
+        raise RuntimeError(f"a script for all workers cannot ask for {type(request).__name__}")
+
+    def finish(self) -> None:
+        """Do nothing: scripts are run when they are started."""
 
 
 def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
@@ -151,6 +246,10 @@ def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
         case AllGather():
             rows = torch.stack(tensors)
             return [ScriptResult(rows, collectives.all_gather_bytes(t, size)) for t in tensors]
+        case AllReduceSmall():
+            total = torch.stack(tensors).sum(0)
+            sent_small = collectives.all_reduce_small_bytes(tensors[0], size)
+            return [ScriptResult(total, sent_small) for _ in tensors]
         case AllGatherUneven():
             lengths = [len(tensor) for tensor in tensors]
             _check_equal([list(request.sizes) for request in requests] + [lengths], "lengths")

@@ -6,8 +6,8 @@ from gradherd.ordering.herding import herding_bound as herding_bound
 from gradherd.ordering.herding import parallel_herding_bound as parallel_herding_bound
 from gradherd.ordering.ordering import Ordering as Ordering
 from gradherd.ordering.pair_grab import PairGraB as PairGraB
+from gradherd.ordering.policy import Policy as Policy
 from gradherd.ordering.registry import POLICIES as POLICIES
-from gradherd.ordering.registry import Policy as Policy
 from gradherd.ordering.registry import make_policy as make_policy
 from gradherd.ordering.sign_rules import SIGN_RULES as SIGN_RULES
 from gradherd.ordering.sign_rules import Greedy as Greedy

@@ -1,10 +1,10 @@
-"""GraB: balance every gradient, centred by the mean of the epoch before.
+"""GraB: sign every gradient, centred by the mean of the previous epoch.
 
 Lu, Guo, De Sa, "GraB: Finding Provably Better Data Permutations than Random Reshuffling"
 (arXiv:2205.10733). With several workers each one balances its own stream (ID-GraB in
-arXiv:2302.00845): own mean, own running sum, nothing is exchanged.
+arXiv:2302.00845): its own mean, its own running sum, no communication.
 
-Letters: b time steps of a call, M workers, D dimension.
+Shapes: b time steps of a call, M workers, D columns.
 """
 
 from dataclasses import dataclass, field
@@ -13,99 +13,99 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradherd.comm.script import Script
+from gradherd.ordering.balance import balance, balance_sharded, draws_for
 from gradherd.ordering.implicit_rows import ImplicitRows, LinearCombination, balance_implicit
 from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule
-from gradherd.ordering.signed import Reduce
-from gradherd.ordering.signs import balance, draws_for
 from gradherd.ordering.state import BalanceState, Start
 
 
 @dataclass(frozen=True)
 class GraB:
-    """Mean balance. The first epoch has no mean yet and balances raw gradients."""
+    """Mean balance. The first epoch has no mean yet and signs raw gradients."""
 
     rule: SignRule = field(default_factory=Greedy)
-    """How signs are taken."""
+    """How signs are decided."""
 
     needs_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
-    def begin(self, memory: BalanceState, before: BalanceState | None) -> None:
-        """Take over the mean of the rows seen in the epoch before."""
-        memory.carry = self.rule.start(len(memory.sizes), len(memory.sides), memory.epoch)
-        if before is None:
+    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+        """Take over the mean of the rows that the previous epoch observed."""
+        state.carry = self.rule.start(len(state.sizes), len(state.sides), state.epoch)
+        if previous is None:
             return
-        memory.mean = before.mean
-        if before.total is not None and before.count is not None:
-            count = before.count.unsqueeze(1).to(before.total)
-            old = torch.zeros_like(before.total) if before.mean is None else before.mean
-            memory.mean = torch.where(count > 0, before.total / count.clamp(min=1), old)
+        state.mean = previous.mean
+        if previous.total is not None and previous.count is not None:
+            count = previous.count.unsqueeze(1).to(previous.total)
+            old = torch.zeros_like(previous.total) if previous.mean is None else previous.mean
+            state.mean = torch.where(count > 0, previous.total / count.clamp(min=1), old)
 
     def observe(
         self,
-        memory: BalanceState,
+        state: BalanceState,
         rows: Tensor | ImplicitRows,
         seen: Tensor,
-        chance: SeededRandom,
-        reduce: Reduce | None = None,
-    ) -> None:
+        random: SeededRandom,
+        *,
+        sharded: bool = False,
+    ) -> Script[None]:
         """Give a side to each of the (b, M, D) rows."""
         if not isinstance(rows, Tensor):
-            self._observe_linear(memory, rows, chance)
+            self._observe_implicit(state, rows, random)
             return
         steps, workers, dim = rows.shape
-        if memory.running is None or memory.total is None or memory.count is None:
-            memory.running = rows.new_zeros((workers, dim))
-            memory.total = rows.new_zeros((workers, dim))
-            memory.count = torch.zeros(workers, dtype=torch.int64)
-        centred = _masked(rows if memory.mean is None else rows - memory.mean, seen)
-        span = slice(memory.steps, memory.steps + steps)
-        draws = draws_for(self.rule, chance, memory.epoch, len(memory.sides), workers)[span]
-        signed = balance(
-            centred.transpose(0, 1),
-            memory.running,
-            self.rule,
-            draws.T,
-            memory.carry,
-            reduce=reduce,
-        )
-        sides = signed.signs.T * seen  # 0 where the row was not finite, too
-        memory.running, memory.carry = signed.running, signed.carry
-        memory.total = memory.total + _masked(rows, sides != 0).sum(0)
-        memory.count = memory.count + (sides != 0).sum(0)
-        memory.sides[span] = sides
-        memory.steps += steps
+        if state.running is None or state.total is None or state.count is None:
+            state.running = rows.new_zeros((workers, dim))
+            state.total = rows.new_zeros((workers, dim))
+            state.count = torch.zeros(workers, dtype=torch.int64)
+        centred = _masked(rows if state.mean is None else rows - state.mean, seen)
+        span = slice(state.steps, state.steps + steps)
+        draws = draws_for(self.rule, random, state.epoch, len(state.sides), workers)[span]
+        vectors = centred.transpose(0, 1)
+        if sharded:
+            signed = yield from balance_sharded(
+                vectors, state.running, self.rule, draws.T, state.carry, step=1
+            )
+        else:
+            signed = balance(vectors, state.running, self.rule, draws.T, state.carry)
+        sides = signed.signs.T * seen  # also 0 where the row was not finite
+        state.running, state.carry = signed.running, signed.carry
+        state.total = state.total + _masked(rows, sides != 0).sum(0)
+        state.count = state.count + (sides != 0).sum(0)
+        state.sides[span] = sides
+        state.steps += steps
 
-    def _observe_linear(
-        self, memory: BalanceState, rows: ImplicitRows, chance: SeededRandom
+    def _observe_implicit(
+        self, state: BalanceState, rows: ImplicitRows, random: SeededRandom
     ) -> None:
         """Do the same for one worker whose rows are not formed."""
         count = len(rows)
         total = rows.combine(torch.ones(1, count))
-        if memory.running is None or memory.total is None or memory.count is None:
-            memory.running, memory.total = torch.zeros_like(total), torch.zeros_like(total)
-            memory.count = torch.zeros(1, dtype=torch.int64)
-        mean = total.new_zeros(0, total.shape[1]) if memory.mean is None else memory.mean
+        if state.running is None or state.total is None or state.count is None:
+            state.running, state.total = torch.zeros_like(total), torch.zeros_like(total)
+            state.count = torch.zeros(1, dtype=torch.int64)
+        mean = total.new_zeros(0, total.shape[1]) if state.mean is None else state.mean
         vectors = LinearCombination(
             rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean))
         )
-        span = slice(memory.steps, memory.steps + count)
-        draws = draws_for(self.rule, chance, memory.epoch, len(memory.sides), 1)[span]
-        signed = balance_implicit(vectors, memory.running, self.rule, draws.T, memory.carry)
-        memory.running, memory.carry = signed.running, signed.carry
-        if signed.signs.all():  # all or none are taken
-            memory.total = memory.total + total
-            memory.count = memory.count + count
-        memory.sides[span] = signed.signs.T
-        memory.steps += count
+        span = slice(state.steps, state.steps + count)
+        draws = draws_for(self.rule, random, state.epoch, len(state.sides), 1)[span]
+        signed = balance_implicit(vectors, state.running, self.rule, draws.T, state.carry)
+        state.running, state.carry = signed.running, signed.carry
+        if signed.signs.all():  # all rows are signed, or none
+            state.total = state.total + total
+            state.count = state.count + count
+        state.sides[span] = signed.signs.T
+        state.steps += count
 
     def reorder(
-        self, orders: list[Tensor], memory: BalanceState, epoch: int, chance: SeededRandom
+        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
-        """Send each unit to its side."""
-        return reorder_all(orders, memory.sides)
+        """Move each unit to its side."""
+        return reorder_all(orders, state.sides)
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:

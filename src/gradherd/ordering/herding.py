@@ -1,6 +1,6 @@
 """Herding bounds: how far an order's prefix sums stray from the mean.
 
-Letters: M workers, N units of a worker, D dimension.
+Shapes: M workers, N units of a worker, D columns.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def parallel_herding_bound(vectors: Sequence[Tensor], orders: Sequence[Tensor]) 
     count = sum(len(own) for own in vectors)
     if count == 0:
         return 0.0
-    # float64 throughout: a bound of 2 may stand on a million summands.
+    # float64: a bound of 2 may be the sum of a million terms.
     mean = torch.stack([own.double().sum(0) for own in vectors]).sum(0) / count
     steps = mean.new_zeros((max(len(own) for own in vectors), len(mean)))
     for own, order in zip(vectors, orders, strict=True):

@@ -1,11 +1,12 @@
-"""Signs from rows that are never formed: three products are all that balancing needs.
+"""Sign rows that are never formed: balancing needs three kinds of products only.
 
-Inner products with a dense vector, the Gram matrix and weighted sums can be had from a layer's
-inputs and output gradients at the price of a backward pass, without a (batch x parameters)
-matrix. What balancing signs (differences of pairs, gradients minus a mean) is linear in the
-rows, so it is described, not computed. For one worker: rows of another process are not at hand.
+Inner products with a dense vector, the Gram matrix and weighted sums follow from a layer's inputs
+and output gradients at the cost of a backward pass, without a (batch x parameters) matrix. What
+balancing signs (differences of pairs, gradients minus a mean) is linear in the rows, so it is
+described by coefficients instead of computed. This works for one worker: rows of another process
+would have to be formed to be sent.
 
-Letters: B rows of a call, P vectors to sign, D dimension, e extra vectors.
+Shapes: B rows of a call, P vectors to sign, D columns, e extra vectors.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.ordering.gram import signs_from_products
+from gradherd.ordering.gram import Signed, signs_from_products
 from gradherd.ordering.sign_rules import Floats, SignRule
-from gradherd.ordering.signed import Signed
 
 
 class ImplicitRows(Protocol):
-    """A (B, D) matrix that need not exist."""
+    """A (B, D) matrix that is known only through its products."""
 
     def __len__(self) -> int:
         """Return B."""
@@ -49,7 +49,7 @@ class LinearCombination:
     a: Tensor
     """(P, B) weights of the rows."""
     extra: Tensor
-    """(e, D) vectors at hand; e may be 0."""
+    """(e, D) dense vectors; e may be 0."""
     c: Tensor
     """(P, e) weights of the extra vectors."""
 
@@ -76,16 +76,16 @@ def balance_implicit(
     """Sign P vectors of one stream as one Gram block; all are left out if one is not finite.
 
     Args:
-        vectors: What is signed.
+        vectors: The vectors to sign.
         running: (1, D) sum before the first vector.
         rule: Decides the signs.
         draws: (1, P) uniform numbers in [-1, 1).
-        carry: (C, 1) what the rule remembers.
+        carry: (C, 1) what the rule carries from vector to vector.
     """
     products = torch.cat([vectors.dot(running), vectors.gram()])  # (1 + P, P), one sync
     host = products.to("cpu", torch.float64).numpy()
     if not np.isfinite(host).all():
         return Signed(torch.zeros((1, host.shape[1]), dtype=torch.int8), running, carry)
-    taken, carry = signs_from_products(host[:1].copy(), host[np.newaxis, 1:], rule, draws, carry)
-    signs = torch.from_numpy(taken)
+    array, carry = signs_from_products(host[:1].copy(), host[np.newaxis, 1:], rule, draws, carry)
+    signs = torch.from_numpy(array)
     return Signed(signs, running + vectors.combine(signs.to(running)), carry)

@@ -1,6 +1,6 @@
-"""From sides to the next order.
+"""Turn sides into the next order.
 
-A unit's side is +1 (front), -1 (back) or 0 (nothing is known: it keeps its place).
+The side of a unit is +1 (front), -1 (back) or 0 (nothing is known: it keeps its place).
 """
 
 import torch
@@ -12,7 +12,7 @@ def reorder(order: Tensor, sides: Tensor) -> Tensor:
 
     This one map serves mean balance (GraB: each unit has its own side) and pair balance
     (CD-GraB: the two of a pair have opposite sides, so pair k fills slots k and n-1-k); an odd
-    unit out comes last among the fronts, which is the middle. Units with side 0 stay where they
+    unit comes last among the fronts, which is the middle. Units with side 0 stay where they
     are and the others fill the slots between them.
 
     Args:

@@ -1,10 +1,9 @@
-"""The same units on another number of workers: pure functions on tables of orders.
+"""Move orders to another number of workers: pure functions on tables of orders.
 
-Unit u of worker w, of W, is unit u*W + w of the data set (see `sharding`). In these global
-numbers an
-epoch is one sequence: all workers' first units, all workers' second units, and so on. What is left
-of it is dealt out again in that sequence, and each worker's new order is the sequence of those
-units that are its own from now on.
+Unit u of worker w, of W, is unit u*W + w of the data set (see `sharding`). In these global ids an
+epoch is one sequence: the first units of all workers, then the second units of all workers, and so
+on. The rest of an interrupted epoch is striped over the new workers in that sequence, and each
+worker's new order lists the units that it owns from now on in the order of the sequence.
 """
 
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 
-def is_dealt(sizes: Sequence[int]) -> bool:
-    """Return whether workers have as many units as when they are dealt out in turn.
+def is_striped(sizes: Sequence[int]) -> bool:
+    """Return whether workers have as many units as striping gives them.
 
-    >>> is_dealt((3, 3, 2)), is_dealt((3, 2, 3))
+    >>> is_striped((3, 3, 2)), is_striped((3, 2, 3))
     (True, False)
     """
     units, workers = sum(sizes), len(sizes)
@@ -24,7 +23,7 @@ def is_dealt(sizes: Sequence[int]) -> bool:
 
 
 def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
-    """Return the units visited from time step `first` to `length`, by their global numbers.
+    """Return the global ids of the units visited from time step `first` up to `length`.
 
     >>> sequence([torch.tensor([1, 0, 2]), torch.tensor([0, 1])], first=1)
     tensor([0, 3, 4])
@@ -37,22 +36,22 @@ def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None
     return units[units >= 0]
 
 
-def striped(units: Tensor, workers: int) -> list[Tensor]:
-    """Return each worker's order of its own units, as they follow each other in a sequence.
+def own_units(units: Tensor, workers: int) -> list[Tensor]:
+    """Return for each worker its own units in the order of a sequence of global ids.
 
-    >>> striped(torch.tensor([2, 1, 0, 3, 4]), workers=2)
+    >>> own_units(torch.tensor([2, 1, 0, 3, 4]), workers=2)
     [tensor([1, 0, 2]), tensor([0, 1])]
     """
     return [units[units % workers == worker] // workers for worker in range(workers)]
 
 
-def turns(units: Tensor, worker: int, workers: int, drop_last: bool) -> Tensor:
-    """Return what one worker visits when a sequence is dealt out in turn, one unit each.
+def stripe(units: Tensor, worker: int, workers: int, drop_last: bool) -> Tensor:
+    """Return what one worker visits when a sequence is striped over all workers.
 
-    Workers get equally many: the first units are repeated to fill the last round, or that round
-    is left out.
+    All workers get the same number: the first units are repeated to fill the last round, or that
+    round is dropped.
 
-    >>> [turns(torch.tensor([5, 3, 4]), worker, 2, drop_last=False).tolist() for worker in (0, 1)]
+    >>> [stripe(torch.tensor([5, 3, 4]), worker, 2, drop_last=False).tolist() for worker in (0, 1)]
     [[5, 4], [3, 5]]
     """
     spare = -len(units) % workers

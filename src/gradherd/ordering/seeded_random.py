@@ -1,7 +1,7 @@
-"""Randomness as a function of seed, epoch and worker: nothing to save, nothing to keep in step.
+"""Randomness as a function of seed, epoch and worker: no generator state to save or to sync.
 
-Each draw comes from its own generator, seeded by a hash of what it is for. So any rank can draw
-what any worker sees in any epoch, in any order, and gets the same bits.
+Each draw comes from its own generator, seeded by a hash of its purpose. So any rank can draw what
+any worker sees in any epoch, in any order, and gets the same bits.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Which examples make a unit, and which worker a unit belongs to: pure arithmetic.
+"""Which examples form a unit, and which worker owns a unit: pure arithmetic.
 
-Unit g is the examples g*u .. g*u+u-1 of the data set and belongs to worker g mod W as long as there
-are W workers: data does not move between them, and the make-up of a unit never changes. Dealing in
-turn gives every worker a fair share of a data set that is sorted by label.
+Unit g holds the examples g*u .. g*u+u-1 of the data set and belongs to worker g mod W as long as
+there are W workers: data does not move between workers, and a unit always holds the same examples.
+Striping gives every worker a fair share of a data set that is sorted by label.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class UnitSharding:
-    """A data set cut into units and dealt to workers."""
+    """A data set cut into units and striped over workers."""
 
     examples: int
     """Examples in the data set."""
@@ -22,7 +22,7 @@ class UnitSharding:
     workers: int
     """Number of workers."""
     drop_last: bool
-    """Leave out what does not fill a round of all workers, instead of repeating some."""
+    """Drop units that do not fill a round of all workers, instead of repeating some."""
 
     def __post_init__(self) -> None:
         if self.examples < 1:
@@ -35,12 +35,12 @@ class UnitSharding:
 
     @property
     def units(self) -> int:
-        """All units; the last may be short, or is left out with `drop_last`."""
+        """Number of units; the last one may be short, or is dropped with `drop_last`."""
         return self.examples // self.unit if self.drop_last else -(-self.examples // self.unit)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Units of each worker; they differ by one at most.
+        """Number of units of each worker; they differ by at most one.
 
         >>> UnitSharding(examples=10, unit=3, workers=3, drop_last=False).sizes
         (2, 1, 1)
@@ -49,13 +49,13 @@ class UnitSharding:
 
     @property
     def length(self) -> int:
-        """Units every worker visits in an epoch: ranks must agree on the number of steps."""
+        """Units that every worker visits in an epoch: all ranks take the same number of steps."""
         return min(self.sizes) if self.drop_last else max(self.sizes)
 
     def indices(self, worker: int, order: Tensor) -> Tensor:
         """Return the examples that `worker` visits in an epoch, in order.
 
-        A worker short of a unit repeats the first of its order (one without any borrows one).
+        A worker that is one unit short repeats the first of its order; one without any borrows one.
 
         Args:
             worker: Number of the worker.
@@ -74,7 +74,7 @@ class UnitSharding:
         return self.examples_of(units.repeat(-(-self.length // len(units)))[: self.length])
 
     def examples_of(self, units: Tensor) -> Tensor:
-        """Return the examples of (n,) units of the data set, one after the other.
+        """Return the examples of (n,) units of the data set, unit by unit.
 
         A short unit repeats its own examples, so its gradient keeps their mean.
         """

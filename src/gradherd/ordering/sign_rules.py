@@ -2,8 +2,8 @@
 
 Every rule sees `inner`, the product of the vector with the running sum before it, `square`, the
 vector's squared norm, and `draw`, a uniform number in [-1, 1). All three, and the result, are
-arrays over W independent streams. What a rule must remember within an epoch is its `carry`, a
-(C, W) float64 array that it makes in `start` and returns anew from `decide`.
+arrays over W independent streams. What a rule carries from vector to vector within an epoch is its
+`carry`, a (C, W) float64 array that `start` creates and `decide` returns updated.
 """
 
 import math
@@ -21,8 +21,8 @@ Bools = NDArray[np.bool_]
 class SignRule(Protocol):
     """Decides the sign of one vector per stream. Implementations are frozen and final."""
 
-    chance: ClassVar[bool]
-    """Whether `draw` matters; if not, none are drawn."""
+    randomized: ClassVar[bool]
+    """Whether `draw` matters; if not, nothing is drawn."""
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
         """Return the (C, W) carry for an epoch of `total` vectors per stream."""
@@ -43,10 +43,10 @@ class Greedy:
     the root of the summed squares in the worst case, and does far better in practice.
     """
 
-    chance: ClassVar[bool] = False
+    randomized: ClassVar[bool] = False
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Remember nothing."""
+        """Carry nothing."""
         return np.empty((0, streams))
 
     def decide(
@@ -69,14 +69,14 @@ class Walk:
     c: float = 30.0
     """Threshold in units of the largest squared norm. Smaller is greedier."""
 
-    chance: ClassVar[bool] = True
+    randomized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.c < math.inf:
             raise ValueError(f"c must be a positive number, got {self.c}")
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Remember the largest squared norm."""
+        """Carry the largest squared norm."""
         return np.zeros((1, streams))
 
     def decide(
@@ -103,7 +103,7 @@ class Kernel:
     delta: float = 0.5
     """Probability with which the guarantee may fail."""
 
-    chance: ClassVar[bool] = True
+    randomized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -112,7 +112,7 @@ class Kernel:
             raise ValueError(f"delta must be in (0, 1), got {self.delta}")
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Remember q, the number of vectors seen, and the penalty's constant factor."""
+        """Carry q, the number of vectors seen, and the constant factor of the penalty."""
         factor = 4 / self.delta * (1 + math.log(self.epochs)) * (1 + math.log(max(1, total)))
         carry = np.zeros((3, streams))
         carry[2] = factor * (epoch + 1)

@@ -1,6 +1,7 @@
-"""What a policy remembers: one small class for all of them, so that there is one state_dict.
+"""What a policy carries through an epoch: one small class for all, so there is one state_dict.
 
-Letters: T time steps of an epoch (the longest worker's units), M workers, W streams, D dimension.
+Shapes: T time steps of an epoch (the units of the longest worker), M workers, W streams, D columns
+of a row.
 """
 
 from collections.abc import Sequence
@@ -13,63 +14,63 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Start = Literal["identity", "random"]
-"""First order of a worker's units: as in the data set, or drawn."""
+"""First order of a worker's units: that of the data set, or a random permutation."""
 
 
 @dataclass
 class BalanceState:
-    """Signs so far and the sums behind them. Lives for one epoch, but for `mean`."""
+    """Signs so far and the sums behind them. Lives for one epoch, except for `mean`."""
 
     sizes: tuple[int, ...]
-    """Units of each worker."""
+    """Number of units of each worker."""
     epoch: int
-    """Which epoch this is, from 0."""
+    """Epoch, from 0."""
     sides: Tensor
-    """(T, M) int8: where the unit visited at a step goes; 0 = nothing known."""
+    """(T, M) int8: where the unit visited at a step goes: +1 front, -1 back, 0 stays."""
     steps: int = 0
-    """Time steps passed."""
-    copies: bool = True
-    """Whether rows to be kept are copied, or their owner leaves them alone for two calls."""
+    """Time steps so far."""
     carry: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
-    """(C, W) what the sign rule remembers."""
+    """(C, W) what the sign rule carries from vector to vector."""
     running: Tensor | None = None
-    """(W, D) signed sums; None until the first row tells D."""
+    """(W, D) signed running sums; None until the first row gives D."""
     pending: Tensor | None = None
     """(M, D) rows of the first half of a pair whose second half is yet to come."""
     pending_seen: Tensor | None = None
-    """(M,) which workers gave one."""
+    """(M,) workers that have such a row."""
+    pending_buffer: Tensor | None = None
+    """Memory of `pending`, used again; not part of the saved state."""
     total: Tensor | None = None
     """(M, D) sum of the rows seen (mean balance)."""
     count: Tensor | None = None
-    """(M,) how many they were."""
+    """(M,) number of rows in `total`."""
     mean: Tensor | None = None
-    """(M, D) mean row of the epoch before (mean balance); survives the epoch."""
+    """(M, D) mean row of the previous epoch (mean balance); outlives the epoch."""
 
     @classmethod
     def empty(cls, sizes: Sequence[int], epoch: int) -> "BalanceState":
-        """Return the memory of an epoch in which nothing was seen yet."""
+        """Return the state of an epoch in which nothing was observed yet."""
         sides = torch.zeros((max(sizes, default=0), len(sizes)), dtype=torch.int8)
         return cls(sizes=tuple(sizes), epoch=epoch, sides=sides)
 
     def valid(self, first: int, steps: int) -> Tensor:
-        """Return (steps, M) booleans: has the worker a unit at that time step?"""
+        """Return (steps, M) booleans: does the worker have a unit at that time step?"""
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
-    def meet(self, rows: Tensor) -> Tensor:
-        """Move what is kept to the rows' device (a state may be loaded elsewhere); return rows.
+    def align(self, rows: Tensor) -> Tensor:
+        """Move the state to the device of `rows`; return `rows` in the dtype of the state.
 
-        Numbers keep the precision that the epoch began with.
+        A loaded state may be on another device, and an epoch keeps the precision it began with.
         """
         for name in COLUMNS:
-            kept = getattr(self, name)
-            if kept is not None:
-                setattr(self, name, kept.to(rows.device))
-                rows = rows.to(kept.dtype)
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value.to(rows.device))
+                rows = rows.to(value.dtype)
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of everything, as tensors and numbers."""
+        """Return copies of all fields, as tensors and integers."""
         state: dict[str, Any] = {
             "sizes": list(self.sizes),
             "epoch": self.epoch,
@@ -85,10 +86,10 @@ class BalanceState:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "BalanceState":
-        """Return the memory that `state_dict` described."""
+        """Return the state that `state_dict` described."""
         missing = {"sizes", "epoch", "steps", "sides", "carry"} - state.keys()
         if missing:
-            raise ValueError(f"state is damaged: its memory has no {', '.join(sorted(missing))}")
+            raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
         return cls(
             sizes=tuple(state["sizes"]),
             epoch=state["epoch"],
@@ -100,5 +101,5 @@ class BalanceState:
 
 
 COLUMNS = ("running", "pending", "total", "mean")
-"""What has one column for each number of a row."""
+"""Fields with one column for each column of a row: these are sharded where rows are."""
 _OPTIONAL = (*COLUMNS, "pending_seen", "count")

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradherd.lab.text import printable
 from gradherd.ordering.herding import parallel_herding_bound
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.registry import Policy
+from gradherd.ordering.policy import Policy
 from gradherd.ordering.state import Start
 from gradherd.replay.arrays import open_array
 

@@ -6,8 +6,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.ranks import run_ranks
+from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS as SMALL
+from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
-from gradherd.lab.train.mean_hook import SMALL, MeanHook, mean_bytes, mean_of
+from gradherd.lab.train.mean_hook import MeanHook, mean_of
 
 
 def averaged(sizes):

@@ -3,7 +3,7 @@
 Cases, each one step of every rank on a gradient of `dim` elements: `all-reduce` only averages.
 `all-gather` is the published CD-GraB: every rank gathers all gradients, averages them and computes
 all signs itself. `sharded` is gradherd: every rank gets one shard of all gradients, averages it and
-computes its part of the inner products (see `ordering.shards`).
+computes its part of the inner products (see `comm.sliced_mean`).
 """
 
 import statistics
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_small
+from gradherd.comm.collectives import all_gather, all_reduce
+from gradherd.comm.script import run
+from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
 from gradherd.lab.bench.measure import PeakMemory
 from gradherd.lab.bench.signs import published_loop
 from gradherd.ordering.cd_grab import CDGraB
+from gradherd.ordering.coordination import BackgroundThread, observe_slices
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.shards import Pool, arrive, give_back, rows_of, send, take_back
-from gradherd.ordering.sorter import Sorter
 
 _PAIR = 2  # steps timed together: signs are computed at every second one
 _WARMUP_DIM = 1000
@@ -74,35 +75,29 @@ class ShardedCase:
         # As few units as there are steps: a unit takes 9 bytes on every rank, and the benchmark
         # should measure the exchange, not a data set that grows with the number of workers.
         self._ordering = Ordering(CDGraB(), [steps] * world.size, start="identity")
-        self._ordering.borrow_rows(True)
-        self._sorter, self._pool = Sorter(), Pool()
-        self._rows_in_use: list[Tensor] = []
-        self.bytes = 0
+        self._thread, self._mean = BackgroundThread("bench-signs"), SlicedMean(world)
+        self._signs_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank has sent for gradients and signs."""
+        return self._mean.bytes + self._signs_bytes
 
     def step(self, grad: Tensor) -> None:
         """Exchange shards and means; a thread computes signs at every second step."""
-        self._sorter.wait()
-        # The ordering borrows rows until it has signed them; then their buffers are reused.
-        self._rows_in_use = take_back(self._rows_in_use, self._ordering, self._pool)
-        size = self._world.size
-        bucket = send(grad, self._world, out=self._pool.take(grad, size, len(grad) // size))
-        arrived = arrive([bucket], self._world)
-        pending = give_back([bucket], arrived, self._world)
-        rows = rows_of(arrived, self._world, self._pool)
-        self._rows_in_use.append(rows)
-        self._sorter.submit(lambda: self._ordering.observe(rows[None], reduce=self._reduce))
-        for collective in pending:
-            collective.wait()
-        self.bytes += arrived.bytes + sum(collective.bytes for collective in pending)
+        self._mean.start(grad)
+        rows = self._mean.finish(columns=True)
+        assert rows is not None
+        script = observe_slices(self._ordering, rows)
 
-    def _reduce(self, products: Tensor) -> Tensor:
-        total, sent = all_reduce_small(products, self._side)
-        self.bytes += sent
-        return total
+        def sign() -> None:
+            self._signs_bytes += run(script, self._side).bytes
+
+        self._thread.submit(sign)
 
     def wait(self) -> None:
         """Wait until the signs are computed."""
-        self._sorter.wait()
+        self._thread.wait()
 
 
 CASES: dict[str, Callable[[World, int, int], AllReduceCase | AllGatherCase | ShardedCase]] = {

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
+from gradherd.ordering.balance import balance
 from gradherd.ordering.gram import block_gram
 from gradherd.ordering.sign_rules import Greedy
-from gradherd.ordering.signs import balance
 
 
 def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:

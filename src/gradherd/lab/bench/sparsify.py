@@ -178,7 +178,7 @@ def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any
         "dense": lambda bucket: default_hooks.allreduce_hook(group, bucket),
         "fp16": lambda bucket: default_hooks.fp16_compress_hook(group, bucket),
         "powersgd": lambda bucket: powerSGD_hook.powerSGD_hook(low_rank, bucket),
-        "exdyna": sparse.take,
+        "exdyna": sparse.on_bucket,
     }
     times: dict[str, list[float]] = {name: [] for name in hooks}
     peaks: dict[str, int | None] = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gradherd.attach.pack import pack, unpack
+from gradherd.attach.state import pack, unpack
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.lab.train.record import short_repr

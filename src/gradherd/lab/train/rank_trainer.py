@@ -227,9 +227,9 @@ class RankTrainer:
         return {
             "ordering_seconds": metrics["ordering_seconds"],
             "ordering_bytes": metrics["bytes_for_ordering"],
-            "exchange_seconds": hook.seconds if hook else metrics["exchange_seconds"],
+            "exchange_seconds": hook.stopwatch.seconds if hook else metrics["exchange_seconds"],
             "saving_seconds": saving,
-            "exchange_bytes": hook.bytes if hook else metrics["total_bytes"],
+            "exchange_bytes": hook.total_bytes if hook else metrics["total_bytes"],
             "skipped_steps": metrics.get("skipped_steps", 0),
             "residual_norm": metrics.get("residual_norm", 0.0),
         }

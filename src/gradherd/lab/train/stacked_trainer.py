@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.mean_hook import mean_bytes
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
@@ -30,9 +30,9 @@ from gradherd.lab.train.trainer import (
     finite_metric,
     full_loss,
 )
-from gradherd.lab.train.virtual_exchange import Portions, SparseAverager
+from gradherd.lab.train.virtual_exchange import SparseAverager, VirtualCoordination
 from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
-from gradherd.ordering.gather import seen_batches
+from gradherd.ordering.coordination import finite_batches
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import count_sketch
@@ -105,7 +105,9 @@ class StackedTrainer:
         self._size = self._parameters.shape[1]
         pairs = [make_ordering(config, len(split.train[0])) for config in self._configs]
         self.sharding, self.orderings = pairs[0][0], [ordering for _, ordering in pairs]
-        self._portions = [Portions(ordering, first.workers) for ordering in self.orderings]
+        self._coordination = [
+            VirtualCoordination(ordering, first.workers) for ordering in self.orderings
+        ]
         self._row_buffers = buffers = make_row_buffers(self._configs, self._size)
         self._step = StackedStep(
             task,
@@ -148,7 +150,7 @@ class StackedTrainer:
         lrs = [[config.lr_at(number)] for config in self._configs]
         lr = torch.tensor(lrs, device=self._parameters.device)
         means: list[Tensor] = []
-        sent_before = [portion.bytes for portion in self._portions]
+        sent_before = [one.bytes for one in self._coordination]
         data_seconds = time.perf_counter() - begin
         buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
         for done, batch in enumerate(batches, 1):
@@ -172,7 +174,7 @@ class StackedTrainer:
             # Time that the runs spent together is divided evenly.
             own.seconds = (seconds - separate) / runs + own.ordering_seconds + own.exchange_seconds
             own.data_seconds = data_seconds / runs
-            own.ordering_bytes = self._portions[at].bytes - sent_before[at]
+            own.ordering_bytes = self._coordination[at].bytes - sent_before[at]
             own.ordering_bytes += self._batch_order_bytes[at]
             own.bytes += own.ordering_bytes
             if not self._sparse:
@@ -229,17 +231,17 @@ class StackedTrainer:
                 sizes = [rows.shape[1]] * steps
                 rows = rows.flatten(0, 1)
                 if self._gradients_are_rows and buffer.columns == self._size:
-                    self.orderings[at].observe(rows, seen_batches(rows, sizes))
+                    self.orderings[at].observe(rows, finite_batches(rows, sizes))
                 else:
-                    self._portions[at].show(rows, sizes)
+                    self._coordination[at].gather(rows.transpose(0, 1), sizes)
                 counters[at].ordering_seconds += time.perf_counter() - begin
 
     def _end_epoch(self, counters: list[EpochCounters]) -> None:
         for sparse, own in zip(self._sparse, counters, strict=bool(self._sparse)):
             sparse.end_epoch(own)
-        for portion, own in zip(self._portions, counters, strict=True):
+        for coordination, own in zip(self._coordination, counters, strict=True):
             begin = time.perf_counter()
-            portion.end_epoch()
+            coordination.end_epoch()
             own.ordering_seconds += time.perf_counter() - begin
 
     def _set_herding_bounds(self, means: list[Tensor], counters: list[EpochCounters]) -> None:
@@ -272,10 +274,11 @@ def batch_order_bytes(config: RunConfig, examples: int) -> int:
     if not make_policy(config.order).needs_rows or config.rows == "sketch":
         return 0
     _, ordering = make_ordering(config, examples)
-    portions, rows = Portions(ordering, config.workers), torch.zeros(config.workers, 1)
+    coordination = VirtualCoordination(ordering, config.workers)
+    rows = torch.zeros(config.workers, 1)
     for _ in range(ordering.length):
-        portions.ride(rows)
-    return portions.bytes
+        coordination.exchange(rows)
+    return coordination.bytes
 
 
 @contextlib.contextmanager

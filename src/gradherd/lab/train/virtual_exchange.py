@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradherd.comm.collectives import all_gather_bytes, all_reduce_small_bytes
+from gradherd.comm.script import SharedRunner
+from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.mean_hook import mean_bytes, mean_of
+from gradherd.lab.train.mean_hook import mean_of
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.optimizers import (
     flat_grad,
@@ -21,7 +22,7 @@ from gradherd.lab.train.optimizers import (
     worker_seed,
 )
 from gradherd.lab.train.trainer import EpochCounters
-from gradherd.ordering.gather import enough, seen_batches
+from gradherd.ordering.coordination import RowGatherer, observe_gathered, observe_slices
 from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
 from gradherd.sparsify.residuals import FlatLayout
@@ -125,44 +126,35 @@ class GradientAverager:
             counters.residual_norm = float(torch.linalg.vector_norm(kept))
 
 
-class Portions:
-    """Shows rows to the order in the portions in which ranks would gather them."""
+class VirtualCoordination:
+    """Runs the coordination of real ranks for workers that share one ordering."""
 
     def __init__(self, ordering: Ordering, workers: int) -> None:
         self._ordering = ordering
         self._workers = workers
-        self._waiting: list[Tensor] = []
-        self.bytes = 0
-        """What a worker would have sent for ordering alone."""
+        self._runner = SharedRunner(workers)
+        self._gatherer = RowGatherer(ordering, self._runner)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one worker would have sent for ordering alone."""
+        return self._runner.bytes
 
     def add(self, rows: Tensor) -> None:
-        """Take the (U, R, k) rows of one batch of every worker."""
-        self._waiting.append(rows)
-        if enough([rows[:, 0] for rows in self._waiting]):
-            self._show_waiting()
+        """Add the (R, U, k) rows of one batch of every worker."""
+        self._gatherer.add(rows)
 
-    def _show_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            self.show(torch.cat(waiting), [len(rows) for rows in waiting])
+    def gather(self, rows: Tensor, batches: Sequence[int]) -> None:
+        """Learn from the (R, steps, k) rows of batches of so many units, gathered at once."""
+        self._runner.start(observe_gathered(self._ordering, rows, batches))
 
-    def show(self, rows: Tensor, sizes: Sequence[int]) -> None:
-        """Let the order learn from the (steps, R, k) rows of batches of so many units."""
-        self.bytes += all_gather_bytes(rows[:, 0], self._workers)
-        self._ordering.observe(rows, seen_batches(rows, sizes))
-
-    def ride(self, grads: Tensor) -> None:
-        """Take the (R, D) gradients of whole batches."""
-        self._ordering.observe(grads.unsqueeze(0), reduce=self._whole)
-
-    def _whole(self, products: Tensor) -> Tensor:
-        """Count what ranks would send to complete their products; here they are whole."""
-        self.bytes += all_reduce_small_bytes(products, self._workers)
-        return products
+    def exchange(self, grads: Tensor) -> None:
+        """Learn from the (R, D) gradients of whole batches, exchanged by slices."""
+        self._runner.start(observe_slices(self._ordering, grads))
 
     def end_epoch(self) -> None:
         """Adopt the next orders."""
-        self._show_waiting()
+        self._gatherer.flush()
         ordering = self._ordering
         if not ordering.policy.needs_rows:
             steps = ordering.length - ordering.steps

@@ -2,7 +2,7 @@
 
 The maths is that of real ranks. Each worker's gradient is computed on its own, with its own
 generators and with rank 0's buffers, means are summed in the order of ranks, and rows reach the
-order in the same portions. So up to `mean_hook.SMALL` parameters (and with as many threads) a run
+order in the same groups. So up to `ONE_BUCKET_ELEMENTS` parameters (and with as many threads) a run
 has the same bits as on real ranks, except where whole batches are ordered: their inner products are
 summed in another order.
 
@@ -15,8 +15,7 @@ import time
 import torch
 from torch import Tensor
 
-from gradherd.attach.attach import make_reader
-from gradherd.attach.row_sources import Reader
+from gradherd.attach.row_sources import RowSource, make_row_source
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
@@ -31,7 +30,7 @@ from gradherd.lab.train.trainer import (
     finite_metric,
     full_loss,
 )
-from gradherd.lab.train.virtual_exchange import GradientAverager, Portions, WorkerTurns
+from gradherd.lab.train.virtual_exchange import GradientAverager, VirtualCoordination, WorkerTurns
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.ordering.sharding import UnitSharding
@@ -86,25 +85,20 @@ class VirtualTrainer:
         self.series = [self._averager.series]
         size = self._averager.layout.size
         needs_rows = self.ordering.policy.needs_rows
-        self._portions = Portions(self.ordering, config.workers)
-        self._reader: Reader | None = None
+        self._coordination = VirtualCoordination(self.ordering, config.workers)
+        self._rows: RowSource | None = None
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
         if needs_rows:
             rows = row_settings(config, needs_rows, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
             if not self._gradients_are_rows:
-                self._reader = make_reader(self.model, rows, config.unit, config.batch_size)
+                self._rows = make_row_source(self.model, rows, config.unit, config.batch_size)
         self._parameters = list(named.values())
         self._optimizer = make_optimizer(self._parameters, config)
         self._turns = WorkerTurns(self.model, config)
         self._graphed: GraphedFunction | None = None
-        if (
-            capture
-            and device.type == "cuda"
-            and self._reader is None
-            and not has_dropout(self.model)
-        ):
+        if capture and device.type == "cuda" and self._rows is None and not has_dropout(self.model):
             self._graphed = GraphedFunction(self._all_gradients, restore=list(self.model.buffers()))
         self._exchange_timer, self._ordering_timer = DeviceTimer(device), DeviceTimer(device)
         steps = -(-self.sharding.length * config.unit // config.batch_size)
@@ -120,7 +114,7 @@ class VirtualTrainer:
         ).to(self._device)
         self.model.train()
         self._turns.restore_rng()
-        sent_before = self._portions.bytes
+        sent_before = self._coordination.bytes
         for at in range(0, indices.shape[1], config.batch_size):
             batch = indices[:, at : at + config.batch_size]
             grads, rows = self._gradients(batch, counters)
@@ -130,20 +124,20 @@ class VirtualTrainer:
                 means.append(self._averager.mean)
             with self._ordering_timer.measure():
                 if self._gradients_are_rows:
-                    self._portions.ride(grads)
+                    self._coordination.exchange(grads)
                 elif rows:
-                    self._portions.add(torch.stack(rows, dim=1))
+                    self._coordination.add(torch.stack(rows))
             clip_and_step(self._optimizer, self._parameters, config.clip)
             counters.steps += 1
             on_step()
         with self._ordering_timer.measure():
-            self._portions.end_epoch()
+            self._coordination.end_epoch()
         # Reading the timers waits for the GPU, so the total below covers all of its work.
         counters.exchange_seconds = self._exchange_timer.reset()
         counters.ordering_seconds = self._ordering_timer.reset()
         counters.seconds = time.perf_counter() - begin
         self._averager.end_epoch(counters)
-        counters.ordering_bytes = self._portions.bytes - sent_before
+        counters.ordering_bytes = self._coordination.bytes - sent_before
         counters.bytes += counters.ordering_bytes
         if means:
             examples = config.batch_size * config.workers
@@ -175,9 +169,9 @@ class VirtualTrainer:
                 self._optimizer.zero_grad()
                 self._task.loss(self.model, *examples).backward()
             grads.append(self._averager.flat_grad())
-            if self._reader is not None:
+            if self._rows is not None:
                 with self._ordering_timer.measure():
-                    rows.append(self._reader.take(len(own), 1.0))
+                    rows.append(self._rows.take(len(own), 1.0))
         return torch.stack(grads), rows
 
     def evaluate(self) -> list[Evaluation]:
@@ -189,5 +183,5 @@ class VirtualTrainer:
     def close(self) -> None:
         """Detach from the model and free the graphs."""
         self._graphed = None  # It refers back to this trainer, and its graphs hold GPU memory.
-        if self._reader is not None:
-            self._reader.close()
+        if self._rows is not None:
+            self._rows.close()

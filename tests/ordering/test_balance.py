@@ -1,18 +1,16 @@
 """Two forms, one result: sequential (small and large), block by block, and over shards."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradherd.comm.script import run, run_together
+from gradherd.comm.world import World
 from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
-from gradherd.ordering.gram import block_gram
-from gradherd.ordering.sequential import sequential
-from gradherd.ordering.signs import balance
+from gradherd.ordering.balance import balance, sequential
+from gradherd.ordering.gram import block_gram, blocks
 from tests.ordering import reference
 from tests.ordering.helpers import make, same, visited, whole_vectors
 
@@ -25,8 +23,14 @@ def by_blocks(block):
     return lambda *args: block_gram(*args, block=block)
 
 
-def by_reduced_blocks(block):
-    return lambda *args: block_gram(*args, block=block, reduce=lambda products: products)
+def by_sharded_blocks(block):
+    """Return the sharded form, run by a single rank that holds all columns."""
+
+    def form(vectors, running, rule, draws, carry):
+        script = blocks(vectors, running.clone(), rule, draws, carry, block=block, sharded=True)
+        return run(script, World.single()).value
+
+    return form
 
 
 FORMS = {
@@ -35,9 +39,9 @@ FORMS = {
     "block 1": by_blocks(1),
     "block 3": by_blocks(3),
     "block 64": by_blocks(64),
-    "reduced 1": by_reduced_blocks(1),
-    "reduced 4": by_reduced_blocks(4),
-    "reduced 64": by_reduced_blocks(64),
+    "sharded 1": by_sharded_blocks(1),
+    "sharded 4": by_sharded_blocks(4),
+    "sharded 64": by_sharded_blocks(64),
 }
 
 
@@ -97,7 +101,7 @@ def test_blocks_equal_the_sequence_to_the_bit(seed, rule, streams, count, block)
     _, _, carry = sequential(vectors, running, rule, draws, rule.start(streams, 50, 1))
     expected = sequential(vectors, running, rule, draws, carry)
     before = running.clone(), carry.copy()
-    for form in (by_blocks(block), by_reduced_blocks(block), balance):
+    for form in (by_blocks(block), by_sharded_blocks(block), balance):
         assert_same(form(vectors, running, rule, draws, carry), expected)
     assert torch.equal(running, before[0]) and np.array_equal(carry, before[1])  # Not changed.
 
@@ -110,7 +114,7 @@ def test_blocks_give_the_signs_of_the_sequence_on_real_numbers(seed, rule, strea
     start, carry = torch.zeros(streams, 7, dtype=torch.float64), rule.start(streams, 60, 0)
     draws = draw.uniform(-1, 1, (streams, 60))
     expected = sequential(vectors, start, rule, draws, carry)
-    for form in (by_blocks(block), by_reduced_blocks(block)):
+    for form in (by_blocks(block), by_sharded_blocks(block)):
         found = form(vectors, start, rule, draws, carry)
         assert torch.equal(found.signs, expected.signs)
         torch.testing.assert_close(found.running, expected.running, rtol=1e-9, atol=1e-9)
@@ -194,29 +198,6 @@ def test_long_vectors_that_are_not_finite_are_left_out(value, name):
     check_left_out(sequential, SIGN_RULES[name](), vectors, 0 * running, draws, bad)
 
 
-def in_lock_step(shards, work):
-    """Run `work(shard, reduce)` on a thread per shard; `reduce` sums over all of them."""
-    barrier, parts = threading.Barrier(shards, timeout=20), {}
-
-    def run(shard):
-        def reduce(products):
-            assert products.dtype == torch.float64 and products.ndim == 1
-            parts[shard] = products.clone()
-            barrier.wait()
-            total = sum(parts[other] for other in range(shards))
-            barrier.wait()
-            return total
-
-        try:
-            return work(shard, reduce)
-        except Exception:
-            barrier.abort()  # Do not let the others wait.
-            raise
-
-    with ThreadPoolExecutor(shards) as pool:
-        return list(pool.map(run, range(shards)))
-
-
 @pytest.mark.parametrize("name", SIGN_RULES)
 @given(seed=seeds, streams=st.integers(1, 3), block=st.integers(1, 20))
 @settings(max_examples=15, deadline=None)
@@ -228,11 +209,19 @@ def test_three_shards_sign_as_one(name, seed, streams, block):
     expected = block_gram(vectors, running, rule, draws, carry, block=block)
     cuts = [slice(0, 2), slice(2, 5), slice(5, 7)]
 
-    def work(shard, reduce):
-        part = vectors[..., cuts[shard]], running[:, cuts[shard]]
-        return block_gram(*part, rule, draws, carry, block=block, reduce=reduce)
-
-    for cut, found in zip(cuts, in_lock_step(3, work), strict=True):
+    scripts = [
+        blocks(
+            vectors[..., cut],
+            running[:, cut].clone(),
+            rule,
+            draws,
+            carry,
+            block=block,
+            sharded=True,
+        )
+        for cut in cuts
+    ]
+    for cut, (found, _) in zip(cuts, run_together(scripts), strict=True):
         assert torch.equal(found.signs, expected.signs)
         assert torch.equal(found.running, expected.running[:, cut])
         assert np.array_equal(found.carry, expected.carry)
@@ -250,11 +239,12 @@ def test_three_sharded_orderings_order_as_one(name, rule):
         rows = visited(vectors, whole_one.orders)
         for part in (rows[:5], rows[5:]):
             whole_one.observe(part)
-
-            def work(shard, reduce, part=part):
-                shards[shard].observe(part[..., cuts[shard]], reduce=reduce)
-
-            in_lock_step(3, work)
+            run_together(
+                [
+                    shard.observe_sharded(part[..., cut])
+                    for shard, cut in zip(shards, cuts, strict=True)
+                ]
+            )
         whole_one.end_epoch()
         for shard in shards:
             shard.end_epoch()
@@ -268,7 +258,7 @@ def test_a_shard_may_be_without_columns():
     shards = [make("cd-grab", [6, 6]) for _ in range(2)]
     whole_one.observe(rows)
     cuts = [slice(0, 3), slice(3, 3)]
-    in_lock_step(2, lambda s, reduce: shards[s].observe(rows[..., cuts[s]], reduce=reduce))
+    run_together([s.observe_sharded(rows[..., cut]) for s, cut in zip(shards, cuts, strict=True)])
     for ordering in (whole_one, *shards):
         ordering.end_epoch()
     assert len({ordering.version for ordering in (whole_one, *shards)}) == 1

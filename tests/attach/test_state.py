@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gradherd.attach.pack import unpack
-from gradherd.attach.state import HerdState
+from gradherd.attach.state import HerdState, unpack
 from gradherd.comm.ranks import RankError, run_ranks
+from gradherd.comm.world import World
 from tests.attach.stateful_work import (
     load_elsewhere,
     one_bad_gradient,
@@ -67,7 +67,7 @@ def test_a_worthless_gradient_on_one_rank(value):
 class Stub:
     """A herd of which only the state counts."""
 
-    place = (0, 2)
+    world = World(0, 2)
     state = None
 
     def state_dict(self):

@@ -1,11 +1,13 @@
+import threading
+
 import pytest
 import torch
 
 from gradherd import CDGraB, OrderedSampler, World
 from gradherd.comm import run_ranks
+from gradherd.comm.script import RankRunner
 from gradherd.ordering import Ordering
-from gradherd.ordering.gather import Gather
-from gradherd.ordering.walks import Claim
+from gradherd.ordering.coordination import BackgroundThread, BatchClaim, RowGatherer
 from tests.attach import attach_work
 from tests.ordering.helpers import lists
 
@@ -14,7 +16,7 @@ def sampler_of(units, batch=2):
     return OrderedSampler(range(units), "pair-grab", batch_size=batch, world=World.single())
 
 
-def test_how_many_travel_together_does_not_matter():
+def test_how_many_are_gathered_at_once_does_not_matter():
     vectors = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(0))
     ordering = Ordering(CDGraB(), [7] * 3, seed=5)
     want = []
@@ -31,18 +33,18 @@ def test_how_many_travel_together_does_not_matter():
 
 def test_rows_wait_until_enough_are_together():
     sampler = sampler_of(11)
-    gather = Gather(sampler, World.single(), every=2)
+    gather = RowGatherer(sampler, RankRunner(World.single()), every=2)
     rows = torch.randn(11, 4)
     steps = []
     for step in range(0, 8, 2):
-        gather.add(Claim(0, step, 2, 2), rows[step : step + 2])
+        gather.add(rows[step : step + 2], BatchClaim(0, step, 2, 2))
         steps.append(sampler.ordering.steps)
     assert steps == [0, 0, 0, 4]  # sent after the second, landed when the next two are sent
     gather.flush()
     assert sampler.ordering.steps == 8
-    gather.add(Claim(0, 8, 2, 2), rows[8:10])
-    assert sampler.ordering.steps == 10  # less than a batch is left: nobody may come to ask
-    gather.add(Claim(0, 10, 1, 1), rows[10:])
+    gather.add(rows[8:10], BatchClaim(0, 8, 2, 2))
+    gather.add(rows[10:], BatchClaim(0, 10, 1, 1))
+    gather.flush()
     assert sampler.ordering.epoch == 1
 
 
@@ -50,10 +52,11 @@ def test_a_batch_that_is_not_finite_is_left_out_as_a_whole():
     rows = torch.randn(9, 4)
     rows[2, 1] = float("nan")
     sampler, want = sampler_of(9), sampler_of(9)
-    gather = Gather(sampler, World.single())
+    gather = RowGatherer(sampler, RankRunner(World.single()))
     for step in range(0, 9, 2):
         units = len(rows[step : step + 2])
-        gather.add(Claim(0, step, units, units), rows[step : step + 2])
+        gather.add(rows[step : step + 2], BatchClaim(0, step, units, units))
+    gather.flush()
     seen = torch.ones(9, 1, dtype=torch.bool)
     seen[2:4] = False
     want.observe(rows.unsqueeze(1), seen)
@@ -63,16 +66,17 @@ def test_a_batch_that_is_not_finite_is_left_out_as_a_whole():
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_a_walk_that_starts_over_replaces_what_came_before(flushed):
+def test_a_pass_that_starts_over_replaces_what_came_before(flushed):
     rows = torch.randn(8, 4)
     sampler, want = sampler_of(8), sampler_of(8)
-    gather = Gather(sampler, World.single())
+    gather = RowGatherer(sampler, RankRunner(World.single()))
     for step in (0, 2):
-        gather.add(Claim(0, step, 2, 2), 5 * rows[:2])
+        gather.add(5 * rows[:2], BatchClaim(0, step, 2, 2))
     if flushed:
         gather.flush()
     for step in range(0, 8, 2):
-        gather.add(Claim(0, step, 2, 2), rows[step : step + 2])
+        gather.add(rows[step : step + 2], BatchClaim(0, step, 2, 2))
+    gather.flush()
     want.observe(rows.unsqueeze(1))
     assert lists(sampler.ordering.orders) == lists(want.ordering.orders)
     assert sampler.ordering.epoch == 1
@@ -80,8 +84,54 @@ def test_a_walk_that_starts_over_replaces_what_came_before(flushed):
 
 def test_rows_of_an_epoch_that_is_over_are_dropped():
     sampler = sampler_of(8)
-    gather = Gather(sampler, World.single())
-    gather.add(Claim(0, 0, 2, 2), torch.randn(2, 4))
+    gather = RowGatherer(sampler, RankRunner(World.single()))
+    gather.add(torch.randn(2, 4), BatchClaim(0, 0, 2, 2))
     sampler.end_epoch()
     gather.flush()
     assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
+
+
+def fail():
+    raise ValueError("no luck")
+
+
+def test_jobs_run_in_turn_beside_the_caller():
+    thread, done = BackgroundThread("test"), []
+    for number in range(5):
+        thread.submit(lambda number=number: done.append((number, threading.get_ident())))
+    thread.wait()
+    thread.close()
+    assert [number for number, _ in done] == [0, 1, 2, 3, 4]
+    assert threading.get_ident() not in {ident for _, ident in done}
+
+
+def test_submit_does_not_wait_for_its_job():
+    thread, release, done = BackgroundThread("test"), threading.Event(), []
+    thread.submit(lambda: done.append(release.wait(30)))
+    assert not done
+    release.set()
+    thread.wait()
+    thread.close()
+    assert done == [True]
+
+
+def test_an_error_comes_with_the_next_wait_and_only_once():
+    thread, done = BackgroundThread("test"), []
+    thread.submit(fail)
+    with pytest.raises(ValueError, match="no luck"):
+        thread.wait()
+    thread.wait()
+    thread.submit(fail)
+    with pytest.raises(ValueError, match="no luck"):
+        thread.submit(lambda: done.append(1))
+    thread.submit(lambda: done.append(2))
+    thread.wait()
+    thread.close()
+    assert done == [2]
+
+
+def test_close_waits_for_the_last_job():
+    thread, done = BackgroundThread("test"), []
+    thread.submit(lambda: done.append(1))
+    thread.close()
+    assert done == [1]

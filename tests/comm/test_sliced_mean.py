@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from gradherd.comm import run_ranks
-from gradherd.ordering.shards import Pool
 from tests.attach import attach_work
 
 LENGTHS = [1, 7, 2, 64, 3]  # odd ones, and some shorter than the number of ranks
@@ -50,13 +49,3 @@ def test_bytes_are_those_of_slices_and_rests():
         slices = sum(length // size * (size - 1) for length in lengths)
         rests = sum(length % size * (size - 1) for length in lengths)
         assert rank["bytes"] == 4 * (slices + rests)
-
-
-def test_pool_hands_out_what_it_got_back():
-    pool, like = Pool(), torch.empty(0)
-    first = pool.take(like, 2, 3)
-    assert pool.take(like, 2, 3) is not first
-    pool.give(first)
-    assert pool.take(like.double(), 2, 3).dtype == torch.float64
-    assert pool.take(like, 3, 2).shape == (3, 2)
-    assert pool.take(like, 2, 3) is first

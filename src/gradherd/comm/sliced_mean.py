@@ -1,0 +1,168 @@
+"""Average vectors over ranks such that every rank also sees a slice of every rank's vector.
+
+An all-reduce is a reduce-scatter followed by an all-gather. Here the first half is an all-to-all:
+rank r receives slice r of every rank's vector, as many elements as one vector has. Their mean is
+what a reduce-scatter would have given, and all-gathering it is the other half. The slices also
+contain, for this rank's columns, everything that coordinated balancing needs. This sends the same
+bytes as an all-reduce, and no rank ever holds the whole vectors of all ranks.
+
+Vectors come in buckets, as they become ready. What is left of a bucket when its length does not
+divide by R (fewer than R elements) is gathered whole; the last rank owns those columns.
+
+Shapes: R ranks, N elements of a bucket, C columns of this rank over all buckets.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.collectives import (
+    PendingCollective,
+    all_gather,
+    all_gather_start,
+    all_to_all_start,
+)
+from gradherd.comm.world import World
+
+ONE_BUCKET_ELEMENTS = 2_000_000
+"""Up to this many elements, sending one copy of all buckets is cheaper than one message each."""
+
+
+def mean_of_rows(block: Tensor, out: Tensor) -> Tensor:
+    """Write the mean over the rows of (R, n) into `out` (n,), accumulated in at least float32.
+
+    Rows are added in the order of ranks, so virtual workers get the same bits. Row by row is also
+    faster than `block.mean(0)`.
+    """
+    share = 1 / len(block)
+    wide = torch.promote_types(block.dtype, torch.float32)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    torch.mul(block[0].to(wide), share, out=total)  # half times a float would round to half
+    for row in block[1:]:
+        total.add_(row, alpha=share)
+    return total if total is out else out.copy_(total)
+
+
+def padded_length(elements: int, ranks: int) -> int:
+    """Return the next length that divides by the number of ranks.
+
+    >>> padded_length(650, 4)
+    652
+    """
+    return -(-elements // ranks) * ranks
+
+
+def mean_bytes(elements: int, ranks: int, element_size: int = 4) -> int:
+    """Return the bytes that a rank sends to average that many elements.
+
+    >>> mean_bytes(650, 4)
+    3912
+    """
+    one_bucket = elements <= ONE_BUCKET_ELEMENTS
+    length = padded_length(elements, ranks) if one_bucket else elements
+    return 2 * length * element_size * (ranks - 1) // ranks
+
+
+class _Bucket(NamedTuple):
+    """A vector whose slices are under way."""
+
+    flat: Tensor
+    """(N,) elements of this rank; the mean in the end."""
+    slices: PendingCollective
+    """(R, N // R) this rank's slice of every rank's elements."""
+
+
+class SlicedMean:
+    """Averages the buckets of one backward after the other, and keeps the slices of the last two.
+
+    The columns that `finish` returns stay valid until the second `finish` after it: one set of
+    buffers is read (signs are computed beside the training loop) while the other one is filled.
+    Buffers are reused, since fresh memory would cost as much as the exchange.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._started: list[_Bucket] = []
+        self._filling: dict[int, Tensor] = {}
+        self._reading: dict[int, Tensor] = {}
+        self.bytes = 0
+        """Bytes that this rank has sent so far."""
+
+    def start(self, flat: Tensor) -> None:
+        """Begin to exchange the slices of a bucket, which must stay as it is until `finish`."""
+        share = len(flat) // self._world.size
+        body = flat[: share * self._world.size].view(self._world.size, share)
+        out = self._buffer(len(self._started), flat, share)
+        self._started.append(_Bucket(flat, all_to_all_start(body, self._world, out=out)))
+
+    def _buffer(self, number: int, like: Tensor, columns: int) -> Tensor:
+        """Return an (R, columns) tensor of the set that is being filled, with arbitrary content."""
+        old, shape = self._filling.get(number), (self._world.size, columns)
+        if old is None or (old.shape, old.dtype, old.device) != (shape, like.dtype, like.device):
+            self._filling[number] = like.new_empty(shape)
+        return self._filling[number]
+
+    def abandon(self) -> None:
+        """Forget the buckets of a backward that broke off."""
+        self._started = []
+
+    def finish(self, *, write_back: bool = True, columns: bool = False) -> Tensor | None:
+        """Wait for the slices and overwrite every bucket with its mean.
+
+        Every element is averaged by one rank only, so all ranks get the same bits.
+
+        Args:
+            write_back: Whether the mean is wanted; otherwise only slices are exchanged.
+            columns: Whether this rank's columns are wanted.
+
+        Returns:
+            With `columns`: (R, C) this rank's columns of every rank's vector, in at least float32.
+        """
+        started, self._started = self._started, []
+        ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
+        tails = None
+        if any(map(len, ends)):
+            tails, sent = all_gather(torch.cat(ends), self._world)
+            self.bytes += sent
+        blocks = [bucket.slices.wait() for bucket in started]
+        if tails is None:
+            tails = blocks[0].new_empty(self._world.size, 0)
+        pending = self._start_write_back(started, blocks, tails) if write_back else []
+        # Copying the columns overlaps with the all-gather of the mean.
+        rows = self._columns(blocks, tails) if columns else None
+        for gather in pending:
+            gather.wait()
+        self.bytes += sum(bucket.slices.bytes for bucket in started)
+        self.bytes += sum(gather.bytes for gather in pending)
+        self._filling, self._reading = self._reading, self._filling
+        return rows
+
+    def _start_write_back(
+        self, buckets: Sequence[_Bucket], blocks: Sequence[Tensor], tails: Tensor
+    ) -> list[PendingCollective]:
+        tail = mean_of_rows(tails, torch.empty_like(tails[0]))
+        pending, used = [], 0
+        for bucket, block in zip(buckets, blocks, strict=True):
+            body, end = bucket.flat[: block.numel()], bucket.flat[block.numel() :]
+            end.copy_(tail[used : used + len(end)])
+            used += len(end)
+            slots = body.view(block.shape)
+            own = mean_of_rows(block, out=slots[self._world.rank])  # in place: its final slot
+            pending.append(all_gather_start(own, self._world, out=slots))
+        return pending
+
+    def _columns(self, blocks: Sequence[Tensor], tails: Tensor) -> Tensor:
+        last = self._world.rank == self._world.size - 1
+        parts = [part for part in (*blocks, *([tails] if last else [])) if part.shape[1]]
+        wide = torch.promote_types(tails.dtype, torch.float32)
+        if len(parts) == 1 and parts[0].dtype == wide:
+            return parts[0]
+        total = sum(part.shape[1] for part in parts)
+        rows = self._buffer(-1, torch.empty(0, dtype=wide, device=tails.device), total)
+        start = 0
+        for part in parts:
+            rows[:, start : start + part.shape[1]] = part
+            start += part.shape[1]
+        return rows

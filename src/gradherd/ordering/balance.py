@@ -1,0 +1,156 @@
+"""Sign vectors so that their signed running sum stays short.
+
+A sign rule decides on scalars only: the inner product of a vector with the running sum before it,
+and the vector's squared norm. The same rule therefore drives two forms with equal results:
+`sequential` (one vector after the other) and `block_gram` (many vectors from their Gram matrix).
+`balance` picks the faster one; `balance_sharded` is the block form for ranks that each hold a
+shard of the columns.
+
+Shapes: W streams (each with its own running sum), P vectors of a stream in visiting order,
+D columns, C values of a rule's carry. Signs are int8: +1, -1, and 0 for a vector that was left
+out because it is not finite.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import Script
+from gradherd.ordering.gram import FloatArray, SignArray, Signed, block_gram, blocks, fast_form
+from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
+
+# On the CPU a Gram block pays off only for short vectors: its arithmetic grows with the block
+# size, while the loop reads each vector once. `gradherd bench signs` measures both.
+_BLOCK_COLUMNS = 512
+# On a GPU (H200) it pays off from a few vectors on. Without Triton only up to the length at which
+# a library's product of few, very long rows falls behind.
+_GPU_VECTORS, _GPU_COLUMNS = 8, 4_000_000
+# From this many streams on, one step of all streams together costs less than their blocks.
+_MANY_STREAMS = 8
+# Up to this many columns numpy's lower call overhead wins; beyond, its products start threads,
+# which the ranks of one machine would fight over.
+_NUMPY_COLUMNS = 10_000
+
+
+def draws_for(rule: SignRule, random: SeededRandom, epoch: int, steps: int, workers: int) -> Floats:
+    """Return an epoch's (steps, workers) uniform draws; zeros if the rule is deterministic."""
+    if rule.randomized:
+        return random.draws(steps, workers, epoch)
+    return np.broadcast_to(np.float64(0), (steps, workers))
+
+
+def balance(
+    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
+) -> Signed:
+    """Sign the vectors with whichever form is faster here.
+
+    Args:
+        vectors: (W, P, D) in visiting order.
+        running: (W, D) sums before the first vector; not modified.
+        rule: Decides the signs.
+        draws: (W, P) uniform numbers in [-1, 1), one per vector.
+        carry: (C, W) what the rule carries from vector to vector.
+    """
+    streams, count, columns = vectors.shape
+    if vectors.device.type == "cpu":
+        use_blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
+    elif fast := fast_form(vectors, running):
+        use_blocks, block = streams * count >= _GPU_VECTORS, fast.MOST
+    else:  # One block: the host sync dominates, until the products do.
+        use_blocks, block = count >= _GPU_VECTORS and columns <= _GPU_COLUMNS, 1024
+    if use_blocks:
+        return block_gram(vectors, running, rule, draws, carry, block=block)
+    return sequential(vectors, running, rule, draws, carry)
+
+
+def balance_sharded(
+    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats, *, step: int
+) -> Script[Signed]:
+    """Sign vectors of which every rank holds a shard of the columns.
+
+    The `step` vectors of a stream that belong to one time step are left out together if any of
+    them is not finite: the mean gradient of that step is not finite either, so the optimizer
+    skips it on every rank. `running` may be overwritten; other arguments as in `balance`.
+    """
+    return blocks(vectors, running, rule, draws, carry, block=step, sharded=True, all_or_none=True)
+
+
+def sequential(
+    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
+) -> Signed:
+    """Sign the vectors one after the other; arguments as in `balance`."""
+    streams, count, columns = vectors.shape
+    use_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
+    if use_numpy and streams >= _MANY_STREAMS:
+        return _sequential_streams(vectors, running, rule, draws, carry)
+    signs = np.zeros((streams, count), dtype=np.int8)
+    running, carry = running.clone(), carry.copy()
+    for w in range(streams):
+        # numpy and torch spell these operations alike; numpy works in the tensors' own memory.
+        z: Tensor | FloatArray = vectors[w].numpy() if use_numpy else vectors[w]
+        total: Tensor | FloatArray = running[w].numpy() if use_numpy else running[w]
+        with np.errstate(invalid="ignore", over="ignore"):  # non-finite vectors are left out
+            signs[w], carry[:, w] = _sequential_stream(z, total, rule, draws[w], carry[:, w])
+    return Signed(torch.from_numpy(signs), running, carry)
+
+
+def _sequential_streams(
+    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
+) -> Signed:
+    """Advance all streams by one vector at a time: for many streams of few columns."""
+    z, total = vectors.numpy(), running.numpy().copy()
+    scratch = np.empty_like(total)
+    signs = np.zeros(z.shape[:2], dtype=np.int8)
+    square = np.zeros(len(z))
+    for p in range(z.shape[1]):
+        vector = z[:, p]
+        with np.errstate(invalid="ignore", over="ignore"):  # checked below
+            inner = np.multiply(total, vector, out=scratch).sum(1, dtype=np.float64)
+            if rule.randomized:
+                square = np.multiply(vector, vector, out=scratch).sum(1, dtype=np.float64)
+            plus, next_carry = rule.decide(inner, square, draws[:, p], carry)
+            all_finite = math.isfinite((inner + square).sum())
+        if all_finite:
+            carry = next_carry
+            signs[:, p] = 2 * plus - 1
+        else:  # Leave out the streams whose vector is not finite.
+            finite = np.isfinite(inner) & np.isfinite(square)
+            carry = np.where(finite, next_carry, carry)
+            signs[:, p] = (2 * plus - 1) * finite
+            vector = np.where(finite[:, np.newaxis], vector, 0)
+        total += np.multiply(vector, signs[:, p, np.newaxis], out=scratch)
+    return Signed(torch.from_numpy(signs), torch.from_numpy(total), carry)
+
+
+def _sequential_stream(
+    vectors: Tensor | FloatArray,
+    total: Tensor | FloatArray,
+    rule: SignRule,
+    draws: Floats,
+    carry: Floats,
+) -> tuple[SignArray, Floats]:
+    """Sign one stream of (P, D) vectors; add into `total` (D,) without temporaries."""
+    signs = np.zeros(len(vectors), dtype=np.int8)
+    greedy = isinstance(rule, Greedy)
+    carry = carry[:, np.newaxis]
+    for p, vector in enumerate(vectors):
+        inner = float(total @ vector)
+        square = float(vector @ vector) if rule.randomized else 0.0
+        if not math.isfinite(inner + square):
+            continue
+        if greedy:  # the common case, without building arrays
+            plus = inner <= 0
+        else:
+            decided, carry = rule.decide(
+                np.array([inner]), np.array([square]), draws[p : p + 1], carry
+            )
+            plus = bool(decided[0])
+        signs[p] = 1 if plus else -1
+        if plus:
+            total += vector
+        else:
+            total -= vector
+    return signs, carry[:, 0]

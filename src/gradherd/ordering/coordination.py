@@ -1,0 +1,267 @@
+"""How workers learn one order together: written once, for real ranks and virtual workers alike.
+
+Two ways, both as scripts (`comm.script`):
+
+* `observe_gathered`: every worker's rows are gathered, and every rank signs them. Used for rows of
+  single examples and for sketches. An order is needed only at the end of an epoch, so rows wait
+  until a few dozen batches have accumulated and are sent in one all-gather that nobody waits for.
+* `observe_slices`: every rank holds a slice of the columns of every worker's gradient, which the
+  averaging of gradients has already delivered (`comm.sliced_mean`). Only the partial inner
+  products are exchanged. Used for whole batches.
+
+Shapes: b units of a batch, R workers, k columns of a row, C columns of this rank's slice.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import AllGather, Runner, Script
+
+# Rows that wait to be sent take memory, and R times as much on arrival: no more than this.
+_MAX_WAITING_ELEMENTS = 4_000_000
+BATCHES_PER_GATHER = 32
+"""Batches whose rows are gathered in one collective."""
+
+
+class BatchClaim(NamedTuple):
+    """The units that a gradient belongs to."""
+
+    epoch: int
+    """Epoch in which they are visited."""
+    step: int
+    """Position of the first one in the order of that epoch."""
+    units: int
+    """Number of units."""
+    examples: int
+    """Number of examples in them."""
+
+
+class Learner(Protocol):
+    """What learns from rows: an `Ordering`, or a sampler that also moves on to the next epoch."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the current orders."""
+        ...
+
+    def observe(
+        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    ) -> None:
+        """Learn from the rows of all workers."""
+        ...
+
+    def observe_sharded(self, rows: Tensor, *, first: int | None = None) -> Script[None]:
+        """Learn from this rank's columns of the rows of all workers."""
+        ...
+
+
+def observe_gathered(
+    learner: Learner, rows: Tensor, batches: Sequence[int], claim: BatchClaim | None = None
+) -> Script[None]:
+    """Gather the rows of some batches from all workers and learn from them.
+
+    Args:
+        learner: What learns.
+        rows: (steps, k) this worker's rows; (R, steps, k) where one script serves all workers.
+        batches: Units of each batch.
+        claim: What the first batch is; the next units by default.
+    """
+    gathered: Tensor = yield AllGather(rows)
+    by_step = gathered.transpose(0, 1)  # (steps, R, k)
+    if claim is None:
+        learner.observe(by_step, finite_batches(by_step, batches))
+    elif claim.epoch == learner.epoch:  # Rows of an epoch that is over come too late.
+        learner.observe(by_step, finite_batches(by_step, batches), first=claim.step)
+
+
+def observe_epoch(learner: Learner, rows: Tensor, seen: Tensor) -> Script[None]:
+    """Learn from a whole epoch of which workers may have missed different steps.
+
+    Args:
+        learner: What learns.
+        rows: (steps, k) this worker's rows by time step; zero where it has none.
+        seen: (steps,) int64, which of them are real.
+    """
+    all_rows: Tensor = yield AllGather(rows)
+    all_seen: Tensor = yield AllGather(seen)
+    learner.observe(all_rows.transpose(0, 1), all_seen.T > 0, first=0)
+
+
+def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None) -> Script[None]:
+    """Learn from a batch of every worker, of which this rank holds a slice of the columns.
+
+    Args:
+        learner: What learns.
+        slices: (R, C) every worker's gradient; all columns where one script serves all workers.
+        first: Time step of the batch.
+    """
+    yield from learner.observe_sharded(slices.unsqueeze(0), first=first)
+
+
+def finite_batches(rows: Tensor, batches: Sequence[int]) -> Tensor:
+    """Return (steps, R) which rows count: all workers leave out a batch that is not finite.
+
+    The mean gradient of such a batch is not finite either, so the optimizer skips it on all ranks.
+
+    Args:
+        rows: (steps, R, k) of some batches, one after the other.
+        batches: Units of each batch.
+    """
+    broken = ~rows.sum(dim=(1, 2)).isfinite().cpu()
+    batch_of_step = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
+    count = torch.zeros(len(batches), dtype=torch.int64)
+    count.index_add_(0, batch_of_step, broken.long())
+    return (count[batch_of_step] == 0).unsqueeze(1).expand(-1, rows.shape[1])
+
+
+class RowGatherer:
+    """Collects rows of batches and has them gathered, many batches at a time."""
+
+    def __init__(
+        self, learner: Learner, runner: Runner, *, every: int = BATCHES_PER_GATHER
+    ) -> None:
+        """Start empty.
+
+        Args:
+            learner: What learns from the rows.
+            runner: Runs the script: on this rank, or for all workers of this process.
+            every: Batches that are gathered at a time.
+        """
+        self._learner = learner
+        self._runner = runner
+        self._every = every
+        self._waiting: list[tuple[BatchClaim | None, Tensor]] = []
+
+    def add(self, rows: Tensor, claim: BatchClaim | None = None) -> None:
+        """Add the rows of a batch, and send what has accumulated once it is enough.
+
+        Args:
+            rows: (b, k) this worker's rows, or (R, b, k) the rows of all workers of this process.
+            claim: The units they belong to; the next ones by default.
+        """
+        last = self._waiting[-1][0] if self._waiting else None
+        if claim is not None and last is not None and not _follows(claim, last):
+            self.flush()  # Steps were missed, or the epoch began anew: start another run of rows.
+        self._waiting.append((claim, rows))
+        elements = sum(waiting.shape[-2] * waiting.shape[-1] for _, waiting in self._waiting)
+        if len(self._waiting) >= self._every or elements >= _MAX_WAITING_ELEMENTS:
+            self.send()
+
+    def send(self) -> None:
+        """Begin to gather what has accumulated."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            rows = torch.cat([rows for _, rows in waiting], dim=-2)
+            batches = [rows.shape[-2] for _, rows in waiting]
+            self._runner.start(observe_gathered(self._learner, rows, batches, waiting[0][0]))
+        else:
+            self._runner.finish()
+
+    def flush(self) -> None:
+        """Let everything be learned. All ranks must call it at the same point."""
+        self.send()
+        self._runner.finish()
+
+
+def _follows(claim: BatchClaim, last: BatchClaim) -> bool:
+    return (claim.epoch, claim.step) == (last.epoch, last.step + last.units)
+
+
+class EpochGatherer:
+    """Collects the rows of an epoch whose batches arrive in any order, and gathers them at its end.
+
+    Workers may have missed different batches, so every worker sends a whole epoch.
+    """
+
+    def __init__(self, learner: Learner, runner: Runner, length: int) -> None:
+        """Start empty.
+
+        Args:
+            learner: What learns from the rows.
+            runner: Runs the script.
+            length: Time steps of an epoch.
+        """
+        self._learner = learner
+        self._runner = runner
+        self._length = length
+        self._waiting: list[tuple[BatchClaim, Tensor]] = []
+
+    def add(self, rows: Tensor, claim: BatchClaim) -> None:
+        """Add the (b, k) rows of a batch; the last one of an epoch has them gathered."""
+        self._waiting.append((claim, rows))
+        if sum(waiting.units for waiting, _ in self._waiting) >= self._length:
+            self.flush()
+
+    def flush(self) -> None:
+        """Learn in the order of the epoch, with gaps for batches that were missed."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        like = waiting[0][1]
+        rows = like.new_zeros(self._length, like.shape[1])
+        seen = torch.zeros(self._length, dtype=torch.int64, device=like.device)
+        for claim, own in waiting:
+            span = slice(claim.step, claim.step + claim.units)
+            rows[span] = own
+            seen[span] = int(own.sum().isfinite())
+        self._runner.start(observe_epoch(self._learner, rows, seen))
+        self._runner.finish()
+
+
+class BackgroundThread:
+    """Runs jobs beside the training loop, in order and one at a time.
+
+    Orders are needed at the end of an epoch only, so training does not wait for signs. Errors of a
+    job are raised by the next `wait`, which everything that reads orders calls first. The thread
+    is a daemon: a process whose main thread ends does not wait for a peer that has died.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._job: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        self._wake, self._idle = threading.Semaphore(0), threading.Event()
+        self._idle.set()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those before it; wait for them, so at most one is behind."""
+        self.wait()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        self._job = job
+        self._idle.clear()
+        self._wake.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._wake.acquire()
+            job, self._job = self._job, None
+            if job is None:
+                return
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+            del job  # A job holds tensors: they are free as soon as it is done.
+            self._idle.set()
+
+    def wait(self) -> None:
+        """Return when all jobs are done; raise the error of the last one, if it failed."""
+        self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the thread once its job is done."""
+        if self._thread is not None:
+            self._idle.wait()
+            self._wake.release()
+            self._thread.join()
+            self._thread = None
