@@ -25,7 +25,7 @@ def averaged(sizes):
         ddp(x).square().mean().backward()
         flat = [torch.cat([g.flatten() for g in grads]) for grads in (own, [
             p.grad for p in model.parameters()])]  # fmt: skip
-        found.append((*flat, hook.bytes, hook.seconds))
+        found.append((*flat, hook.total_bytes, hook.stopwatch.seconds))
     return found
 
 
@@ -41,4 +41,4 @@ def test_the_mean_over_ranks(workers):
             if grads.shape[1] <= SMALL:
                 assert torch.equal(rank[at][1], mean_of(grads))
             assert rank[at][2] == pytest.approx(mean_bytes(grads.shape[1], workers), rel=1e-6)
-            assert (rank[at][3] > 0) == (workers > 1), size
+            assert rank[at][3] > 0, size

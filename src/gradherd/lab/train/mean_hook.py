@@ -5,11 +5,13 @@ one rank in the order of ranks, so workers in one process get the same bits. Lar
 averaged bucket by bucket with all-reduce while the backward runs, as DDP does by itself.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook
@@ -38,6 +40,18 @@ class MeanHook(BucketHook):
     def collects(self) -> bool:
         """Return whether the model is averaged as one vector."""
         return self.active and self._one_bucket
+
+    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Average a bucket by all-reduce; count the wait after the last one."""
+        begin, future = time.perf_counter(), super().average(bucket)
+        if not bucket.is_last() or self.world.size == 1:
+            return future
+
+        def arrived(done: Future[Tensor]) -> Tensor:
+            self.stopwatch.seconds += time.perf_counter() - begin
+            return done.value()
+
+        return future.then(arrived)
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Average all buckets as one vector."""
