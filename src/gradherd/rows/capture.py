@@ -9,13 +9,13 @@ Shapes: B examples, D elements of all trainable parameters, k elements of a sket
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from gradherd.rows.exact_rows import FactoredRows
 from gradherd.rows.flat import FlatSpec
@@ -25,10 +25,12 @@ from gradherd.rows.forward_replay import (
     detach_all,
     replay,
     skip_on_replay,
+    tensor_leaves,
     tensor_versions,
 )
 from gradherd.rows.layer_rules import BatchDim, save_statistics
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unwrap_model
+from gradherd.rows.row_check import RowCheck, tolerance
 from gradherd.rows.sketch import check_size, count_sketch
 from gradherd.rows.terms import OuterTerm, Term, at_least_float32
 
@@ -37,13 +39,23 @@ log = logging.getLogger("gradherd")
 Reduction = Literal["mean", "sum"]
 
 
+@dataclass
+class _Terms:
+    """Rows as they are before averaging."""
+
+    by_parameter: list[list[Term]]
+    """One term for each use of a parameter."""
+    tolerances: dict[int, float]
+    """Relative error that the precision of each parameter's terms allows; for checks only."""
+
+
 class Capture:
     """Read per-example gradients off a model's ordinary backward.
 
     Call `pop_rows` (or `pop_sketch`) after `backward()` and before `optimizer.step()`. Rows leave
-    out parameters that are frozen when the capture is created. A parameter used outside the
-    forward of the module that owns it, or through a tensor without batch dimension (position
-    embeddings looked up once for all examples), has no gradient per example.
+    out parameters that are frozen when the capture is created. They also leave out parameters
+    without gradients of single examples; on the first batches and now and then `RowCheck` finds
+    those whose rows do not add up to their gradient.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> capture = Capture(model)
@@ -53,7 +65,7 @@ class Capture:
             [3., 4.]])
     """
 
-    def __init__(self, model: nn.Module, *, batch_dim: int | None = None):
+    def __init__(self, model: nn.Module, *, batch_dim: int | None = None, strict: bool = False):
         """Register the hooks.
 
         Args:
@@ -61,21 +73,26 @@ class Capture:
             batch_dim: Batch dimension, tried first in every tensor; None takes the first
                 dimension that has as many entries as there are examples. Give 1 for time-major
                 models whose number of time steps may equal the batch size.
+            strict: Raise where a parameter would be left out.
         """
         model = unwrap_model(model)
         self.spec = FlatSpec.of(model)
+        self._model = model
         self._batch_dim = batch_dim
         self._owners = {owner.name: owner for owner in parameter_owners(model)}
         # By parameter, not by name: modules that share a weight know it under different names.
-        names = {p: name for name, p in model.named_parameters()}
-        parameters = [p for owner in self._owners.values() for p in owner.parameters.values()]
-        self._index = {p: self.spec.names.index(names[p]) for p in parameters}
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._index = {p: index for index, p in enumerate(parameters)}
+        self._check = RowCheck(self.spec, parameters, strict=strict)
         self._factored = _only_outer_terms(self._owners, self._index)
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if parameters:
             self._like = at_least_float32(parameters[0].detach().new_empty(0))
         self._calls: list[ModuleCall] = []
+        self._terms: _Terms | None = None
+        self._failures: dict[str, str] = {}
+        self._create_graph = False
         self._contexts: dict[str, ForwardContext] = {}
         self._replaying = False
         self._unfrozen: set[str] = set()
@@ -87,6 +104,16 @@ class Capture:
     def num_calls(self) -> int:
         """Number of module calls with gradients that have not been popped yet."""
         return len(self._calls)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a backward has reached a parameter since the last pop."""
+        return self._check.reached
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Names of the parameters that rows leave out, with the reason."""
+        return dict(self._check.left_out)
 
     def pop_rows(
         self, examples: int, *, reduction: Reduction = "mean", loss_scale: float = 1.0
@@ -134,12 +161,55 @@ class Capture:
                     total += term.sketch(k, seed, name)
         return total.mul_(scale)
 
+    def check_bitmask(self, examples: int) -> Tensor | None:
+        """Check the rows that wait if a check is due.
+
+        Ranks must leave out the same parameters. Each calls this before a pop, combines the masks
+        of all ranks, and gives the result to `leave_out`. With one worker, a pop does so itself.
+
+        Args:
+            examples: B, the number of examples of the batch.
+
+        Returns:
+            A byte for each parameter, 1 if it has to be left out; None if no check is due.
+        """
+        if not self._check.due:
+            return None
+        terms = self._compute_terms(examples)
+        self._terms = terms
+        hint = "the loss contains gradients (create_graph=True)" if self._create_graph else ""
+        self._failures = self._check.failures(
+            terms.by_parameter, terms.tolerances, examples, self._like, hint
+        )
+        return self._check.mask(self._failures)
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Leave out the parameters whose byte in `mask` is not 0, from the rows that wait on.
+
+        Raises:
+            RuntimeError: In strict mode, or if more than half of the elements are left out.
+        """
+        chosen = [name for name, byte in zip(self.spec.names, mask.tolist(), strict=True) if byte]
+        reasons = {name: self._failures.get(name, "on another rank") for name in chosen}
+        try:
+            self._check.leave_out(reasons)
+        except RuntimeError:
+            self.clear()
+            raise
+
+    def restart_checks(self) -> None:
+        """Check the next batches as if they were the first, such as after loading a state."""
+        self._check.restart()
+
     def clear(self) -> None:
         """Forget everything recorded."""
         for call in self._calls:
             # A retained graph may run backward again; its gradients then start a new record.
             call.grads.clear()
         self._calls.clear()
+        self._terms = None
+        self._create_graph = False
+        self._check.clear()
 
     def remove_hooks(self) -> None:
         """Remove the hooks and forget everything."""
@@ -147,6 +217,7 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._contexts.clear()
+        self._check.remove_hooks()
         self.clear()
 
     def _register(self, owner: ParameterOwner) -> None:
@@ -198,8 +269,8 @@ class Capture:
         )
         # Hooks on tensors, because a module's full backward hook forbids in-place operations on
         # its outputs, such as ReLU(inplace=True).
-        for index, output in enumerate(tree_leaves(outputs)):
-            if isinstance(output, Tensor) and output.requires_grad:
+        for index, output in enumerate(tensor_leaves(outputs)):
+            if output.requires_grad:
                 output.register_hook(partial(self._on_grad, call, index))
 
     def _on_grad(self, call: ModuleCall, index: int, grad: Tensor | None) -> None:
@@ -207,28 +278,79 @@ class Capture:
             return
         if not call.grads:
             self._calls.append(call)
+        if torch.is_grad_enabled():
+            self._create_graph = True
         # A retained graph may run backward several times before the rows are read: add up.
-        before = call.grads.get(index)
-        call.grads[index] = grad.detach() if before is None else before + grad.detach()
+        key = (torch._C._current_graph_task_id(), index)
+        before = call.grads.get(key)
+        call.grads[key] = grad.detach() if before is None else before + grad.detach()
 
     def _pop_terms(self, examples: int) -> tuple[tuple[Term, ...], ...]:
         """Return the terms of each parameter, one per use, and forget the calls."""
-        terms: list[list[Term]] = [[] for _ in self.spec.names]
+        try:
+            if self._terms is None and (mask := self.check_bitmask(examples)) is not None:
+                self.leave_out(mask)
+            terms = self._terms or self._compute_terms(examples)
+        finally:
+            self.clear()
+            self._check.next_batch(self._model.training)
+        left_out = self._check.left_out
+        return tuple(
+            () if name in left_out else tuple(uses)
+            for name, uses in zip(self.spec.names, terms.by_parameter, strict=True)
+        )
+
+    def _compute_terms(self, examples: int) -> "_Terms":
+        terms = _Terms([[] for _ in self.spec.names], {})
         # A replay runs modules again; their calls must not be recorded.
         self._replaying = True
         try:
             with torch.no_grad():
                 for call in self._calls:
                     owner = self._owners[call.name]
-                    for local, term in self._call_terms(owner, call, examples):
-                        if local in owner.parameters:
-                            terms[self._index[owner.parameters[local]]].append(term)
-                        else:
-                            self._warn_of_unfrozen(owner, local)
+                    grads = self._accumulated_grads(owner, call)
+                    if grads:
+                        self._add_terms(terms, owner, call, grads, examples)
+        except Exception:
+            self.clear()  # otherwise the same error would come at every step
+            raise
         finally:
             self._replaying = False
-            self.clear()
-        return tuple(tuple(uses) for uses in terms)
+        return terms
+
+    def _accumulated_grads(self, owner: ParameterOwner, call: ModuleCall) -> dict[int, Tensor]:
+        """Add up a call's output gradients over the backwards that reached its parameters.
+
+        `torch.autograd.grad(output, input)` passes by the outputs of layers as well, but gives
+        their parameters no gradient.
+        """
+        tasks = {t for p in owner.parameters.values() for t in self._check.tasks[self._index[p]]}
+        grads: dict[int, Tensor] = {}
+        for (task, index), grad in call.grads.items():
+            if task in tasks:
+                grads[index] = grads[index] + grad if index in grads else grad
+        return grads
+
+    def _add_terms(
+        self,
+        terms: "_Terms",
+        owner: ParameterOwner,
+        call: ModuleCall,
+        grads: dict[int, Tensor],
+        examples: int,
+    ) -> None:
+        for local, term in self._call_terms(owner, call, grads, examples):
+            if local not in owner.parameters:
+                self._warn_of_unfrozen(owner, local)
+                continue
+            parameter = owner.parameters[local]
+            index = self._index[parameter]
+            terms.by_parameter[index].append(term)
+            if self._check.due:
+                autocast = call.context.autocast_dtype if call.context else None
+                tensors = (parameter, *tensor_leaves((call.args, call.kwargs)), *grads.values())
+                widest = tolerance(tensors, autocast)
+                terms.tolerances[index] = max(widest, terms.tolerances.get(index, 0.0))
 
     def _warn_of_unfrozen(self, owner: ParameterOwner, local: str) -> None:
         name = f"{owner.name}.{local}" if owner.name else local
@@ -241,15 +363,15 @@ class Capture:
             )
 
     def _call_terms(
-        self, owner: ParameterOwner, call: ModuleCall, examples: int
+        self, owner: ParameterOwner, call: ModuleCall, grads: dict[int, Tensor], examples: int
     ) -> Iterator[tuple[str, Term]]:
         batch = BatchDim(examples, call.name or type(call.module).__name__, self._batch_dim)
         if owner.rule is None:
-            yield from replay(call, owner.parameters, batch).items()
+            yield from replay(call, grads, owner.parameters, batch).items()
         else:
             # Called with a keyword: layers have one argument, whatever its name.
             inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
-            yield from owner.rule(call.module, inputs, call.grads[0], batch, call.statistics)
+            yield from owner.rule(call.module, inputs, grads[0], batch, call.statistics)
 
 
 def _only_outer_terms(

@@ -42,6 +42,12 @@ class ForwardContext:
     versions: tuple[int, ...]
     """Version counters of the parameters, to detect later changes."""
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Dtype of autocast, or None if it is off."""
+        _, enabled, dtype = self.autocast
+        return dtype if enabled else None
+
     @classmethod
     def save(cls, module: nn.Module) -> "ForwardContext":
         """Save the context of `module`; call it right before the forward."""
@@ -76,8 +82,9 @@ class ModuleCall:
     """Buffers that the module's rule needs, as of the forward."""
     versions: tuple[int, ...]
     """Version counters of the tensors in `args` and `kwargs`."""
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients by the position of the output among the leaves of all outputs."""
+    grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Gradients by the backward (autograd's graph task) that they arrived in and the position of
+    the output among the tensors of all outputs."""
 
 
 def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
@@ -88,7 +95,12 @@ def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
 
 def tensor_versions(args: Any) -> tuple[int, ...]:
     """Return the version counter of every tensor in `args`, to detect in-place changes."""
-    return tuple(leaf._version for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return tuple(leaf._version for leaf in tensor_leaves(args))
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments or outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def detach_all(args: Any) -> Any:
@@ -97,23 +109,33 @@ def detach_all(args: Any) -> Any:
 
 
 def replay(
-    call: ModuleCall, parameters: Mapping[str, nn.Parameter], batch: BatchDim
+    call: ModuleCall,
+    grads: Mapping[int, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    batch: BatchDim,
 ) -> dict[str, DenseTerm]:
-    """Return the per-example gradients of a module's parameters, by their local names."""
+    """Return the per-example gradients of a module's parameters, by their local names.
+
+    Args:
+        call: The call to repeat.
+        grads: Gradients by the position of the output among the tensors of all outputs.
+        parameters: The module's parameters by local name.
+        batch: How to find the batch dimension of the outputs.
+    """
     assert call.context is not None
     _check_unchanged(call, call.context)
     # pop_rows() runs without gradients; the replay needs a graph of its own.
     with _restored(call.module, call.context), torch.enable_grad():
-        outputs = tree_leaves(_forward(call))
+        outputs = tensor_leaves(_forward(call))
     with _without_hooks(parameters.values()):
-        grads = _per_example_grads(
-            [outputs[index] for index in call.grads],
-            list(call.grads.values()),
-            [_output_batch_dim(call.module, index, outputs[index], batch) for index in call.grads],
+        rows = _per_example_grads(
+            [outputs[index] for index in grads],
+            list(grads.values()),
+            [_output_batch_dim(call.module, index, outputs[index], batch) for index in grads],
             list(parameters.values()),
             batch.examples,
         )
-    return {name: DenseTerm(grad) for name, grad in zip(parameters, grads, strict=True)}
+    return {name: DenseTerm(row) for name, row in zip(parameters, rows, strict=True)}
 
 
 def _output_batch_dim(module: nn.Module, index: int, output: Tensor, batch: BatchDim) -> int:

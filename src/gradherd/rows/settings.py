@@ -17,6 +17,8 @@ class ExactRows:
     """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
     """Batch dimension, tried first in every tensor; None takes the first one of the right size."""
+    strict: bool = False
+    """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class SketchRows:
     """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
     """Batch dimension, tried first in every tensor; None takes the first one of the right size."""
+    strict: bool = False
+    """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -1,0 +1,252 @@
+"""Rows that prove themselves: do the gradients of single examples add up to the gradient?
+
+On a few batches the rows of each parameter are summed and compared with the gradient that autograd
+hands to the parameter in the same backward, before it is accumulated, averaged by DDP or clipped.
+Where they differ, the rows describe another function than the one that is trained: the weight is
+used outside the module that owns it, the loss contains gradients, or an output stayed hidden. Such
+a parameter is left out of the rows from then on.
+
+Shapes: B examples, N elements of a parameter, K random vectors.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.terms import Term
+
+log = logging.getLogger("gradherd")
+
+FIRST_CHECKS = 3
+"""Batches checked after the start, and after each change of the model's mode."""
+CHECK_EVERY = 1000
+"""Batches between later checks: paths that depend on the data may come up late."""
+MAX_SHARE = 0.5
+"""Share of the elements that may be left out before the rest is no basis for an order."""
+
+# Correct rows reach about 3 unit roundoffs of the sum of the row norms, wrong ones 5 % of it and
+# more. Half precision leaves less room between the two than float32.
+_TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e4 * 2**-24,
+    torch.float16: 16 * 2**-11,
+    torch.bfloat16: 16 * 2**-8,
+}
+_TF32_TOLERANCE = 16 * 2**-11
+_RELEVANT_SHARE = 1e-2
+"""Share of the whole row below which errors are measured against the whole row."""
+
+
+class RowCheck:
+    """Compares rows with gradients when a check is due, and remembers which parameters failed."""
+
+    def __init__(
+        self, spec: FlatSpec, parameters: Sequence[nn.Parameter], *, strict: bool = False
+    ) -> None:
+        """Register a hook on each parameter.
+
+        Args:
+            spec: Names and sizes of the parameters.
+            parameters: The parameters, in the order of `spec`.
+            strict: Raise when a parameter would be left out.
+        """
+        self.left_out: dict[str, str] = {}
+        """Names of the parameters that are left out, with the reason."""
+        self.due = True
+        """Whether the rows of the current batch are to be checked."""
+        self.tasks: list[set[int]] = [set() for _ in parameters]
+        """For each parameter, the backwards (autograd's graph tasks) that reached it."""
+        self._spec = spec
+        self._strict = strict
+        self._references: list[Tensor | None] = [None] * len(parameters)
+        self._batches = 0
+        self._remaining = FIRST_CHECKS
+        self._training: bool | None = None
+        self._handles = [_register_first(p, self._hook(i)) for i, p in enumerate(parameters)]
+
+    @property
+    def reached(self) -> bool:
+        """Whether a backward has reached any parameter since the last `clear`."""
+        return any(self.tasks)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        tasks = self.tasks[index]
+
+        def hook(grad: Tensor) -> None:
+            tasks.add(torch._C._current_graph_task_id())
+            if self.due:
+                # A copy: autograd may make this tensor p.grad, which is then clipped in place.
+                grad = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
+                before = self._references[index]
+                self._references[index] = grad if before is None else before + grad
+
+        return hook
+
+    def failures(
+        self,
+        terms: Sequence[Sequence[Term]],
+        tolerances: Mapping[int, float],
+        examples: int,
+        like: Tensor,
+        hint: str,
+    ) -> dict[str, str]:
+        """Return the parameters whose rows do not add up to their gradient, with the reason.
+
+        Args:
+            terms: For each parameter, the terms of its rows, neither averaged nor unscaled.
+            tolerances: For parameters by index, the relative error that their precision allows.
+            examples: B.
+            like: A tensor of the rows' dtype and device.
+            hint: What else is known of this backward, for the reason.
+        """
+        measured = {}
+        for index, name in enumerate(self._spec.names):
+            reference = self._references[index]
+            if name in self.left_out or (reference is None and not terms[index]):
+                continue
+            total, norms = sum_and_norms(terms[index], self._spec.numels[index], examples, like)
+            if reference is not None:
+                total -= reference.reshape(-1).to(total)
+            size = 0.0 if reference is None else float(reference.norm())
+            if math.isfinite(size):  # else an overflow, which GradScaler handles
+                measured[index] = float(total.norm()), size, float(norms)
+        # Errors that are small beside the whole row do not matter. Without this, a gradient that
+        # is nothing but rounding (of a LayerNorm over one feature) would fail.
+        floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())
+        reasons = {}
+        for index, (error, size, norms) in measured.items():
+            allowed = tolerances.get(index, _TOLERANCES[torch.float32])
+            if not error <= allowed * max(norms, floor) + torch.finfo(like.dtype).tiny * 1e6:
+                reasons[self._spec.names[index]] = _reason(error, size, bool(terms[index]), hint)
+        return reasons
+
+    def mask(self, names: Iterable[str]) -> Tensor:
+        """Return a byte for each parameter: 1 if it is among `names` or left out already."""
+        chosen = {*names, *self.left_out}
+        return torch.tensor([name in chosen for name in self._spec.names], dtype=torch.uint8)
+
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Leave more parameters out, with one line in the log.
+
+        Raises:
+            RuntimeError: In strict mode, or if more than half of the elements are left out.
+        """
+        new = {name: why for name, why in reasons.items() if name not in self.left_out}
+        if not new:
+            return
+        self.left_out |= new
+        sizes = dict(zip(self._spec.names, self._spec.numels, strict=True))
+        share = sum(sizes[name] for name in self.left_out) / max(1, self._spec.size)
+        listed = "; ".join(f"{name} ({why})" for name, why in list(new.items())[:5])
+        listed += f"; and {len(new) - 5} more" if len(new) > 5 else ""
+        what = (
+            f"{len(self.left_out)} of {len(sizes)} parameters, {share:.1%} of the elements, have "
+            f"no usable gradients of single examples: {listed}"
+        )
+        if self._strict:
+            raise RuntimeError(f"{what}. With strict=True nothing may be left out")
+        if share > MAX_SHARE:
+            raise RuntimeError(
+                f"{what}. The rest is too little to order examples by: order whole batches "
+                "(unit=batch_size, rows='batch')"
+            )
+        log.warning("%s; rows leave them out from now on", what)
+
+    def clear(self) -> None:
+        """Forget the gradients of the current batch."""
+        for tasks in self.tasks:
+            tasks.clear()
+        if self.due:
+            self._references = [None] * len(self._references)
+
+    def next_batch(self, training: bool) -> None:
+        """Forget the current batch, and decide whether the next one is checked.
+
+        Args:
+            training: Mode of the model. Other modes may take other paths.
+        """
+        self.clear()
+        self._batches += 1
+        self._remaining = max(0, self._remaining - 1)
+        if self._training is not None and training != self._training:
+            self._remaining = FIRST_CHECKS
+        self._training = training
+        self.due = self._remaining > 0 or self._batches % CHECK_EVERY == 0
+
+    def restart(self) -> None:
+        """Check the next batches as if they were the first."""
+        self.clear()
+        self._remaining, self.due = FIRST_CHECKS, True
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks and forget the current batch."""
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+
+def _register_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook that runs before the user's, which may change the gradient."""
+    before = dict(parameter._backward_hooks or {})
+    handle: RemovableHandle = parameter.register_hook(hook)
+    hooks = parameter._backward_hooks
+    assert hooks is not None
+    for key in before:
+        del hooks[key]
+    hooks.update(before)
+    return handle
+
+
+def _reason(error: float, size: float, has_rows: bool, hint: str) -> str:
+    if not has_rows:
+        return hint or "no call of the module that owns it led to its gradient"
+    off = f"{error / size:.0%} off" if size > 0 else "the gradient is 0"
+    cause = hint or "is it used outside the module that owns it?"
+    return f"they do not add up to its gradient, {off}: {cause}"
+
+
+def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) -> float:
+    """Return the relative error that sums over these tensors may have."""
+    widest = 0.0
+    for dtype, cuda in {(t.dtype, t.is_cuda) for t in tensors if t.is_floating_point()}:
+        widest = max(widest, _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]))
+        matmul = torch.get_float32_matmul_precision()
+        if dtype == torch.float32 and matmul == "medium":
+            widest = max(widest, _TOLERANCES[torch.bfloat16])
+        # Convolutions use TF32 by default.
+        elif (
+            dtype == torch.float32
+            and cuda
+            and (matmul == "high" or torch.backends.cudnn.allow_tf32)
+        ):
+            widest = max(widest, _TF32_TOLERANCE)
+    if autocast is not None:
+        widest = max(widest, _TOLERANCES[autocast])
+    return widest
+
+
+def sum_and_norms(
+    terms: Sequence[Term], size: int, examples: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the rows (N,), and an estimate of the sum of their norms.
+
+    An error is measured against the norms of the rows, not that of their sum: the rows of a bias
+    in front of BatchNorm cancel, and what is left is rounding.
+    """
+    total, ones = like.new_zeros(size), like.new_ones(examples)
+    # |<row, v>| is |row| times sqrt(2 / pi) on average for random signs v. Unlike the rows
+    # themselves this costs no more than a forward.
+    generator = torch.Generator().manual_seed(0)
+    count = 4 if size <= 1 << 16 else 2
+    signs = torch.empty(count, size).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    norms = like.new_zeros(())
+    for term in terms:
+        term.combine(ones, total)
+        for vector in signs.to(like):
+            norms += term.dot(vector).abs().sum() * (math.sqrt(math.pi / 2) / count)
+    return total, norms
