@@ -361,7 +361,11 @@ def test_time_major_model_with_as_many_steps_as_examples() -> None:
     check_operations(capture.pop_rows(BATCH), expected)
     head = TimeHead().double()
     expected = loop_over_examples(head, lambda part: per_example(head(x[part])), BATCH)
-    capture = Capture(head, batch_dim=1)
+    capture = Capture(head)
+    per_example(head(x)).mean().backward()
+    check_operations(capture.pop_rows(BATCH), expected)
+    capture.remove_hooks()
+    capture = Capture(head.inner, batch_dim=1)
     per_example(head(x)).mean().backward()
     check_operations(capture.pop_rows(BATCH), expected)
 
@@ -370,7 +374,9 @@ def test_errors_say_what_is_wrong() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2))
     capture = Capture(model)
     model(torch.randn(BATCH, 3)).sum().backward()
-    with pytest.raises(ValueError, match=r"\(4, 2\) in module '.' has the 7 examples"):
+    with pytest.raises(
+        RuntimeError, match=r"'.' sees a tensor of shape \(4, .\), .* the 7 examples"
+    ):
         capture.pop_rows(7)
     with pytest.raises(ValueError, match="'mean' or 'sum', got 'max'"):
         capture.pop_rows(BATCH, reduction="max")  # type: ignore[arg-type]

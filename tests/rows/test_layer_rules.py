@@ -194,7 +194,7 @@ def test_a_subclass_with_another_forward_has_no_rule() -> None:
 
 
 def test_a_shape_without_the_batch_is_named() -> None:
-    with pytest.raises(ValueError, match=r"\(3, 4\) in module 'head' .* 5"):
+    with pytest.raises(ValueError, match=r"'head' sees a tensor of shape \(3, 4\), .* the 5"):
         BatchDim(5, "head").find(torch.Size([3, 4]))
 
 

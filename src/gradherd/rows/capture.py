@@ -17,21 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.exact_rows import FactoredRows
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import (
     ForwardContext,
     ModuleCall,
-    detach_all,
     replay,
     skip_on_replay,
-    tensor_leaves,
-    tensor_versions,
 )
-from gradherd.rows.layer_rules import BatchDim, save_statistics
+from gradherd.rows.layer_rules import UnbatchedError, save_statistics
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unwrap_model
 from gradherd.rows.row_check import RowCheck, tolerance
 from gradherd.rows.sketch import check_size, count_sketch
+from gradherd.rows.tensor_tree import detach_all, tensor_leaves, tensor_versions
 from gradherd.rows.terms import OuterTerm, Term, at_least_float32
 
 log = logging.getLogger("gradherd")
@@ -47,6 +46,8 @@ class _Terms:
     """One term for each use of a parameter."""
     tolerances: dict[int, float]
     """Relative error that the precision of each parameter's terms allows; for checks only."""
+    unbatched: dict[str, str]
+    """Names of parameters that are used without a batch dimension, with the reason."""
 
 
 class Capture:
@@ -70,15 +71,15 @@ class Capture:
 
         Args:
             model: Any module, or one wrapped in DDP.
-            batch_dim: Batch dimension, tried first in every tensor; None takes the first
-                dimension that has as many entries as there are examples. Give 1 for time-major
-                models whose number of time steps may equal the batch size.
+            batch_dim: Batch dimension of the model's inputs; None takes the first dimension that
+                has as many entries as there are examples. Give 1 for time-major models whose
+                number of time steps may equal the batch size.
             strict: Raise where a parameter would be left out.
         """
         model = unwrap_model(model)
         self.spec = FlatSpec.of(model)
         self._model = model
-        self._batch_dim = batch_dim
+        self._dims = BatchDims(batch_dim)
         self._owners = {owner.name: owner for owner in parameter_owners(model)}
         # By parameter, not by name: modules that share a weight know it under different names.
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -90,13 +91,16 @@ class Capture:
         if parameters:
             self._like = at_least_float32(parameters[0].detach().new_empty(0))
         self._calls: list[ModuleCall] = []
+        self._model_calls: list[ModuleCall] = []
         self._terms: _Terms | None = None
         self._failures: dict[str, str] = {}
         self._create_graph = False
         self._contexts: dict[str, ForwardContext] = {}
         self._replaying = False
         self._unfrozen: set[str] = set()
-        self._handles: list[Any] = []
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        ]
         for owner in self._owners.values():
             self._register(owner)
 
@@ -181,6 +185,7 @@ class Capture:
         self._failures = self._check.failures(
             terms.by_parameter, terms.tolerances, examples, self._like, hint
         )
+        self._failures |= terms.unbatched
         return self._check.mask(self._failures)
 
     def leave_out(self, mask: Tensor) -> None:
@@ -207,6 +212,7 @@ class Capture:
             # A retained graph may run backward again; its gradients then start a new record.
             call.grads.clear()
         self._calls.clear()
+        self._model_calls.clear()
         self._terms = None
         self._create_graph = False
         self._check.clear()
@@ -235,6 +241,13 @@ class Capture:
         )
 
     @skip_on_replay
+    def _before_model(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and self._check.due and not self._replaying:
+            args, kwargs = detach_all((args, kwargs))
+            context = ForwardContext.save(module)
+            self._model_calls.append(ModuleCall("", module, args, kwargs, context, (), ()))
+
+    @skip_on_replay
     def _before_forward(self, owner: ParameterOwner, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not self._replaying:
             self._contexts[owner.name] = ForwardContext.save(module)
@@ -247,6 +260,9 @@ class Capture:
         kwargs: dict[str, Any],
         outputs: Any,
     ) -> None:
+        if self._dims.recording is not None:
+            self._dims.recording.append((owner.name, call_shapes(args, kwargs, outputs)))
+            return
         # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
         # runs again with gradients enabled.
         if not torch.is_grad_enabled() or self._replaying:
@@ -290,7 +306,11 @@ class Capture:
         try:
             if self._terms is None and (mask := self.check_bitmask(examples)) is not None:
                 self.leave_out(mask)
-            terms = self._terms or self._compute_terms(examples)
+            terms = self._terms
+            if terms is None:
+                terms = self._compute_terms(examples)
+                # Not in step with other ranks, which follow with the next check.
+                self._check.leave_out(terms.unbatched)
         finally:
             self.clear()
             self._check.next_batch(self._model.training)
@@ -301,16 +321,16 @@ class Capture:
         )
 
     def _compute_terms(self, examples: int) -> "_Terms":
-        terms = _Terms([[] for _ in self.spec.names], {})
+        terms = _Terms([[] for _ in self.spec.names], {}, {})
         # A replay runs modules again; their calls must not be recorded.
         self._replaying = True
         try:
             with torch.no_grad():
-                for call in self._calls:
-                    owner = self._owners[call.name]
-                    grads = self._accumulated_grads(owner, call)
+                all_grads = [(call, self._accumulated_grads(call)) for call in self._calls]
+                self._probe(all_grads, examples)
+                for call, grads in all_grads:
                     if grads:
-                        self._add_terms(terms, owner, call, grads, examples)
+                        self._add_terms(terms, call, grads, examples)
         except Exception:
             self.clear()  # otherwise the same error would come at every step
             raise
@@ -318,12 +338,25 @@ class Capture:
             self._replaying = False
         return terms
 
-    def _accumulated_grads(self, owner: ParameterOwner, call: ModuleCall) -> dict[int, Tensor]:
+    def _probe(self, calls: list[tuple[ModuleCall, dict[int, Tensor]]], examples: int) -> None:
+        """Find the batch dimensions of modules that have not been called like this before."""
+        shapes: dict[str, list[Shapes]] = {}
+        for call, grads in calls:
+            # The gradients of outputs have the shapes of the outputs.
+            of_call = call_shapes(call.args, call.kwargs, ())
+            of_call |= {index: grad.shape for index, grad in grads.items()}
+            shapes.setdefault(call.name, []).append(of_call)
+        if self._model_calls and self._dims.unknown(shapes):
+            for model_call in self._model_calls:
+                self._dims.probe(model_call, examples, shapes)
+
+    def _accumulated_grads(self, call: ModuleCall) -> dict[int, Tensor]:
         """Add up a call's output gradients over the backwards that reached its parameters.
 
         `torch.autograd.grad(output, input)` passes by the outputs of layers as well, but gives
         their parameters no gradient.
         """
+        owner = self._owners[call.name]
         tasks = {t for p in owner.parameters.values() for t in self._check.tasks[self._index[p]]}
         grads: dict[int, Tensor] = {}
         for (task, index), grad in call.grads.items():
@@ -332,25 +365,33 @@ class Capture:
         return grads
 
     def _add_terms(
-        self,
-        terms: "_Terms",
-        owner: ParameterOwner,
-        call: ModuleCall,
-        grads: dict[int, Tensor],
-        examples: int,
+        self, terms: _Terms, call: ModuleCall, grads: dict[int, Tensor], examples: int
     ) -> None:
-        for local, term in self._call_terms(owner, call, grads, examples):
+        owner = self._owners[call.name]
+        names = {local: self.spec.names[self._index[p]] for local, p in owner.parameters.items()}
+        wanted = {
+            local: parameter
+            for local, parameter in owner.parameters.items()
+            if names[local] not in self._check.left_out
+        }
+        if not wanted:
+            return
+        try:
+            named_terms = list(self._call_terms(owner, wanted, call, grads, examples))
+        except UnbatchedError as error:
+            terms.unbatched |= {names[local]: str(error) for local in wanted}
+            return
+        for local, term in named_terms:
             if local not in owner.parameters:
                 self._warn_of_unfrozen(owner, local)
-                continue
-            parameter = owner.parameters[local]
-            index = self._index[parameter]
-            terms.by_parameter[index].append(term)
-            if self._check.due:
-                autocast = call.context.autocast_dtype if call.context else None
-                tensors = (parameter, *tensor_leaves((call.args, call.kwargs)), *grads.values())
-                widest = tolerance(tensors, autocast)
-                terms.tolerances[index] = max(widest, terms.tolerances.get(index, 0.0))
+            elif local in wanted:
+                index = self._index[wanted[local]]
+                terms.by_parameter[index].append(term)
+                if self._check.due:
+                    autocast = call.context.autocast_dtype if call.context else None
+                    inputs = tensor_leaves((call.args, call.kwargs))
+                    widest = tolerance((wanted[local], *inputs, *grads.values()), autocast)
+                    terms.tolerances[index] = max(widest, terms.tolerances.get(index, 0.0))
 
     def _warn_of_unfrozen(self, owner: ParameterOwner, local: str) -> None:
         name = f"{owner.name}.{local}" if owner.name else local
@@ -363,14 +404,23 @@ class Capture:
             )
 
     def _call_terms(
-        self, owner: ParameterOwner, call: ModuleCall, grads: dict[int, Tensor], examples: int
+        self,
+        owner: ParameterOwner,
+        parameters: dict[str, nn.Parameter],
+        call: ModuleCall,
+        grads: dict[int, Tensor],
+        examples: int,
     ) -> Iterator[tuple[str, Term]]:
-        batch = BatchDim(examples, call.name or type(call.module).__name__, self._batch_dim)
         if owner.rule is None:
-            yield from replay(call, grads, owner.parameters, batch).items()
+            dims = {}
+            for index, grad in grads.items():
+                batch = self._dims.of(call.name, call.module, index, examples, grad.dim())
+                dims[index] = batch.find(grad.shape)
+            yield from replay(call, grads, dims, parameters, examples).items()
         else:
             # Called with a keyword: layers have one argument, whatever its name.
             inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
+            batch = self._dims.of(call.name, call.module, INPUT, examples, inputs.dim())
             yield from owner.rule(call.module, inputs, grads[0], batch, call.statistics)
 
 

@@ -15,9 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from gradherd.rows.layer_rules import BatchDim
+from gradherd.rows.tensor_tree import tensor_leaves, tensor_versions
 from gradherd.rows.terms import DenseTerm
 
 P = ParamSpec("P")
@@ -93,81 +92,61 @@ def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
     return hook
 
 
-def tensor_versions(args: Any) -> tuple[int, ...]:
-    """Return the version counter of every tensor in `args`, to detect in-place changes."""
-    return tuple(leaf._version for leaf in tensor_leaves(args))
-
-
-def tensor_leaves(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested arguments or outputs."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def detach_all(args: Any) -> Any:
-    """Return `args` with every tensor detached from its graph; nothing is copied."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, args)
-
-
 def replay(
     call: ModuleCall,
     grads: Mapping[int, Tensor],
+    dims: Mapping[int, int],
     parameters: Mapping[str, nn.Parameter],
-    batch: BatchDim,
+    examples: int,
 ) -> dict[str, DenseTerm]:
     """Return the per-example gradients of a module's parameters, by their local names.
 
     Args:
         call: The call to repeat.
         grads: Gradients by the position of the output among the tensors of all outputs.
+        dims: Batch dimensions of the same outputs.
         parameters: The module's parameters by local name.
-        batch: How to find the batch dimension of the outputs.
+        examples: B.
     """
     assert call.context is not None
     _check_unchanged(call, call.context)
     # pop_rows() runs without gradients; the replay needs a graph of its own.
     with _restored(call.module, call.context), torch.enable_grad():
-        outputs = tensor_leaves(_forward(call))
+        outputs = tensor_leaves(_forward(call.module, call.args, call.kwargs))
     with _without_hooks(parameters.values()):
         rows = _per_example_grads(
             [outputs[index] for index in grads],
             list(grads.values()),
-            [_output_batch_dim(call.module, index, outputs[index], batch) for index in grads],
+            [dims[index] for index in grads],
             list(parameters.values()),
-            batch.examples,
+            examples,
         )
     return {name: DenseTerm(row) for name, row in zip(parameters, rows, strict=True)}
 
 
-def _output_batch_dim(module: nn.Module, index: int, output: Tensor, batch: BatchDim) -> int:
-    """Return the batch dimension of one of a module's outputs.
-
-    torch's own layers define it: `batch_first` for the outputs (index 0), (layers, B, ...) for the
-    states of recurrent layers, (B, ...) for attention weights.
-    """
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and output.dim() >= 3:
-        recurrent = isinstance(module, nn.RNNBase)
-        first = (index > 0) != recurrent if index > 0 else module.batch_first
-        return BatchDim(batch.examples, batch.module, 0 if first else 1).find(output.shape)
-    return batch.find(output.shape)
+def repeat_forward(call: ModuleCall, args: Any, kwargs: Any) -> None:
+    """Run a module again with other arguments but the same random state, modes and precision."""
+    assert call.context is not None
+    with _restored(call.module, call.context):
+        _forward(call.module, args, kwargs)
 
 
-def _forward(call: ModuleCall) -> Any:
+def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Repeat a forward with the arguments it was given.
 
     Pre-hooks run again because they may prepare the module (weight normalisation), except those
     marked by `skip_on_replay`. Their changed arguments are ignored: the call holds the arguments
     after its hooks.
     """
-    module = call.module
     for key, hook in module._forward_pre_hooks.items():
         # A partial does not show the attributes of its function.
         if getattr(getattr(hook, "func", hook), "skip_on_replay", False):
             continue
         if key in module._forward_pre_hooks_with_kwargs:
-            hook(module, call.args, call.kwargs)
+            hook(module, args, kwargs)
         else:
-            hook(module, call.args)
-    return module.forward(*call.args, **call.kwargs)
+            hook(module, args)
+    return module.forward(*args, **kwargs)
 
 
 @contextmanager
@@ -201,15 +180,17 @@ def _check_unchanged(call: ModuleCall, context: ForwardContext) -> None:
 
 @contextmanager
 def _restored(module: nn.Module, context: ForwardContext) -> Iterator[None]:
-    """Restore random state, modes and precision of a forward; undo it, and buffers, at the end."""
+    """Restore random state, modes and precision of a forward; undo it at the end."""
     modes = {child: child.training for child in context.training}
-    # A replayed forward updates running statistics once more; they are put back.
+    # A repeated forward updates running statistics once more: it works on copies. Writing the old
+    # values back would invalidate what autograd has saved.
     buffers = [
-        (owner, name, buffer, buffer._version, buffer.clone())
+        (owner, name, buffer)
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
+    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
     kind, enabled, dtype = context.autocast
     try:
         with (
@@ -221,15 +202,14 @@ def _restored(module: nn.Module, context: ForwardContext) -> Iterator[None]:
                 torch.cuda.set_rng_state(state, index)
             for child, training in context.training.items():
                 child.training = training
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = copies[buffer]
             yield
     finally:
         for child, training in modes.items():
             child.training = training
-        for owner, name, buffer, version, before in buffers:
+        for owner, name, buffer in buffers:
             owner._buffers[name] = buffer
-            # Only if it was written to: a copy would bump the version counter for autograd.
-            if buffer._version != version:
-                buffer.detach().copy_(before)
 
 
 def _per_example_grads(

@@ -20,6 +20,10 @@ from gradherd.rows.conv_term import ConvTerm
 from gradherd.rows.terms import DenseTerm, OuterTerm, Term, at_least_float32
 
 
+class UnbatchedError(ValueError):
+    """A tensor has no batch dimension, so there are no gradients of single examples."""
+
+
 @dataclass(frozen=True)
 class BatchDim:
     """How to find the batch dimension in the tensors of one module."""
@@ -29,25 +33,34 @@ class BatchDim:
     module: str
     """Name of the module, for errors."""
     preferred: int | None = None
-    """Dimension tried before the others; None tries them from the first."""
+    """Batch dimension of the model, if it is not the first."""
+    dim: int | None = None
+    """Batch dimension of this module, or None if it has none; see `is_known`."""
+    is_known: bool = False
+    """Whether `dim` was found out; otherwise sizes decide."""
 
     def find(self, shape: torch.Size, candidates: int | None = None) -> int:
         """Return the batch dimension among the first `candidates` dimensions of a shape.
 
         >>> BatchDim(5, "decoder").find(torch.Size([7, 5, 3]))
         1
+
+        Raises:
+            UnbatchedError: There is none.
         """
-        dims = list(range(len(shape) if candidates is None else candidates))
-        if self.preferred is not None and self.preferred in dims:
-            dims.insert(0, self.preferred)
-        for dim in dims:
-            if shape[dim] == self.examples:
+        dims = range(len(shape) if candidates is None else candidates)
+        fits = [dim for dim in dims if shape[dim] == self.examples]
+        if self.is_known:
+            fits = [dim for dim in fits if dim == self.dim]
+        preferred = self.preferred or 0
+        if preferred in fits or len(fits) == 1:
+            dim = preferred if preferred in fits else fits[0]
+            # (1, T) is broadcast over the examples; T may still equal their number.
+            if self.is_known or dim == preferred or shape[preferred] != 1:
                 return dim
-        raise ValueError(
-            f"no dimension of shape {tuple(shape)} in module '{self.module}' has the "
-            f"{self.examples} examples of the batch: a module that sees a flattened, broadcast or "
-            "unbatched tensor has no gradients of single examples (keep the batch dimension, or "
-            "order whole batches)"
+        raise UnbatchedError(
+            f"module '{self.module}' sees a tensor of shape {tuple(shape)}, of which no dimension "
+            f"holds the {self.examples} examples of the batch"
         )
 
     def move_first(self, tensor: Tensor, features: int) -> Tensor:

@@ -109,12 +109,12 @@ class RowCheck:
             reference = self._references[index]
             if name in self.left_out or (reference is None and not terms[index]):
                 continue
-            total, norms = sum_and_norms(terms[index], self._spec.numels[index], examples, like)
+            total, norm_sum = sum_and_norms(terms[index], self._spec.numels[index], examples, like)
             if reference is not None:
                 total -= reference.reshape(-1).to(total)
             size = 0.0 if reference is None else float(reference.norm())
             if math.isfinite(size):  # else an overflow, which GradScaler handles
-                measured[index] = float(total.norm()), size, float(norms)
+                measured[index] = float(total.norm()), size, float(norm_sum)
         # Errors that are small beside the whole row do not matter. Without this, a gradient that
         # is nothing but rounding (of a LayerNorm over one feature) would fail.
         floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())

@@ -16,7 +16,7 @@ class ExactRows:
     reduction: Literal["mean", "sum"] = "mean"
     """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
-    """Batch dimension, tried first in every tensor; None takes the first one of the right size."""
+    """Batch dimension of the model's inputs; None takes the first one of the right size."""
     strict: bool = False
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
@@ -32,7 +32,7 @@ class SketchRows:
     reduction: Literal["mean", "sum"] = "mean"
     """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
-    """Batch dimension, tried first in every tensor; None takes the first one of the right size."""
+    """Batch dimension of the model's inputs; None takes the first one of the right size."""
     strict: bool = False
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 

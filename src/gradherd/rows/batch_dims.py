@@ -1,0 +1,171 @@
+"""Which dimension of each tensor is the batch: found by running the model with one more example.
+
+Sizes alone do not tell. With as many positions as examples, a table of positions looked up once
+for all examples looks like a batch, and its rows would even add up to the gradient. But if the
+model runs on B + 1 examples, exactly the dimensions that hold examples grow.
+
+Shapes: B examples.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.rows.forward_replay import ModuleCall, repeat_forward
+from gradherd.rows.layer_rules import BatchDim
+from gradherd.rows.tensor_tree import map_tensors, tensor_leaves
+
+INPUT = -1
+"""Stands for a module's input where outputs are numbered from 0."""
+
+Shapes = dict[int, torch.Size]
+"""Shapes of a module's input and outputs in one call."""
+
+
+def call_shapes(args: Any, kwargs: Any, outputs: Any) -> Shapes:
+    """Return the shapes of a call's first input and of all its outputs."""
+    shapes = {index: out.shape for index, out in enumerate(tensor_leaves(outputs))}
+    if inputs := tensor_leaves((args, kwargs)):
+        shapes[INPUT] = inputs[0].shape
+    return shapes
+
+
+@dataclass
+class BatchDims:
+    """Remembers the batch dimension of the model's inputs and of every module's tensors."""
+
+    given: int | None = None
+    """The user's setting for all tensors of the model."""
+    recording: list[tuple[str, Shapes]] | None = None
+    """Calls of modules while the model runs with one more example, else None."""
+    _model_dim: int | None = None
+    _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
+    """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
+
+    def of(self, name: str, module: nn.Module, index: int, examples: int, ndim: int) -> BatchDim:
+        """Return how to find the batch dimension of a module's input or output."""
+        preferred = self.given if self._model_dim is None else self._model_dim
+        label = name or type(module).__name__
+        if (name, index, ndim) in self._known:
+            dim = self._known[name, index, ndim]
+            return BatchDim(examples, label, preferred, dim, is_known=True)
+        if index != INPUT and ndim >= 3:
+            # torch's own layers define their outputs: `batch_first` for the sequence,
+            # (layers, B, ...) for states of recurrent layers, (B, ...) for attention weights.
+            if isinstance(module, nn.RNNBase):
+                preferred = 1 if index > 0 or not module.batch_first else 0
+            elif isinstance(module, nn.MultiheadAttention):
+                preferred = 0 if index > 0 or module.batch_first else 1
+        return BatchDim(examples, label, preferred)
+
+    def model_examples(self, args: Any, kwargs: Any) -> int | None:
+        """Return B as the model's own inputs have it, or None if they have no tensors."""
+        dim = self._model_dim if self._model_dim is not None else self.given or 0
+        sizes = [t.shape[dim] for t in tensor_leaves((args, kwargs)) if t.dim() > dim]
+        return sizes[0] if sizes else None
+
+    def unknown(self, calls: Mapping[str, list[Shapes]]) -> bool:
+        """Say whether any of these modules has tensors that were never probed."""
+        return any(
+            (name, index, len(shape)) not in self._known
+            for name, several in calls.items()
+            for shapes in several
+            for index, shape in shapes.items()
+        )
+
+    def probe(self, call: ModuleCall, examples: int, calls: Mapping[str, list[Shapes]]) -> None:
+        """Run the model with one more example and note which dimensions grow.
+
+        Args:
+            call: A call of the model itself.
+            examples: B.
+            calls: Shapes of the modules' calls in this batch, by module.
+
+        Raises:
+            ValueError: The model's inputs contradict the batch dimension of earlier batches.
+        """
+        if not self._fix_model_dim(call, examples):
+            return
+        for skip_square in (False, True):
+            self.recording = []
+            try:
+                # Inputs that only look like a batch, such as a square mask, make the model fail.
+                args, kwargs = self._one_more(call, examples, skip_square)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    # In evaluation, torch's transformers take other paths without gradients.
+                    with torch.set_grad_enabled(not call.module.training):
+                        repeat_forward(call, args, kwargs)
+            except Exception:
+                continue
+            else:
+                self._learn(examples, calls, self.recording)
+                return
+            finally:
+                self.recording = None
+
+    def _fix_model_dim(self, call: ModuleCall, examples: int) -> bool:
+        """Decide on the batch dimension of the model's inputs; say whether there is one."""
+        shape = next((t.shape for t in tensor_leaves((call.args, call.kwargs)) if t.dim()), None)
+        if shape is None:
+            return False
+        dims = [dim for dim, size in enumerate(shape) if size == examples]
+        if self.given is None:
+            dims = [dim for dim in dims if dim < 2]
+        decided = self._model_dim if self._model_dim is not None else self.given
+        if decided is None and dims:
+            # Loaders put the batch first, so that is what equal sizes mean.
+            self._model_dim = dims[0]
+        elif decided is not None and decided not in dims and dims:
+            raise ValueError(
+                f"a batch of {examples} examples gave the model an input of shape {tuple(shape)}, "
+                f"but its batch dimension is {decided} as given, or as earlier batches had it: "
+                f"give batch_dim={dims[0]} to ExactRows or SketchRows"
+            )
+        return bool(dims)
+
+    def _one_more(self, call: ModuleCall, examples: int, skip_square: bool) -> Any:
+        """Return the arguments of a call with the last example repeated."""
+        dim = self._model_dim if self._model_dim is not None else self.given or 0
+
+        def extend(tensor: Tensor) -> Tensor:
+            if tensor.dim() <= dim or tensor.shape[dim] != examples:
+                return tensor
+            if skip_square and tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]:
+                return tensor
+            return torch.cat([tensor, tensor.narrow(dim, examples - 1, 1)], dim)
+
+        return map_tensors(extend, (call.args, call.kwargs))
+
+    def _learn(
+        self,
+        examples: int,
+        calls: Mapping[str, list[Shapes]],
+        probed: list[tuple[str, Shapes]],
+    ) -> None:
+        votes: dict[tuple[str, int, int], set[int | None]] = {}
+        for name, larger in {(n, tuple(s.items())) for n, s in probed}:
+            for index, big in larger:
+                key = (name, index, len(big))
+                for shapes in calls.get(name, ()):
+                    small = shapes.get(index, torch.Size())
+                    if len(small) == len(big):
+                        votes.setdefault(key, set()).update(_grown(small, big, examples))
+        for key, dims in votes.items():
+            if dims:
+                # Uses with and without a batch cannot be told apart later: no batch dimension.
+                self._known[key] = dims.pop() if len(dims) == 1 else None
+
+
+def _grown(small: torch.Size, big: torch.Size, examples: int) -> set[int | None]:
+    """Return the dimension that grew by one example, None for no dimension, or nothing known."""
+    changed = [dim for dim, (a, b) in enumerate(zip(small, big, strict=True)) if a != b]
+    if not changed:
+        return {None}
+    if len(changed) == 1 and small[changed[0]] == examples and big[changed[0]] == examples + 1:
+        return {changed[0]}
+    return set()
