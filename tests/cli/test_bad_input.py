@@ -184,7 +184,7 @@ def test_a_seed_that_no_generator_takes(capsys):
     [
         ("x = (", "X", ["SyntaxError", "line 1"]),
         ("import away_from_here", "X", ["away_from_here"]),
-        ("class X: pass", "X", ["X is no task", "lacks", "defaults"]),
+        ("class X: pass", "X", ["X is not a task", "lacks", "defaults"]),
         ("class X: pass", "Y", ["has no class 'Y'"]),
         ("X = 3", "X", ["has no class 'X'"]),
         ("class X:\n def __init__(self): raise KeyError('k')", "X", ["X() fails", "'k'"]),

@@ -94,7 +94,7 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, args, complaint):
     [
         ({"task": 3}, "task is 3, not text"),
         ({"config": None}, "config is None, not a mapping"),
-        ({"seed": "one"}, "seed is 'one', not a whole number"),
+        ({"seed": "one"}, "seed is 'one', not an integer"),
         ({"density": "x"}, "density is 'x', not a number"),
         ({"density_by_step": {}}, "density_by_step is not a list"),
         ({"density_by_step": [{"step": 1}]}, "density_by_step holds {'step': 1}"),
