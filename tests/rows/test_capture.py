@@ -384,6 +384,8 @@ def test_errors_say_what_is_wrong() -> None:
         capture.pop_rows(0)
     with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
         capture.pop_rows(BATCH, loss_scale=0.0)
+    capture.remove_hooks()
+    capture = Capture(model)
     model(torch.randn(BATCH, 3)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match=r"module '1' changed .* before optimizer.step"):

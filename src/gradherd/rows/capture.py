@@ -8,7 +8,7 @@ Shapes: B examples, D elements of all trainable parameters, k elements of a sket
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from gradherd.rows.layer_rules import UnbatchedError, save_statistics
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unwrap_model
 from gradherd.rows.row_check import RowCheck, tolerance
 from gradherd.rows.sketch import check_size, count_sketch
-from gradherd.rows.tensor_tree import detach_all, tensor_leaves, tensor_versions
+from gradherd.rows.tensor_tree import detach_all, map_tensors, tensor_leaves, tensor_versions
 from gradherd.rows.terms import OuterTerm, Term, at_least_float32
 
 log = logging.getLogger("gradherd")
@@ -259,14 +259,14 @@ class Capture:
         args: Any,
         kwargs: dict[str, Any],
         outputs: Any,
-    ) -> None:
+    ) -> Any:
         if self._dims.recording is not None:
             self._dims.recording.append((owner.name, call_shapes(args, kwargs, outputs)))
-            return
+            return None
         # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
         # runs again with gradients enabled.
         if not torch.is_grad_enabled() or self._replaying:
-            return
+            return None
         if isinstance(outputs, tuple) and any(isinstance(out, PackedSequence) for out in outputs):
             raise ValueError(
                 f"module '{owner.name}' got a PackedSequence, in which examples are interleaved: "
@@ -283,11 +283,35 @@ class Capture:
             statistics=save_statistics(module),
             versions=tensor_versions((args, kwargs)),
         )
+        tensors = [out for out in tensor_leaves(outputs) if out.requires_grad]
+        if owner.rule is None and len(tensors) > 1:
+            return self._hook_aliases(call, outputs)
         # Hooks on tensors, because a module's full backward hook forbids in-place operations on
         # its outputs, such as ReLU(inplace=True).
         for index, output in enumerate(tensor_leaves(outputs)):
             if output.requires_grad:
-                output.register_hook(partial(self._on_grad, call, index))
+                _hook_gradient(output, partial(self._on_grad, call, index))
+        return None
+
+    def _hook_aliases(self, call: ModuleCall, outputs: Any) -> Any:
+        """Return aliases of a module's outputs that report their gradients.
+
+        One output may be computed from another inside the module (LSTMCell), or appear twice. An
+        alias gets what comes from outside only; a replay adds the rest.
+        """
+        count = 0
+
+        def alias(output: Tensor) -> Tensor:
+            nonlocal count
+            index, count = count, count + 1
+            if not output.requires_grad:
+                return output
+            inner = output.view_as(output)
+            _hook_gradient(inner, partial(self._on_grad, call, index))
+            # The user gets another one, whose hooks run before ours.
+            return inner.view_as(inner)
+
+        return map_tensors(alias, outputs)
 
     def _on_grad(self, call: ModuleCall, index: int, grad: Tensor | None) -> None:
         if grad is None:  # fused recurrent kernels report outputs that nothing uses
@@ -422,6 +446,16 @@ class Capture:
             inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
             batch = self._dims.of(call.name, call.module, INPUT, examples, inputs.dim())
             yield from owner.rule(call.module, inputs, grads[0], batch, call.statistics)
+
+
+def _hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Call `hook` with the gradient of a tensor, after all hooks of the user's on it."""
+    node, index = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(hook)
+    else:
+        # Hooks of a tensor run in the order in which they are set, but before those of its node.
+        node.register_prehook(lambda grads: hook(grads[index]))
 
 
 def _only_outer_terms(

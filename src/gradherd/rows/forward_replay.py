@@ -40,6 +40,8 @@ class ForwardContext:
     """Device type, whether autocast is on, and its dtype."""
     versions: tuple[int, ...]
     """Version counters of the parameters, to detect later changes."""
+    buffers: dict[Tensor, Tensor]
+    """Values of buffers that this forward may both change and depend on (spectral norm)."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -64,7 +66,21 @@ class ForwardContext:
             training={child: child.training for child in module.modules()},
             autocast=(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             versions=tuple(p._version for p in parameters),
+            buffers=_buffers_in_use(module),
         )
+
+
+def _buffers_in_use(module: nn.Module) -> dict[Tensor, Tensor]:
+    """Copy the buffers of modules whose weights are computed before each forward."""
+    prepared = (
+        child
+        for child in module.modules()
+        if hasattr(child, "parametrizations")
+        or any(not _skipped(hook) for hook in child._forward_pre_hooks.values())
+    )
+    return {
+        buffer: buffer.clone() for child in prepared if child.training for buffer in child.buffers()
+    }
 
 
 @dataclass
@@ -90,6 +106,11 @@ def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
     """Mark a forward pre-hook that must see real forwards only, not repeated ones."""
     hook.__dict__["skip_on_replay"] = True
     return hook
+
+
+def _skipped(hook: Any) -> bool:
+    # A partial does not show the attributes of its function.
+    return bool(getattr(getattr(hook, "func", hook), "skip_on_replay", False))
 
 
 def replay(
@@ -139,8 +160,7 @@ def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     after its hooks.
     """
     for key, hook in module._forward_pre_hooks.items():
-        # A partial does not show the attributes of its function.
-        if getattr(getattr(hook, "func", hook), "skip_on_replay", False):
+        if _skipped(hook):
             continue
         if key in module._forward_pre_hooks_with_kwargs:
             hook(module, args, kwargs)
@@ -190,7 +210,7 @@ def _restored(module: nn.Module, context: ForwardContext) -> Iterator[None]:
         for name, buffer in owner._buffers.items()
         if buffer is not None
     ]
-    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
+    copies = {buffer: context.buffers.get(buffer, buffer).clone() for _, _, buffer in buffers}
     kind, enabled, dtype = context.autocast
     try:
         with (

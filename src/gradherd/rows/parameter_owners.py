@@ -61,7 +61,10 @@ def _own_parameters(
             named.update(child.named_parameters(prefix=local))
         else:
             children.append((local, child))
-    return named, children
+    # A weight that a child has as well is used there (the bias of BERT's decoder is registered
+    # twice). A replay of this module would count that use once more.
+    in_children = {p for _, child in children for p in child.parameters()}
+    return {local: p for local, p in named.items() if p not in in_children}, children
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
