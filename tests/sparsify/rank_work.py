@@ -13,7 +13,7 @@ from gradherd.sparsify.exchange import gather_indices, sum_over_workers
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.step import Worker
+from gradherd.sparsify.workers import Worker
 from tests.sparsify.example_sparsifier import EveryNth
 
 # What contracts hold for: the registry, and a method of a user's own.

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
-from gradherd.sparsify.exchange import gather_indices, gather_union, sum_over_workers
+from gradherd.sparsify.exchange import (
+    ONE_ROUND_BYTES,
+    gather_indices,
+    gather_union,
+    sum_over_workers,
+)
 from gradherd.sparsify.selector import StepContext
-from gradherd.sparsify.wire import ONE_ROUND_BYTES
 from tests.sparsify import rank_work
 
 PAGE = 65_536

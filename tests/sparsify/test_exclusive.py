@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from gradherd.sparsify.exchange import padding
 from gradherd.sparsify.exclusive import Online
-from gradherd.sparsify.step import padding
 
 
 @pytest.mark.parametrize(

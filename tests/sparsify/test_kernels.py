@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.histogram import BINS, MagnitudeHistogram
 from gradherd.sparsify.kernels import (
+    BINS,
+    MagnitudeHistogram,
     add,
     add_select,
     indices_above,

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from gradherd.sparsify import kernels
 from gradherd.sparsify import triton_kernels as passes
-from gradherd.sparsify.histogram import BINS, SHIFT, MagnitudeHistogram
+from gradherd.sparsify.kernels import BINS, SHIFT, MagnitudeHistogram
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
 pytestmark = MARKS
@@ -138,7 +138,7 @@ def test_the_floor_leaves_at_least_k(k):
     histogram = MagnitudeHistogram.around(torch.tensor(0.9, device=DEVICE))
     out = torch.empty_like(values)
     passes.add(torch.zeros_like(values), values, 1.0, out, histogram, None, clear=False)
-    floor = passes.topk_threshold(histogram.counts, histogram.window, k)
+    floor = passes.topk_threshold(histogram, k)
     on_cpu = MagnitudeHistogram(histogram.counts.cpu(), histogram.window.cpu())
     assert floor.cpu() == on_cpu.topk_threshold(k)
     reach = int((out.abs() >= floor).sum())

@@ -18,7 +18,7 @@ from gradherd.advise.costs import (
     all_reduce_seconds,
     all_to_all_seconds,
 )
-from gradherd.sparsify.wire import (
+from gradherd.sparsify.exchange import (
     COUNT_BYTES,
     EXDYNA_CAPACITY,
     FLAG_BYTES,

@@ -20,9 +20,10 @@ from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.bucket_map import BucketMap
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
+from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.step import Outcome, Worker
+from gradherd.sparsify.workers import Worker
 
 
 class SparseHook(BucketHook):

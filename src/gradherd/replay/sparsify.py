@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.virtual_workers import VirtualWorkers
+from gradherd.sparsify.workers import VirtualWorkers
 
 
 def replay_sparsify(

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.sparsify.wire import PAGE_BITS, pages_of
+from gradherd.sparsify.exchange import PAGE_BITS, pages_of
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15

@@ -1,24 +1,160 @@
-"""The exchange of indices and values, as scripts that run on real or virtual workers.
+"""The exchange of one step: headers, indices and values, as scripts for real or virtual workers.
 
-Letters: K coordinates that are sent, K_r those that worker r selected, R workers.
+Letters: D coordinates, of which the first S are sparsified and the others are always sent; R
+workers; K coordinates that are sent, K_r those that worker r selected.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Script
-from gradherd.sparsify.selector import StepContext
-from gradherd.sparsify.wire import (
-    COUNT_BYTES,
-    INDEX_BYTES,
-    OFFSET_BYTES,
-    ONE_ROUND_BYTES,
-    ONE_ROUND_SHARE,
-    PAGE_BITS,
-    pages_of,
-)
+from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
+
+FLAG_BYTES = 4
+"""Header of every worker and step: an int32 that says whether its values are finite."""
+
+COUNT_BYTES = 4
+"""A count in a header (of candidates, or of selected coordinates): int32."""
+
+INDEX_BYTES = 4
+"""A coordinate as int32."""
+
+OFFSET_BYTES = 2
+"""A coordinate as its offset in a page. Cheaper than an index as long as pages are not too many:
+each page also costs a count."""
+
+PAGE_BITS = 16
+"""A page is 2**16 coordinates, so that an offset has 16 bits."""
+
+PAGE = 1 << PAGE_BITS
+"""Coordinates of a page."""
+
+MAGNITUDE_BYTES = 2
+"""A magnitude in an offer (consensus): the leading 16 bits of its float32, without the sign."""
+
+ONE_ROUND_BYTES = 1 << 10
+"""Values of up to this size are all-gathered: one round with more bytes then beats two rounds
+(all-to-all, all-gather) with fewer."""
+
+ONE_ROUND_SHARE = 1.25e-3
+"""They are all-gathered, too, while that adds at most this share of what a dense exchange sends."""
+
+EXDYNA_CAPACITY = 1.05
+"""ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
+
+
+def pages_of(span: tuple[int, int]) -> range:
+    """Return the numbers of the pages that the coordinates [first, end) lie in.
+
+    >>> pages_of((0, 65_536)), pages_of((65_535, 65_537)), pages_of((7, 7))
+    (range(0, 1), range(0, 2), range(0, 1))
+    """
+    first, end = span
+    return range(first >> PAGE_BITS, (max(end - 1, first) >> PAGE_BITS) + 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a step on one worker."""
+
+    indices: Tensor
+    """(K,) coordinates that were sent, the same on all workers."""
+    mean: Tensor
+    """(K,) mean over workers, the same bits on all of them."""
+    remainder: Tensor | None
+    """(K,) what this worker keeps at those coordinates; None is nothing."""
+    sent: Tensor | None
+    """(K,) whether this worker's own value is part of the mean; None is everywhere."""
+    selection: Selection
+    """What the method selected, without what is always sent."""
+
+    def metrics(self, dim: int) -> dict[str, Any]:
+        """Return the metrics of a step that sparsified `dim` coordinates."""
+        selected = len(self.selection.indices)
+        return {
+            "selected": selected,
+            "per_rank": self.selection.counts,
+            "threshold": self.selection.threshold,
+            "density": selected / dim if dim else 1.0,
+            "padding": padding(self.selection.counts),
+        }
+
+
+def padding(counts: Sequence[int]) -> float:
+    """Return R max / sum of the counts: the cost of padding all workers to the longest.
+
+    1 is perfect balance.
+    """
+    total = sum(counts)
+    return len(counts) * max(counts) / total if total else 1.0
+
+
+def reduce(
+    acc: Tensor,
+    sparse: int,
+    finite: bool,
+    method: Selector,
+    density: float,
+    state: Any,
+    context: StepContext,
+    sent_dtype: torch.dtype,
+) -> Script[Outcome | None]:
+    """Average the selected coordinates over workers.
+
+    Args:
+        acc: (D,) residual + gradient of this worker; not changed.
+        sparse: S, how many coordinates are sparsified; the others are always sent.
+        finite: Whether all of `acc` is finite.
+        method: Selects the coordinates.
+        density: Share of the S coordinates to send.
+        state: State of the method.
+        context: Which worker this is.
+        sent_dtype: Dtype in which values are sent.
+
+    Returns:
+        The outcome; None, on all workers, if a value of any worker or a sum is not finite.
+    """
+    # A worker with values that are not finite must still take part, or the others would hang. It
+    # proposes zeros, and its flag calls the step off everywhere.
+    part = acc[:sparse] if finite else torch.zeros_like(acc[:sparse])
+    k = target_count(density, sparse)
+    flag = torch.tensor([int(finite)], dtype=torch.int32, device=acc.device)
+    # If all parameters are small, there is nothing to select.
+    proposal = method.propose(part, k, state, context) if sparse else Proposal(flag[:0])
+    headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
+    headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
+    if not bool(headers[:, 0].all()):
+        return None
+    selection = Selection(flag[:0].long(), [0] * context.size, state)
+    if sparse:
+        selection = yield from method.settle(part, k, state, context, proposal, headers[:, 1:])
+
+    always = torch.arange(sparse, len(acc), device=acc.device)
+    indices = torch.cat([selection.indices, always])
+    if selection.sums is None:
+        total, remainder = yield from sum_over_workers(acc[indices], context, sent_dtype, len(acc))
+        sent = None
+    else:
+        rest, error = yield from sum_over_workers(acc[sparse:], context, sent_dtype, len(acc))
+        total = torch.cat([selection.sums, rest])
+        sent, remainder = _partly_sent(acc, selection, rest, error)
+    if not bool(total.isfinite().all()):
+        return None
+    return Outcome(indices, total / context.size, remainder, sent, selection)
+
+
+def _partly_sent(
+    acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return which own values were sent and what stays, for a method that sums values itself."""
+    assert selection.sent is not None
+    sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
+    unsent = acc[selection.indices].masked_fill(selection.sent, 0)
+    return sent, torch.cat([unsent, torch.zeros_like(rest) if error is None else error])
 
 
 def gather_indices(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify.exchange import EXDYNA_CAPACITY
 from gradherd.sparsify.exclusive import (
     ExclusiveResult,
     ExclusiveStep,
@@ -27,7 +28,6 @@ from gradherd.sparsify.exclusive import (
 )
 from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
 from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
-from gradherd.sparsify.wire import EXDYNA_CAPACITY
 
 Balance = Literal["recut", "diffusive", "none"]
 

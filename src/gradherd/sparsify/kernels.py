@@ -14,12 +14,66 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.histogram import MagnitudeHistogram
-
 _HAS_TRITON = find_spec("triton") is not None
 _SAMPLES = 8192
 # Elements to compare at a time: both buffers fit a core's cache and are allocated once.
 _CHUNK = 131_072
+BINS = 128
+"""The first bin also counts everything below the others; the last counts what is not finite."""
+SHIFT = 19
+"""Low bits of a float32 that bins ignore; the exponent and four bits of the mantissa remain."""
+_INFINITY_BITS = 0x7F800000  # As integers, the bits of NaN are larger, those of numbers smaller.
+
+
+class MagnitudeHistogram(NamedTuple):
+    """Count magnitudes, for a threshold of the next step without sorting or waiting for the host.
+
+    Bins are a sixteenth of an octave wide and reach four octaves below and above a threshold, so
+    the histogram of one step gives a good threshold for the next. Everything stays on the device.
+
+    >>> histogram = MagnitudeHistogram.around(torch.tensor(1.0))
+    >>> histogram.add(torch.tensor([1.5, -0.3, 3.0]))
+    >>> histogram.topk_threshold(2)
+    tensor(1.5000)
+    """
+
+    counts: Tensor
+    """(BINS,) int32."""
+    window: Tensor
+    """() int32, not negative: leading bits of the magnitudes in the first bin."""
+    shift: int = SHIFT
+    """Low bits that bins ignore; a field because the Triton kernels get the fields only."""
+
+    @classmethod
+    def around(cls, threshold: Tensor) -> "MagnitudeHistogram":
+        """Return an empty histogram with bins around a () threshold, on the same device."""
+        middle = threshold.abs().float().view(torch.int32) >> SHIFT
+        counts = torch.zeros(BINS, dtype=torch.int32, device=threshold.device)
+        return cls(counts, (middle - BINS // 2).clamp_(min=0))
+
+    def add(self, values: Tensor) -> None:
+        """Count (D,) values; on a GPU, `kernels.add` does this while it adds."""
+        bits = values.abs().float().view(torch.int32)
+        bins = ((bits >> self.shift) - self.window).clamp_(0, BINS - 2)
+        bins = torch.where(bits >= _INFINITY_BITS, BINS - 1, bins)
+        self.counts.add_(torch.bincount(bins, minlength=BINS).int())
+
+    def topk_threshold(self, k: int) -> Tensor:
+        """Return the highest lower edge of a bin that at least k finite magnitudes reach.
+
+        `kernels.topk_threshold` does the same in one kernel on a GPU.
+
+        Returns:
+            () float32; zero if fewer than k magnitudes are in the bins above the first.
+        """
+        reach = self.counts[:-1].flip(0).cumsum(0).flip(0)
+        at = (reach >= k).sum() - 1  # `reach` never grows, so this is the last bin with enough.
+        edge = ((at + self.window) << self.shift).int().view(torch.float32)
+        return torch.where(at > 0, edge, torch.zeros_like(edge))
+
+    def finite(self) -> Tensor:
+        """Return whether everything that was counted is finite: () bool."""
+        return self.counts[-1] == 0
 
 
 class FixedSizeSelection(NamedTuple):
@@ -111,7 +165,7 @@ def topk_threshold(histogram: MagnitudeHistogram, k: int) -> Tensor:
     if _HAS_TRITON and counts.is_cuda and counts.get_device() == torch.cuda.current_device():
         from gradherd.sparsify import triton_kernels
 
-        return triton_kernels.topk_threshold(counts, histogram.window, k)
+        return triton_kernels.topk_threshold(histogram, k)
     return histogram.topk_threshold(k)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradherd.sparsify import kernels
-from gradherd.sparsify.histogram import MagnitudeHistogram
+from gradherd.sparsify.kernels import MagnitudeHistogram
 
 
 @dataclass(frozen=True)

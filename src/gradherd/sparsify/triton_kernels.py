@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradherd.sparsify.histogram import BINS, SHIFT, MagnitudeHistogram
 
 TILE = 8192
 """Coordinates whose marks are counted together."""
@@ -178,7 +177,7 @@ def add(
     grad: Tensor,
     scale: float,
     out: Tensor,
-    histogram: MagnitudeHistogram | None,
+    histogram: tuple[Tensor, Tensor, int] | None,
     threshold: Tensor | None,
     *,
     clear: bool,
@@ -190,20 +189,22 @@ def add(
         grad: (D,) float32, bfloat16 or float16.
         scale: Factor of the gradient.
         out: (D,) float32, may be `residual`.
-        histogram: Counts the magnitudes of the result; None does not count.
+        histogram: A `kernels.MagnitudeHistogram` that counts the magnitudes of the result, or
+            None. A plain tuple to this module, which `kernels` imports.
         threshold: () float32, marks what reaches it; None does not mark.
         clear: Whether to set `grad` to zero.
     """
     bitmap = None if threshold is None else _empty_bitmap(residual)
     words, tile_counts = bitmap or (None, None)
-    counts, window = (histogram.counts, histogram.window) if histogram else (None, None)
+    counts, window, shift = histogram or (None, None, 0)
+    bins = 0 if counts is None else len(counts)
     size = len(residual)
     for first, tiles, masked in _spans(size):
         _add_kernel[(min(tiles, _programs(residual.device)),)](
             residual, grad, out, scale, counts, window, threshold, words, tile_counts,
             first, tiles, size,
             CLEAR=clear, COUNT=histogram is not None, MARK=threshold is not None, MASKED=masked,
-            TILE=TILE, BINS=BINS, SHIFT=SHIFT, num_warps=_WARPS,
+            TILE=TILE, BINS=bins, SHIFT=shift, num_warps=_WARPS,
         )  # fmt: skip
     return bitmap
 
@@ -288,10 +289,13 @@ def _scatter_kernel(
     tl.store(written + i, value.to(written.dtype.element_ty), mask=mine)
 
 
-def topk_threshold(counts: Tensor, window: Tensor, k: int) -> Tensor:
+def topk_threshold(histogram: tuple[Tensor, Tensor, int], k: int) -> Tensor:
     """Do what `MagnitudeHistogram.topk_threshold` does."""
+    counts, window, shift = histogram
     result = torch.empty((), dtype=torch.float32, device=counts.device)
-    _topk_threshold_kernel[(1,)](counts, window, result, k, BINS=BINS, SHIFT=SHIFT, num_warps=1)
+    _topk_threshold_kernel[(1,)](
+        counts, window, result, k, BINS=len(counts), SHIFT=shift, num_warps=1
+    )
     return result
 
 

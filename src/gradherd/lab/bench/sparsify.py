@@ -29,8 +29,7 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.histogram import MagnitudeHistogram
-from gradherd.sparsify.kernels import add_select, indices_above, topk_threshold
+from gradherd.sparsify.kernels import MagnitudeHistogram, add_select, indices_above, topk_threshold
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify

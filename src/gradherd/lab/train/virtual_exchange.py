@@ -27,7 +27,7 @@ from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
 from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import make_settings
-from gradherd.sparsify.virtual_workers import VirtualWorkers
+from gradherd.sparsify.workers import VirtualWorkers
 
 
 class WorkerTurns:

@@ -1,123 +1,22 @@
-"""One step of one worker: propose, agree, exchange, average; and what it keeps between steps.
+"""One worker's side of the exchange and its state, and all workers of a world in one process.
 
-Letters: D coordinates, of which the first S are sparsified and the others are always sent; K are
-sent.
+Letters: D coordinates, R workers, K coordinates that are sent.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, Script
-from gradherd.sparsify.exchange import sum_over_workers
+from gradherd.comm.script import Script, run_together
+from gradherd.sparsify.exchange import Outcome, reduce
 from gradherd.sparsify.residuals import ErrorFeedback
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
+from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a step on one worker."""
-
-    indices: Tensor
-    """(K,) coordinates that were sent, the same on all workers."""
-    mean: Tensor
-    """(K,) mean over workers, the same bits on all of them."""
-    remainder: Tensor | None
-    """(K,) what this worker keeps at those coordinates; None is nothing."""
-    sent: Tensor | None
-    """(K,) whether this worker's own value is part of the mean; None is everywhere."""
-    selection: Selection
-    """What the method selected, without what is always sent."""
-
-    def metrics(self, dim: int) -> dict[str, Any]:
-        """Return the metrics of a step that sparsified `dim` coordinates."""
-        selected = len(self.selection.indices)
-        return {
-            "selected": selected,
-            "per_rank": self.selection.counts,
-            "threshold": self.selection.threshold,
-            "density": selected / dim if dim else 1.0,
-            "padding": padding(self.selection.counts),
-        }
-
-
-def padding(counts: Sequence[int]) -> float:
-    """Return R max / sum of the counts: the cost of padding all workers to the longest.
-
-    1 is perfect balance.
-    """
-    total = sum(counts)
-    return len(counts) * max(counts) / total if total else 1.0
-
-
-def reduce(
-    acc: Tensor,
-    sparse: int,
-    finite: bool,
-    method: Selector,
-    density: float,
-    state: Any,
-    context: StepContext,
-    sent_dtype: torch.dtype,
-) -> Script[Outcome | None]:
-    """Average the selected coordinates over workers.
-
-    Args:
-        acc: (D,) residual + gradient of this worker; not changed.
-        sparse: S, how many coordinates are sparsified; the others are always sent.
-        finite: Whether all of `acc` is finite.
-        method: Selects the coordinates.
-        density: Share of the S coordinates to send.
-        state: State of the method.
-        context: Which worker this is.
-        sent_dtype: Dtype in which values are sent.
-
-    Returns:
-        The outcome; None, on all workers, if a value of any worker or a sum is not finite.
-    """
-    # A worker with values that are not finite must still take part, or the others would hang. It
-    # proposes zeros, and its flag calls the step off everywhere.
-    part = acc[:sparse] if finite else torch.zeros_like(acc[:sparse])
-    k = target_count(density, sparse)
-    flag = torch.tensor([int(finite)], dtype=torch.int32, device=acc.device)
-    # If all parameters are small, there is nothing to select.
-    proposal = method.propose(part, k, state, context) if sparse else Proposal(flag[:0])
-    headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
-    headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
-    if not bool(headers[:, 0].all()):
-        return None
-    selection = Selection(flag[:0].long(), [0] * context.size, state)
-    if sparse:
-        selection = yield from method.settle(part, k, state, context, proposal, headers[:, 1:])
-
-    always = torch.arange(sparse, len(acc), device=acc.device)
-    indices = torch.cat([selection.indices, always])
-    if selection.sums is None:
-        total, remainder = yield from sum_over_workers(acc[indices], context, sent_dtype, len(acc))
-        sent = None
-    else:
-        rest, error = yield from sum_over_workers(acc[sparse:], context, sent_dtype, len(acc))
-        total = torch.cat([selection.sums, rest])
-        sent, remainder = _partly_sent(acc, selection, rest, error)
-    if not bool(total.isfinite().all()):
-        return None
-    return Outcome(indices, total / context.size, remainder, sent, selection)
-
-
-def _partly_sent(
-    acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return which own values were sent and what stays, for a method that sums values itself."""
-    assert selection.sent is not None
-    sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
-    unsent = acc[selection.indices].masked_fill(selection.sent, 0)
-    return sent, torch.cat([unsent, torch.zeros_like(rest) if error is None else error])
 
 
 class Worker:
@@ -262,6 +161,73 @@ class Worker:
         if self._learning_rate is not None and self._first_learning_rate is not None:
             ratio = self._learning_rate / self._first_learning_rate
             self.state = self.settings.method.rescale(self.state, ratio)
+
+
+class VirtualWorkers:
+    """R workers that exchange sparse gradients within one process."""
+
+    def __init__(
+        self,
+        settings: Sparsify,
+        dim: int,
+        size: int,
+        *,
+        sparse: int | None = None,
+        layers: list[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.workers = [
+            Worker(
+                settings,
+                dim,
+                rank=rank,
+                size=size,
+                sparse=sparse,
+                layers=layers,
+                dtype=dtype,
+                device=device,
+            )
+            for rank in range(size)
+        ]
+        self._dim = dim
+        self._sparse = dim if sparse is None else sparse
+        self.metrics: dict[str, Any] = {}
+
+    def step(self, grads: Tensor) -> Tensor:
+        """Average gradients over workers.
+
+        Args:
+            grads: (R, D).
+
+        Returns:
+            (D,) mean of what was sent, zero elsewhere. If anything was not finite, NaN everywhere;
+            residuals are then unchanged.
+        """
+        for worker, grad in zip(self.workers, grads, strict=True):
+            worker.set_unit(1.0)
+            worker.add(0, grad)
+        if self.workers[0].weightless:
+            return torch.zeros_like(grads[0])
+        results = run_together([worker.script() for worker in self.workers])
+        for worker, result in zip(self.workers, results, strict=True):
+            worker.commit(result.value)
+        outcome = results[0].value
+        if outcome is None:
+            return grads.new_full((self._dim,), torch.nan)
+        mean = self.workers[0].mean_of(outcome)
+        # Stacked first, so that a GPU is waited for once and not once per worker.
+        norms = torch.stack([torch.linalg.vector_norm(w.feedback.residual) for w in self.workers])
+        self.metrics = outcome.metrics(self._sparse) | {
+            "residual_norm": statistics.fmean(norms.tolist()),
+            "bytes": round(statistics.fmean(result.bytes for result in results)),
+        }
+        out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
+        return out.index_copy_(0, outcome.indices, mean)
+
+    def residuals(self) -> Tensor:
+        """Return the residuals of all workers: (R, D)."""
+        return torch.stack([worker.feedback.residual for worker in self.workers])
 
 
 def _is_merged(state: Mapping[str, Any]) -> bool:

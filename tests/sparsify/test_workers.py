@@ -3,7 +3,7 @@
 import torch
 
 from gradherd import Sparsify, TopK
-from gradherd.sparsify.virtual_workers import VirtualWorkers
+from gradherd.sparsify.workers import VirtualWorkers
 
 
 def test_values_beyond_bf16_leave_finite_residuals():
