@@ -44,10 +44,18 @@ def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
     If some partitions are shorter than a fair share, the others may send more, so that k offers
     come together.
 
+    Args:
+        factor: At least 1; infinity lets one worker send everything.
+        k: Number of coordinates that all workers send together.
+        lengths: Lengths of the partitions.
+
     >>> capacity(1.15, 100, [500, 500]), capacity(1.15, 100, [10, 500])
     (58, 90)
     """
+    # Without the small term, rounding could turn an exact share into one more.
     most = k if math.isinf(factor) else math.ceil(factor * k / len(lengths) * (1 - 1e-12))
+    # Shortest first: a partition below the level gives all it has, and the rest divides what is
+    # left evenly.
     left, others = k, len(lengths)
     for length in sorted(lengths):
         level = -(-left // others)
@@ -58,7 +66,8 @@ def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
 
 
 def leading_bits(magnitudes: Tensor) -> Tensor:
-    """Return the 16 leading bits of magnitudes: (M,) -> (M,) int32. They sort as magnitudes do."""
+    """Return the 16 leading bits of magnitudes: (M,) -> (M,) int32."""
+    # The bits of floats that are not negative sort as the floats do, also when cut short.
     return magnitudes.float().view(torch.int32) >> _DROPPED_BITS
 
 
@@ -83,6 +92,9 @@ def pack(indices: Tensor, magnitudes: Tensor, span: tuple[int, int], length: int
         magnitudes: (M,) their magnitudes.
         span: Coordinates [first, end) that the offers come from.
         length: At least `message_length(M, span)`.
+
+    Returns:
+        (length,) int32.
     """
     count, pages = len(indices), pages_of(span)
     bits = _pack_pairs(leading_bits(magnitudes))
@@ -93,6 +105,7 @@ def pack(indices: Tensor, magnitudes: Tensor, span: tuple[int, int], length: int
             parts.insert(0, page_counts.int())
     else:
         parts = [indices.int(), bits]
+    # Zeros, not `empty`: the padding is sent, and messages should be the same in every run.
     message = torch.zeros(length, dtype=torch.int32, device=indices.device)
     packed = torch.cat(parts)
     message[: len(packed)] = packed
@@ -102,7 +115,14 @@ def pack(indices: Tensor, magnitudes: Tensor, span: tuple[int, int], length: int
 def unpack(
     message: NDArray[np.int32], count: int, span: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Return the (M,) indices and (M,) leading bits of magnitudes that `pack` wrote."""
+    """Return the (M,) indices and (M,) leading bits of magnitudes that `pack` wrote.
+
+    Args:
+        message: (length,) int32 from one worker.
+        count: M.
+        span: As in `pack`.
+    """
+    # In numpy, which has uint16; torch collectives and many torch operations do not.
     pages, half = pages_of(span), (count + 1) // 2
     if not _by_page(count, len(pages)):
         indices = message[:count].astype(np.int64)
@@ -127,12 +147,13 @@ def accept_largest(
     """
     indices = np.concatenate([one for one, _ in offers])
     bits = np.concatenate([one for _, one in offers])
+    # The k-th largest; a partition takes linear time, a sort would not.
     line = np.partition(bits, len(bits) - k)[len(bits) - k]
     accepted = bits > line
     # Sixteen bits leave many ties. Taking them evenly spaced over all workers' offers keeps the
     # loads equal; taking the first ones would favour the first workers.
     ties = np.flatnonzero(bits == line)
-    need = k - int(accepted.sum())
+    need = k - int(accepted.sum())  # At least one: the k-th largest is on the line itself.
     accepted[ties[np.arange(need) * len(ties) // need]] = True
     owners = np.repeat(np.arange(len(offers)), [len(one) for one, _ in offers])
     counts = np.bincount(owners[accepted], minlength=len(offers))

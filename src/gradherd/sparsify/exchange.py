@@ -1,7 +1,7 @@
 """The exchange of one step: headers, indices and values, as scripts for real or virtual workers.
 
 Letters: D coordinates, of which the first S are sparsified and the others are always sent; R
-workers; K coordinates that are sent, K_r those that worker r selected.
+workers; K coordinates that are sent, K_r those that worker r selected. Sizes are in bytes.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Script
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
+
+# --- The format of messages; `gradherd advise` predicts bytes from the same constants ----------
 
 FLAG_BYTES = 4
 """Header of every worker and step: an int32 that says whether its values are finite."""
@@ -50,11 +52,16 @@ EXDYNA_CAPACITY = 1.05
 def pages_of(span: tuple[int, int]) -> range:
     """Return the numbers of the pages that the coordinates [first, end) lie in.
 
+    An empty span has one page, so that there is always a first one to count from.
+
     >>> pages_of((0, 65_536)), pages_of((65_535, 65_537)), pages_of((7, 7))
     (range(0, 1), range(0, 2), range(0, 1))
     """
     first, end = span
     return range(first >> PAGE_BITS, (max(end - 1, first) >> PAGE_BITS) + 1)
+
+
+# --- One step ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,10 @@ class Outcome:
 def padding(counts: Sequence[int]) -> float:
     """Return R max / sum of the counts: the cost of padding all workers to the longest.
 
-    1 is perfect balance.
+    1 is perfect balance. The ExDyna paper calls this f(t).
+
+    >>> padding([3, 1])
+    1.5
     """
     total = sum(counts)
     return len(counts) * max(counts) / total if total else 1.0
@@ -121,10 +131,12 @@ def reduce(
     # A worker with values that are not finite must still take part, or the others would hang. It
     # proposes zeros, and its flag calls the step off everywhere.
     part = acc[:sparse] if finite else torch.zeros_like(acc[:sparse])
+    # Of S, not of D: what is always sent does not use up the density.
     k = target_count(density, sparse)
     flag = torch.tensor([int(finite)], dtype=torch.int32, device=acc.device)
     # If all parameters are small, there is nothing to select.
     proposal = method.propose(part, k, state, context) if sparse else Proposal(flag[:0])
+    # The flag and the method's header share one message: a round costs more than its few bytes.
     headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
     headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
     if not bool(headers[:, 0].all()):
@@ -133,6 +145,7 @@ def reduce(
     if sparse:
         selection = yield from method.settle(part, k, state, context, proposal, headers[:, 1:])
 
+    # Small parameters are sent together with the selected values, in the same rounds.
     always = torch.arange(sparse, len(acc), device=acc.device)
     indices = torch.cat([selection.indices, always])
     if selection.sums is None:
@@ -142,8 +155,11 @@ def reduce(
         rest, error = yield from sum_over_workers(acc[sparse:], context, sent_dtype, len(acc))
         total = torch.cat([selection.sums, rest])
         sent, remainder = _partly_sent(acc, selection, rest, error)
+    # Finite values may have a sum that overflows. All workers have the same bits of it, so all
+    # of them call the step off, without another round.
     if not bool(total.isfinite().all()):
         return None
+    # Divided once, after the sum: dividing every summand would round R times.
     return Outcome(indices, total / context.size, remainder, sent, selection)
 
 
@@ -155,6 +171,9 @@ def _partly_sent(
     sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
     unsent = acc[selection.indices].masked_fill(selection.sent, 0)
     return sent, torch.cat([unsent, torch.zeros_like(rest) if error is None else error])
+
+
+# --- Indices -----------------------------------------------------------------------------------
 
 
 def gather_indices(
@@ -175,11 +194,13 @@ def gather_indices(
     Returns:
         (K,) int64, in the order of workers.
     """
+    # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
     pages = [pages_of(span) for span in spans]
     sizes = [_packed_bytes(c, len(p)) for c, p in zip(counts, pages, strict=True)]
     if sum(sizes) >= INDEX_BYTES * sum(counts):
+        # `Worker` refuses vectors whose coordinates do not fit int32.
         joined: Tensor = yield AllGatherUneven(own.int(), counts)
         return joined.long()
     # As bytes, because collectives do not support uint16.
@@ -196,6 +217,7 @@ def _packed_bytes(count: int, pages: int) -> int:
 
 def _pack(own: Tensor, pages: range) -> Tensor:
     """Return (bytes,) uint8: a count for each page unless there is only one, then offsets."""
+    # Nothing at all, not even zero counts: `counts` has already told the others.
     if not len(own):
         return own.to(torch.uint8)
     # The two low bytes of each little-endian int32.
@@ -217,15 +239,29 @@ def _unpack(packed: Tensor, count: int, pages: range) -> Tensor:
     # Cloned, because a view as int32 needs aligned memory.
     counts = packed[: 4 * len(pages)].clone().view(torch.int32)
     numbers = torch.arange(pages.start, pages.stop, device=packed.device)
+    # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
     return low + (torch.repeat_interleave(numbers, counts, output_size=count) << PAGE_BITS)
 
 
 def gather_union(
     own: Tensor, counts: Sequence[int], dim: int, context: StepContext
 ) -> Script[Tensor]:
-    """Return the union of the indices that all workers selected: int64, ascending."""
+    """Return the union of the indices that all workers selected.
+
+    Args:
+        own: (K_r,) int64 ascending indices of this worker.
+        counts: K_r of each worker.
+        dim: Number of coordinates that workers select from.
+        context: Which worker this is.
+
+    Returns:
+        (K,) int64 without repeats, ascending and so in the same order on all workers.
+    """
     indices = yield from gather_indices(own, counts, [(0, dim)] * context.size, context)
     return indices if context.size == 1 else torch.unique(indices)
+
+
+# --- Values ------------------------------------------------------------------------------------
 
 
 def sum_over_workers(
@@ -259,6 +295,7 @@ def sum_over_workers(
         return _sum_in_order(rows, values.dtype), error
     # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
     # rows in an order of its own, and so give other bits.
+    # Padded with zeros to R equal slices; the padding is cut off the sums.
     share = -(-len(sent) // context.size)
     padded = sent.new_zeros(share * context.size)
     padded[: len(sent)] = sent
@@ -282,6 +319,7 @@ def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _sum_in_order(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Add rows one by one: `sum(0)` may group them differently for other lengths or devices."""
+    # A copy, because virtual workers share `rows`.
     total = rows[0].to(dtype, copy=True)
     for row in rows[1:]:
         total += row

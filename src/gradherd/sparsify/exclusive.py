@@ -25,8 +25,13 @@ from gradherd.sparsify.selector import Proposal, StepContext
 class Online:
     """Move the threshold by a small factor after each step (ExDyna and MiCRO as published).
 
-    The published code can never lower the threshold while the count is within the band, which
-    is presumably a slip; this rule can.
+    The constants are those of the published code (arXiv:2402.13781, arXiv:2310.00967). There
+    `slow_down` cannot be reached, because the ratio is compared with 0: within the band the
+    threshold only rises. This rule compares with 1.
+
+    >>> rule = Online()
+    >>> [round(rule.following(1.0, count, k=100), 5) for count in (120, 105, 95, 50)]
+    [1.005, 1.00125, 0.9987, 0.995]
     """
 
     band: float = 1.1
@@ -48,6 +53,8 @@ class Online:
 
     def first(self, k: int) -> float:
         """Return the threshold of the first step: 1 / (2 sqrt k), regardless of the gradients."""
+        # The hard threshold of Sahu et al., arXiv:2108.00951. It ignores the scale of the
+        # gradients, which is why settling may take hundreds of steps.
         return 1 / (2 * math.sqrt(k))
 
     def following(self, threshold: float, selected: int, k: int) -> float:
@@ -152,7 +159,8 @@ class ExclusiveStep:
         return [min(most, length) for length in lengths]
 
     def _message_length(self) -> int:
-        """Return the length of the longest message: headers have the same length everywhere."""
+        """Return the length of the longest message."""
+        # Headers are all-gathered, so they must have the same length everywhere.
         offers = zip(self.offer_counts, self.spans, strict=True)
         return max(consensus.message_length(count, span) for count, span in offers)
 
@@ -164,6 +172,7 @@ class ExclusiveStep:
         """
         first, end = self.spans[self.context.rank]
         part = acc[first:end]
+        # Nothing to choose. All workers have the same k and D, so all headers are empty.
         if self.k >= len(acc):
             return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
         if self.rule != "consensus":
@@ -171,9 +180,11 @@ class ExclusiveStep:
         count = self.offer_counts[self.context.rank]
         offers = indices_above(part, self.start[0]) if self.start else None
         candidates = 0 if offers is None else len(offers)
+        # The first step, or the start was too high for this partition: search all of it.
         if offers is None or candidates < count:
             offers = topk_indices(part, count)
         elif candidates > count:
+            # In ascending order again: messages store offers page by page.
             offers = offers[part[offers].abs().topk(count).indices.sort().values]
         message = consensus.pack(
             first + offers, part[offers].abs(), (first, end), self._message_length()
@@ -198,6 +209,7 @@ class ExclusiveStep:
     def settle(self, acc: Tensor, proposal: Proposal, headers: Tensor) -> Script[ExclusiveResult]:
         """Agree on the selection, given the (R, H) headers of all workers."""
         if self.k >= len(acc):
+            # The start stays: a step of a warm-up from density 1 says nothing about a threshold.
             everything = torch.arange(len(acc), device=acc.device)
             lengths = [end - first for first, end in self.spans]
             loads = [float(length) for length in lengths]
@@ -212,6 +224,8 @@ class ExclusiveStep:
         return ExclusiveResult(indices, counts, threshold, (following, 1.0), loads)
 
     def _accept_offers(self, acc: Tensor, headers: Tensor) -> ExclusiveResult:
+        # On the CPU in numpy: headers are there anyway, and integers give all workers the same
+        # result.
         rows = headers.numpy()
         offers = [
             consensus.unpack(row[1:], count, span)
@@ -226,6 +240,8 @@ class ExclusiveStep:
 
     def _next_start(self, threshold: float, candidates: int) -> SearchStart:
         """Return a start that leaves a few times as many candidates as are wanted."""
+        # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
+        # and from 1, where the threshold of the next step may be below the start.
         ratio = self.start[1] if self.start else 0.9
         if self.start and candidates < _MIN_CANDIDATES * self.k:
             ratio = max(0.3, ratio * 0.97)

@@ -58,6 +58,10 @@ class _FixedPartitions(StepContext):
 class ExDyna:
     """Send the largest coordinates of exclusive, load-balanced partitions.
 
+    Yoon and Oh, CCGrid 2024, arXiv:2402.13781. The paper's method is `threshold="online",
+    balance="diffusive"`, except that its code cannot lower the threshold within the band and its
+    borders move by one block at a time. Raises ValueError if a setting is out of range.
+
     >>> ExDyna(density=0.01, threshold="online").balance
     'recut'
     """
@@ -73,7 +77,7 @@ class ExDyna:
     """How borders move: "recut" from the loads of blocks, "diffusive" between neighbours as in
     the paper, or "none"."""
     blocks: int = 1024
-    """Approximate number of blocks; borders move by whole blocks."""
+    """Approximate number of blocks, as in the published code; borders move by whole blocks."""
     memory: float = 0.9
     """Decay of the blocks' loads per step ("recut")."""
     rotate: bool = True
@@ -97,6 +101,8 @@ class ExDyna:
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> ExDynaState:
         """Start with partitions of equal size, one for each worker."""
         blocks = Blocks.of(dim, self.blocks)
+        # On the CPU and in float64 on all workers: borders follow from these sums, so their bits
+        # must be equal everywhere, whatever devices the workers have.
         loads = torch.zeros(blocks.count, dtype=torch.float64)
         return ExDynaState(None, even_cuts(blocks.count, workers), loads)
 
@@ -120,6 +126,7 @@ class ExDyna:
         """Agree on the selection, and move the borders."""
         step = self._step(acc, k, state, context)
         result: ExclusiveResult = yield from step.settle(acc, proposal, headers)
+        # Computed by every worker from what all of them know: moving borders sends nothing.
         new_state = self._rebalance(len(acc), state, result, context)
         return Selection(result.indices, result.counts, new_state, result.threshold)
 
@@ -146,8 +153,12 @@ class ExDyna:
             weights = torch.tensor(per_index).repeat_interleave(torch.tensor(result.counts))
             new_loads = Blocks.of(dim, self.blocks).loads(result.indices, weights)
             loads = new_loads + self.memory * loads
+            # From all loads at once, not from those of neighbours: after a change, borders are
+            # right one step later. The decaying sum smooths the few selections that a block has per
+            # step.
             cuts = recut(loads, context.size)
         elif self.balance == "diffusive":
+            # Loads come by worker, borders belong to partitions: undo the rotation.
             partitions = self._rotated(context).partitions
             by_partition = dict(zip(partitions, result.loads, strict=True))
             cuts = diffuse(cuts, [by_partition[part] for part in range(context.size)])

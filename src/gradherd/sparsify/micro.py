@@ -33,12 +33,18 @@ class MicroState:
 
 @dataclass(frozen=True)
 class Micro:
-    """Send the largest coordinates of exclusive partitions of equal size."""
+    """Send the largest coordinates of exclusive partitions of equal size.
+
+    Yoon and Oh, HiPC 2023, arXiv:2310.00967; the paper's rule is `threshold="online"`. Raises
+    ValueError if a setting is out of range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates to send."""
     threshold: ThresholdRule = "consensus"
     """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
+    # More than ExDyna's: borders never move, so loads stay unequal, and a tight limit would hold
+    # back the largest coordinates of a heavy partition.
     capacity: float = 2.0
     """By consensus, no worker sends more than this many times its fair share; the rest stays in
     its residual."""
@@ -73,6 +79,7 @@ class Micro:
         return Selection(result.indices, result.counts, new_state, result.threshold)
 
     def _step(self, acc: Tensor, k: int, state: MicroState, context: StepContext) -> ExclusiveStep:
+        # In single coordinates: without moving borders there is no need for blocks.
         bounds = even_cuts(len(acc), context.size)
         return ExclusiveStep(self.threshold, self.capacity, state.start, bounds, k, context)
 

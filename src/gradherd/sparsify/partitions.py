@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# As in the published code: the 32 threads of a warp then read aligned memory.
 _ALIGN = 32
 # `diffuse` moves a border only if the loads of its two sides differ by more than this share of
-# the mean load.
+# the mean load. The published rule asks for one side above 1.05 times the mean and the other below
+# 1 / 1.05, which is about as far apart.
 _SLACK = 0.1
 
 
@@ -24,7 +26,9 @@ class Blocks:
     """A vector cut into blocks of one size; the last may be shorter."""
 
     dim: int
+    """D."""
     size: int
+    """Coordinates of a block."""
 
     @classmethod
     def of(cls, dim: int, wanted: int) -> "Blocks":
@@ -33,6 +37,8 @@ class Blocks:
         >>> Blocks.of(11_173_962, 1024), Blocks.of(31, 1024).count
         (Blocks(dim=11173962, size=10912), 31)
         """
+        # Short vectors have blocks of one coordinate. The published code needs at least 32,768, and
+        # adds what is left after 1024 blocks to the last partition; here it becomes further blocks.
         size = max(1, dim // wanted)
         return cls(dim, size - size % _ALIGN if size > _ALIGN else size)
 
@@ -47,6 +53,7 @@ class Blocks:
 
     def loads(self, indices: Tensor, weights: Tensor) -> Tensor:
         """Sum the weights of the selected coordinates of each block: (K,) -> (NB,) float64."""
+        # Counted on the CPU, where bincount with weights always adds in the same order.
         numbers = (indices // self.size).cpu()
         return torch.bincount(numbers, weights.double(), minlength=self.count).double()
 
@@ -65,8 +72,11 @@ def recut(loads: Tensor, parts: int) -> list[int]:
     """Return the R + 1 borders that come closest to equal loads.
 
     Args:
-        loads: (NB,) loads of the blocks.
+        loads: (NB,) float64 loads of the blocks, on the CPU.
         parts: R.
+
+    Returns:
+        R + 1 borders, in blocks; every partition has at least one block if there are enough.
 
     >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 3)
     [0, 1, 2, 5]
@@ -80,7 +90,8 @@ def recut(loads: Tensor, parts: int) -> list[int]:
     nearer = (wanted - before[right - 1]) < (before[right] - wanted)
     cuts = [0]
     for part, cut in enumerate((right - nearer.long()).tolist(), start=1):
-        # Every partition keeps at least one block: a worker without any could select nothing.
+        # At least one block for this partition, and for each of those to its right: a worker
+        # without any could select nothing.
         cuts.append(min(max(cut, cuts[-1] + 1), blocks - parts + part))
     return [*cuts, blocks]
 
@@ -94,6 +105,12 @@ def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
     Args:
         cuts: R + 1 borders, in blocks.
         loads: R loads of the partitions.
+
+    Returns:
+        R + 1 borders, in blocks.
+
+    >>> diffuse([0, 8, 16], [30.0, 10.0])
+    [0, 7, 16]
     """
     moved, left = list(cuts), [float(load) for load in loads]
     mean = sum(left) / len(left)
@@ -104,7 +121,7 @@ def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
         heavy = border - 1 if difference > 0 else border
         width = moved[heavy + 1] - moved[heavy]
         if width < 2:
-            continue
+            continue  # The last block of a partition stays.
         # Move a quarter of the difference. Half would equalise two neighbours but overshoot
         # overall, because both borders of a partition move.
         per_block = left[heavy] / width
@@ -112,6 +129,7 @@ def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
         load = count * per_block
         sign = 1 if difference > 0 else -1
         moved[border] -= sign * count
+        # The next border sees the loads as they will be, or both would move for one surplus.
         left[border - 1] -= sign * load
         left[border] += sign * load
     return moved

@@ -41,7 +41,12 @@ class FlatLayout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, int]], dense_below: int) -> "FlatLayout":
-        """Lay out parameters, given as (name, number of elements)."""
+        """Lay out the parameters of a model.
+
+        Args:
+            named: (name, number of elements) of each parameter, in the order of the model.
+            dense_below: Parameters with fewer elements are always sent whole.
+        """
         given = list(named)
         large = [(name, count) for name, count in given if count >= dense_below]
         small = [(name, count) for name, count in given if count < dense_below]
@@ -71,7 +76,14 @@ class FlatLayout:
 
 
 class ErrorFeedback:
-    """The residual of one worker, and its velocity if there is momentum."""
+    """The residual of one worker, and its velocity if there is momentum.
+
+    Args:
+        dim: D.
+        dtype: Dtype of the residual: float32, or float64 for a model of doubles.
+        device: Device of the residual.
+        momentum: Factor of the momentum correction; 0 needs no velocity.
+    """
 
     def __init__(
         self, dim: int, *, dtype: torch.dtype, device: torch.device, momentum: float = 0.0
@@ -81,6 +93,7 @@ class ErrorFeedback:
         # The histogram tells whether everything is finite. On a GPU the kernel that adds fills it
         # for free; on a CPU it would take a pass of its own.
         fused = self.residual.is_cuda and dtype == torch.float32 and not momentum
+        # Only the bin of what is not finite is read, so any window will do.
         ones = self.residual.new_ones(())
         self._histogram = MagnitudeHistogram.around(ones) if fused else None
         self._momentum = momentum
@@ -120,7 +133,12 @@ class ErrorFeedback:
             grad.zero_()
 
     def exclude(self, begin: int, end: int) -> None:
-        """Send nothing of [begin, end) in this step."""
+        """Send nothing of [begin, end) in this step.
+
+        DDP drops what arrives for a parameter that no rank used, so it must not be sent.
+        """
+        # Zeros: sparsifiers do not select them, and what is always sent sends nothing. The residual
+        # itself is in the other vector; `commit` restores it from there.
         self.acc[begin:end] = 0
 
     def finite(self) -> bool:
@@ -160,8 +178,11 @@ class ErrorFeedback:
             self.acc[begin:end] = self.residual[begin:end]
             if self.velocity is not None and self._next_velocity is not None:
                 self._next_velocity[begin:end] = self.velocity[begin:end]
+        # ScaleCom's filter: (1 - beta) old + beta new. Excluded ranges equal the old residual by
+        # now, so it leaves them as they are.
         if low_pass != 1:
             self.acc.lerp_(self.residual, 1 - low_pass)
+        # Swapped, not copied: the old residual is where the next sum is written.
         self.residual, self.acc = self.acc, self.residual
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
 
@@ -179,6 +200,9 @@ def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         states: `SparseHook.state_dict()` of each rank. A generator that loads one after the other
             keeps memory small.
+
+    Returns:
+        A state for `SparseHook.load_state_dict` on every rank of a world of any size.
 
     Raises:
         ValueError: These are not the states of all workers after the same step.

@@ -14,16 +14,24 @@ from gradherd.comm.script import Script
 
 @dataclass(frozen=True)
 class StepContext:
-    """Which worker of how many this is, and which step."""
+    """Which worker of how many this is, and which step.
+
+    >>> StepContext(step=1, rank=0, size=3).partitions
+    [1, 2, 0]
+    """
 
     step: int
     """From 0; skipped steps do not count."""
     rank: int
+    """This worker, from 0."""
     size: int
+    """R."""
 
     @property
     def partitions(self) -> list[int]:
         """The partition of each worker; every worker has each partition once in R steps."""
+        # The rotation of the ExDyna and MiCRO papers. What is large on another worker only waits at
+        # most R - 1 steps for that worker to search its partition.
         return [(self.step + rank) % self.size for rank in range(self.size)]
 
 
@@ -94,6 +102,8 @@ class Selector(Protocol):
     def propose(self, acc: Tensor, k: int, state: Any, context: StepContext) -> Proposal:
         """Compute what needs no communication.
 
+        It must not change `acc`: if the step is called off, nothing has happened.
+
         Args:
             acc: (D,) residual + gradient of this worker.
             k: Number of coordinates to send, at least one.
@@ -113,6 +123,8 @@ class Selector(Protocol):
     ) -> Script[Selection]:
         """Agree with the other workers on what is sent.
 
+        A script (`gradherd.comm.script`): yields collectives, returns the selection.
+
         Args:
             acc: (D,) as in `propose`.
             k: As in `propose`.
@@ -124,7 +136,10 @@ class Selector(Protocol):
         ...
 
     def rescale(self, state: Any, factor: float) -> Any:
-        """Return the state after all values were multiplied by `factor`."""
+        """Return the state after all values were multiplied by `factor`.
+
+        Called when the learning rate changes, if residuals are in the unit of parameters.
+        """
         ...
 
 

@@ -33,13 +33,14 @@ class Sparsify:
     warmup_steps: int = 0
     """Over this many steps the density falls exponentially to that of the method."""
     warmup_from: float = 0.25
-    """Density of the first warm-up step."""
+    """Density of the first warm-up step (that of the same paper, section 3.3)."""
     learning_rate: Callable[[], float] | None = None
     """Return the learning rate of the current step. Residuals are then kept in units of
     parameters, so a gradient is applied with the learning rate it was computed under even if it
     is sent later. By default residuals are in units of gradients."""
 
     def __post_init__(self) -> None:
+        # Through `object`, because the dataclass is frozen.
         if isinstance(self.method, str):
             object.__setattr__(self, "method", make_sparsifier(self.method))
         if isinstance(self.method, type) or not hasattr(self.method, "settle"):
@@ -53,8 +54,9 @@ class Sparsify:
             warnings.warn(
                 f"values='bf16' has no effect on {_name_of(self.method)}: it sums values while "
                 "they are exchanged",
-                stacklevel=3,
+                stacklevel=3,  # The line that calls Sparsify(), past the generated __init__.
             )
+        # Not isinstance: True is an int, too, and a setting read from a file may be one.
         for name in ("dense_below", "warmup_steps"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -102,6 +104,7 @@ def make_settings(name: str, density: float | None = None, /, **settings: Any) -
     (64, 0.9)
     """
     exchange = {key: settings.pop(key) for key in _EXCHANGE_SETTINGS if key in settings}
+    # Of an unknown setting, the error lists both kinds: those of the method and these.
     unknown = set(settings).difference(setting_names(name))
     try:
         method = make_sparsifier(name, density, **settings)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 TILE = 8192
 """Coordinates whose marks are counted together."""
 _GROUP = 2  # Tiles that one program compacts.

@@ -20,7 +20,25 @@ from gradherd.sparsify.settings import Sparsify
 
 
 class Worker:
-    """One worker's side of the exchange: `add` gradients, run `script`, then `commit`."""
+    """One worker's side of the exchange, and all that it keeps between steps.
+
+    A step is `set_unit`, then `add` for each part of the gradient, then `script` (run by
+    `comm.script`), then `commit`. Until `commit` nothing has changed, so a step can be dropped.
+
+    Args:
+        settings: The sparsifier and how it is run.
+        dim: D, the number of elements of all parameters.
+        rank: Which worker this is, from 0.
+        size: R.
+        sparse: How many coordinates at the start are sparsified; None is all. The others are
+            always sent.
+        layers: Number of elements of each sparsified parameter; None is one parameter.
+        dtype: Dtype of the residual.
+        device: Device of the residual.
+
+    Raises:
+        ValueError: The vector is too long for int32 indices.
+    """
 
     def __init__(
         self,
@@ -34,6 +52,7 @@ class Worker:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        # Indices are sent as int32.
         if dim >= 2**31:
             raise ValueError(f"{dim:,} coordinates are too many: indices reach {2**31 - 1:,}")
         self.settings = settings
@@ -61,8 +80,13 @@ class Worker:
         if not 0 <= rate < math.inf:
             raise ValueError(f"learning_rate must return a number of at least 0, got {rate}")
         self._unit *= rate
+        # Rescaling by zero could not be undone. The next rate is compared with the last one that
+        # was not zero.
         if not rate:
             return
+        # With residuals in the unit of parameters, values shrink with the learning rate. Thresholds
+        # must follow at once: ExDyna's online rule moves by half a percent per step, so after a
+        # drop by ten it would send too little for hundreds of steps.
         if self._learning_rate is not None and rate != self._learning_rate:
             self.state = self.settings.method.rescale(self.state, rate / self._learning_rate)
         self._learning_rate = rate
@@ -95,6 +119,8 @@ class Worker:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""
         if self._unit == 1:
             return outcome.mean
+        # Dividing by a very small learning rate may overflow; what is cut off stays in the residual
+        # (see `written` in `commit`).
         limit = torch.finfo(outcome.mean.dtype).max
         return (outcome.mean / self._unit).clamp_(-limit, limit)
 
@@ -113,6 +139,8 @@ class Worker:
             excluded: The ranges that `feedback.exclude` was called for.
         """
         if outcome is None:
+            # `step` stays: all workers skip together, and the next step has the same leader,
+            # partitions and random draw as this one.
             self.skipped += 1
             return
         remainder = outcome.remainder
@@ -131,7 +159,11 @@ class Worker:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the residuals, as numbers, lists and tensors."""
+        """Return everything but the residuals, as numbers, lists and tensors.
+
+        Residuals are saved by parameter name instead (`SparseHook`), so that they do not depend
+        on the order of parameters in the vector.
+        """
         state = None if self.state is None else _fields(self.state)
         rates = {"rate": self._learning_rate, "first_rate": self._first_learning_rate}
         return self._identity() | {"step": self.step, "method": state} | rates
@@ -141,14 +173,26 @@ class Worker:
         return {"kind": method, "rank": self._rank, "workers": self._size, "dim": self.sparse}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` fits this worker, or is merged from all such workers."""
+        """Raise ValueError unless `state` fits this worker, or is merged from all such workers.
+
+        Args:
+            state: From `state_dict`, or from `merge_residuals`, which fits any number of workers.
+        """
         free = ("rank", "workers") if _is_merged(state) else ()
         for key, own in self._identity().items():
             if key not in free and state.get(key) != own:
                 raise ValueError(f"sparsify state has {key} {state.get(key)!r}, expected {own!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; from a merged state, the method starts again."""
+        """Load a state; from a merged state, the method starts again.
+
+        Args:
+            state: From `state_dict` of the same rank, or merged by `merge_residuals`.
+
+        Raises:
+            ValueError: The state belongs to another method, rank, world or model.
+        """
+        # Checked first: a state that does not fit must not be loaded in part.
         self.check_state(state)
         self.step, self._learning_rate = state["step"], state["rate"]
         self._first_learning_rate = state.get("first_rate")
@@ -157,6 +201,8 @@ class Worker:
         if not _is_merged(state):
             self.state = type(self.state)(**state["method"])
             return
+        # Partitions and thresholds of the old number of workers mean nothing for this one. A fresh
+        # state is in the unit of the first step, so it is brought to that of the last.
         self.state = self.settings.method.begin(self.sparse, self._size, self._layers)
         if self._learning_rate is not None and self._first_learning_rate is not None:
             ratio = self._learning_rate / self._first_learning_rate
@@ -164,7 +210,28 @@ class Worker:
 
 
 class VirtualWorkers:
-    """R workers that exchange sparse gradients within one process."""
+    """R workers that exchange sparse gradients within one process, as real ranks would.
+
+    The results have the same bits as on real ranks if torch uses as many threads as each rank:
+    means and norms of long vectors, which SIDCo, SAGE and DEFT compute, depend on the number of
+    threads.
+
+    Args:
+        settings: The sparsifier and how it is run.
+        dim: D, the number of elements of all parameters.
+        size: R.
+        sparse: As for `Worker`.
+        layers: As for `Worker`.
+        dtype: Dtype of the residuals.
+        device: Device of the residuals.
+
+    >>> workers = VirtualWorkers(Sparsify(method="topk"), dim=4, size=2)
+    >>> workers.step(torch.tensor([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 1.0]]))
+    tensor([4., 0., 0., 0.])
+    >>> workers.residuals()
+    tensor([[0., 3., 0., 0.],
+            [0., 0., 0., 1.]])
+    """
 
     def __init__(
         self,
@@ -207,6 +274,7 @@ class VirtualWorkers:
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad)
+        # One learning rate for all workers: the first one speaks for them.
         if self.workers[0].weightless:
             return torch.zeros_like(grads[0])
         results = run_together([worker.script() for worker in self.workers])
