@@ -23,8 +23,8 @@ from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.world import World
 from gradherd.ordering.coordination import BackgroundThread, BatchClaim, observe_slices
+from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.ordering.state import COLUMNS
 from gradherd.rows.flat import FlatSpec
 
 

@@ -23,9 +23,9 @@ from gradherd.cli.options import (
     print_json,
 )
 from gradherd.cli.progress import counted_loop
+from gradherd.ordering.policy import Start
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.ordering.sign_rules import SIGN_RULES
-from gradherd.ordering.state import Start
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors, replay_order
 from gradherd.replay.sparsify import replay_sparsify

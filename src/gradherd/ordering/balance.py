@@ -8,7 +8,7 @@ shard of the columns.
 
 Shapes: W streams (each with its own running sum), P vectors of a stream in visiting order,
 D columns, C values of a rule's carry. Signs are int8: +1, -1, and 0 for a vector that was left
-out because it is not finite.
+out because it is not finite: added to the running sum, it would decide all later signs.
 """
 
 import math
@@ -36,16 +36,30 @@ _NUMPY_COLUMNS = 10_000
 
 
 def draws_for(rule: SignRule, random: SeededRandom, epoch: int, steps: int, workers: int) -> Floats:
-    """Return an epoch's (steps, workers) uniform draws; zeros if the rule is deterministic."""
+    """Return the uniform draws of a whole epoch; zeros if the rule is deterministic.
+
+    Args:
+        rule: The sign rule that will use them.
+        random: Where they come from.
+        epoch: Epoch, from 0.
+        steps: Vectors of each worker in the epoch.
+        workers: Number of workers.
+
+    Returns:
+        (steps, workers) in [-1, 1).
+    """
     if rule.randomized:
+        # Always the whole epoch: which draw a vector gets must not depend on how many vectors
+        # come in one call, nor on vectors that were missed.
         return random.draws(steps, workers, epoch)
+    # A view of one zero: the epoch may have millions of steps.
     return np.broadcast_to(np.float64(0), (steps, workers))
 
 
 def balance(
     vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
 ) -> Signed:
-    """Sign the vectors with whichever form is faster here.
+    """Sign the vectors with whichever form is faster for their shape and device.
 
     Args:
         vectors: (W, P, D) in visiting order.
@@ -53,7 +67,17 @@ def balance(
         rule: Decides the signs.
         draws: (W, P) uniform numbers in [-1, 1), one per vector.
         carry: (C, W) what the rule carries from vector to vector.
+
+    Returns:
+        The (W, P) signs, the new sums and the new carry.
+
+    >>> vectors = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
+    >>> signed = balance(vectors, torch.zeros(1, 2), Greedy(), np.zeros((1, 3)), np.empty((0, 1)))
+    >>> signed.signs.tolist(), signed.running.tolist()
+    ([[1, -1, 1]], [[0.0, 2.0]])
     """
+    # The choice depends on shapes and device only, which are equal on all ranks. The forms round
+    # differently, so ranks that chose differently could end up with different orders.
     streams, count, columns = vectors.shape
     if vectors.device.type == "cpu":
         use_blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
@@ -71,17 +95,28 @@ def balance_sharded(
 ) -> Script[Signed]:
     """Sign vectors of which every rank holds a shard of the columns.
 
-    The `step` vectors of a stream that belong to one time step are left out together if any of
-    them is not finite: the mean gradient of that step is not finite either, so the optimizer
-    skips it on every rank. `running` may be overwritten; other arguments as in `balance`.
+    A script (`comm.script`): all ranks run it together and get the same signs.
+
+    Args:
+        vectors: (W, P, D) in visiting order, D this rank's columns.
+        running: (W, D) sums before the first vector; may be overwritten.
+        rule: Decides the signs.
+        draws: (W, P) uniform numbers in [-1, 1), one per vector.
+        carry: (C, W) what the rule carries from vector to vector.
+        step: How many vectors of a stream belong to one time step.
+
+    Returns:
+        The (W, P) signs, this rank's columns of the new sums, and the new carry.
     """
+    # One block is one time step. If one of its vectors is not finite, so is the mean gradient of
+    # the step, and the optimizer skips it on every rank: no worker may learn from it.
     return blocks(vectors, running, rule, draws, carry, block=step, sharded=True, all_or_none=True)
 
 
 def sequential(
     vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
 ) -> Signed:
-    """Sign the vectors one after the other; arguments as in `balance`."""
+    """Sign the vectors one after the other; arguments and result as in `balance`."""
     streams, count, columns = vectors.shape
     use_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
     if use_numpy and streams >= _MANY_STREAMS:
@@ -89,7 +124,8 @@ def sequential(
     signs = np.zeros((streams, count), dtype=np.int8)
     running, carry = running.clone(), carry.copy()
     for w in range(streams):
-        # numpy and torch spell these operations alike; numpy works in the tensors' own memory.
+        # numpy and torch spell these operations alike. The arrays share the tensors' memory, so
+        # the sum in `running` is updated in place.
         z: Tensor | FloatArray = vectors[w].numpy() if use_numpy else vectors[w]
         total: Tensor | FloatArray = running[w].numpy() if use_numpy else running[w]
         with np.errstate(invalid="ignore", over="ignore"):  # non-finite vectors are left out
@@ -100,18 +136,23 @@ def sequential(
 def _sequential_streams(
     vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
 ) -> Signed:
-    """Advance all streams by one vector at a time: for many streams of few columns."""
+    """Advance all streams by one vector at a time: for many streams of few columns.
+
+    numpy's call overhead is then paid once per step, not once per stream.
+    """
     z, total = vectors.numpy(), running.numpy().copy()
     scratch = np.empty_like(total)
     signs = np.zeros(z.shape[:2], dtype=np.int8)
-    square = np.zeros(len(z))
+    square = np.zeros(len(z))  # stays zero for a rule that does not use norms
     for p in range(z.shape[1]):
         vector = z[:, p]
         with np.errstate(invalid="ignore", over="ignore"):  # checked below
+            # Accumulated in float64, in which rules decide.
             inner = np.multiply(total, vector, out=scratch).sum(1, dtype=np.float64)
             if rule.randomized:
                 square = np.multiply(vector, vector, out=scratch).sum(1, dtype=np.float64)
             plus, next_carry = rule.decide(inner, square, draws[:, p], carry)
+            # One check for all streams; which of them it is matters only in the rare case.
             all_finite = math.isfinite((inner + square).sum())
         if all_finite:
             carry = next_carry
@@ -138,6 +179,8 @@ def _sequential_stream(
     carry = carry[:, np.newaxis]
     for p, vector in enumerate(vectors):
         inner = float(total @ vector)
+        # Norms cost another read of the vector: only if the rule uses them. Without them, a
+        # vector that is not finite still shows in `inner`.
         square = float(vector @ vector) if rule.randomized else 0.0
         if not math.isfinite(inner + square):
             continue

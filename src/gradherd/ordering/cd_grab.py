@@ -5,6 +5,10 @@ Lu et al., "Coordinating Distributed Example Orders for Provably Accelerated Tra
 other against the same sum, so that the gradients of all workers together stay balanced. The bound
 on the prefix sums does not grow with the number of workers, where independent balancing (ID-GraB)
 grows like its square root.
+
+The paper's order server collects gradients, decides signs and sends out orders. Here, as in the
+published code, every rank plays that server and computes the orders of all workers. Unlike there,
+no rank needs all gradients for it: inner products of shards are summed (see `gram`).
 """
 
 from dataclasses import dataclass, field
@@ -16,14 +20,18 @@ from gradherd.comm.script import Script
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.pair_grab import sign_pairs
 from gradherd.ordering.permute import reorder_all
+from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule
-from gradherd.ordering.state import BalanceState, Start
 
 
 @dataclass(frozen=True)
 class CDGraB:
-    """Pair balance, all workers together. With one worker it is plain pair balance."""
+    """Pair balance, all workers together (CD-GraB). With one worker it is plain pair balance.
+
+    >>> CDGraB()
+    CDGraB(rule=Greedy())
+    """
 
     rule: SignRule = field(default_factory=Greedy)
     """How signs are decided."""
@@ -33,6 +41,7 @@ class CDGraB:
 
     def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
         """Start from zero: nothing of the previous epoch is used."""
+        # One stream, on which the pairs of all workers are signed.
         pairs = sum(size // 2 for size in state.sizes)
         state.carry = self.rule.start(1, pairs, state.epoch)
 

@@ -17,14 +17,20 @@ from gradherd.comm.script import Script
 from gradherd.ordering.balance import balance, balance_sharded, draws_for
 from gradherd.ordering.implicit_rows import ImplicitRows, LinearCombination, balance_implicit
 from gradherd.ordering.permute import reorder_all
+from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule
-from gradherd.ordering.state import BalanceState, Start
 
 
 @dataclass(frozen=True)
 class GraB:
-    """Mean balance. The first epoch has no mean yet and signs raw gradients."""
+    """Mean balance, each worker on its own (GraB, with several workers ID-GraB).
+
+    The first epoch has no mean yet and signs raw gradients.
+
+    >>> GraB()
+    GraB(rule=Greedy())
+    """
 
     rule: SignRule = field(default_factory=Greedy)
     """How signs are decided."""
@@ -40,6 +46,7 @@ class GraB:
         state.mean = previous.mean
         if previous.total is not None and previous.count is not None:
             count = previous.count.unsqueeze(1).to(previous.total)
+            # A worker none of whose rows arrived keeps the mean it had.
             old = torch.zeros_like(previous.total) if previous.mean is None else previous.mean
             state.mean = torch.where(count > 0, previous.total / count.clamp(min=1), old)
 
@@ -52,7 +59,7 @@ class GraB:
         *,
         sharded: bool = False,
     ) -> Script[None]:
-        """Give a side to each of the (b, M, D) rows."""
+        """Give a side to each of the (b, M, D) rows; arguments as in `Policy.observe`."""
         if not isinstance(rows, Tensor):
             self._observe_implicit(state, rows, random)
             return
@@ -64,8 +71,9 @@ class GraB:
         centred = _masked(rows if state.mean is None else rows - state.mean, seen)
         span = slice(state.steps, state.steps + steps)
         draws = draws_for(self.rule, random, state.epoch, len(state.sides), workers)[span]
-        vectors = centred.transpose(0, 1)
+        vectors = centred.transpose(0, 1)  # (M, b, D): each worker is a stream of its own
         if sharded:
+            # A stream has one vector per time step, so a block is one step.
             signed = yield from balance_sharded(
                 vectors, state.running, self.rule, draws.T, state.carry, step=1
             )
@@ -73,6 +81,8 @@ class GraB:
             signed = balance(vectors, state.running, self.rule, draws.T, state.carry)
         sides = signed.signs.T * seen  # also 0 where the row was not finite
         state.running, state.carry = signed.running, signed.carry
+        # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
+        # place first; its mean is then the change of the mean, about zero every second epoch.
         state.total = state.total + _masked(rows, sides != 0).sum(0)
         state.count = state.count + (sides != 0).sum(0)
         state.sides[span] = sides
@@ -88,6 +98,7 @@ class GraB:
             state.running, state.total = torch.zeros_like(total), torch.zeros_like(total)
             state.count = torch.zeros(1, dtype=torch.int64)
         mean = total.new_zeros(0, total.shape[1]) if state.mean is None else state.mean
+        # Row i minus the mean, as coefficients: the identity on rows, -1 on the mean.
         vectors = LinearCombination(
             rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean))
         )
@@ -109,6 +120,7 @@ class GraB:
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:
-    if mask.all():
+    """Return the (b, M, D) rows with zeros where the (b, M) mask is false."""
+    if mask.all():  # the common case: no copy
         return rows
     return torch.where(mask.to(rows.device).unsqueeze(-1), rows, 0)

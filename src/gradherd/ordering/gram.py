@@ -1,11 +1,12 @@
 """Sign a block of vectors from their inner products.
 
 For vectors Z and running sum S compute u = Z.S and G = Z.Z^T at once, run the recursion
-inner_k = u_k + sum_{l<k} s_l G_lk on scalars, and update S += Z^T.s once. This gives exactly the
-signs of the loop over vectors, with one host sync per block instead of one per vector. And u and
-G add up over shards of the columns, which is how ranks sign together (`sharded`). On a GPU
-`triton_gram` computes products and sums if Triton is installed, and the greedy rule's signs as
-well: then nothing waits for the host.
+inner_k = u_k + sum_{l<k} s_l G_lk on scalars, and update S += Z^T.s once. Up to rounding this gives
+the signs of the loop over vectors, with one host sync per block; published CD-GraB code has one
+per vector. And u and G add up over shards of the columns, which is how ranks sign together
+(`sharded`) without any of them holding whole gradients of the others. Neither is part of the
+papers. On a GPU `triton_gram` computes products and sums if Triton is installed, and the greedy
+rule's signs as well: then nothing waits for the host.
 
 Shapes: W streams, P vectors of a stream in visiting order, D columns, C values of a rule's carry.
 """
@@ -28,6 +29,7 @@ SignArray: TypeAlias = NDArray[np.int8]
 
 # Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.
 _FEW_VECTORS = 4
+# Looked up without importing it: most processes never need it.
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -60,6 +62,9 @@ def block_gram(
         draws: (W, P) uniform numbers in [-1, 1), one per vector.
         carry: (C, W) what the rule carries from vector to vector.
         block: Vectors of a stream in one Gram matrix.
+
+    Returns:
+        The (W, P) signs, the new sums and the new carry.
     """
     fast = fast_form(vectors, running)
     if fast and isinstance(rule, Greedy):
@@ -69,6 +74,8 @@ def block_gram(
         script = blocks(vectors, running.clone(), rule, draws, carry, block=block)
         signed: Signed = run(script, World.single()).value
         return signed
+    # On the CPU there is no sync to save, so streams run one by one: each works on one (P, D)
+    # block, and numpy's lower call overhead counts.
     z, total = vectors.numpy(), running.numpy().copy()
     signs, carry = np.zeros(z.shape[:2], dtype=np.int8), carry.copy()
     for w in range(len(z)):
@@ -93,10 +100,13 @@ def _blocks_of_stream(
         z, finite = vectors[span], None
         with np.errstate(invalid="ignore", over="ignore"):
             gram = z @ z.T
-        if not math.isfinite(gram.trace()):  # Leave such vectors out: zeros do not take part.
+        # The trace is the sum of the squared norms: one scalar tells whether all is finite. A
+        # vector that is not is replaced by zeros, since 0 * inf would still be nan below.
+        if not math.isfinite(gram.trace()):
             finite = np.isfinite(gram.diagonal())
             z = np.where(finite[:, np.newaxis], z, 0)
             gram = z @ z.T
+        # The recursion adds up to P terms of alternating sign to each entry: in float64.
         inner = (z @ total)[np.newaxis].astype(np.float64, copy=False)
         gram = gram[np.newaxis].astype(np.float64, copy=False)
         block_signs, carry = signs_from_products(inner, gram, rule, draws[np.newaxis, span], carry)
@@ -128,6 +138,9 @@ def blocks(
         sharded: D is this rank's shard of the columns: sum the products over ranks, one small
             all-reduce per block.
         all_or_none: Leave out the whole block if one of its vectors is not finite.
+
+    Returns:
+        The (W, P) signs, `running` and the new carry.
     """
     streams, count, _ = vectors.shape
     signs = np.zeros((streams, count), dtype=np.int8)
@@ -135,11 +148,15 @@ def blocks(
         span = slice(start, start + block)
         z = vectors[:, span]
         inner, gram = yield from _products(z, running, rule, sharded=sharded)
+        # With `sharded` these are sums over ranks. So all ranks see the same and take the same
+        # branch, even if only one rank's columns hold the value that is not finite.
         finite = np.isfinite(np.einsum("wpp->wp", gram)) & np.isfinite(inner)
         if all_or_none and not finite.all():
             finite[:] = False
         if not finite.all():
             z = torch.where(torch.from_numpy(finite).to(z.device).unsqueeze(-1), z, 0)
+            # The recursion adds rows of G to the products of all later vectors, so a row that is
+            # not finite would spoil them: compute the products again.
             inner, gram = yield from _products(z, running, rule, sharded=sharded)
         block_signs, carry = signs_from_products(inner, gram, rule, draws[:, span], carry)
         signs[:, span] = block_signs * finite
@@ -148,12 +165,18 @@ def blocks(
 
 
 def fast_form(vectors: Tensor, running: Tensor) -> Any:
-    """Return the `triton_gram` module if it can sign these (W, P, D) vectors, else None."""
+    """Return the `triton_gram` module if it can sign these vectors, else None.
+
+    Args:
+        vectors: (W, P, D) in visiting order.
+        running: (W, D) running sums.
+    """
     ready = _HAS_TRITON and vectors.is_cuda and vectors.dtype == running.dtype == torch.float32
     if not ready or vectors.stride(-1) != 1 or running.stride(-1) != 1 or not vectors.numel():
         return None
     if not vectors.get_device() == running.get_device() == torch.cuda.current_device():
         return None  # Triton launches on the current device only.
+    # Imported here: Triton is optional, and absent where there is no GPU.
     from gradherd.ordering import triton_gram
 
     return triton_gram
@@ -180,23 +203,26 @@ def _products(
     elif (fast := fast_form(z, running)) and z.shape[1] <= fast.MOST:
         both = fast.products(z, running).cpu()
     else:
+        # u and G in one tensor: one copy to the host, one all-reduce.
         both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
     if sharded:
         both = yield from _sum_over_shards(both)
     host = both.numpy()
-    return host[..., 0].copy(), host[..., 1:]
+    return host[..., 0].copy(), host[..., 1:]  # a copy: the recursion overwrites u
 
 
 def _sum_over_shards(both: Tensor) -> Script[Tensor]:
     """Return (W, P, 1 + P) products summed over ranks.
 
-    G is symmetric: each product of two vectors is sent once, and lands where the recursion looks
-    for it, in the row of the earlier vector.
+    G is symmetric: each product of two vectors is sent once, and stored where the recursion reads
+    it, in the row of the earlier vector. What it does not read stays zero.
     """
     count = both.shape[1]
     earlier, later = torch.triu_indices(count, count)
     columns = torch.cat([torch.arange(count) * (1 + count), earlier * (1 + count) + 1 + later])
     flat = both.flatten(1)
+    # The sum has the same bits on all ranks, so all ranks decide the same signs without another
+    # exchange. That holds near a tie, too, where a single bit makes the difference.
     total: Tensor = yield AllReduceSmall(flat[:, columns].flatten())
     summed = torch.zeros_like(flat)
     summed[:, columns] = total.view(len(flat), -1)
@@ -204,7 +230,10 @@ def _sum_over_shards(both: Tensor) -> Script[Tensor]:
 
 
 def _few_products(z: Tensor, running: Tensor, *, squares: bool) -> Tensor:
-    """Return (P, 1 + P) products of a few long vectors, each pair once."""
+    """Return (P, 1 + P) products of a few long vectors, each pair once.
+
+    The diagonal of G is zero without `squares`: greedy signs do not need norms.
+    """
     both = np.zeros((len(z), 1 + len(z)))
     for i, vector in enumerate(z):
         both[i, 0] = (vector @ running).item()
@@ -227,6 +256,10 @@ def signs_from_products(
 
     Returns:
         (W, P) signs and the new carry.
+
+    >>> inner, gram = np.array([[0.0, 0.0]]), np.array([[[1.0, 1.0], [1.0, 1.0]]])
+    >>> signs_from_products(inner, gram, Greedy(), np.zeros((1, 2)), np.empty((0, 1)))[0]
+    array([[ 1, -1]], dtype=int8)
     """
     streams, count = inner.shape
     if streams == 1 and isinstance(rule, Greedy):
@@ -235,6 +268,7 @@ def signs_from_products(
     for p in range(count):
         plus, carry = rule.decide(inner[:, p], gram[:, p, p], draws[:, p], carry)
         signs[:, p] = 2 * plus - 1
+        # Row p of G: how this vector changes the products of the later ones with the sum.
         inner += signs[:, p, np.newaxis] * gram[:, p]
     return signs, carry
 

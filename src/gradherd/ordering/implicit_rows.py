@@ -21,7 +21,7 @@ from gradherd.ordering.sign_rules import Floats, SignRule
 
 
 class ImplicitRows(Protocol):
-    """A (B, D) matrix that is known only through its products."""
+    """A (B, D) matrix that is known only through its products. See `rows.exact_rows`."""
 
     def __len__(self) -> int:
         """Return B."""
@@ -59,6 +59,7 @@ class LinearCombination:
 
     def gram(self) -> Tensor:
         """Return inner products between the vectors: (P, P)."""
+        # (A R + C E)(A R + C E)^T, term by term; the two mixed terms are transposes.
         own = self.a @ self.rows.gram() @ self.a.T
         if not len(self.extra):
             return own
@@ -73,7 +74,7 @@ class LinearCombination:
 def balance_implicit(
     vectors: LinearCombination, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
 ) -> Signed:
-    """Sign P vectors of one stream as one Gram block; all are left out if one is not finite.
+    """Sign the vectors of one stream as one Gram block; all are left out if one is not finite.
 
     Args:
         vectors: The vectors to sign.
@@ -81,11 +82,16 @@ def balance_implicit(
         rule: Decides the signs.
         draws: (1, P) uniform numbers in [-1, 1).
         carry: (C, 1) what the rule carries from vector to vector.
+
+    Returns:
+        The (1, P) signs, the new sum and the new carry.
     """
     products = torch.cat([vectors.dot(running), vectors.gram()])  # (1 + P, P), one sync
     host = products.to("cpu", torch.float64).numpy()
+    # All or none: they come from one batch, whose mean gradient is not finite either.
     if not np.isfinite(host).all():
         return Signed(torch.zeros((1, host.shape[1]), dtype=torch.int8), running, carry)
+    # Copied because the recursion overwrites it.
     array, carry = signs_from_products(host[:1].copy(), host[np.newaxis, 1:], rule, draws, carry)
     signs = torch.from_numpy(array)
     return Signed(signs, running + vectors.combine(signs.to(running)), carry)

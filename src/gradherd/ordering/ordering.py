@@ -14,10 +14,9 @@ from torch import Tensor
 from gradherd.comm.script import Script, run
 from gradherd.comm.world import World
 from gradherd.ordering.implicit_rows import ImplicitRows
-from gradherd.ordering.policy import Policy
-from gradherd.ordering.reshard import is_striped, own_units, sequence
+from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.state import COLUMNS, BalanceState, Start
+from gradherd.ordering.sharding import is_striped, own_units, sequence
 
 _FORMAT = 2
 

@@ -4,6 +4,8 @@ The mean cancels in the difference, so no mean of the previous epoch is needed, 
 pair k always go to slots k and n-1-k, so workers stay aligned in time. Lu et al., "Coordinating
 Distributed Example Orders for Provably Accelerated Training" (arXiv:2302.00845), Algorithms 2
 and 3. Here every worker has its own running sum (ID-GraB with pair balance); `cd_grab` shares one.
+The paper needs an even number of units and the same number on all workers, and published code drops
+the rest of the data. Odd and unequal numbers, missed units and unformed rows are additions.
 
 Shapes: b time steps of a call, M workers, K pairs, D columns.
 """
@@ -18,9 +20,9 @@ from gradherd.comm.script import Script
 from gradherd.ordering.balance import balance, balance_sharded, draws_for
 from gradherd.ordering.implicit_rows import ImplicitRows, LinearCombination, balance_implicit
 from gradherd.ordering.permute import reorder_all
+from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule
-from gradherd.ordering.state import BalanceState, Start
 
 
 class Pairs(NamedTuple):
@@ -39,9 +41,15 @@ def take_pairs(state: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
     is yet to come is copied into `state.pending`, so the caller may reuse its buffer.
+
+    Args:
+        state: Advanced by b steps.
+        rows: (b, M, D) gradient of the unit each worker visited; arbitrary where not seen.
+        seen: (b, M) which of them are real.
     """
     if len(rows) and state.steps % 2 and state.pending is None:
-        # The partner of the first row was skipped: no pair.
+        # The partner of the first row was skipped. It is not paired with the next row instead:
+        # pairs are tied to time steps, so that pair k has the slots k and n-1-k on all workers.
         rows, seen = rows[1:], seen[1:]
         state.steps += 1
     first = state.steps // 2
@@ -50,7 +58,9 @@ def take_pairs(state: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
     state.steps += len(rows)
     if state.pending is not None and len(rows):
         assert state.pending_seen is not None
-        parts.append(state.pending.sub_(rows[0]).unsqueeze(0))  # our own copy: no new memory
+        # In place, since `pending` is a copy of our own. First minus second; published code
+        # also has second minus first, which only changes the sign of the running sum.
+        parts.append(state.pending.sub_(rows[0]).unsqueeze(0))
         masks.append((state.pending_seen & seen[0]).unsqueeze(0))
         rows, seen = rows[1:], seen[1:]
         state.pending = state.pending_seen = None
@@ -64,6 +74,7 @@ def take_pairs(state: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
     diffs = parts[0] if len(parts) == 1 else torch.cat(parts)
     both = torch.cat(masks)
     if not both.all():
+        # Zero vectors leave the running sum alone; `seen` keeps their signs from being used.
         diffs = torch.where(both.to(diffs.device).unsqueeze(-1), diffs, 0)
     return Pairs(first, diffs, both)
 
@@ -89,19 +100,28 @@ def _copied(state: BalanceState, row: Tensor, *, fresh: bool) -> Tensor:
 def _place_odd_units(state: BalanceState, seen: Tensor) -> None:
     """Send the last of an odd number of units, which has no partner, to the middle.
 
-    Its row does not matter: the middle is the only slot left.
+    Its row does not matter: the middle is the only slot left, whatever its sign would be. Without
+    a partner it has no difference, so it leaves the running sum alone, too.
     """
     for worker, size in enumerate(state.sizes):
         step = size - 1 - state.steps
         if size % 2 and 0 <= step < len(seen) and seen[step, worker]:
+            # +1: last among the fronts, which is the middle (see `permute.reorder`).
             state.sides[size - 1, worker] = 1
 
 
 def place_pairs(state: BalanceState, pairs: Pairs, signs: Tensor) -> None:
-    """Write the (K, M) signs of the pairs as sides: + sends the first of the two to the front."""
+    """Write the signs of pairs as sides: + sends the first of the two to the front.
+
+    Args:
+        state: Its `sides` are modified.
+        pairs: The pairs that were signed.
+        signs: (K, M) int8.
+    """
     signs = signs * pairs.seen
     begin, end = 2 * pairs.first, 2 * (pairs.first + len(signs))
-    # Where a pair is not complete the sides stay: 0, or that of an odd unit.
+    # Where a pair is not complete the sides stay as they are: 0 (both units keep their positions),
+    # or that of an odd unit.
     firsts, seconds = state.sides[begin:end:2], state.sides[begin + 1 : end : 2]
     firsts.copy_(torch.where(pairs.seen, signs, firsts))
     seconds.copy_(torch.where(pairs.seen, -signs, seconds))
@@ -110,15 +130,26 @@ def place_pairs(state: BalanceState, pairs: Pairs, signs: Tensor) -> None:
 def sign_implicit_pairs(
     state: BalanceState, rows: ImplicitRows, rule: SignRule, random: SeededRandom
 ) -> None:
-    """Sign the pairs that B rows of one worker complete, without forming the rows."""
+    """Sign the pairs that the rows of one worker complete, without forming the rows.
+
+    Args:
+        state: Advanced by the number of rows.
+        rows: Gradients of the units visited, all of them seen.
+        rule: Decides the signs.
+        random: Draws for randomized rules.
+    """
     count, lone = len(rows), state.steps % 2 == 1 and state.pending is None
     if count == 0:
         return
     if state.running is None:
         state.running = torch.zeros_like(rows.combine(torch.zeros(1, count)))
     like, first = state.running, (state.steps + int(lone)) // 2
-    begin = int(lone) if state.pending is None else -1  # -1: the pending row
+    # The first row of each pair. -1 is the pending row of the call before; a lone row, whose
+    # partner was skipped, is passed over.
+    begin = int(lone) if state.pending is None else -1
     heads = torch.arange(begin, max(begin, count - 1), 2)
+    # The differences as coefficients: +1 for the first of two rows, -1 for the second. The
+    # pending row is dense already and enters as an extra vector.
     a, c = like.new_zeros(len(heads), count), like.new_zeros(len(heads), 1)
     a[torch.arange(len(heads)), heads + 1] = -1
     a[torch.arange(len(heads))[heads >= 0], heads[heads >= 0]] = 1
@@ -138,6 +169,8 @@ def sign_implicit_pairs(
         finite = bool(signs.all())  # all pairs are signed, or none
     state.pending = state.pending_seen = None
     if (count - begin) % 2 and finite:
+        # A row without a partner yet is formed, one row of D elements: the inputs and output
+        # gradients behind `rows` do not outlive the step.
         last = rows.combine(torch.eye(count)[-1:])
         if last.isfinite().all():
             state.pending, state.pending_seen = last, torch.ones(1, dtype=torch.bool)
@@ -176,6 +209,8 @@ def sign_pairs(
     pairs = take_pairs(state, rows, seen)
     span = slice(pairs.first, pairs.first + len(pairs.diffs))
     draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, workers)[span]
+    # (K, M, D) to (1, K M, D): all workers of pair k are signed before pair k+1, in the order of
+    # their ranks, as the paper's server does it; or to (M, K, D).
     vectors = pairs.diffs.flatten(0, 1).unsqueeze(0) if shared else pairs.diffs.transpose(0, 1)
     draws = draws.reshape(1, -1) if shared else draws.T
     if sharded:
@@ -190,7 +225,11 @@ def sign_pairs(
 
 @dataclass(frozen=True)
 class PairGraB:
-    """Pair balance, each worker on its own."""
+    """Pair balance, each worker on its own (with several workers ID-GraB with pair balance).
+
+    >>> PairGraB()
+    PairGraB(rule=Greedy())
+    """
 
     rule: SignRule = field(default_factory=Greedy)
     """How signs are decided."""
@@ -211,7 +250,7 @@ class PairGraB:
         *,
         sharded: bool = False,
     ) -> Script[None]:
-        """Sign the pairs that the rows complete."""
+        """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
         return sign_pairs(state, rows, seen, self.rule, random, shared=False, sharded=sharded)
 
     def reorder(

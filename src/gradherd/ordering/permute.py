@@ -1,6 +1,10 @@
 """Turn sides into the next order.
 
-The side of a unit is +1 (front), -1 (back) or 0 (nothing is known: it keeps its place).
+The side of a unit is +1 (front), -1 (back) or 0 (nothing is known: it keeps its position). Backs
+are reversed, as in the papers: GraB fills the next order from both ends, each unit at the next free
+slot of its side. A prefix of the new order is then half an old prefix plus half a signed sum, and a
+suffix half an old one minus half a signed sum, which is why short signed sums halve the herding
+bound from epoch to epoch.
 """
 
 import torch
@@ -19,6 +23,9 @@ def reorder(order: Tensor, sides: Tensor) -> Tensor:
         order: (n,) unit ids in visiting order.
         sides: (n,) int8 by position in `order`.
 
+    Returns:
+        (n,) the same unit ids; a new tensor, since orders that were handed out must not change.
+
     >>> reorder(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([1, -1, -1, 1, 1]))
     tensor([4, 7, 8, 6, 5])
     >>> reorder(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([-1, 1, 0, 0, 1]))
@@ -36,5 +43,8 @@ def reorder_all(orders: list[Tensor], sides: Tensor) -> list[Tensor]:
     Args:
         orders: (n_i,) unit ids of worker i in visiting order; n_i may differ.
         sides: (T, M) int8, T the longest n_i, by time step and worker.
+
+    Returns:
+        (n_i,) unit ids of each worker.
     """
     return [reorder(order, sides[: len(order), worker]) for worker, order in enumerate(orders)]

@@ -1,13 +1,142 @@
-"""The Policy protocol: what an order must provide."""
+"""The Policy protocol: what an order must provide, and the state it is given for an epoch.
 
-from typing import Protocol
+A policy is stateless; everything it learns in an epoch is in one `BalanceState`. One class serves
+all policies, so there is one `state_dict`, one place that moves tensors between devices and one
+list of the tensors that are sharded where rows are.
 
+Shapes: T time steps of an epoch (the units of the longest worker), b time steps of a call,
+M workers, W streams, D columns of a row, C values of a sign rule's carry.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.state import BalanceState, Start
+
+Start = Literal["identity", "random"]
+"""First order of a worker's units: that of the data set, or a random permutation."""
+
+
+@dataclass
+class BalanceState:
+    """Signs so far and the sums behind them. Lives for one epoch, except for `mean`."""
+
+    sizes: tuple[int, ...]
+    """Number of units of each worker."""
+    epoch: int
+    """Epoch, from 0."""
+    sides: Tensor
+    """(T, M) int8: where the unit visited at a step goes: +1 front, -1 back, 0 stays."""
+    steps: int = 0
+    """Time steps so far."""
+    carry: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    """(C, W) what the sign rule carries from vector to vector."""
+    running: Tensor | None = None
+    """(W, D) signed running sums; None until the first row gives D."""
+    # The first half of a pair must be a copy. Published CD-GraB code stores a reference to the
+    # gather buffer, which the next step overwrites: every difference is then zero, every sign is
+    # plus, and the order no longer depends on gradients (the `always-plus` order).
+    pending: Tensor | None = None
+    """(M, D) rows of the first half of a pair whose second half is yet to come."""
+    pending_seen: Tensor | None = None
+    """(M,) workers that have such a row."""
+    pending_buffer: Tensor | None = None
+    """Memory of `pending`, reused from pair to pair; not part of the saved state."""
+    total: Tensor | None = None
+    """(M, D) sum of the rows seen (mean balance)."""
+    count: Tensor | None = None
+    """(M,) number of rows in `total`."""
+    mean: Tensor | None = None
+    """(M, D) mean row of the previous epoch (mean balance); outlives the epoch."""
+
+    @classmethod
+    def empty(cls, sizes: Sequence[int], epoch: int) -> "BalanceState":
+        """Return the state of an epoch in which nothing has been observed yet.
+
+        Args:
+            sizes: Number of units of each worker.
+            epoch: Epoch, from 0.
+
+        >>> BalanceState.empty([3, 2], epoch=0).sides.shape
+        torch.Size([3, 2])
+        """
+        # Sides start at 0: a unit whose row never arrives keeps its position.
+        sides = torch.zeros((max(sizes, default=0), len(sizes)), dtype=torch.int8)
+        return cls(sizes=tuple(sizes), epoch=epoch, sides=sides)
+
+    def valid(self, first: int, steps: int) -> Tensor:
+        """Return (steps, M) booleans: does the worker have a unit at that time step?
+
+        Args:
+            first: The first time step.
+            steps: Number of time steps.
+
+        >>> BalanceState.empty([3, 2], epoch=0).valid(first=1, steps=2).tolist()
+        [[True, True], [True, False]]
+        """
+        times = torch.arange(first, first + steps).unsqueeze(1)
+        return times < torch.tensor(self.sizes)
+
+    def align(self, rows: Tensor) -> Tensor:
+        """Move the state to the device of `rows`; return `rows` in the dtype of the state.
+
+        A loaded state may be on another device, and an epoch keeps the precision it began with.
+        """
+        for name in COLUMNS:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value.to(rows.device))
+                rows = rows.to(value.dtype)
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all fields, as tensors and integers."""
+        # Copies: pair balance goes on writing into `pending`, `sides` and `running`.
+        state: dict[str, Any] = {
+            "sizes": list(self.sizes),
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "sides": self.sides.clone(),
+            "carry": torch.from_numpy(self.carry.copy()),
+        }
+        for name in _OPTIONAL:
+            value = getattr(self, name)
+            if value is not None:
+                state[name] = value.clone()
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "BalanceState":
+        """Return the state that `state_dict` described.
+
+        Raises:
+            ValueError: A required field is missing.
+        """
+        missing = {"sizes", "epoch", "steps", "sides", "carry"} - state.keys()
+        if missing:
+            raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
+        return cls(
+            sizes=tuple(state["sizes"]),
+            epoch=state["epoch"],
+            steps=state["steps"],
+            # Sign rules run on the host, wherever the rows are.
+            sides=state["sides"].cpu().clone(),
+            carry=state["carry"].cpu().numpy().copy(),
+            **{name: state[name].clone() for name in _OPTIONAL if name in state},
+        )
+
+
+COLUMNS = ("running", "pending", "total", "mean")
+"""Fields with one column for each column of a row: these are sharded where rows are."""
+_OPTIONAL = (*COLUMNS, "pending_seen", "count")
 
 
 class Policy(Protocol):
@@ -15,12 +144,13 @@ class Policy(Protocol):
 
     A policy is a frozen dataclass whose fields are its settings. It has no state of its own: what
     it carries through an epoch is in the `BalanceState` it is given, and what it draws comes from
-    the `SeededRandom` it is given. So every rank that is given the same computes the same.
+    the `SeededRandom` it is given. There is no server that sends out orders: every rank computes
+    those of all workers from the same inputs and must arrive at the same ones.
     """
 
     @property
     def needs_rows(self) -> bool:
-        """Whether the policy looks at gradients."""
+        """Whether the policy uses gradients."""
         ...
 
     @property
@@ -29,7 +159,12 @@ class Policy(Protocol):
         ...
 
     def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
-        """Prepare the empty state of an epoch; `previous` is that of the epoch before."""
+        """Prepare the empty state of an epoch.
+
+        Args:
+            state: State of the new epoch; modified.
+            previous: State of the epoch before; None in the first epoch or after a restart.
+        """
         ...
 
     def observe(
@@ -59,5 +194,15 @@ class Policy(Protocol):
     def reorder(
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
-        """Return the orders of `epoch`, given those of the epoch that `state` describes."""
+        """Return the orders of `epoch`.
+
+        Args:
+            orders: (n_i,) unit ids of worker i in the order in which they were visited.
+            state: What was learned in that epoch.
+            epoch: The epoch that the returned orders are for.
+            random: For orders that are drawn.
+
+        Returns:
+            (n_i,) unit ids of each worker. The tensors of `orders` are not modified.
+        """
         ...

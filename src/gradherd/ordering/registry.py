@@ -24,6 +24,7 @@ from gradherd.ordering.shuffles import (
 from gradherd.ordering.sign_rules import SIGN_RULES
 
 POLICIES: dict[str, Callable[..., Policy]] = {
+    # The baseline comes first: reports and charts compare the others with it.
     "d-rr": partial(Shuffle, "d-rr", random_reshuffling),
     "shuffle-once": partial(Shuffle, "shuffle-once", unchanged, start="random"),
     "fixed": partial(Shuffle, "fixed", unchanged, start="identity"),
@@ -34,6 +35,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "id-grab": GraB,
     "id-pair-grab": PairGraB,
     "cd-grab": CDGraB,
+    # A control, not a method: see `shuffles.always_plus`.
     "always-plus": partial(Shuffle, "always-plus", always_plus),
 }
 """Orders by name; each can be built without arguments."""
@@ -62,8 +64,10 @@ def make_policy(name: str, signs: str = "greedy") -> Policy:
     if signs not in SIGN_RULES:
         raise ValueError(f"unknown sign rule {signs!r}; known are {', '.join(SIGN_RULES)}")
     make = POLICIES[name]
+    # Read off the constructor, so that an order needs no second entry that says it has signs.
     if "rule" in inspect.signature(make).parameters:
         return make(rule=SIGN_RULES[signs]())
+    # Not an error: a comparison may give one sign rule for all its orders.
     if signs != "greedy":
         warnings.warn(f"order {name!r} has no signs: {signs!r} has no effect", stacklevel=2)
     return make()

@@ -1,7 +1,9 @@
 """Randomness as a function of seed, epoch and worker: no generator state to save or to sync.
 
 Each draw comes from its own generator, seeded by a hash of its purpose. So any rank can draw what
-any worker sees in any epoch, in any order, and gets the same bits.
+any worker sees in any epoch, in any order, and gets the same bits. Published code relies on
+generators that happen to be in the same state on all ranks; where they are not, orders diverge
+without a sign of it.
 """
 
 from collections.abc import Sequence
@@ -14,35 +16,61 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Part of the seed, so that orders and signs of an epoch are independent. Changing a number changes
+# every run.
 _PURPOSES = {"order": 0, "signs": 1}
 
 
 @dataclass(frozen=True)
 class SeededRandom:
-    """All random choices of one run."""
+    """All random choices of one run.
+
+    >>> SeededRandom(0).permutations([4], epoch=1)[0].sort().values
+    tensor([0, 1, 2, 3])
+    """
 
     seed: int
+    """Seed of the run, at least 0; equal on all ranks."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
     def permutations(self, sizes: Sequence[int], epoch: int) -> list[Tensor]:
-        """Return a permutation of each worker's units, independent across workers and epochs."""
+        """Return a permutation of each worker's units, independent across workers and epochs.
+
+        Args:
+            sizes: Number of units of each worker.
+            epoch: Epoch, from 0.
+
+        Returns:
+            (n_i,) unit ids of each worker.
+        """
         return [
             torch.randperm(size, generator=self._generator("order", epoch, worker))
             for worker, size in enumerate(sizes)
         ]
 
     def draws(self, steps: int, workers: int, epoch: int) -> NDArray[np.float64]:
-        """Return (steps, workers) uniform numbers in [-1, 1) for an epoch's signs; read-only."""
+        """Return the uniform draws for an epoch's signs.
+
+        Args:
+            steps: Vectors of each worker in the epoch.
+            workers: Number of workers.
+            epoch: Epoch, from 0.
+
+        Returns:
+            (steps, workers) in [-1, 1), read-only.
+        """
         return _uniform(self._generator("signs", epoch, 0).initial_seed(), steps, workers)
 
     def _generator(
         self, purpose: Literal["order", "signs"], epoch: int, worker: int
     ) -> torch.Generator:
+        # SeedSequence hashes: neighbouring seeds, epochs and workers get unrelated streams.
         entropy = np.random.SeedSequence([self.seed, _PURPOSES[purpose], epoch, worker])
         seed = int(entropy.generate_state(1, np.uint64)[0])
+        # On the CPU, so that the bits do not depend on the device that training runs on.
         return torch.Generator().manual_seed(seed % 2**63)
 
 
@@ -51,5 +79,5 @@ def _uniform(seed: int, steps: int, workers: int) -> NDArray[np.float64]:
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(steps, workers, generator=generator, dtype=torch.float64)
     draws: NDArray[np.float64] = uniform.mul_(2).sub_(1).numpy()
-    draws.setflags(write=False)
+    draws.setflags(write=False)  # The cache hands out the same array again.
     return draws

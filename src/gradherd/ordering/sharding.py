@@ -1,10 +1,19 @@
-"""Which examples form a unit, and which worker owns a unit: pure arithmetic.
+"""Which examples form a unit and which worker owns it, also when the number of workers changes.
 
-Unit g holds the examples g*u .. g*u+u-1 of the data set and belongs to worker g mod W as long as
+Unit g of the data set holds the examples g*u .. g*u+u-1 and belongs to worker g mod W as long as
 there are W workers: data does not move between workers, and a unit always holds the same examples.
-Striping gives every worker a fair share of a data set that is sorted by label.
+(Most published CD-GraB scripts give each worker a contiguous block of the file. Striping
+gives every worker a fair share of a data set that is sorted by label.)
+
+Unit j of worker w is thus unit j*W + w of the data set. In these global ids an epoch is one
+sequence: the first units of all workers, then the second units of all workers, and so on. When W
+changes, the rest of an interrupted epoch is striped over the new workers in that sequence, and each
+worker's new order lists the units that it owns from now on in the order of the sequence.
+
+Shapes: n units. All functions are pure.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +58,9 @@ class UnitSharding:
 
     @property
     def length(self) -> int:
-        """Units that every worker visits in an epoch: all ranks take the same number of steps."""
+        """Units that every worker visits in an epoch."""
+        # Equal on all workers: a rank with one step more would wait for the others' gradients
+        # forever.
         return min(self.sizes) if self.drop_last else max(self.sizes)
 
     def indices(self, worker: int, order: Tensor) -> Tensor:
@@ -74,10 +85,93 @@ class UnitSharding:
         return self.examples_of(units.repeat(-(-self.length // len(units)))[: self.length])
 
     def examples_of(self, units: Tensor) -> Tensor:
-        """Return the examples of (n,) units of the data set, unit by unit.
+        """Return the examples of some units of the data set, unit by unit.
 
-        A short unit repeats its own examples, so its gradient keeps their mean.
+        A short unit repeats its own examples.
+
+        Args:
+            units: (n,) global unit ids.
+
+        Returns:
+            (n * unit,) indices into the data set.
         """
         filled = (self.examples - units * self.unit).clamp(max=self.unit)
+        # Repeating, not padding with other examples: the unit's gradient stays (nearly) the mean
+        # of its own ones, and every batch is full.
         within = torch.arange(self.unit) % filled.unsqueeze(1)
         return (units.unsqueeze(1) * self.unit + within).flatten()
+
+
+def is_striped(sizes: Sequence[int]) -> bool:
+    """Return whether workers have as many units as striping gives them.
+
+    Args:
+        sizes: Number of units of each worker.
+
+    >>> is_striped((3, 3, 2)), is_striped((3, 2, 3))
+    (True, False)
+    """
+    units, workers = sum(sizes), len(sizes)
+    return list(sizes) == [len(range(worker, units, workers)) for worker in range(workers)]
+
+
+def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
+    """Return the global ids of the units visited in some time steps, as one sequence.
+
+    Args:
+        orders: (n_i,) units of worker i in visiting order, counted from 0 within the worker.
+        first: The first time step.
+        length: The time step before which to stop; by default the end of the longest order.
+
+    Returns:
+        (n,) global unit ids: time step by time step, and within one by worker.
+
+    >>> sequence([torch.tensor([1, 0, 2]), torch.tensor([0, 1])], first=1)
+    tensor([0, 3, 4])
+    """
+    workers, steps = len(orders), max(len(order) for order in orders)
+    table = torch.full((steps, workers), -1)  # -1: the worker has no unit at that step
+    for worker, order in enumerate(orders):
+        table[: len(order), worker] = order * workers + worker
+    units = table[first:length].flatten()
+    return units[units >= 0]
+
+
+def own_units(units: Tensor, workers: int) -> list[Tensor]:
+    """Return for each worker its own units in the order of a sequence.
+
+    Args:
+        units: (n,) global unit ids.
+        workers: Number of workers.
+
+    Returns:
+        (n_i,) units of worker i, counted from 0 within the worker.
+
+    >>> own_units(torch.tensor([2, 1, 0, 3, 4]), workers=2)
+    [tensor([1, 0, 2]), tensor([0, 1])]
+    """
+    return [units[units % workers == worker] // workers for worker in range(workers)]
+
+
+def stripe(units: Tensor, worker: int, workers: int, drop_last: bool) -> Tensor:
+    """Return what one worker visits when a sequence is striped over all workers.
+
+    All workers get the same number: the first units are repeated to fill the last round, or that
+    round is dropped.
+
+    Args:
+        units: (n,) global unit ids.
+        worker: Number of the worker.
+        workers: Number of workers.
+        drop_last: Whether the last round is dropped if it is not full.
+
+    >>> [stripe(torch.tensor([5, 3, 4]), worker, 2, drop_last=False).tolist() for worker in (0, 1)]
+    [[5, 4], [3, 5]]
+    """
+    # In turn, not by owner: the units that are left may belong to a few of the new workers, and
+    # all workers must take the same number of steps.
+    spare = -len(units) % workers
+    if drop_last:
+        return units[: len(units) // workers * workers][worker::workers]
+    # `repeat`, since there may be fewer units than workers.
+    return torch.cat([units, units.repeat(spare)[:spare]])[worker::workers]

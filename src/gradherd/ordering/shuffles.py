@@ -14,18 +14,24 @@ from torch import Tensor
 from gradherd.comm.script import Script
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.permute import reorder
+from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.state import BalanceState, Start
 
 NextOrders = Callable[[list[Tensor], Sequence[int], int, SeededRandom], list[Tensor]]
+"""(orders of the epoch before, units of each worker, epoch, random) -> orders of `epoch`."""
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A policy that ignores gradients."""
+    """A policy that ignores gradients.
+
+    >>> Shuffle("fixed", unchanged, start="identity")
+    Shuffle(name='fixed', start='identity')
+    """
 
     name: str
     """Its name in the registry."""
+    # Not in the repr: saved states are compared by it, and it would contain an address.
     next_orders: NextOrders = field(repr=False)
     """Computes an epoch's orders from those of the epoch before."""
     start: Start | None = None
@@ -81,7 +87,7 @@ def flip_flop(
 
     Rajput, Lee, Papailiopoulos, "Permutation-based SGD: is random optimal?" (2022).
     """
-    if epoch % 2:
+    if epoch % 2:  # `orders` are those of the even epoch before
         return [order.flip(0) for order in orders]
     return random.permutations(sizes, epoch)
 

@@ -4,6 +4,9 @@ Every rule sees `inner`, the product of the vector with the running sum before i
 vector's squared norm, and `draw`, a uniform number in [-1, 1). All three, and the result, are
 arrays over W independent streams. What a rule carries from vector to vector within an epoch is its
 `carry`, a (C, W) float64 array that `start` creates and `decide` returns updated.
+
+Scalars only, because ranks that hold shards of the columns can sum these and nothing else; and pure
+functions, because every rank must decide the same from the same bits.
 """
 
 import math
@@ -25,13 +28,32 @@ class SignRule(Protocol):
     """Whether `draw` matters; if not, nothing is drawn."""
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Return the (C, W) carry for an epoch of `total` vectors per stream."""
+        """Return the carry with which an epoch begins.
+
+        Args:
+            streams: W, the number of independent streams.
+            total: Vectors of a stream in the epoch.
+            epoch: Epoch, from 0.
+
+        Returns:
+            (C, W) float64; C may be 0.
+        """
         ...
 
     def decide(
         self, inner: Floats, square: Floats, draw: Floats, carry: Floats
     ) -> tuple[Bools, Floats]:
-        """Return (W,) booleans, True for plus, and the new carry."""
+        """Decide one sign per stream.
+
+        Args:
+            inner: (W,) products of the vectors with the running sums before them.
+            square: (W,) squared norms; arbitrary unless the rule is randomized.
+            draw: (W,) uniform numbers in [-1, 1).
+            carry: (C, W); not modified.
+
+        Returns:
+            (W,) booleans, True for plus, and the new (C, W) carry.
+        """
         ...
 
 
@@ -41,6 +63,10 @@ class Greedy:
 
     The rule of all published experiments with GraB and CD-GraB. It bounds the sum only by
     the root of the summed squares in the worst case, and does far better in practice.
+
+    >>> plus, _ = Greedy().decide(np.array([-2.0, 0.0, 3.0]), np.ones(3), np.zeros(3), np.empty(0))
+    >>> plus.tolist()
+    [True, True, False]
     """
 
     randomized: ClassVar[bool] = False
@@ -53,6 +79,8 @@ class Greedy:
         self, inner: Floats, square: Floats, draw: Floats, carry: Floats
     ) -> tuple[Bools, Floats]:
         """Plus iff <S, v> <= 0, which is |S + v| <= |S - v|."""
+        # A tie goes to plus, as in GraB and CD-GraB. grab-sampler sends it to minus, which gives
+        # the mirror image of the order.
         return inner <= 0, carry
 
 
@@ -66,6 +94,8 @@ class Walk:
     squared norm seen so far in the epoch sets the unit.
     """
 
+    # The constant of the published samplers. They compare with it without any scaling, so how
+    # random their signs are depends on the size of the gradients.
     c: float = 30.0
     """Threshold in units of the largest squared norm. Smaller is greedier."""
 
@@ -83,6 +113,7 @@ class Walk:
         self, inner: Floats, square: Floats, draw: Floats, carry: Floats
     ) -> tuple[Bools, Floats]:
         """Compare with a random threshold in [-a, a)."""
+        # Including this vector: the threshold must not be zero for the first one.
         largest = np.maximum(carry[0], square)
         return inner <= draw * self.c * largest, largest[np.newaxis]
 
@@ -93,13 +124,14 @@ class Kernel:
 
     "Low-Rank Thinning" (arXiv:2502.12063). For the i-th vector v of epoch e (both from 1), of
     `total` vectors and `epochs` epochs, with b = |v| and penalty
-    l = ln(4/delta (1 + ln epochs) (1 + ln total) i e), and q kept within the epoch (from 0):
+    l = ln(4/delta (1 + ln epochs) (1 + ln total) i e), and q, which starts every epoch at 0:
     r^2 = q l / b^2; if r^2 <= 1: a = b^2 and q = 2 b^2, else a = r b^2 and
     q += 2 b^2 max(0, l + 1/2 - r) / l. Plus iff <S, v> <= U a, U uniform in [-1, 1).
     """
 
     epochs: int = 100
     """How many epochs the run is planned for; enters by its double logarithm only."""
+    # That of the authors' experiment.
     delta: float = 0.5
     """Probability with which the guarantee may fail."""
 
@@ -115,7 +147,7 @@ class Kernel:
         """Carry q, the number of vectors seen, and the constant factor of the penalty."""
         factor = 4 / self.delta * (1 + math.log(self.epochs)) * (1 + math.log(max(1, total)))
         carry = np.zeros((3, streams))
-        carry[2] = factor * (epoch + 1)
+        carry[2] = factor * (epoch + 1)  # The formula counts epochs from 1.
         return carry
 
     def decide(
@@ -123,10 +155,11 @@ class Kernel:
     ) -> tuple[Bools, Floats]:
         """Compare with a random threshold in [-a, a)."""
         q, seen, factor = carry
-        # A zero vector changes nothing whatever its sign: keep the carry, avoid 0/0.
+        # A zero vector changes nothing whatever its sign: keep the carry, and avoid the 0/0 of the
+        # published code.
         real = square > 0
         square = np.where(real, square, 1.0)
-        penalty = np.log(factor * (seen + 1))
+        penalty = np.log(factor * (seen + 1))  # above 1, since the factor is above 4
         r2 = q * penalty / square
         r = np.sqrt(r2)
         small = r2 <= 1

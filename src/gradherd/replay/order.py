@@ -14,8 +14,7 @@ from torch import Tensor
 from gradherd.lab.text import printable
 from gradherd.ordering.herding import parallel_herding_bound
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.policy import Policy
-from gradherd.ordering.state import Start
+from gradherd.ordering.policy import Policy, Start
 from gradherd.replay.arrays import open_array
 
 # Vectors given to a policy at once: enough to hide call overhead, few enough for the cache.
