@@ -52,7 +52,10 @@ def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -
         params=record["model"]["parameters"],
         workers=config["workers"],
         link=NetworkLink(
-            bandwidth=link["goodput"], latency=link["latency"], goodput=1.0, deal=link["deal"]
+            bandwidth=link["goodput"],
+            latency=link["latency"],
+            goodput=1.0,
+            all_to_all_share=link["deal"],
         ),
         backward=backward,
         forward=compute["step_seconds"] - backward,

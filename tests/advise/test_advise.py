@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradherd.advise
 from gradherd.advise import units
+from gradherd.advise.calibrate import wide_model
 from gradherd.advise.choices import EXCHANGES, ORDERS, Setting, all_choices, predict
 from gradherd.advise.costs import (
     NetworkLink,
@@ -24,7 +25,6 @@ from gradherd.advise.costs import (
     typical_overheads,
 )
 from gradherd.advise.decide import advise, break_even
-from gradherd.advise.measure import wide_model
 from gradherd.cli.main import main
 from gradherd.comm.collectives import all_reduce_small_bytes
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
@@ -209,7 +209,7 @@ def test_the_arithmetic_needs_no_torch():
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Import | ast.ImportFrom)
         }
-        assert path.stem == "measure" or not any(name.startswith("torch") for name in modules)
+        assert path.stem == "calibrate" or not any(name.startswith("torch") for name in modules)
 
 
 def test_units_that_are_none_are_refused():

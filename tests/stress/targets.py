@@ -16,8 +16,8 @@ import torch
 
 from gradherd.attach.state import pack, unpack
 from gradherd.comm.world import World
+from gradherd.lab.report.arms import find_records
 from gradherd.lab.report.page import render
-from gradherd.lab.report.records import find_records
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import RunResult, read_results, write_results
 from gradherd.lab.tasks import download

@@ -19,7 +19,7 @@ import torch
 from gradherd.attach.state import unpack
 from gradherd.cli.main import main
 from gradherd.comm.world import World
-from gradherd.lab.report.records import find_records
+from gradherd.lab.report.arms import find_records
 from gradherd.lab.tasks.cifar10 import load_cifar10
 from gradherd.lab.tasks.data_files import MissingData, find_dataset
 from gradherd.lab.tasks.hmda import HMDA

@@ -34,7 +34,7 @@ _VALUE_BYTES = 4
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
 # Up to so many ranks, the small tensors of CD-GraB are summed by an all-gather.
 _FEW_RANKS = 8
-SKETCH, TOGETHER = 512, 32
+SKETCH_SIZE, STEPS_PER_GATHER = 512, 32
 """Elements of a sketched row, and steps whose rows are sent together (tests compare both with the
 defaults of `SketchRows` and of CD-GraB)."""
 
@@ -256,9 +256,9 @@ def _values(setting: Setting, count: float) -> tuple[float, float]:
 
 def _gathered_sketches(setting: Setting) -> tuple[float, float]:
     """Predict the all-gather of sketched rows for CD-GraB, many steps at a time."""
-    size = float(_VALUE_BYTES * SKETCH)
-    seconds = all_gather_seconds(TOGETHER * size, setting.workers, setting.link) / TOGETHER
-    return seconds, size * (setting.workers - 1)
+    size = float(_VALUE_BYTES * SKETCH_SIZE)
+    gathered = all_gather_seconds(STEPS_PER_GATHER * size, setting.workers, setting.link)
+    return gathered / STEPS_PER_GATHER, size * (setting.workers - 1)
 
 
 EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {

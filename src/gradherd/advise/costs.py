@@ -56,7 +56,7 @@ class NetworkLink:
     """Seconds of a short message to another rank."""
     goodput: float = GOODPUT
     """Share of the bandwidth that carries data."""
-    deal: float = 1.0
+    all_to_all_share: float = 1.0
     """Share of the goodput that an all-to-all reaches: gloo's does not fill a slow link."""
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class NetworkLink:
             raise ValueError(f"bandwidth must be positive, got {self.bandwidth}")
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"latency must be 0 or more and finite, got {self.latency}")
-        for name in ("goodput", "deal"):
+        for name in ("goodput", "all_to_all_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
 
@@ -112,7 +112,7 @@ def all_to_all_seconds(size: float, ranks: int, link: NetworkLink) -> float:
     """
     if ranks == 1:
         return 0.0
-    moved = size / link.deal  # as if there were more bytes on a full link
+    moved = size / link.all_to_all_share  # as if there were more bytes on a full link
     direct = (ranks - 1) * link.latency + link.transfer(moved * (ranks - 1) / ranks)
     bruck = levels(ranks) * (link.latency + link.transfer(moved / 2))
     return min(direct, bruck)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradherd.advise import units
+from gradherd.advise.calibrate import LinkMeasurement, measure_cluster
 from gradherd.advise.choices import Setting
 from gradherd.advise.costs import (
     DEVICES,
@@ -22,7 +23,6 @@ from gradherd.advise.costs import (
     typical_overheads,
 )
 from gradherd.advise.decide import advise
-from gradherd.advise.measure import LinkMeasurement, measure
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.launch import join_torchrun, measure_on_ranks
 from gradherd.cli.options import (
@@ -231,14 +231,15 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
                 "--measure on a GPU needs torchrun, with one worker per GPU; or add --device cpu"
             )
         try:
-            return _as_cluster(workers, measure_on_ranks(measure, workers, int(params), device))
+            measured = measure_on_ranks(measure_cluster, workers, int(params), device)
+            return _as_cluster(workers, measured)
         except RankError as error:
             raise CommandFailed(error.reason) from None
     usable_device(device)
     join_torchrun(device)
     try:
         world = World.detect()
-        result = measure(int(params), device)
+        result = measure_cluster(int(params), device)
         return _as_cluster(world.size, result) if world.rank == 0 else None
     finally:
         dist.destroy_process_group()

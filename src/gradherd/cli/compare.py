@@ -26,10 +26,10 @@ from gradherd.cli.options import (
 )
 from gradherd.cli.tables import print_comparison
 from gradherd.comm.world import World
+from gradherd.lab.report.arms import find_records
 from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.comparison_table import comparison_json
 from gradherd.lab.report.page import write_report
-from gradherd.lab.report.records import find_records
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.record import RunRecord
 from gradherd.ordering.registry import POLICIES

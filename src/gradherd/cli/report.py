@@ -11,10 +11,10 @@ import tyro
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import Flag, json_help, print_json
 from gradherd.cli.tables import claims_json, print_claims, print_comparison
+from gradherd.lab.report.arms import find_records
 from gradherd.lab.report.comparison import compare_all
 from gradherd.lab.report.comparison_table import comparison_json
 from gradherd.lab.report.page import write_report
-from gradherd.lab.report.records import find_records
 
 
 @dataclass(frozen=True, kw_only=True)

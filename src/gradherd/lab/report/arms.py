@@ -1,17 +1,21 @@
-"""Group run records into arms, and summarise each arm over its seeds, epoch by epoch.
+"""Find run records below folders, group them into arms, and summarise each arm over its seeds.
 
 An arm is an order, a sparsifier and a density; its runs differ by their seed alone.
 """
 
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradherd.lab.report.stats import MeanStd, finite, mean_std
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import EpochRow, RunRecord
+from gradherd.lab.train.record import RECORD_FILE, EpochRow, RunRecord, read_record
 
+TIME_PARTS = ("data", "compute", "ordering", "exchange", "other")
+"""Parts that the seconds of an epoch are split into."""
 ArmKey = tuple[str, str, float | None]
 """Order, sparsifier and density."""
 
@@ -69,6 +73,71 @@ class ArmSummary:
     def bytes(self) -> float | None:
         """Total bytes sent by the average worker, mean over seeds."""
         return self.bytes_by_epoch[-1] if self.bytes_by_epoch else None
+
+
+def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
+    """Return every record below these folders with its path, ordered by the runs' start time.
+
+    Raises:
+        ValueError: A folder has no record, a record is damaged, or two records are of the same
+            task, arm and seed; the message names the paths.
+    """
+    paths: dict[Path, Path] = {}
+    for folder in folders:
+        if not os.path.exists(folder):  # Path.exists raises if the name is too long.
+            raise ValueError(f"{printable(folder)}: no such folder")
+        if not folder.is_dir():
+            name = printable(folder)
+            raise ValueError(f"{name} is not a folder; give the folder that holds {RECORD_FILE}")
+        matches = _record_paths(folder)
+        if not matches:
+            raise ValueError(
+                f"{printable(folder)}: no {RECORD_FILE} in it or below; runs of gradherd write one"
+            )
+        for path in matches:  # Folders may overlap; a run counts once.
+            paths.setdefault(Path(os.path.realpath(path)), path)
+    records = [(path, _checked(path, read_record(path))) for path in paths.values()]
+    _check_unique(records)
+    return sorted(records, key=lambda one: one[1].started)
+
+
+def _check_unique(records: Sequence[tuple[Path, RunRecord]]) -> None:
+    first_paths: dict[tuple[object, ...], Path] = {}
+    for path, record in records:
+        first = first_paths.setdefault((record.task, *arm_key(record), record.seed), path)
+        if first is not path:
+            raise ValueError(
+                f"{printable(first)} and {printable(path)} are of the same task, arm and seed "
+                f"({record.seed}): a seed counts once; give folders that hold one of them"
+            )
+
+
+def _checked(path: Path, record: RunRecord) -> RunRecord:
+    """Return the record; raise ValueError if a figure that pages show is missing."""
+    for point in record.density_by_step:
+        if not {"step", "mean", "min", "max"} <= point.keys():
+            raise ValueError(
+                f"{printable(path)}: damaged record: density_by_step holds {printable(point, 80)}; "
+                "remove its folder, or train again"
+            )
+    return record
+
+
+def _record_paths(folder: Path) -> list[Path]:
+    """Return the records at any depth, without following links to folders.
+
+    Iterative, because a tree may be deeper than Python's stack.
+    """
+    paths, pending = [], [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as scan:
+                entries = list(scan)
+        except OSError:  # Not readable, or its path is too long by now.
+            continue
+        paths += [Path(entry.path) for entry in entries if entry.name == RECORD_FILE]
+        pending += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return sorted(paths)
 
 
 def arm_key(record: RunRecord) -> ArmKey:
@@ -147,6 +216,42 @@ def late_losses(runs: Sequence[RunRecord], end: int) -> list[float | None]:
     """
     by_epoch = [values_at(runs, epoch, lambda row: row.train_loss) for epoch in late_epochs(end)]
     return [mean_std(losses).mean for losses in zip(*by_epoch, strict=True)]
+
+
+def mean_seconds(arm: ArmSummary, part: str) -> float:
+    """Return the seconds of an epoch that one of `TIME_PARTS` takes, mean over epochs and seeds."""
+    rows = [row for run in arm.used for row in run.epochs[: arm.epochs]]
+    return statistics.fmean(_part_seconds(row, part) for row in rows)
+
+
+def _part_seconds(row: EpochRow, part: str) -> float:
+    parts = {
+        "data": row.data_seconds,
+        "compute": row.compute_seconds,
+        "ordering": row.ordering_seconds,
+        "exchange": row.exchange_seconds,
+    }
+    # Compute is itself a remainder that training clamps at zero, so the sum may exceed the epoch.
+    return parts[part] if part in parts else max(0.0, row.seconds - sum(parts.values()))
+
+
+def density_over_steps(arm: ArmSummary) -> list[tuple[float, float, float, float]]:
+    """Return (step, mean, minimum, maximum) of the density over seeds; empty for dense arms."""
+    runs = [run.density_by_step for run in arm.used if run.density_by_step]
+    by_seed = [{point["step"]: point for point in points} for points in runs]
+    if not by_seed or arm.density is None:
+        return []
+    # Runs may differ in length: the mean would jump where one of them ends.
+    common = [step for step in by_seed[0] if all(step in points for points in by_seed)]
+    return [
+        (
+            step,
+            statistics.fmean(points[step]["mean"] for points in by_seed),
+            min(points[step]["min"] for points in by_seed),
+            max(points[step]["max"] for points in by_seed),
+        )
+        for step in sorted(common)
+    ]
 
 
 def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> ArmSummary:

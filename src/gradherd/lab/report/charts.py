@@ -1,26 +1,43 @@
 """The charts of a comparison, as plain data that the page draws with plotly.
 
-A chart is {"kind", "title", "note", "alt", "pieces", "lines", "x", "y", "log"}: `pieces` are those
-of `traces.py`, `lines` are horizontal lines, `log` is None for charts without a log switch.
+A chart is {"kind", "title", "note", "alt", "pieces", "lines", "x", "y", "log"}: `lines` are
+horizontal lines, `log` is None for charts without a log switch. A piece is {"trace", "arm", "role"}
+with plotly's own fields under "trace"; a piece whose x axis can be switched has "xs", a list of
+values per axis, instead of x. Colours are missing: the style sheet has them, light and dark.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from gradherd.lab.report.arms import ArmSummary, values_at
+from gradherd.lab.report.arms import (
+    TIME_PARTS,
+    ArmSummary,
+    density_over_steps,
+    mean_seconds,
+    values_at,
+)
 from gradherd.lab.report.comparison import Comparison
-from gradherd.lab.report.stats import mean_std
-from gradherd.lab.report.traces import Chart, band_between, curve, plotly_text
-from gradherd.lab.text import counted, listed, significant
-from gradherd.lab.train.record import EpochRow
+from gradherd.lab.report.stats import MeanStd, mean_std
+from gradherd.lab.text import counted, listed, printable, significant
 
-TIME_PARTS = ("data", "compute", "ordering", "exchange", "other")
-"""Parts that the seconds of an epoch are split into."""
+Piece = dict[str, Any]
+Chart = dict[str, Any]
+
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 X_AXES = {"epochs": "epochs", "seconds": "seconds of training", "bytes": "bytes sent per worker"}
 
 
 def charts_of(comparison: Comparison) -> list[Chart]:
-    """Return the charts that have data."""
+    """Return the charts of a comparison that have data, in page order.
+
+    Args:
+        comparison: The arms of one task.
+
+    Returns:
+        Plain JSON; arms are named by their position in `comparison.arms`.
+    """
     builders = (_loss, _metric, _herding, _density, _load, _time)
     return [chart for build in builders if (chart := build(comparison)) is not None]
 
@@ -31,20 +48,18 @@ def _loss(comparison: Comparison) -> Chart | None:
     if not means:
         return None
     lines = []
+    # The goal that "epochs to baseline's final loss" in the table refers to.
     if base.final_loss.mean is not None:
         text = f"{'final' if base.finished else 'last'} loss of {plotly_text(base.label, 20)}"
         lines = [{"y": base.final_loss.mean, "text": text, "arm": 0}]
-    finals = [
-        f"{a.label} ends at {significant(a.final_loss.mean)}" for a in arms if a.final_loss.mean
-    ]
+    ends = [(arm.label, arm.final_loss.mean) for arm in arms if arm.final_loss.mean]
+    finals = [f"{label} ends at {significant(mean)}" for label, mean in ends]
     return {
         "kind": "loss",
         "title": "Train loss",
         "note": _seeds_note(arms, "over the full training set, after each epoch"),
         "alt": f"Train loss by epoch: {listed(finals)}." if finals else "Train loss by epoch.",
-        "pieces": [
-            piece for i, arm in enumerate(arms) for piece in curve(i, arm, arm.loss_by_epoch)
-        ],
+        "pieces": [p for i, arm in enumerate(arms) for p in curve(i, arm, arm.loss_by_epoch)],
         "lines": lines,
         "x": X_AXES,
         "y": "train loss",
@@ -62,9 +77,7 @@ def _metric(comparison: Comparison) -> Chart | None:
         "title": comparison.metric_name,
         "note": _seeds_note(arms, f"{better} is better"),
         "alt": f"{comparison.metric_name} by epoch, {better} is better.",
-        "pieces": [
-            piece for i, arm in enumerate(arms) for piece in curve(i, arm, arm.metric_by_epoch)
-        ],
+        "pieces": [p for i, arm in enumerate(arms) for p in curve(i, arm, arm.metric_by_epoch)],
         "lines": [],
         "x": X_AXES,
         "y": plotly_text(comparison.metric_name),
@@ -100,8 +113,9 @@ def _time(comparison: Comparison) -> Chart | None:
     arms = [arm for arm in comparison.arms if arm.seconds]
     if not arms:
         return None
-    seconds = {part: [_part(arm, part) for arm in arms] for part in TIME_PARTS}
+    seconds = {part: [mean_seconds(arm, part) for arm in arms] for part in TIME_PARTS}
     total = [sum(column) for column in zip(*seconds.values(), strict=True)]
+    # A part below half a percent in every arm would be an invisible bar with a legend entry.
     visible = [
         part
         for part in TIME_PARTS
@@ -138,25 +152,6 @@ def _time(comparison: Comparison) -> Chart | None:
     }
 
 
-def _part(arm: ArmSummary, part: str) -> float:
-    rows = [row for run in arm.used for row in run.epochs[: arm.epochs]]
-    return statistics.fmean(_SECONDS[part](row) for row in rows)
-
-
-def _other(row: EpochRow) -> float:
-    known = (row.data_seconds, row.compute_seconds, row.ordering_seconds, row.exchange_seconds)
-    return max(0.0, row.seconds - sum(known))
-
-
-_SECONDS: dict[str, Callable[[EpochRow], float]] = {
-    "data": lambda row: row.data_seconds,
-    "compute": lambda row: row.compute_seconds,
-    "ordering": lambda row: row.ordering_seconds,
-    "exchange": lambda row: row.exchange_seconds,
-    "other": _other,
-}
-
-
 def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
     counts = {len(arm.seeds) for arm in arms if arm.seeds}
     if counts == {1}:
@@ -169,7 +164,7 @@ def _density(comparison: Comparison) -> Chart | None:
     """Return the share of elements sent by step, with its target."""
     pieces, lines = [], []
     for index, arm in enumerate(comparison.arms):
-        points = _steps(arm)
+        points = density_over_steps(arm)
         if not points:
             continue
         steps, means, lows, highs = zip(*points, strict=True)
@@ -195,6 +190,7 @@ def _density(comparison: Comparison) -> Chart | None:
             lines.append({"y": arm.density, "text": "", "arm": index})
     if not pieces:
         return None
+    # Arms usually share one target: one line, with a word, instead of lines on top of each other.
     if len({line["y"] for line in lines}) == 1:
         lines = [{**lines[0], "arm": 0, "text": "target"}]
     return {
@@ -210,32 +206,12 @@ def _density(comparison: Comparison) -> Chart | None:
     }
 
 
-def _steps(arm: ArmSummary) -> list[tuple[float, float, float, float]]:
-    """Return (step, mean, minimum, maximum) over seeds, for the steps that all of them have."""
-    by_seed = [
-        {point["step"]: point for point in run.density_by_step}
-        for run in arm.used
-        if run.density_by_step
-    ]
-    if not by_seed or arm.density is None:
-        return []
-    common = [step for step in by_seed[0] if all(step in points for points in by_seed)]
-    return [
-        (
-            step,
-            statistics.fmean(points[step]["mean"] for points in by_seed),
-            min(points[step]["min"] for points in by_seed),
-            max(points[step]["max"] for points in by_seed),
-        )
-        for step in sorted(common)
-    ]
-
-
 def _load(comparison: Comparison) -> Chart | None:
     """Return how many elements each worker selected."""
     pieces = []
     for index, arm in enumerate(comparison.arms):
         loads = [row.load for run in arm.used for row in run.epochs if row.load]
+        # Runs with different numbers of workers have no load per worker in common.
         if not loads or len({len(load) for load in loads}) != 1:
             continue
         means = [statistics.fmean(column) for column in zip(*loads, strict=True)]
@@ -265,3 +241,99 @@ def _load(comparison: Comparison) -> Chart | None:
         "y": "elements per step",
         "log": None,
     }
+
+
+def plotly_text(text: str, max_length: int = 40) -> str:
+    """Return a name that plotly shows as it is; plotly would interpret tags and templates.
+
+    >>> plotly_text("<b>a</b> & b")
+    '&lt;b&gt;a&lt;/b&gt; &amp; b'
+    """
+    safe = printable(text, max_length)
+    # "%{" starts a template, which plotly has no escape for: a zero-width space breaks it up.
+    for sign, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("%{", "%\u200b{")):
+        safe = safe.replace(sign, escaped)
+    return safe
+
+
+def curve(index: int, arm: ArmSummary, points: Sequence[MeanStd]) -> list[Piece]:
+    """Return an arm's mean over seeds, with a band of one standard deviation for several seeds.
+
+    Args:
+        index: Position of the arm, which decides its colour.
+        arm: The arm.
+        points: Mean and standard deviation after each epoch.
+    """
+    # All three axes are sent along, so that the page can switch between them without a server.
+    xs = {
+        "epochs": [float(epoch) for epoch in range(1, arm.epochs + 1)],
+        "seconds": list(arm.seconds_by_epoch),
+        "bytes": list(arm.bytes_by_epoch),
+    }
+    line = {
+        "arm": index,
+        "role": "line",
+        "xs": xs,
+        "trace": {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": plotly_text(arm.label),
+            "y": [point.mean for point in points],
+            "customdata": [
+                [epoch, _hover_std(point, len(arm.seeds))] for epoch, point in enumerate(points, 1)
+            ],
+            "hovertemplate": "%{y:.4g}%{customdata[1]} after epoch %{customdata[0]}",
+            # Symbols tell lines apart without colours; dashes help once symbols repeat.
+            "line": {"dash": DASHES[index % len(DASHES)] if index >= len(SYMBOLS) else "solid"},
+            "marker": {"symbol": SYMBOLS[index % len(SYMBOLS)]},
+        },
+    }
+    if len(arm.seeds) < 2:  # One seed has no standard deviation: a band would pretend otherwise.
+        return [line]
+    ends = [
+        (i, point.mean - point.std, point.mean + point.std)
+        for i, point in enumerate(points)
+        if point.mean is not None and point.std is not None
+    ]
+    places = [i for i, _, _ in ends]
+    outline = {name: _forth_and_back([values[i] for i in places]) for name, values in xs.items()}
+    # On a log axis nothing at or below zero can be drawn; the band then ends a decade lower.
+    floors = [
+        0.1 * mean if low <= 0 < (mean := points[i].mean or 0.0) else low for i, low, _ in ends
+    ]
+    high = [high for _, _, high in ends]
+    band = _band(index, high + [low for _, low, _ in reversed(ends)])
+    return [{**band, "xs": outline, "log_y": high + floors[::-1]}, line]
+
+
+def _hover_std(point: MeanStd, seeds: int) -> str:
+    return "" if point.std is None or seeds < 2 else f" ± {point.std:.2g}"
+
+
+def band_between(
+    index: int, xs: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> Piece:
+    """Return a filled area between two lines."""
+    piece = _band(index, [*high, *reversed(low)])
+    piece["trace"]["x"] = _forth_and_back(xs)
+    return piece
+
+
+def _band(index: int, y: Sequence[float]) -> Piece:
+    # One closed outline: plotly's fill between two traces would need a second, invisible one.
+    return {
+        "arm": index,
+        "role": "band",
+        "trace": {
+            "type": "scatter",
+            "mode": "lines",
+            "fill": "toself",
+            "y": list(y),
+            "hoverinfo": "skip",
+            "line": {"width": 0},
+        },
+    }
+
+
+def _forth_and_back(values: Sequence[float]) -> list[float]:
+    return [*values, *reversed(values)]

@@ -62,7 +62,7 @@ def ring_seconds(size: int, repeats: int, world: World, device: torch.device = _
     return float(all_gather(torch.tensor(times[1:], device=device), world).value.amax(0).median())
 
 
-def measure(params: int, device_name: str) -> LinkMeasurement:
+def measure_cluster(params: int, device_name: str) -> LinkMeasurement:
     """Measure on this rank together with all others; all ranks return the same."""
     world, device = World.detect(), torch.device(device_name)
     latency = ring_seconds(_SHORT_BYTES, _SHORT_REPEATS, world, device)
