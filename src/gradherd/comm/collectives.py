@@ -29,7 +29,8 @@ _gather_into = (
 )
 # Up to this many ranks an all-gather of a small tensor takes fewer hops than an all-reduce.
 _SMALL_WORLD = 8
-# Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default.
+# Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default ("gh" in
+# ASCII).
 _TAG = 0x6768
 
 
@@ -49,7 +50,10 @@ class PendingCollective(NamedTuple):
     """Empty where nothing has to be sent."""
 
     def wait(self) -> Tensor:
-        """Wait for the collective to finish and return its result."""
+        """Wait for the collective to finish and return its result.
+
+        With nccl it is the current CUDA stream that waits, not the host.
+        """
         for work in self.works:
             work.wait()
         return self.value
@@ -61,7 +65,11 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def all_gather_bytes(tensor: Tensor, size: int) -> int:
-    """Return the bytes a rank sends to all-gather `tensor` among `size` ranks."""
+    """Return the bytes a rank sends to all-gather `tensor` among `size` ranks.
+
+    >>> all_gather_bytes(torch.zeros(10), 4)
+    120
+    """
     return nbytes(tensor) * (size - 1)
 
 
@@ -76,7 +84,11 @@ def broadcast_bytes(tensor: Tensor, size: int) -> int:
 
 
 def all_reduce_bytes(tensor: Tensor, size: int) -> int:
-    """Return the bytes a rank sends to all-reduce `tensor`."""
+    """Return the bytes a rank sends to all-reduce `tensor`.
+
+    >>> all_reduce_bytes(torch.zeros(10), 4)
+    60
+    """
     return 2 * nbytes(tensor) * (size - 1) // size
 
 
@@ -96,7 +108,12 @@ def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
 
 
 def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
-    """Start to sum `tensor` over all ranks, in place."""
+    """Start to sum `tensor` over all ranks, in place.
+
+    Args:
+        tensor: Any shape; do not touch it before the collective has finished.
+        world: The ranks that take part. All of them must start their collectives in the same order.
+    """
     if world.size == 1:
         return PendingCollective(tensor, 0)
     work = dist.all_reduce(tensor, group=world.group, async_op=True)
@@ -104,10 +121,14 @@ def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
 
 
 def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
-    """Sum a small tensor over all ranks, into a new one with the same bits on every rank.
+    """Sum a small tensor over all ranks. The result has the same bits on every rank.
 
     For a small tensor latency counts, not bandwidth: among few ranks one all-gather and a local
     sum in rank order take fewer hops than an all-reduce.
+
+    Args:
+        tensor: Any shape. Among more than eight ranks, it is overwritten with the sum.
+        world: The ranks that take part.
     """
     if world.size > _SMALL_WORLD:
         return all_reduce(tensor, world)
@@ -124,10 +145,20 @@ def all_gather(tensor: Tensor, world: World) -> CollectiveResult:
 def all_gather_start(
     tensor: Tensor, world: World, *, out: Tensor | None = None
 ) -> PendingCollective:
-    """Start an all-gather, into the contiguous (R, ...) `out` if one is given.
+    """Start an all-gather.
 
     All ranks must start their collectives in the same order.
+
+    Args:
+        tensor: (...) of this rank, of the same shape on all ranks. It may be this rank's row of
+            `out`; do not write to it before the collective has finished.
+        world: The ranks that take part.
+        out: Contiguous (R, ...) for the result; None allocates one.
+
+    Returns:
+        The collective; its value is `out`.
     """
+    # Not filled: every row is overwritten, and none is sent before.
     if out is None:
         out = tensor.new_empty((world.size, *tensor.shape))
     if world.size == 1:
@@ -152,6 +183,12 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
         tensor: (n_r,) tensor of this rank.
         sizes: n_r of every rank; all ranks must know all of them.
         world: The ranks that take part.
+
+    Returns:
+        (sum of n_r,) in the order of ranks, and the bytes this rank sent.
+
+    Raises:
+        ValueError: `sizes` does not fit the world or the tensor.
     """
     if len(sizes) != world.size or len(tensor) != sizes[world.rank]:
         raise ValueError(
@@ -166,7 +203,9 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
         for work in _exchange_pairwise([tensor.contiguous()] * world.size, outputs, world):
             work.wait()
         return CollectiveResult(out, all_gather_bytes(tensor, world.size))
-    # One tensor of equal rows is gathered in one call. The padding is sent, so its bytes count.
+    # One tensor of equal rows is gathered in one call; of rows of different lengths, nccl would
+    # broadcast each. The padding is sent, so its bytes count. Zeros, not `empty`: what is sent
+    # should not depend on what was in memory.
     padded = tensor.new_zeros(max(sizes))
     padded[: len(tensor)] = tensor
     rows, sent = all_gather(padded, world)
@@ -183,7 +222,16 @@ def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
 def all_to_all_start(
     tensor: Tensor, world: World, *, out: Tensor | None = None
 ) -> PendingCollective:
-    """Start an all-to-all. Do not write to `tensor` before it has finished."""
+    """Start an all-to-all. Do not write to `tensor` before it has finished.
+
+    Args:
+        tensor: (R, ...), row r for rank r.
+        world: The ranks that take part.
+        out: (R, ...) for the result; None allocates one.
+
+    Raises:
+        ValueError: `tensor` does not have R rows.
+    """
     if len(tensor) != world.size:
         raise ValueError(f"tensor must have one row per rank ({world.size}), got {len(tensor)}")
     if out is None:
@@ -201,11 +249,21 @@ def all_to_all_start(
 
 
 def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult:
-    """Overwrite `tensor` on every rank with that of rank `src`."""
+    """Overwrite `tensor` on every rank with that of rank `src`.
+
+    Args:
+        tensor: Of the same shape and dtype on all ranks.
+        world: The ranks that take part.
+        src: The rank within `world` whose tensor is sent.
+
+    Raises:
+        ValueError: There is no rank `src`.
+    """
     if not 0 <= src < world.size:
         raise ValueError(f"src must be in [0, {world.size}), got {src}")
     if world.size == 1:
         return CollectiveResult(tensor, 0)
+    # `group_src`, not `src`: torch counts the latter among all processes, not within the group.
     dist.broadcast(tensor, group=world.group, group_src=src)
     return CollectiveResult(tensor, broadcast_bytes(tensor, world.size))
 
@@ -253,12 +311,15 @@ def _exchange_pairwise(
     gloo's own all-gather goes round a ring and through a buffer, and its all-to-all leaves links
     idle. Direct messages took two thirds of their time, both within one machine and over 1 Gb/s.
     """
+    # None is what torch returns to a process outside of the group.
     works: list[dist.Work | None] = []
     # Each rank starts with its own neighbour, so that no rank is everybody's first peer.
     for distance in range(1, world.size):
         peer = (world.rank - distance) % world.size
+        # Both sides know all lengths, so both leave out an empty message.
         if outputs[peer].numel():
             works.append(dist.irecv(outputs[peer], group=world.group, group_src=peer, tag=_TAG))
+    # After all receives: a gloo send is held up until its peer has posted the receive.
     for distance in range(1, world.size):
         peer = (world.rank + distance) % world.size
         message = inputs[peer].contiguous().view(-1)

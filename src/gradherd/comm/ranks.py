@@ -33,7 +33,12 @@ _PRELOAD = ["torch._dynamo"]
 
 
 class RankError(RuntimeError):
-    """A rank failed. The message says which one failed first, and why."""
+    """A rank failed. The message says which one failed first, and why.
+
+    Args:
+        message: With the traceback of that rank, if it left one.
+        reason: The same in one line, for a command line that prints no tracebacks.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -65,7 +70,11 @@ def run_ranks(
         forward_signals: Signals to forward to the ranks; they do not end this process.
         on_start: Called with the process ids of the ranks.
 
+    Returns:
+        What `fn` returned on each rank; pickled, so tensors are copies.
+
     Raises:
+        ValueError: `size` is less than 1.
         RankError: A rank failed; the message holds the traceback of the first one that did.
         TimeoutError: The ranks did not finish in time.
     """
@@ -80,6 +89,8 @@ def run_ranks(
             (fn, size, folder, peer_timeout, args),
             size,
             join=False,
+            # Not "fork": this process may have threads by now (autograd, OpenMP), whose locks a
+            # copy would inherit locked. Not "spawn": importing torch takes seconds per rank.
             start_method="forkserver",
         )
         assert ranks is not None
@@ -89,6 +100,7 @@ def run_ranks(
             with _forwarding(forward_signals, ranks.processes):
                 _join(ranks.processes, getattr(fn, "__name__", str(fn)), folder, deadline, timeout)
         finally:
+            # Killed, not terminated: a rank that is stuck in a collective runs no signal handler.
             for process in ranks.processes:
                 process.kill()
                 process.join()
@@ -107,11 +119,14 @@ def _rank_main(
     timeout: float,
     args: tuple[Any, ...],
 ) -> None:
+    # More threads would compete for the cores. Besides, sums of long vectors have other bits with
+    # another number of threads, and virtual workers must get the same ones.
     torch.set_num_threads(1)
     # Otherwise gloo resolves the host name, which may name no interface of this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
+        # A TCP store would need a free port, which another run may take first.
         store = dist.FileStore(str(folder / "store"), size)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
@@ -137,6 +152,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+        # sys.exit would end this thread only, and the rank may be stuck in a collective.
         os._exit(1)
 
 
@@ -204,6 +220,8 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
     end = time.monotonic() + _GRACE
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
+    # A rank that died without a report (a segmentation fault, the kernel's memory killer) came
+    # first: the reports of the others are about losing it.
     for rank, process in enumerate(processes):
         reported = any((folder / f"{rank}.{suffix}").exists() for suffix in ("pt", "error"))
         code = process.exitcode

@@ -6,9 +6,11 @@ one process, in lockstep. Both give results equal to the bit and count the same 
 `SharedRunner` runs a single script on behalf of all workers of a process, for state that every
 rank holds alike; `RankRunner` is its counterpart on a real rank.
 
-    def total(own):
-        rows = yield AllGather(own)
-        return rows.sum(0)
+    >>> def total(own):
+    ...     rows = yield AllGather(own)
+    ...     return rows.sum(0)
+    >>> run_together([total(torch.tensor([1.0])), total(torch.tensor([2.0]))])[0]
+    ScriptResult(value=tensor([3.]), bytes=4)
 
 Shapes: R ranks.
 """
@@ -91,7 +93,15 @@ class ScriptResult(NamedTuple):
 
 
 def run(script: Script[Any], world: World) -> ScriptResult:
-    """Run the script of this rank. All ranks must call it at the same point."""
+    """Run the script of this rank. All ranks must call it at the same point.
+
+    Args:
+        script: A generator that has not been started.
+        world: The ranks that take part.
+
+    Returns:
+        What the script returned, and the bytes this rank sent.
+    """
     answer: Any = None
     total = 0
     while True:
@@ -135,7 +145,10 @@ class Runner(Protocol):
 
 
 class RankRunner:
-    """Runs scripts on this process's rank; the first collective of each overlaps with training."""
+    """Runs scripts on this process's rank; the first collective of each overlaps with training.
+
+    Only the first can: what comes after it depends on its result.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -144,6 +157,7 @@ class RankRunner:
 
     def start(self, script: Script[None]) -> None:
         """Finish the script before, then begin this one, which must start with an AllGather."""
+        # First the script before, on all ranks: collectives must be issued in the same order.
         self.finish()
         request = next(script)
         assert isinstance(request, AllGather), request
@@ -155,6 +169,7 @@ class RankRunner:
         """Return when the last script is done. All ranks must call it at the same point."""
         if self._pending is None:
             return
+        # Cleared first: after an error, `finish` must not wait for the same collective again.
         (script, pending), self._pending = self._pending, None
         self.bytes += run(_resumed(script, pending.wait()), self._world).bytes
 
@@ -209,6 +224,12 @@ def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
 
     Workers share the tensors they are sent: a script must not write into a result.
 
+    Args:
+        scripts: One for each worker, in the order of ranks.
+
+    Returns:
+        The result of each script, with the bytes that its rank would send.
+
     Raises:
         RuntimeError: The scripts would hang or fail on real ranks.
     """
@@ -247,10 +268,13 @@ def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
             rows = torch.stack(tensors)
             return [ScriptResult(rows, collectives.all_gather_bytes(t, size)) for t in tensors]
         case AllReduceSmall():
+            # The same expression as in `all_reduce_small`, and so the same bits. In a world too
+            # large for that, the backend chooses the order of summation.
             total = torch.stack(tensors).sum(0)
             sent_small = collectives.all_reduce_small_bytes(tensors[0], size)
             return [ScriptResult(total, sent_small) for _ in tensors]
         case AllGatherUneven():
+            # As gloo does it, without padding; nccl would send more.
             lengths = [len(tensor) for tensor in tensors]
             _check_equal([list(request.sizes) for request in requests] + [lengths], "lengths")
             joined = torch.cat(tensors)

@@ -35,6 +35,13 @@ def mean_of_rows(block: Tensor, out: Tensor) -> Tensor:
 
     Rows are added in the order of ranks, so virtual workers get the same bits. Row by row is also
     faster than `block.mean(0)`.
+
+    Args:
+        block: (R, n), a row from each rank.
+        out: (n,), may be a view of where the mean belongs.
+
+    Returns:
+        `out`.
     """
     share = 1 / len(block)
     wide = torch.promote_types(block.dtype, torch.float32)
@@ -60,6 +67,8 @@ def mean_bytes(elements: int, ranks: int, element_size: int = 4) -> int:
     >>> mean_bytes(650, 4)
     3912
     """
+    # A single copy of all buckets is padded, so that it divides by R. Larger vectors are sent
+    # bucket by bucket; what their ends add is too little to count.
     one_bucket = elements <= ONE_BUCKET_ELEMENTS
     length = padded_length(elements, ranks) if one_bucket else elements
     return 2 * length * element_size * (ranks - 1) // ranks
@@ -85,13 +94,19 @@ class SlicedMean:
     def __init__(self, world: World) -> None:
         self._world = world
         self._started: list[_Bucket] = []
+        # By number of the bucket. DDP rebuilds its buckets once, so shapes may change.
         self._filling: dict[int, Tensor] = {}
         self._reading: dict[int, Tensor] = {}
         self.bytes = 0
         """Bytes that this rank has sent so far."""
 
     def start(self, flat: Tensor) -> None:
-        """Begin to exchange the slices of a bucket, which must stay as it is until `finish`."""
+        """Begin to exchange the slices of a bucket.
+
+        Args:
+            flat: (N,), which must stay as it is until `finish`. All ranks must start the same
+                buckets in the same order.
+        """
         share = len(flat) // self._world.size
         body = flat[: share * self._world.size].view(self._world.size, share)
         out = self._buffer(len(self._started), flat, share)
@@ -123,6 +138,7 @@ class SlicedMean:
         started, self._started = self._started, []
         ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
         tails = None
+        # One message for the ends of all buckets, sent while the slices are still under way.
         if any(map(len, ends)):
             tails, sent = all_gather(torch.cat(ends), self._world)
             self.bytes += sent
@@ -136,6 +152,7 @@ class SlicedMean:
             gather.wait()
         self.bytes += sum(bucket.slices.bytes for bucket in started)
         self.bytes += sum(gather.bytes for gather in pending)
+        # What was filled may now be read until the next but one `finish`.
         self._filling, self._reading = self._reading, self._filling
         return rows
 
@@ -158,8 +175,9 @@ class SlicedMean:
         parts = [part for part in (*blocks, *([tails] if last else [])) if part.shape[1]]
         wide = torch.promote_types(tails.dtype, torch.float32)
         if len(parts) == 1 and parts[0].dtype == wide:
-            return parts[0]
+            return parts[0]  # A view of the buffer that was just filled: no copy.
         total = sum(part.shape[1] for part in parts)
+        # Buckets count from 0, so -1 is free for the joined columns.
         rows = self._buffer(-1, torch.empty(0, dtype=wide, device=tails.device), total)
         start = 0
         for part in parts:

@@ -20,6 +20,7 @@ class Stopwatch:
         self._started = 0.0
 
     def __enter__(self) -> "Stopwatch":
+        # Hooks call each other; without the depth, the inner one's time would count twice.
         if self._depth == 0:
             self._started = time.perf_counter()
         self._depth += 1

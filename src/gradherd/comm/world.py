@@ -43,6 +43,7 @@ class World:
         Raises:
             ValueError: RANK and WORLD_SIZE are set but are not a rank and a size.
         """
+        # Torch first: a process group may have been initialised without any variables.
         if dist.is_available() and dist.is_initialized():
             return cls(rank=dist.get_rank(), size=dist.get_world_size())
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -60,10 +61,12 @@ class World:
         """Return the same world with a gloo group of its own, for tensors on the CPU.
 
         A thread beside the training loop needs it: its collectives must not mix with the loop's
-        own. All ranks must call it at the same point.
+        own, whose order relative to the thread's differs from rank to rank. All ranks must call it
+        at the same point.
         """
         if self.size == 1:
             return self
+        # new_group takes ranks among all processes, not ranks within a group.
         ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
         return World(self.rank, self.size, dist.new_group(ranks, backend="gloo"))
 
@@ -76,6 +79,9 @@ def join_torchrun_group(backend: str) -> None:
     the same for nccl). On one machine a key prefix with the restart count keeps the attempts
     apart. On several machines each agent counts its own restarts, so the counts may differ and
     the keys stay torch's; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there instead.
+
+    Args:
+        backend: "gloo" or "nccl".
     """
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         dist.init_process_group(backend)

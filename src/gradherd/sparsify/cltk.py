@@ -20,7 +20,10 @@ from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_d
 
 @dataclass(frozen=True)
 class CLTK:
-    """Send the k largest coordinates of one worker, a different one at every step."""
+    """Send the k largest coordinates of one worker, a different one at every step.
+
+    Chen et al., NeurIPS 2020, arXiv:2104.11125. Raises ValueError if a setting is out of range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates to send."""
@@ -41,6 +44,8 @@ class CLTK:
     def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
         """Select the k largest if this worker leads the step."""
         nothing = torch.zeros(0, dtype=torch.int32, device=acc.device)
+        # Only the leader searches; in the ExDyna authors' code all workers do, and R - 1 results
+        # are thrown away.
         leads = context.rank == context.step % context.size and k < len(acc)
         return Proposal(nothing, topk_indices(acc, k).int() if leads else None)
 
@@ -59,9 +64,11 @@ class CLTK:
             indices = torch.arange(len(acc), device=acc.device)
         else:
             own: Tensor | None = proposal.local
+            # The others need a buffer of the same shape. int32 halves the bytes of int64.
             buffer = acc.new_zeros(k, dtype=torch.int32) if own is None else own
             received: Tensor = yield Broadcast(buffer, leader)
             indices = received.long()
+        # All of them count as the leader's, so the padding metric is R; a broadcast pads nothing.
         counts = [len(indices) * (rank == leader) for rank in range(context.size)]
         return Selection(indices, counts, None, low_pass=self.low_pass)
 

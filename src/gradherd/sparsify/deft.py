@@ -44,7 +44,10 @@ class DeftState:
 
 @dataclass(frozen=True)
 class Deft:
-    """Send more coordinates of layers with larger norms; workers share out the layers."""
+    """Send more coordinates of layers with larger norms; workers share out the layers.
+
+    Yoon and Oh, ICPP 2023, arXiv:2307.03500. Raises ValueError if the density is out of range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates to send, approximately: every piece sends at least one."""
@@ -61,6 +64,7 @@ class Deft:
             raise ValueError(f"layers must add up to dim ({dim}), got {sum(layers)}")
         sizes: list[int] = []
         for length in layers:
+            # Otherwise one large tensor, such as an embedding, would be the work of one worker.
             parts = workers if length * workers > dim else 1
             cuts = even_cuts(length, parts)
             sizes += [end - begin for begin, end in pairwise(cuts) if end > begin]
@@ -92,7 +96,10 @@ class Deft:
             return Selection(torch.arange(len(acc), device=acc.device), counts, state)
         spans = list(pairwise(state.bounds))
         sizes = [end - begin for begin, end in spans]
+        # The same float32 bits on all workers and arithmetic on the CPU: all of them compute the
+        # same shares and bins, and nobody has to broadcast them.
         shares = allocate(headers.view(torch.float32), sizes, k)
+        # Bins follow the leader's norms, but each worker selects by its own shares, as published.
         whole, bins = assign(shares[leader], sizes, context.size)
 
         # Sorted, because gather_indices needs each worker's indices in ascending order.
@@ -102,6 +109,7 @@ class Deft:
         for piece in pieces[context.rank]:
             begin, end = spans[piece]
             selected.append(begin + topk_indices(acc[begin:end], shares[context.rank][piece]))
+        # Pages from a worker's first piece to its last; an empty span if it has no pieces.
         reach = [(spans[mine[0]][0], spans[mine[-1]][1]) if mine else (0, 0) for mine in pieces]
         gathered = yield from gather_indices(torch.cat(selected), counts, reach, context)
 
@@ -115,7 +123,11 @@ class Deft:
 
 
 def norms(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the norms of L pieces, clamped to finite values: (L,) float32."""
+    """Return the norms of L pieces, clamped to finite values: (L,) float32.
+
+    Args:
+        pieces: L flat tensors.
+    """
     # float64 takes five times as long on a CPU, so it is used there only where squares of norms
     # do not fit float32.
     dtype = None if pieces[0].device.type == "cpu" else torch.float64
@@ -145,6 +157,7 @@ def allocate(norms: Tensor, sizes: Sequence[int], k: int) -> list[list[int]]:
     """
     order = np.argsort(-norms.T.numpy(), axis=0, kind="stable")  # (L, R)
     ranked = np.take_along_axis(norms.T.double().numpy(), order, axis=0)
+    # Norms not yet served, for all workers at once: the loop below is over L pieces, not R x L.
     left = np.cumsum(ranked[::-1], axis=0)[::-1]
     limits = np.array(sizes, dtype=np.float64)[order]
     counts, wanted = np.empty_like(limits), np.full(len(norms), float(k))
@@ -180,6 +193,7 @@ def assign(
         else:
             # The paper's cost of a top-k search; negative, so that sorting puts it first.
             costs.append((-size * math.log2(count) if count > 1 else -size, piece))
+    # Ties go by number, of the piece and of the worker, so that all workers compute the same bins.
     bins: list[list[int]] = [[] for _ in range(workers)]
     loads = [(0.0, number) for number in range(workers)]
     for cost, piece in sorted(costs):

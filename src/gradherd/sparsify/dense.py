@@ -14,7 +14,11 @@ from gradherd.sparsify.selector import Proposal, Selection, StepContext
 
 @dataclass(frozen=True)
 class Dense:
-    """Send all coordinates."""
+    """Send all coordinates.
+
+    Uses the same hook, header and sums as the sparse methods, so that bytes and results compare
+    directly. It does not overlap with the backward; to train densely, leave `sparsify` out.
+    """
 
     density: float = 1.0
     """Must be 1; the field exists because every sparsifier has a density."""
@@ -42,7 +46,7 @@ class Dense:
         headers: Tensor,
     ) -> Script[Selection]:
         """Select every coordinate."""
-        yield from ()
+        yield from ()  # A generator like all scripts, although nothing is exchanged.
         everything = torch.arange(len(acc), device=acc.device)
         # No worker selects anything here; equal shares keep the padding metric at 1.
         cuts = even_cuts(len(acc), context.size)

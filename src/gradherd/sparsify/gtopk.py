@@ -28,7 +28,10 @@ from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_d
 
 @dataclass(frozen=True)
 class GTopK:
-    """Send the k largest sums, merged pair by pair up a tree of workers."""
+    """Send the k largest sums, merged pair by pair up a tree of workers.
+
+    Shi et al., ICDCS 2019, arXiv:1901.04359. Raises ValueError if the density is out of range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates that each worker selects, and that is sent."""
@@ -83,6 +86,10 @@ class SparseVector(NamedTuple):
 def merge(mine: SparseVector, theirs: SparseVector) -> tuple[SparseVector, Tensor, Tensor]:
     """Add two sparse vectors and keep the k largest sums; ties go to the lower index.
 
+    Args:
+        mine: (k,) entries of the worker that merges.
+        theirs: (k,) entries that it received.
+
     Returns:
         The merged vector, and for each operand the (k,) positions of its entries in the merged
         vector, -1 for those that were dropped.
@@ -90,6 +97,8 @@ def merge(mine: SparseVector, theirs: SparseVector) -> tuple[SparseVector, Tenso
     k = len(mine.indices)
     union, inverse = torch.unique(torch.cat([mine.indices, theirs.indices]), return_inverse=True)
     values = torch.cat([mine.values, theirs.values])
+    # index_add_ adds in any order on a GPU, but an index has two summands at most, and a + b is b +
+    # a: the bits are the same in every run.
     sums = values.new_zeros(len(union)).index_add_(0, inverse, values)
     top = sums.abs().argsort(descending=True, stable=True)[:k].sort().values
     positions = torch.full_like(union, -1)
@@ -113,8 +122,10 @@ def _tree_reduce(vector: SparseVector, context: StepContext) -> Script[tuple[Spa
             merges[gap] = mine, theirs
             message = _pack(vector)
         else:
-            yield SendRecv()  # Every worker takes part in every round.
+            yield SendRecv()  # Every worker takes part in every round, to stay in lockstep.
 
+    # Down again: the root's entries are all part of the result. Each parent looks up which of the
+    # entries that it merged are still there, its own and its child's.
     alive = torch.ones(k, dtype=torch.bool, device=message.device)
     size = len(message)
     for gap in reversed(gaps):
@@ -134,6 +145,7 @@ def _tree_reduce(vector: SparseVector, context: StepContext) -> Script[tuple[Spa
 
 def _survives(alive: Tensor, positions: Tensor) -> Tensor:
     """Return which entries survive, given where they went and which of those survive."""
+    # A dropped entry has position -1, which reads the last flag; the first condition masks it.
     return (positions >= 0) & alive[positions]
 
 
@@ -145,6 +157,7 @@ def _pack(vector: SparseVector) -> Tensor:
 
 def _unpack(message: Tensor, k: int, dtype: torch.dtype) -> SparseVector:
     border = k * dtype.itemsize
+    # Aligned, since values take four or eight bytes each.
     indices = message[border:].view(torch.int32).long()
     # Clone: in one process, other workers hold the same message.
     return SparseVector(indices, message[:border].view(dtype).clone())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _HAS_TRITON = find_spec("triton") is not None
+# Elements that `topk_indices` samples for its first guess of a threshold.
 _SAMPLES = 8192
 # Elements to compare at a time: both buffers fit a core's cache and are allocated once.
 _CHUNK = 131_072
@@ -47,6 +48,8 @@ class MagnitudeHistogram(NamedTuple):
     @classmethod
     def around(cls, threshold: Tensor) -> "MagnitudeHistogram":
         """Return an empty histogram with bins around a () threshold, on the same device."""
+        # The bits of a float that is not negative, as an integer, sort as the float does. Cut
+        # short, they number bins whose width grows with the magnitude.
         middle = threshold.abs().float().view(torch.int32) >> SHIFT
         counts = torch.zeros(BINS, dtype=torch.int32, device=threshold.device)
         return cls(counts, (middle - BINS // 2).clamp_(min=0))
@@ -130,6 +133,7 @@ def select(
     if triton := _triton_for(values):
         bitmap = triton.mark(values, threshold)
         return FixedSizeSelection(*triton.compact(values, bitmap, capacity, clear=clear))
+    # On a GPU `nonzero` waits for the device, but only where there is no Triton.
     reaching = (values.abs() >= threshold).nonzero().view(-1)
     fitting = reaching[:capacity]
     indices, selected = reaching.new_zeros(capacity), values.new_zeros(capacity)
@@ -162,6 +166,7 @@ def add_select(
 def topk_threshold(histogram: MagnitudeHistogram, k: int) -> Tensor:
     """Return `histogram.topk_threshold(k)`, with one kernel instead of a dozen on a GPU."""
     counts = histogram.counts
+    # Not `_triton_for`, which asks for float32: counts are int32.
     if _HAS_TRITON and counts.is_cuda and counts.get_device() == torch.cuda.current_device():
         from gradherd.sparsify import triton_kernels
 
@@ -185,6 +190,8 @@ def scatter_to_bucket(
     if triton := _triton_for(values, flat, buckets, offsets, written):
         triton.scatter_to_bucket(flat, buckets, number, offsets, values, written)
         return
+    # A mean beyond the range of fp16 would become infinite; clamped, the rest stays in the
+    # residual, which `written` is for.
     limit = torch.finfo(flat.dtype).max
     mine = buckets == number
     narrowed = values[mine].clamp(-limit, limit).to(flat.dtype)
@@ -237,6 +244,7 @@ def topk_indices(values: Tensor, k: int) -> Tensor:
     tensor([1, 2])
     """
     stride = len(values) // _SAMPLES
+    # Otherwise the sample is hardly smaller than the vector, or much of the vector is wanted.
     if stride > 4 and 8 * k < len(values):
         sample = values[::stride].abs()
         # Half as many again, and a few more for small k, make too few candidates unlikely.

@@ -20,7 +20,11 @@ from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_d
 
 @dataclass(frozen=True)
 class RandomK:
-    """Send k random coordinates, the same on all workers, drawn anew at every step."""
+    """Send k random coordinates, the same on all workers, drawn anew at every step.
+
+    Stich, Cordonnier and Jaggi, NeurIPS 2018, arXiv:1809.07599. Raises ValueError if a setting is
+    out of range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates to send."""
@@ -51,10 +55,13 @@ class RandomK:
         headers: Tensor,
     ) -> Script[Selection]:
         """Draw the coordinates; for the counts, they are shared out evenly over workers."""
-        yield from ()
+        yield from ()  # A generator like all scripts, although nothing is exchanged.
+        # From seed and step, with a generator of its own: the draw does not depend on what else
+        # uses torch's global generator, and a resumed run draws as if it had not stopped.
         entropy = np.random.SeedSequence([self.seed, context.step])
         # 32 bits are enough: torch's CPU generator ignores the rest of a seed.
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1)[0]))
+        # Drawn on the CPU: generators of other devices give other numbers.
         indices = sample(len(acc), min(k, len(acc)), generator).to(acc.device)
         counts = [end - begin for begin, end in pairwise(even_cuts(len(indices), context.size))]
         return Selection(indices, counts, None)
@@ -69,6 +76,11 @@ def sample(dim: int, k: int, generator: torch.Generator) -> Tensor:
     Draws with replacement are repeated until k are distinct. Whether a coordinate is drawn twice
     does not depend on which one it is, so the result is uniform, and unlike `torch.randperm` this
     takes O(k) memory for small k.
+
+    Args:
+        dim: Number of coordinates to draw from.
+        k: How many, at most `dim`.
+        generator: Of the CPU.
 
     Returns:
         (k,) int64, ascending.

@@ -44,13 +44,18 @@ class SIDCoState:
 
 @dataclass(frozen=True)
 class SIDCo:
-    """Send the union of what reaches each worker's fitted threshold."""
+    """Send the union of what reaches each worker's fitted threshold.
+
+    Abdelmoniem et al., MLSys 2021, arXiv:2101.10761. Raises ValueError if a setting is out of
+    range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates that each worker should select."""
     distribution: Distribution = "exponential"
     """Distribution of the magnitudes: "exponential" or "pareto" (generalised) in all stages, or
     "gamma" in the first stage and "pareto" in the others."""
+    # From here on, the defaults are those of the published code.
     first_ratio: float = 0.25
     """Share of the coordinates that the first of several stages keeps."""
     stages: int = 1
@@ -90,6 +95,7 @@ class SIDCo:
         if top == 0:  # A zero vector says nothing about the number of stages, either.
             return Proposal(count_header(nothing), (nothing, state, None))
         if lowest == top:
+            # No threshold separates equal magnitudes, and their variance is zero.
             selected, threshold = topk_indices(acc, k), top
         else:
             # Fit to a vector of norm 1. Dividing by the largest magnitude first keeps the squares
@@ -153,16 +159,27 @@ def stage_ratios(target: float, stages: int, first: float) -> list[float]:
 def select_in_stages(
     magnitudes: Tensor, ratios: Sequence[float], distribution: Distribution
 ) -> tuple[Tensor, float]:
-    """Return where (D,) `magnitudes` reach the last stage's threshold, and that threshold."""
+    """Return where magnitudes reach the last stage's threshold, and that threshold.
+
+    Args:
+        magnitudes: (D,), not all equal.
+        ratios: Share that each stage keeps of its input, from `stage_ratios`.
+        distribution: What is fitted.
+
+    Returns:
+        (K_r,) int64 ascending indices, and the threshold in the unit of `magnitudes`.
+    """
     # At least the smallest normal number: zeros must not be selected if a fit underflows.
     threshold = max(FITS[distribution](magnitudes, ratios[0]), torch.finfo(magnitudes.dtype).tiny)
     selected = indices_above(magnitudes, threshold)
+    # The excess over a high threshold approaches a generalised Pareto, whatever the values are;
+    # gamma is for the first stage only, as published.
     later = exponential if distribution == "exponential" else pareto
     for ratio in ratios[1:]:
         values = magnitudes[selected]
         if len(values) < 2 or bool((values == values[0]).all()):
             break  # Equal values cannot be told apart by a higher threshold.
-        lowest = values.min()
+        lowest = values.min()  # Fits assume magnitudes from zero on.
         threshold = float(lowest) + later(values - lowest, ratio)
         selected = selected[indices_above(values, threshold)]
     return selected, threshold
@@ -184,8 +201,9 @@ def pareto(values: Tensor, ratio: float) -> float:
         return mean
     square = mean**2 / variance
     kappa, alpha = (square - 1) / 2, mean * (square + 1) / 2
-    if kappa == 0:
+    if kappa == 0:  # The limit of the formula below, which would divide zero by zero.
         return -alpha * math.log(ratio)
+    # expm1 instead of ratio**kappa - 1, which loses all digits for a small kappa.
     return -alpha * math.expm1(kappa * math.log(ratio)) / kappa
 
 
@@ -209,7 +227,8 @@ def gamma_quantile(shape: float, ratio: float) -> float:
     >>> round(gamma_quantile(1.0, 0.25), 12) == round(math.log(4), 12)
     True
     """
-    # Bisection on log x always converges. The upper end is Laurent and Massart's tail bound.
+    # Bisection on log x always converges. The upper end is Laurent and Massart's tail bound. torch
+    # has no inverse of gammaincc, and this is one threshold per step.
     depth = -math.log(ratio)
     low, high = -700.0, math.log(shape + math.sqrt(2 * shape * depth) + depth)
     at = torch.tensor(shape, dtype=torch.float64)

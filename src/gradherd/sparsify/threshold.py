@@ -40,7 +40,10 @@ class ThresholdState:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Send the union of what reaches a constant threshold on any worker."""
+    """Send the union of what reaches a constant threshold on any worker.
+
+    Sahu et al., NeurIPS 2021, arXiv:2108.00951. Raises ValueError if a setting is out of range.
+    """
 
     density: float = 1e-3
     """Density that the default threshold is meant for; the actual density may be anything."""
@@ -65,6 +68,7 @@ class Threshold:
         """Select what reaches the threshold; the header is the count."""
         threshold = state.threshold
         if self.value is None:
+            # During a warm-up of the density k is larger than usual, and the threshold lower.
             usual_k = target_count(self.density, len(acc))
             threshold *= suggested_threshold(k) / suggested_threshold(usual_k)
         threshold = clamp_to_dtype(threshold, acc.dtype)
@@ -100,6 +104,7 @@ def suggested_threshold(k: int) -> float:
 
 def clamp_to_dtype(threshold: float, dtype: torch.dtype) -> float:
     """Return the threshold, clamped to the positive normal range of `dtype`."""
+    # Zero would select everything, exact zeros included; infinity nothing at all, for ever.
     limits = torch.finfo(dtype)
     return min(max(threshold, limits.tiny), limits.max)
 
@@ -128,6 +133,9 @@ def select_union(
         headers: (R, 1) how many coordinates each worker selected.
         state: The method's state for the next step.
         threshold: This worker's threshold.
+
+    Returns:
+        The (K,) ascending union; with everything selected, the threshold is 0.
     """
     if k >= dim:
         everything = torch.arange(dim, device=selected.device)

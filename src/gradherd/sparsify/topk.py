@@ -20,7 +20,11 @@ from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_d
 
 @dataclass(frozen=True)
 class TopK:
-    """Send the union of each worker's k largest coordinates."""
+    """Send the union of each worker's k largest coordinates.
+
+    Aji and Heafield, EMNLP 2017, arXiv:1704.05021. Raises ValueError if the density is out of
+    range.
+    """
 
     density: float = 1e-3
     """Share of the coordinates that each worker selects."""
@@ -51,6 +55,9 @@ class TopK:
         counts = [k] * context.size
         if k >= len(acc):
             return Selection(proposal.local, counts, None)
+        # Indices are united before values are sent, so that every worker sends its values of all of
+        # them. Sending (index, value) of its own selection only would leave the others' parts
+        # waiting.
         union = yield from gather_union(proposal.local, counts, len(acc), context)
         return Selection(union, counts, None)
 

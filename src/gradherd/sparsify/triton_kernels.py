@@ -58,6 +58,7 @@ def _mark(values, line, words, tile_counts, tile, TILE: tl.constexpr):
     tl.store(tile_counts + tile, tl.sum(tl.sum(hits, axis=1), axis=0))
 
 
+# Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
 def _add_kernel(
     residual, grad, out, scale, counts, window, threshold, words, tile_counts, first, tiles, size,
@@ -97,6 +98,7 @@ def _add_kernel(
         if MASKED:  # Zeros beyond the end were counted in the first bin.
             beyond = (first + tiles) * TILE - size
             histogram -= tl.where(tl.arange(0, BINS) == 0, beyond, 0)
+        # Integers: in whatever order programs add theirs, the counts are the same.
         tl.atomic_add(counts + tl.arange(0, BINS), histogram, sem="relaxed")
 
 
@@ -136,6 +138,7 @@ def _compact_kernel(
     per_word = _popcount(bits)
     most = tl.max(per_word, axis=0)
     if most > 0:
+        # Marks of all tiles before this group: where its first one goes.
         before = tl.load(ends + group) - tl.load(tile_counts + group)
         to = before + tl.cumsum(per_word, axis=0) - per_word
         at = word.to(tl.int64) * _WORD
@@ -194,6 +197,7 @@ def add(
         clear: Whether to set `grad` to zero.
     """
     bitmap = None if threshold is None else _empty_bitmap(residual)
+    # Arguments that are None belong to branches that are not compiled.
     words, tile_counts = bitmap or (None, None)
     counts, window, shift = histogram or (None, None, 0)
     bins = 0 if counts is None else len(counts)
@@ -240,6 +244,7 @@ def compact(
 
 def indices_above(values: Tensor, threshold: float) -> Tensor:
     """Return where |values| >= threshold: (k,) int64. Waits once for the device, to learn k."""
+    # As a tensor, like the thresholds that never leave the device: one kernel serves both.
     line = torch.full((), threshold, dtype=torch.float32, device=values.device)
     bitmap = mark(values, line)
     ends = bitmap.counts.cumsum(0, dtype=torch.int32)
