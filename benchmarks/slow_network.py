@@ -34,7 +34,7 @@ from slow_page import page
 from gradherd.advise import units
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, Overheads
-from gradherd.lab.train.environment import hardware, versions
+from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (
     *("dense", "fp16", "powersgd", "topk", "exdyna"),

@@ -17,13 +17,13 @@ from gradherd.cli.options import (
 )
 from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
-from gradherd.lab.bench.coordination import bench_coordination
-from gradherd.lab.bench.rows import bench_rows
-from gradherd.lab.bench.signs import bench_signs
-from gradherd.lab.bench.sparsify import bench_exchange, bench_select
-from gradherd.lab.bench.step import bench_step
-from gradherd.lab.bench.virtual import CASES as VIRTUAL_CASES
-from gradherd.lab.bench.virtual import LEAST_STEPS, bench_virtual
+from gradherd.lab.bench.bench_coordination import bench_coordination
+from gradherd.lab.bench.bench_rows import bench_rows
+from gradherd.lab.bench.bench_signs import bench_signs
+from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
+from gradherd.lab.bench.bench_step import bench_step
+from gradherd.lab.bench.bench_virtual import CASES as VIRTUAL_CASES
+from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs
 from gradherd.lab.tasks.datasets import DATASETS
-from gradherd.lab.train.environment import hardware
+from gradherd.lab.train.measurements import hardware
 
 Status = Literal["ok", "missing", "problem"]
 _DEADLINE = 60.0

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from gradherd.cli.main import main
 from gradherd.comm import World
 from gradherd.lab.bench import virtual
-from gradherd.lab.bench.coordination import CASES
-from gradherd.lab.bench.rows import RowsBench, mlp
-from gradherd.lab.bench.signs import published_loop
+from gradherd.lab.bench.bench_coordination import CASES
+from gradherd.lab.bench.bench_rows import RowsBench, mlp
+from gradherd.lab.bench.bench_signs import published_loop
 from gradherd.rows import Capture
 
 KEYS = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}

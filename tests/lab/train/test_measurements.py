@@ -1,4 +1,6 @@
-"""Series, prefix sums and timers."""
+"""Environment, series, prefix sums and timers."""
+
+import json
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.train import measurements
-from gradherd.lab.train.measurements import BinnedSeries, herding_bound
+from gradherd.lab.train.measurements import BinnedSeries, hardware, herding_bound, versions
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.sampled_from([2, 4, 10]))
@@ -15,10 +17,10 @@ def test_bins_hold_all_of_a_series(values, most):
     series = BinnedSeries(most)
     for value in values:
         series.add(value)
-    found = series.to_json()
-    assert len(found) <= most
-    starts = [int(one["step"]) for one in found]
-    for one, begin, end in zip(found, starts, [*starts[1:], len(values)], strict=True):
+    bins = series.to_json()
+    assert len(bins) <= most
+    starts = [int(one["step"]) for one in bins]
+    for one, begin, end in zip(bins, starts, [*starts[1:], len(values)], strict=True):
         part = values[begin:end]
         assert one["mean"] == pytest.approx(sum(part) / len(part))
         assert (one["min"], one["max"]) == (min(part), max(part))
@@ -42,3 +44,10 @@ def test_prefix_sums_are_the_same_in_parts(monkeypatch):
         assert herding_bound(means, 3) == whole
     means[3, 5] = torch.nan
     assert np.isnan(herding_bound(means, 3))
+
+
+def test_the_environment_is_described():
+    assert set(versions()) == {"gradherd", "torch", "numpy", "python"}
+    info = hardware()
+    assert info["cores"] >= 1 and info["cpu"] and info["accelerator"] is None
+    json.dumps(info)

@@ -30,7 +30,7 @@ from gradherd.lab.study.kinds import (
 )
 from gradherd.lab.study.results import RunResult, is_done, read_arms, write_results
 from gradherd.lab.study.spec import Study
-from gradherd.lab.train.environment import hardware, versions
+from gradherd.lab.train.measurements import hardware, versions
 
 KINDS: dict[str, StudyKind] = {
     "compare": CompareStudy(),

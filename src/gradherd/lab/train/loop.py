@@ -16,7 +16,7 @@ from typing import Any
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint_schedule import RunStopped
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.environment import hardware, versions
+from gradherd.lab.train.measurements import hardware, versions
 from gradherd.lab.train.record import (
     EpochRow,
     RunRecord,

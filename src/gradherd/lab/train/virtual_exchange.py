@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.script import SharedRunner
-from gradherd.comm.sliced_mean import mean_bytes
+from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.mean_hook import mean_of
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.optimizers import (
     flat_grad,
@@ -190,3 +189,8 @@ class SparseAverager:
     def end_epoch(self, counters: EpochCounters) -> None:
         """Record the norm of worker 0's residual after the last step."""
         self._averager.end_epoch(counters)
+
+
+def mean_of(grads: Tensor) -> Tensor:
+    """Return the mean of (R, D) gradients in the bits that ranks would get."""
+    return mean_of_rows(grads, out=torch.empty_like(grads[0]))

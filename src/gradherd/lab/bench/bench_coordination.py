@@ -18,8 +18,8 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
-from gradherd.lab.bench.measure import PeakMemory
-from gradherd.lab.bench.signs import published_loop
+from gradherd.lab.bench.bench_signs import published_loop
+from gradherd.lab.bench.timing import PeakMemory
 from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.coordination import BackgroundThread, observe_slices
 from gradherd.ordering.ordering import Ordering

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
+from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
 from gradherd.rows.capture import Capture
 
 _SKETCH = 256

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradherd.lab.bench.measure import PeakMemory
+from gradherd.lab.bench.timing import PeakMemory
 from gradherd.lab.tasks.lenet import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig, plan_runs

@@ -14,8 +14,8 @@ from gradherd.attach.attach import attach
 from gradherd.attach.herd import Herd
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
-from gradherd.lab.bench.measure import PeakMemory
-from gradherd.lab.bench.rows import mlp
+from gradherd.lab.bench.bench_rows import mlp
+from gradherd.lab.bench.timing import PeakMemory
 from gradherd.ordering.sampler import OrderedSampler
 
 _BATCHES = 32  # per epoch; even, so that each block of steps holds whole pairs

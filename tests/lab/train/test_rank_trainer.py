@@ -9,12 +9,13 @@ from gradherd.comm.ranks import run_ranks
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS as SMALL
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
-from gradherd.lab.train.mean_hook import MeanHook, mean_of
+from gradherd.lab.train.rank_trainer import MeanHook
+from gradherd.lab.train.virtual_exchange import mean_of
 
 
 def averaged(sizes):
     """Return, for models of these sizes, the gradient of this rank, the mean and the bytes."""
-    world, found = World.detect(), []
+    world, results = World.detect(), []
     for size in sizes:
         torch.manual_seed(0)
         model = nn.Linear(size, 1, bias=size % 2 == 1)
@@ -25,8 +26,8 @@ def averaged(sizes):
         ddp(x).square().mean().backward()
         flat = [torch.cat([g.flatten() for g in grads]) for grads in (own, [
             p.grad for p in model.parameters()])]  # fmt: skip
-        found.append((*flat, hook.total_bytes, hook.stopwatch.seconds))
-    return found
+        results.append((*flat, hook.total_bytes, hook.stopwatch.seconds))
+    return results
 
 
 @pytest.mark.parametrize("workers", [1, 3, 4])

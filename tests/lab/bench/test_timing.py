@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from gradherd.lab.bench.measure import PeakMemory
+from gradherd.lab.bench.timing import PeakMemory
 with PeakMemory(torch.device("cpu")) as none:
     pass
 with PeakMemory(torch.device("cpu")) as peak:

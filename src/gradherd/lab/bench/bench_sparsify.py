@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
-from gradherd.lab.bench.measure import PeakMemory, ceiling_keys, median_seconds
+from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.kernels import MagnitudeHistogram, add_select, indices_above, topk_threshold
 from gradherd.sparsify.residuals import ErrorFeedback
