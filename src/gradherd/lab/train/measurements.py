@@ -1,4 +1,4 @@
-"""What a record reports besides settings and losses: environment, herding bound, times, densities."""
+"""What a record reports beside settings and losses: environment, herding bound, time, density."""
 
 import contextlib
 import os
