@@ -121,6 +121,7 @@ class BenchRowsCommand:
         sizes = parse_counts("--params", self.params)
         if len(sizes) > 1:
             raise UsageError(f"--params must be one number, got {self.params!r}")
+        # The same parser, for the same upper bound.
         (batch,) = parse_counts("--batch", str(self.batch))
         device = usable_device(self.device)
         with counted_loop(5, "cases") as advance:
@@ -163,6 +164,7 @@ class BenchSparsifyCommand:
         check_at_least("--repeats", self.repeats, 1)
         check_density(self.density)
         device = usable_device(self.device)
+        # Local ranks are gloo processes on the CPU, and one worker sends nothing.
         counts = [count for count in workers if count > 1] if device.type == "cpu" else []
         rows = []
         with counted_loop(len(dims) * (1 + len(counts)), "sizes") as advance:
@@ -262,8 +264,10 @@ class BenchVirtualCommand:
         check_at_least("--batch", self.batch, 1)
         check_at_least("--repeats", self.repeats, 1)
         device = usable_device(self.device)
+        # A CPU takes seconds for a step that a GPU takes a millisecond for.
         default = 10 if device.type == "cpu" else 200
         steps = default if self.steps is None else self.steps
+        # Fewer would time the capture of the CUDA graph, not its replay.
         check_at_least("--steps", steps, LEAST_STEPS)
         with counted_loop(len(VIRTUAL_CASES) * (self.repeats + 1), "epochs") as advance:
             rows = bench_virtual(self.workers, self.batch, steps, self.repeats, device, advance)

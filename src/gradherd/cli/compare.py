@@ -87,13 +87,16 @@ class CompareCommand:
 
     def run(self) -> None:
         """Train all arms and compare them."""
+        # Before the folder: a wrong call must not create one.
         configs = self._configs()
         with output_folder(self.training.out, f"compare-{named_task(self.task).name}") as out:
             try:
                 records = train_runs(configs, out, self.training)
             except KeyboardInterrupt:
+                # The arms of a seed run next to each other, so the finished runs can be compared.
                 report_interrupted(out, len(configs))
                 raise
+            # All ranks have the records, one prints them.
             if World.detect().rank == 0:
                 self._print(records, out / "report.html")
 
@@ -107,6 +110,7 @@ class CompareCommand:
 
     def _configs(self) -> list[RunConfig]:
         only_task = self.orders is None and self.sparsifiers is None
+        # Whoever names sparsifiers compares those: a second order would double the runs.
         default = "d-rr,cd-grab" if only_task else "d-rr"
         orders = parse_names("--orders", self.orders or default, POLICIES)
         sparsifiers = parse_names("--sparsifiers", self.sparsifiers or "dense", SPARSIFIERS)
@@ -131,6 +135,7 @@ class CompareCommand:
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        # Last, since it reads folders; wrong options are reported first.
         check_data(task, self.training.data_dir)
         return configs
 
@@ -144,6 +149,7 @@ def report_interrupted(out: Path, planned: int) -> None:
     """
     if not out.is_dir() or World.detect().rank > 0:
         return
+    # A run that was stopped within its first epoch has no point on any curve.
     records = [record for _, record in find_records([out]) if record.epochs]
     if not records:
         return

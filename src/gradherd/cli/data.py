@@ -106,10 +106,13 @@ class DataGetCommand:
     def run(self) -> None:
         """Download the data set."""
         dataset = DATASETS[check_name("NAME", self.set, DATASETS)]
+        # A shell expands ~ only at the start of a word, not in --data-dir=~/data.
         root = (self.data_dir or cache_dir()).expanduser()
         try:
             local = self._fetch(root)
         except DownloadError as error:
+            # No network is no wrong call: exit code 1. The message of a server may have line
+            # breaks.
             print(f"gradherd: {' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(1) from None
         paths = list(local.paths.values())
@@ -133,6 +136,7 @@ class DataGetCommand:
         with Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
         ) as progress:
+            # Files are known one by one, as their downloads begin.
             bars = {}
 
             def update(file: str, done: int, size: int | None) -> None:
@@ -176,6 +180,7 @@ class DataCheckCommand:
                 style = _STATUS_STYLES[entry["status"]]
                 table.add_row(entry["name"], entry["status"], where, style=style)
             Console().print(table)
+        # After the table: it says what is damaged.
         if any(entry["status"] == "damaged" for entry in sets):
             raise SystemExit(1)
 
@@ -208,9 +213,18 @@ def _sets_table(folders: Iterable[str], columns: Sequence[str]) -> Table:
 
 
 def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
-    """Return a data set, or None if it is missing; raise UsageError if data_dir is no folder."""
+    """Return a data set that is on this machine, or None if it is missing.
+
+    Args:
+        name: A key of DATASETS.
+        data_dir: Folder to search first.
+
+    Raises:
+        UsageError: `data_dir` is not a folder.
+    """
     try:
         return find_dataset(name, data_dir)
+    # MissingData is a ValueError: it must be caught first.
     except MissingData:
         return None
     except ValueError as error:

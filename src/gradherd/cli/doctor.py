@@ -45,13 +45,14 @@ class DoctorCommand:
         else:
             Console().print(_table(checks))
         if broken:
+            # After the table, so that "above" is true; scripts see the exit code.
             raise CommandFailed(f"gradherd will not work well here: see {', '.join(broken)} above")
         if not self.json:
             Console().print(_summary(checks))
 
     def _checks(self) -> list[Check]:
         console = Console(stderr=True, quiet=self.json)
-        with console.status("starting two local workers"):  # shown on a terminal only
+        with console.status("starting two local workers"):  # drawn on a terminal only
             workers = checks_of.local_workers()
         return [
             *checks_of.packages(),

@@ -26,9 +26,11 @@ from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.train.measurements import hardware
 
 Status = Literal["ok", "missing", "problem"]
+# Far more than the seconds that a start takes: a slow machine is not a broken one.
 _DEADLINE = 60.0
 MIN_FREE_BYTES = 200 << 20
 """Free disk space below which a training may not be able to write its records."""
+# What torchrun and other launchers set, and what a sampler reads without a process group.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,6 +62,7 @@ class Package:
     essential: bool = False
 
 
+# A test compares these with the requirements in pyproject.toml.
 PACKAGES = (
     Package("torch", "torch", "2.7", "everything", "pip install 'torch>=2.7'", essential=True),
     Package("numpy", "numpy", "1.26", "everything", "pip install 'numpy>=1.26'", essential=True),
@@ -87,11 +90,14 @@ def packages() -> list[Check]:
 
 def check_package(package: Package) -> Check:
     """Import a package and check its version."""
+    # Looked up before it is imported: a package that is missing and one that is broken need
+    # different advice.
     if importlib.util.find_spec(package.module) is None:
         hint = f"for {package.purpose}; {package.get}"
         status: Status = "problem" if package.essential else "missing"
         return _package_check(package, status, "not installed", hint)
     try:
+        # Really imported: a wheel for another CPU or an older numpy is installed but does not load.
         module = importlib.import_module(package.module)
     except Exception as error:  # a broken package may raise anything
         found = f"cannot be imported: {one_line(error)}"
@@ -128,16 +134,22 @@ def _version_numbers(text: str) -> tuple[int, ...]:
     True
     """
     match = re.match(r"\d+(\.\d+)*", text)
+    # Only the numbers that come first: local builds are called 2.13.0+cpu or 3.2.0a0.
     return tuple(map(int, match.group().split("."))) if match else (10**9,)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and message of an error in one line."""
+    """Return the type and message of an error in one line.
+
+    >>> one_line(OSError("no\nspace"))
+    'OSError: no space'
+    """
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def distributed() -> list[Check]:
     """Check the backends that torch was built with, torchrun, and its variables."""
+    # torch can be built without torch.distributed, and then even is_gloo_available is missing.
     build = "install another build of torch: see pytorch.org"
     gloo = dist.is_available() and dist.is_gloo_available()
     nccl = dist.is_available() and dist.is_nccl_available()
@@ -170,6 +182,7 @@ def distributed() -> list[Check]:
 def _launcher_variables() -> Check:
     """Check for variables that a launcher left in the environment: samplers would trust them."""
     left = [name for name in LAUNCHER_VARIABLES if name in os.environ]
+    # torchrun always sets its run id: with it, the variables are meant.
     if not left or "TORCHELASTIC_RUN_ID" in os.environ:
         return Check(name="launcher variables", status="ok", found=", ".join(left) or "none set")
     return Check(
@@ -193,6 +206,8 @@ def gpu() -> Check:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     try:
         for index in range(len(names)):
+            # A kernel and a copy back: a GPU that torch lists may still lack kernels for its
+            # architecture.
             torch.ones(8, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
         found = f"{', '.join(names)}: {one_line(error)}"
@@ -220,9 +235,17 @@ def machine() -> list[Check]:
 
 
 def disk(name: str, where: Callable[[], Path], purpose: str, fix: str) -> Check:
-    """Check that a folder can be written to and has room."""
+    """Check that a folder can be written to and has room.
+
+    Args:
+        name: Name of the check.
+        where: Returns the folder; it may raise OSError, as for a current folder that was deleted.
+        purpose: What is written there.
+        fix: What to do if it cannot be used.
+    """
     try:
         folder = where()
+        # Permission bits do not tell about read-only file systems and quotas; writing does.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
         free = shutil.disk_usage(folder).free
@@ -246,16 +269,22 @@ def _available_memory() -> int | None:
 
 
 def local_workers(deadline: float = _DEADLINE) -> Check:
-    """Check that two local processes can start, connect and add up a number."""
+    """Check that two local processes can start, connect and add up a number.
+
+    Args:
+        deadline: Seconds until they count as hanging.
+    """
     name = "two local workers"
     purpose = "for train, compare and demo"
     fix = "--virtual trains without worker processes"
     begin = time.monotonic()
     try:
         sums = run_ranks(sum_of_ranks, 2, timeout=deadline)
+    # Everything that starting can raise: no fork server, no folder for the rendezvous, no socket.
     except (RankError, TimeoutError, OSError, RuntimeError) as error:
         found = error.reason if isinstance(error, RankError) else one_line(error)
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        # `run_ranks` uses lo unless the variable names another.
         tried = f"GLOO_SOCKET_IFNAME is {interface}" if interface else "They use interface lo"
         hint = f"{purpose}; {fix}. {tried}: a firewall may block it, or a container may lack it"
         return Check(name=name, status="problem", found=found, hint=hint, essential=True)
@@ -291,8 +320,8 @@ def _data_folders() -> Check:
 
 
 def _data_set(name: str) -> Check:
-    found, purpose = find_local(name, None), f"for {', '.join(tasks_of(name))}"
-    if found is None:
+    local, purpose = find_local(name, None), f"for {', '.join(tasks_of(name))}"
+    if local is None:
         get = (
             f"gradherd data get {name}"
             if DATASETS[name].downloads
@@ -300,7 +329,7 @@ def _data_set(name: str) -> Check:
         )
         hint = f"{purpose}; {get}"
         return Check(name=f"data {name}", status="missing", found="not found", hint=hint)
-    place = f"{found.folder} ({found.form.name})"
+    place = f"{local.folder} ({local.form.name})"
     return Check(name=f"data {name}", status="ok", found=place, hint=purpose)
 
 

@@ -55,12 +55,15 @@ class HerdingCommand:
         check_at_least("--rounds", self.rounds, 0)
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed must be in [0, 2**32), got {self.seed}")
+        # Python integers do not overflow, so the product can be checked before anything is
+        # allocated.
         if self.workers * self.units * self.dim > _MAX_ELEMENTS:
             raise UsageError(
                 f"--workers x --units x --dim must be at most {_MAX_ELEMENTS:,}, "
                 f"got {self.workers * self.units * self.dim:,}"
             )
         orders = parse_names("--orders", self.orders, POLICIES)
+        # The same vectors for all policies, so that bounds can be compared.
         vectors = random_vectors(self.workers, self.units, self.dim, self.seed)
         bounds: dict[str, list[float]] = {}
         with counted_loop(len(orders) * self.rounds, "rounds") as advance:
@@ -82,6 +85,7 @@ class HerdingCommand:
             caption="Largest entry of any prefix sum; smaller is better.",
             title_justify="left",
         )
+        # Bounds fall fast at first: a few early rounds and the last one fit a terminal.
         rounds = sorted({0, 1, 2, 3, 5, 8, self.rounds} & set(range(self.rounds + 1)))
         table.add_column("order", no_wrap=True)
         for number in rounds:

@@ -33,15 +33,31 @@ _COLLECTIVE_TIMEOUT = 1800.0
 
 
 def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
-    """Return what `fn(*args)` returns on rank 0 of `workers` local gloo processes."""
+    """Run a measurement on local ranks.
+
+    Args:
+        fn: A module-level function; ranks import it by name.
+        workers: Number of gloo processes on this machine.
+        *args: Its arguments, the same on every rank.
+
+    Returns:
+        What `fn(*args)` returns on rank 0.
+    """
     return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
 
 
 def join_torchrun(device: str) -> None:
-    """Join the process group of torchrun, with one GPU or one CPU thread for this rank."""
+    """Join the process group of torchrun, with one GPU or one CPU thread for this rank.
+
+    Args:
+        device: cpu (gloo) or cuda (nccl).
+    """
     if device.startswith("cuda"):
+        # Before the group exists: NCCL binds a rank to the current device, and every rank would
+        # otherwise take GPU 0.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
+        # One thread, as on local ranks: sums over several threads would have other bits.
         torch.set_num_threads(1)
     join_torchrun_group("nccl" if device.startswith("cuda") else "gloo")
 
@@ -64,8 +80,10 @@ def train_runs(
         saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
     """
     previous = signal.getsignal(signal.SIGTERM)
+    # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
     if saving is None:
         signal.signal(signal.SIGTERM, raise_interrupt)
+    # One tuple for all three ways of training: what local ranks get is pickled.
     job = (list(configs), out, options.data_dir, options.tensorboard, saving)
     try:
         if options.virtual:
@@ -74,6 +92,7 @@ def train_runs(
             return _train_under_torchrun(job, options.device)
         return _train_locally(job, configs[0].workers)
     except KeyboardInterrupt:
+        # The record would otherwise say "running" for ever.
         mark_unfinished(out, "interrupted")
         raise
     except BaseException:
@@ -82,6 +101,8 @@ def train_runs(
             mark_unfinished(out, "failed")
         raise
     finally:
+        # Signal handlers belong to the process: a caller that uses us as a library wants its own
+        # back.
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -111,9 +132,13 @@ def _train_locally(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
             *job,
             timeout=_TRAINING_DEADLINE,
             collective_timeout=_COLLECTIVE_TIMEOUT,
+            # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
+            # to collect the records.
             forward_signals=() if saving is None else (signal.SIGTERM,),
         )[0]
     except RankError as error:
+        # The error of a rank carries its traceback in the message; `reason` says the same in one
+        # line.
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
         raise CommandFailed(error.reason) from None
@@ -125,6 +150,7 @@ def _train_under_torchrun(job: tuple[Any, ...], device: str) -> list[RunRecord]:
     try:
         return train_on_this_rank(*job)
     finally:
+        # torch warns at exit about NCCL groups that are still alive.
         dist.destroy_process_group()
 
 
@@ -136,6 +162,7 @@ def train_on_this_rank(
     saving: CheckpointOptions | None,
 ) -> list[RunRecord]:
     """Train all runs on this rank, together with the other ranks."""
+    # A virtual run is one process even where variables of a launcher are left in the environment.
     world = World.single() if configs[0].virtual else World.detect()
     with ProgressBar(quiet=world.rank > 0) as bar:
         return run_all(
@@ -166,8 +193,10 @@ def output_folder(out: Path | None, name: str, *, resume: bool = False) -> Itera
             out = out.with_name(f"{out.name}-{os.getpid()}")
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file, not a folder")
+    # Noted before anything is created: only these may be removed again.
     created = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
+        # A run may have been stopped before its first record or its first checkpoint.
         resumable = resume and ((out / RECORD_FILE).exists() or (out / CHECKPOINT_FOLDER).exists())
         if out.exists() and any(out.iterdir()) and not resumable:
             has_checkpoint = not resume and (out / CHECKPOINT_FOLDER).exists()
@@ -181,6 +210,7 @@ def output_folder(out: Path | None, name: str, *, resume: bool = False) -> Itera
     try:
         yield out
     finally:
+        # A call that fails early leaves no trace. Ranks share the folder, so one of them cleans up.
         if World.detect().rank == 0:
             remove_empty(out, created)
 
@@ -189,6 +219,7 @@ def mark_unfinished(out: Path, status: str) -> None:
     """Write into the records of runs that have not ended why they never will."""
     if World.detect().rank > 0:
         return
+    # A comparison has a record per run, each in its own folder.
     for path in out.rglob(RECORD_FILE):
         record = read_record(path)
         if record.status == "running":
@@ -200,4 +231,5 @@ def remove_empty(folder: Path, created: Sequence[Path]) -> None:
     below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
     for path in [*below, *created]:  # the deepest first
         if path.is_dir() and not any(path.iterdir()):
+            # Never a tree: rmdir refuses a folder that another process has just written to.
             path.rmdir()

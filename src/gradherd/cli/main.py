@@ -24,6 +24,8 @@ class Command(Protocol):
         ...
 
 
+# Modules by name, not classes: importing them all would load plotly, scipy and rich for every
+# --help.
 COMMANDS = {
     "demo": ("demo:DemoCommand", "see both halves at work in three minutes, with an HTML report"),
     "train": ("train:TrainCommand", "train a task once and record every epoch"),
@@ -55,6 +57,7 @@ COMMANDS = {
     "doctor": ("doctor:DoctorCommand", "check that this machine has what gradherd needs"),
 }
 """Command -> (module:class in gradherd.cli, one line of help)."""
+# Everything else under torchrun would do the same work once per rank and print it as often.
 _ON_ALL_RANKS = ("train", "compare", "advise")
 """Commands that run on every rank under torchrun."""
 
@@ -68,21 +71,26 @@ def main(args: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if args is None else args)
     try:
         _run(words)
+        # Flushed here, so that a closed pipe or a full disk is caught below and not at exit, where
+        # Python would print a traceback.
         sys.stdout.flush()
     except UsageError as error:
         _fail(2, str(error))
     except CommandFailed as error:
         _fail(1, f"failed: {error}")
     except KeyboardInterrupt:
+        # 130 is what a shell reports for a process that SIGINT has ended: 128 + 2.
         _fail(130, "interrupted")
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe. Point stdout elsewhere, or Python would
         # complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    # Not a failure of gradherd: sizes are options, so the advice is to lower them.
     except MemoryError as error:
         _fail(1, f"out of memory: {_one_line(str(error)) or 'try smaller sizes'}")
     except Exception as error:
+        # A traceback tells a user nothing; whoever debugs asks for it.
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
         cause = f"{type(error).__name__}: {_one_line(str(error))}"
@@ -99,6 +107,7 @@ def _run(words: list[str]) -> None:
 
         print(f"gradherd {__version__}")
         return
+    # Two words first: "bench" alone is a group, "bench signs" a command.
     name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS), None)
     if name is None:
         group = [known for known in COMMANDS if known.split()[0] == words[0]]
@@ -122,6 +131,7 @@ def _load(name: str) -> type[Command]:
     except ModuleNotFoundError as error:
         # Commands import their optional packages at the top, so that a missing one is reported
         # before any work is done. All of these belong to the extra `report`.
+        # A missing module of our own is a defect, not an extra to install.
         if (error.name or "").split(".")[0] == "gradherd":
             raise
         raise UsageError(
@@ -132,7 +142,11 @@ def _load(name: str) -> type[Command]:
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
-    """Return the list of commands, as `gradherd --help` prints it."""
+    """Return the list of commands, as `gradherd --help` prints it.
+
+    Args:
+        names: Commands to list, keys of `COMMANDS`.
+    """
     lines = [f"  gradherd {name:<19} {COMMANDS[name][1]}" for name in names]
     return "\n".join(
         [
@@ -147,14 +161,19 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
 
 
 def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
+    # Imported late: `gradherd --help` needs no parser and answers at once.
     import tyro
 
+    # No --no-X beside each flag, and --lr rather than --training.lr.
     style = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+    # tyro prints its errors in a box of several lines and exits. Programs that call us read one
+    # line, so the box is captured and taken apart.
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
             return tyro.cli(command, prog=prog, args=args, config=style)
     except SystemExit as stop:
+        # --help ends with 0.
         if stop.code in (0, None):
             raise
         raise UsageError(f"{_unboxed(stderr.getvalue())} (see {prog} --help)") from None
@@ -162,6 +181,7 @@ def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
 
 def _unboxed(text: str) -> str:
     """Return tyro's error message, which it prints in a box, as one line."""
+    # The first line is the top of the box, and below the rule tyro points to --help, as we do.
     lines = [line.strip("│╭╰╮╯ ") for line in text.splitlines()[1:]]
     rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
     return _one_line(" ".join(lines[:rule]))

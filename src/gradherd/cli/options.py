@@ -63,24 +63,35 @@ def check_name(option: str, name: str, known: Iterable[str]) -> str:
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Split comma-separated names, check each, and drop duplicates."""
+    """Split comma-separated names, check each, and drop duplicates.
+
+    >>> parse_names("--orders", "d-rr, cd-grab,d-rr", ["d-rr", "cd-grab"])
+    ['d-rr', 'cd-grab']
+    """
+    # A generator could be read only once, and an error lists all names.
     known = list(known)
     names = [word.strip() for word in text.split(",") if word.strip()]
     for name in names:
         check_name(option, name, known)
     if not names:
         raise UsageError(f"{option} must name at least one of {', '.join(known)}")
+    # A name given twice would train twice, into the same folder.
     return list(dict.fromkeys(names))
 
 
 def parse_counts(option: str, text: str) -> list[int]:
-    """Split comma-separated positive whole numbers; 1e6 is one."""
+    """Split comma-separated positive whole numbers.
+
+    >>> parse_counts("--dim", "4, 1e6")
+    [4, 1000000]
+    """
     counts = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         try:
             value = float(word)
         except ValueError:
             value = 0
+        # 1e400 parses as infinity, which int() refuses with an OverflowError.
         if not math.isfinite(value) or value < 1 or value != int(value):
             raise UsageError(f"{option}: {word!r} is not a positive whole number")
         if value > 2**53:  # larger floats are not exact
@@ -92,12 +103,22 @@ def parse_counts(option: str, text: str) -> list[int]:
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the device of that name, or raise UsageError if it cannot be used here."""
+    """Return the device of that name.
+
+    Args:
+        name: cpu, cuda, cuda:1, ...
+
+    Raises:
+        UsageError: It cannot be used on this machine.
+    """
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, got {name!r}")
     try:
         device = torch.device(name)
+        # Parsing a name touches no device: only an allocation tells whether there is one.
         torch.empty(1, device=device)
+    # A build without CUDA fails with an AssertionError, a missing device with a RuntimeError of
+    # many lines, of which the first says what is wrong.
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name!r} cannot be used here: {reason}") from None
@@ -106,6 +127,7 @@ def usable_device(name: str) -> torch.device:
 
 def under_torchrun() -> bool:
     """Return whether torchrun started this process."""
+    # RANK and WORLD_SIZE prove nothing: other launchers set them, and shells keep them.
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -168,16 +190,19 @@ class TrainingOptions:
         ):
             if value is not None:
                 check_at_least(option, value, 1)
+        # A setting without effect is refused: the run would not be what its command line says.
         if self.sketch_size is not None and self.rows != "sketch":
             raise UsageError(
                 f"--sketch-size {self.sketch_size} has no effect with --rows {self.rows}: "
                 "add --rows sketch"
             )
+        # Checked now: data take seconds to load, and ranks to start.
         usable_device(self.device)
         if self.tensorboard and not _is_installed("tensorboard"):
             raise UsageError(
                 "--tensorboard: tensorboard is not installed: pip install 'gradherd[tensorboard]'"
             )
+        # None in these means the default of the task; the others have a default of their own.
         by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
         others = ("rows", "sketch_size", "limit", "virtual", "device")
         settings = {key: getattr(self, key) for key in (*by_task, *others)}
@@ -197,6 +222,7 @@ class TrainingOptions:
             raise UsageError("--virtual runs in one process: start without torchrun")
         if self.workers not in (None, size):
             raise UsageError(f"--workers is {self.workers}, but torchrun started {size} processes")
+        # torchrun decides; the default of the task would be another number.
         return {"workers": size}
 
 
@@ -216,7 +242,10 @@ def named_task(text: str) -> Task:
 
 
 def check_data(task: Task, data_dir: Path | None) -> None:
-    """Raise UsageError if a data set of the task is missing."""
+    """Raise UsageError if a data set of the task is missing.
+
+    Only looks for the files. Content is verified when a run reads it, which takes seconds.
+    """
     for name in task.data:
         try:
             find_dataset(name, data_dir)
@@ -225,7 +254,18 @@ def check_data(task: Task, data_dir: Path | None) -> None:
 
 
 def density_for(sparsifiers: Sequence[str], density: float | None) -> float | None:
-    """Return the density to train with, None if nothing is sparsified; or raise UsageError."""
+    """Return the density to train with.
+
+    Args:
+        sparsifiers: Names of the sparsifiers that will run.
+        density: Value of --density; None if it was not given.
+
+    Returns:
+        The density, or None if nothing is sparsified.
+
+    Raises:
+        UsageError: The density is out of range, or nothing would use it.
+    """
     if density is not None:
         check_density(density)
     if not any(map(takes_density, sparsifiers)):

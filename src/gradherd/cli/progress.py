@@ -29,9 +29,10 @@ class ProgressBar(StudyProgress):
         """Make a bar.
 
         Args:
-            study_runs: Number of runs of a study; None for a training, which tells by `begin`.
+            study_runs: Number of runs of a study; None for a training, where `begin` passes it.
             quiet: Draw nothing, as all ranks but the first.
         """
+        # On stderr: stdout belongs to the result, which may be piped into a program.
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -42,9 +43,12 @@ class ProgressBar(StudyProgress):
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
+            # Gone when done, so that a terminal ends with the result alone.
             transient=True,
+            # A log file would fill up with control characters.
             disable=quiet or not console.is_terminal,
         )
+        # Steps are known only once the data are loaded; until then the bar pulses.
         self._task = self._bar.add_task("", total=None, loss="")
         self._is_study = study_runs is not None
         self._runs, self._started = study_runs or 0, 0
@@ -60,6 +64,7 @@ class ProgressBar(StudyProgress):
         """Start a bar of `steps` steps."""
         if not self._is_study:
             self._runs = runs
+        # Reset, not updated: the time left is estimated from the steps since then.
         self._bar.reset(self._task, total=steps)
 
     def begin_loop(self, total: int, unit: str) -> None:
@@ -79,6 +84,7 @@ class ProgressBar(StudyProgress):
 
     def begin_parallel(self, runs: int, jobs: int) -> None:
         """Count finished runs instead of steps, for runs in several processes."""
+        # Steps happen in other processes, which report only a finished run.
         text = f"{runs} runs, {jobs} at a time"
         self._bar.reset(self._task, total=runs, description=text, loss="")
 

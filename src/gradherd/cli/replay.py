@@ -40,6 +40,8 @@ from gradherd.sparsify.registry import (
 from gradherd.sparsify.settings import Sparsify
 
 
+# Help texts and errors name the methods that the registry says have a setting: a new method needs
+# no edit here.
 def _methods_where(condition: Callable[[str], bool]) -> str:
     return " or ".join(name for name in SPARSIFIERS if condition(name))
 
@@ -86,11 +88,13 @@ class ReplayOrderCommand:
         """Replay the file."""
         check_name("--order", self.order, POLICIES)
         check_name("--signs", self.signs, SIGN_RULES)
+        # A setting without effect is refused, not ignored.
         if self.signs != "greedy" and not make_policy(self.order).needs_rows:
             raise UsageError(f"--signs {self.signs!r} has no effect: {self.order} uses no signs")
         check_at_least("--rounds", self.rounds, 0)
         check_at_least("--seed", self.seed, 0)
         try:
+            # Whatever is wrong with the file is wrong with the call: exit code 2.
             vectors = load_vectors(self.file)
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -172,6 +176,7 @@ class ReplaySparsifyCommand:
         """Replay the file."""
         settings = self._settings()
         try:
+            # Mapped, not read: the file may be larger than memory.
             gradients = open_array(self.file, ("steps", "workers", "dim"))
             layers = self._layers(gradients.shape[2])
             with counted_loop(len(gradients), "steps") as advance:
@@ -180,6 +185,7 @@ class ReplaySparsifyCommand:
                 )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        # From the method, not the option: dense has density 1 whatever was given.
         density = settings.method.density
         if self.json:
             print_json({"method": self.method, "density": density, "steps": steps})
@@ -220,6 +226,7 @@ class ReplaySparsifyCommand:
 
     def _print(self, steps: list[dict[str, Any]], shape: tuple[int, ...], density: float) -> None:
         count, workers, dim = shape
+        # Relative to the target, since densities span orders of magnitude.
         errors = [abs(step["density"] / density - 1) for step in steps]
         within = sum(error <= 0.1 for error in errors) / len(errors)
         dense_bytes = 8 * dim * (workers - 1) / workers  # ring all-reduce of float32
@@ -240,6 +247,7 @@ class ReplaySparsifyCommand:
             "norm of the residual after the last step", f"{steps[-1]['residual_norm']:.6g}"
         )
         table.add_row("bytes sent per worker and step", f"{sent_bytes:,.0f}")
+        # One worker sends nothing, dense or not.
         if dense_bytes:
             table.add_row("... relative to a dense exchange", f"{sent_bytes / dense_bytes:.3%}")
         Console().print(table)

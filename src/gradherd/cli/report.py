@@ -73,9 +73,11 @@ class ReportCommand:
             print_json({"comparisons": results, "report": str(out)})
             return
         for comparison in comparisons:
+            # The path once, at the end, where it is still on the screen.
             print_comparison(comparison, out if comparison is comparisons[-1] else None)
 
     def _evidence(self) -> None:
+        # Imported late: only this option draws charts for a page in Markdown.
         from gradherd.lab.report.evidence import write_evidence
 
         if self.out is not None or len(self.folders) > 1:
@@ -87,6 +89,7 @@ class ReportCommand:
         except ValueError as error:
             raise UsageError(str(error)) from None
         for study, ids in evidence.unmeasured.items():
+            # To stderr: with --json, stdout must stay JSON.
             print(f"gradherd: not measured yet: {study}: {', '.join(ids)}", file=sys.stderr)
         files = [str(path) for path in evidence.files]
         if self.json:

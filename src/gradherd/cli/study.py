@@ -106,9 +106,11 @@ class StudyCommand:
             todo = missing_runs(planned, results)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        # Studies share arms (a baseline, say): what one of them has measured need not run again.
         reused = self._reusable(study, todo)
         reused_keys = {(result.arm, result.seed) for result in reused}
         todo = [run for run in todo if (run.arm, run.seed) not in reused_keys]
+        # Before the checks of --out and --resume: looking at a plan must always work.
         if self.plan:
             self._print_plan(study, planned, todo)
             return
@@ -123,7 +125,9 @@ class StudyCommand:
                 f"--jobs must be 1, got {self.jobs}: kind {study.kind} measures time, so nothing "
                 "may run at the same time"
             )
+        # Before hours of training whose results could not be written.
         _check_out(out)
+        # Copied, so that the folder of a study holds all of its results.
         store_results(study, out, reused)
         runs = self._run_missing(study, todo, out)
         self._print_result(study, out, runs, len(planned) - len(todo))
@@ -145,6 +149,7 @@ class StudyCommand:
         if not todo:
             return []
         if study.task is not None:
+            # Only if something is to be run: verdicts on existing results need no data.
             check_data(named_task(task_path(study.task, study.folder)), self.data_dir)
         runs: list[dict[str, Any]] = []
         # SIGTERM acts like Ctrl-C: results are written run by run, so none is left half-written.
@@ -160,6 +165,7 @@ class StudyCommand:
                 for results in run_planned(study, todo, out, context, self.jobs):
                     runs += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
         except KeyboardInterrupt:
+            # Each of them is safe, and --resume continues behind it.
             print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
         except (DamagedData, ProcessDied) as error:
@@ -235,6 +241,7 @@ def _device(study: Study, option: str | None) -> str:
     if option is not None:
         return option
     try:
+        # Not replaced by a CPU in silence: a study that takes hours on a GPU would take days.
         usable_device(study.device)
     except UsageError:
         raise UsageError(

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from gradherd.cli.options import print_json
 
+# For annotations only; see above.
 if TYPE_CHECKING:
     from gradherd.lab.report.claims import ClaimVerdict
     from gradherd.lab.report.comparison import Comparison
@@ -45,7 +46,15 @@ def plain_table(title: str | None = None, **options: Any) -> Table:
 
 
 def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    """Print the rows of a benchmark as a table or as JSON."""
+    """Print the rows of a benchmark as a table or as JSON.
+
+    Args:
+        bench: Name of the benchmark.
+        device: Where it ran.
+        rows: One dict per case and size, with at least case, workers, dim, seconds, ratio, bytes
+            and peak_bytes.
+        as_json: Print JSON.
+    """
     if as_json:
         print_json({"bench": bench, "device": device, "rows": rows})
         return
@@ -77,12 +86,18 @@ def _size(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def print_comparison(comparison: "Comparison", page: Path | None) -> None:
-    """Print the table of a comparison, its notes and verdicts, and where the page is."""
+    """Print the table of a comparison, its notes and verdicts, and where the page is.
+
+    Args:
+        comparison: The comparison.
+        page: The HTML page about it; None if there is none yet.
+    """
     from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
 
     console = Console()
     console.print(_comparison_table(comparison))
     for note in comparison.notes:
+        # Soft-wrapped: sentences that rich breaks could not be searched for or copied.
         console.print(f"[yellow]note[/yellow]  {escape(note)}", soft_wrap=True)
     for verdict in all_verdicts(comparison):
         colour, mark = _MARKS[verdict.tone]
@@ -105,10 +120,12 @@ def _comparison_table(comparison: "Comparison") -> Table:
         title_justify="left",
         caption_justify="left",
     )
+    # The metric is named by the task, so it cannot be in the table above.
     headings = {**_SHORT_HEADINGS, comparison.metric_name: comparison.metric_name}
     columns = [index for index, name in enumerate(full.columns) if name in headings]
     for index in columns:
         name = full.columns[index]
+        # A long heading in two lines costs less width than a wide column of numbers.
         heading = escape(headings[name]).replace(" ", "\n", 1)
         table.add_column(heading, overflow="fold", no_wrap=name != "arm")
     for row in full.rows:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gradherd.cli.main import main
 from gradherd.comm import World
-from gradherd.lab.bench import virtual
+from gradherd.lab.bench import bench_virtual as virtual
 from gradherd.lab.bench.bench_coordination import CASES
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
 from gradherd.lab.bench.bench_signs import published_loop

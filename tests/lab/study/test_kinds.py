@@ -5,7 +5,7 @@ import torch
 
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
-from gradherd.lab.bench import virtual
+from gradherd.lab.bench import bench_virtual as virtual
 from gradherd.lab.study.cost_kind import CostStudy
 from gradherd.lab.study.density_kind import density_figures
 from gradherd.lab.study.file import parse_study
