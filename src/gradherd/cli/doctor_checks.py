@@ -139,7 +139,7 @@ def _version_numbers(text: str) -> tuple[int, ...]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and message of an error in one line.
+    r"""Return the type and message of an error in one line.
 
     >>> one_line(OSError("no\nspace"))
     'OSError: no space'
