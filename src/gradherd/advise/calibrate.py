@@ -40,6 +40,7 @@ def wide_model(params: int) -> nn.Sequential:
     With a small batch such a model has many parameters for little arithmetic, so the exchange of
     its gradients dominates.
     """
+    # A linear layer has side * side weights and side biases: solve for the side.
     side = max(1, int((math.sqrt(1 + 4 * params / _LAYERS) - 1) / 2))
     layers: list[nn.Module] = []
     for _ in range(_LAYERS):
@@ -48,7 +49,17 @@ def wide_model(params: int) -> nn.Sequential:
 
 
 def ring_seconds(size: int, repeats: int, world: World, device: torch.device = _CPU) -> float:
-    """Return the median seconds in which every rank sends `size` bytes to the next one."""
+    """Return the median seconds in which every rank sends `size` bytes to the next one.
+
+    Args:
+        size: Bytes of a message.
+        repeats: Rounds that are timed.
+        world: The ranks; with one rank there is nothing to send.
+        device: Where messages lie.
+
+    Returns:
+        The same value on all ranks.
+    """
     if world.size == 1:
         return 0.0
     message, times = torch.zeros(size, dtype=torch.uint8, device=device), []
@@ -63,18 +74,33 @@ def ring_seconds(size: int, repeats: int, world: World, device: torch.device = _
 
 
 def measure_cluster(params: int, device_name: str) -> LinkMeasurement:
-    """Measure on this rank together with all others; all ranks return the same."""
+    """Measure network and compute on this rank together with all others.
+
+    Args:
+        params: Parameters of the model whose backward pass is timed.
+        device_name: "cpu" or a CUDA device.
+
+    Returns:
+        The same measurement on all ranks.
+    """
     world, device = World.detect(), torch.device(device_name)
     latency = ring_seconds(_SHORT_BYTES, _SHORT_REPEATS, world, device)
     long = ring_seconds(_LONG_BYTES, _LONG_REPEATS, world, device)
+    # What a message takes whatever its size is latency, not bandwidth.
     bandwidth = 8 * _LONG_BYTES / max(1e-9, long - latency) if world.size > 1 else math.inf
+    # Synchronous training waits for the slowest rank, hence the maximum.
     own = torch.tensor(step_seconds(params, device), device=device)
     backward, forward = all_gather(own, world).value.amax(0).tolist()
     return LinkMeasurement(bandwidth, latency, backward, forward)
 
 
 def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a backward pass, and of the rest of a step."""
+    """Return the median seconds of a backward pass, and of the rest of a step.
+
+    Args:
+        params: Parameters of the model.
+        device: Where it is trained.
+    """
     torch.manual_seed(0)
     net = wide_model(params).to(device)
     side = net[0].in_features
@@ -82,6 +108,7 @@ def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
     x = torch.randn(_BATCH, side, device=device)
     y = torch.randint(side, (_BATCH,), device=device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    # Medians: other processes may disturb single steps. The first steps allocate memory.
     backwards, others = [], []
     for _ in range(_WARMUP_STEPS + _STEPS):
         optimizer.zero_grad()
@@ -98,6 +125,7 @@ def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
+        # Kernels run asynchronously: without this, only their launch would be timed.
         torch.cuda.synchronize(device)
     return time.perf_counter()
 

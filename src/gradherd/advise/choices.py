@@ -18,6 +18,7 @@ from gradherd.advise.costs import (
     all_reduce_seconds,
     all_to_all_seconds,
 )
+from gradherd.ordering.coordination import BATCHES_PER_GATHER
 from gradherd.sparsify.exchange import (
     COUNT_BYTES,
     EXDYNA_CAPACITY,
@@ -32,11 +33,11 @@ from gradherd.sparsify.exchange import (
 
 _VALUE_BYTES = 4
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
-# Up to so many ranks, the small tensors of CD-GraB are summed by an all-gather.
+# Up to this many ranks, the small tensors of CD-GraB are summed by an all-gather; a test compares
+# the bytes with those of `comm.collectives.all_reduce_small`.
 _FEW_RANKS = 8
-SKETCH_SIZE, STEPS_PER_GATHER = 512, 32
-"""Elements of a sketched row, and steps whose rows are sent together (tests compare both with the
-defaults of `SketchRows` and of CD-GraB)."""
+# The default of `rows.SketchRows`, also held by a test: predictions know nothing about rows.
+_SKETCH_SIZE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +114,16 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
         setting: Model, workers and network.
         exchange: One of `EXCHANGES`.
         order: One of `ORDERS`.
+
+    Returns:
+        The step and what it consists of.
     """
     ordered = order == "cd-grab" and setting.workers > 1
     overheads = setting.overheads
+    # A single worker exchanges nothing, so its gradient is left as it is.
     overhead = overheads.of(exchange) if setting.workers > 1 else 0.0
     if exchange == "dense" and ordered:
+        # The exchange itself sends the shards that CD-GraB needs: it replaces the all-reduce.
         exposed, sent = _sharded_cd_grab(setting)
         overhead = max(overhead, overheads.ride)
     else:
@@ -125,6 +131,7 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     if exchange in ("dense", "fp16"):
         overhead = max(0.0, overhead - exposed)  # one bucket is processed while another is sent
     if exchange != "dense" and ordered:
+        # No other exchange gives a rank the gradients of all workers, so rows are sent beside it.
         seconds, size = _gathered_sketches(setting)
         exposed, sent, overhead = exposed + seconds, sent + size, overhead + overheads.sketch
     return Choice(
@@ -149,6 +156,7 @@ def exposed_seconds(setting: Setting, whole: float, last: float, buckets: int) -
         last: Seconds to send the last one.
         buckets: Their number, m.
     """
+    # Nothing can be sent before the first bucket is ready, hence 1 - 1/m.
     hidden = setting.overlap * setting.backward * (1 - 1 / buckets)
     return max(whole - hidden, last)
 
@@ -203,6 +211,7 @@ def _powersgd(setting: Setting) -> tuple[float, float]:
     An n x n matrix has factors of n x rank elements each, and a bias of n.
     """
     ranks = setting.workers
+    # D parameters in n x n matrices are D / n rows.
     factor = _VALUE_BYTES * setting.rank * setting.params / setting.side
     biases = _VALUE_BYTES * setting.params / setting.side
     seconds = 2 * all_reduce_seconds(factor, ranks, setting.link) + all_reduce_seconds(
@@ -220,6 +229,7 @@ def _topk(setting: Setting) -> tuple[float, float]:
     if setting.density == 1:
         return _values(setting, setting.params)
     indices = _index_bytes(k, math.ceil(setting.params / PAGE))
+    # 1 - (1 - density) ** R, without losing the digits of a small density.
     union = setting.params * -math.expm1(ranks * math.log1p(-setting.density))
     seconds, sent = _values(setting, union)
     flags = all_gather_seconds(FLAG_BYTES, ranks, setting.link)
@@ -232,6 +242,7 @@ def _exdyna(setting: Setting) -> tuple[float, float]:
     ranks, k = setting.workers, setting.density * setting.params
     if setting.density == 1:
         return _values(setting, setting.params)
+    # Each rank offers a few more than its share, from which all choose the same threshold.
     count = math.ceil(EXDYNA_CAPACITY * k / ranks)
     pages = math.ceil(setting.params / ranks / PAGE)
     offers = MAGNITUDE_BYTES * count + _index_bytes(count, pages) + FLAG_BYTES + COUNT_BYTES
@@ -248,6 +259,7 @@ def _values(setting: Setting, count: float) -> tuple[float, float]:
     """Predict the sum of `count` values: one round if they are few, else two that send less."""
     ranks, link, size = setting.workers, setting.link, _VALUE_BYTES * count
     dense = 2 * _VALUE_BYTES * setting.params
+    # Latency dominates small messages: one round with more bytes is then faster than two.
     if size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * dense:
         return all_gather_seconds(size, ranks, link), size * (ranks - 1)
     seconds = all_to_all_seconds(size, ranks, link) + all_gather_seconds(size / ranks, ranks, link)
@@ -256,9 +268,9 @@ def _values(setting: Setting, count: float) -> tuple[float, float]:
 
 def _gathered_sketches(setting: Setting) -> tuple[float, float]:
     """Predict the all-gather of sketched rows for CD-GraB, many steps at a time."""
-    size = float(_VALUE_BYTES * SKETCH_SIZE)
-    gathered = all_gather_seconds(STEPS_PER_GATHER * size, setting.workers, setting.link)
-    return gathered / STEPS_PER_GATHER, size * (setting.workers - 1)
+    size = float(_VALUE_BYTES * _SKETCH_SIZE)
+    gathered = all_gather_seconds(BATCHES_PER_GATHER * size, setting.workers, setting.link)
+    return gathered / BATCHES_PER_GATHER, size * (setting.workers - 1)
 
 
 EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
@@ -274,5 +286,9 @@ ORDERS = ("d-rr", "cd-grab")
 
 
 def all_choices(setting: Setting) -> list[Choice]:
-    """Predict a step with every exchange and order."""
+    """Predict a step with every exchange and order.
+
+    Args:
+        setting: Model, workers and network.
+    """
     return [predict(setting, exchange, order) for order in ORDERS for exchange in EXCHANGES]

@@ -19,6 +19,8 @@ GOODPUT = 0.94
 """Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
 Ethernet, IP and TCP, and gaps between frames."""
 
+# "ride" is CD-GraB on top of a dense exchange. The name is that of the option --ride-overhead, and
+# of a key in committed records of the slow-network benchmark.
 _PER_PARAMETER = {
     "cpu": {
         "fp16": 19e-9,
@@ -60,6 +62,7 @@ class NetworkLink:
     """Share of the goodput that an all-to-all reaches: gloo's does not fill a slow link."""
 
     def __post_init__(self) -> None:
+        # `not >` also refuses NaN, for which every comparison is false.
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth must be positive, got {self.bandwidth}")
         if not 0 <= self.latency < math.inf:
@@ -97,6 +100,11 @@ def all_gather_seconds(size: float, ranks: int, link: NetworkLink) -> float:
 
     Every rank receives all bytes either way; only the number of hops differs: R - 1 around a ring,
     log2 R with recursive doubling.
+
+    Args:
+        size: Bytes of each rank.
+        ranks: R.
+        link: The network.
     """
     if ranks == 1:
         return 0.0
@@ -109,10 +117,16 @@ def all_to_all_seconds(size: float, ranks: int, link: NetworkLink) -> float:
 
     Direct: R - 1 messages with 1/R of the bytes. Bruck's algorithm: log2 R rounds, each with half
     of them.
+
+    Args:
+        size: Bytes that each rank holds, its own part included.
+        ranks: R.
+        link: The network.
     """
     if ranks == 1:
         return 0.0
-    moved = size / link.all_to_all_share  # as if there were more bytes on a full link
+    # A link that is only partly filled takes as long as a full one with more bytes.
+    moved = size / link.all_to_all_share
     direct = (ranks - 1) * link.latency + link.transfer(moved * (ranks - 1) / ranks)
     bruck = levels(ranks) * (link.latency + link.transfer(moved / 2))
     return min(direct, bruck)
@@ -163,15 +177,25 @@ _TYPICAL_WORK = {"cpu": (64, 20e9), "cuda": (2048, 200e12)}
 def guess_backward(device: str, params: float) -> float:
     """Guess the seconds of a backward pass, at 4 operations per parameter and example.
 
+    Args:
+        device: "cpu" or "cuda".
+        params: Number of parameters.
+
     >>> round(guess_backward("cuda", 7e9), 2)
     0.29
     """
     examples, speed = _TYPICAL_WORK[device]
+    # Two matrix products, for inputs and for weights, each a multiplication and an addition per
+    # parameter.
     return 4 * params * examples / speed
 
 
 def typical_overheads(device: str, params: float) -> Overheads:
-    """Return the overheads to expect of a model with `params` parameters.
+    """Return the overheads to expect of a model.
+
+    Args:
+        device: "cpu" or "cuda": where gradients are.
+        params: Number of parameters.
 
     >>> round(1e3 * typical_overheads("cpu", 10e6).exdyna)  # milliseconds
     21

@@ -29,6 +29,8 @@ def break_even(setting: Setting, dense: str = "dense") -> float | None:
         best = min(predict(at, name).step_seconds for name in SPARSE)
         return predict(at, dense).step_seconds - best
 
+    # A grid first: collectives switch algorithms with the bandwidth, so the gain need not fall
+    # steadily. The fastest link on which sparse still pays is the answer.
     decades = math.log10(_FASTEST / _SLOWEST)
     exponents = [decades * point / (_GRID_POINTS - 1) for point in range(_GRID_POINTS)]
     speeds = [_SLOWEST * math.pow(10, exponent) for exponent in exponents]
@@ -43,9 +45,17 @@ def break_even(setting: Setting, dense: str = "dense") -> float | None:
 
 
 def advise(setting: Setting) -> dict[str, object]:
-    """Return all predicted steps, the break-even bandwidths and the advice, ready for JSON."""
+    """Return all predicted steps, the break-even bandwidths and the advice, ready for JSON.
+
+    Args:
+        setting: Model, workers and network.
+
+    Returns:
+        What `gradherd advise --json` prints; keys are added, never renamed.
+    """
     choices = all_choices(setting)
     limit = break_even(setting)
+    # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
     sparse, dense = _best(choices, SPARSE), _best(choices, ("dense", "fp16"))
     return {
         "choices": [
@@ -68,7 +78,12 @@ def advise(setting: Setting) -> dict[str, object]:
 
 
 def pays(sparse: Choice, dense: Choice) -> bool:
-    """Return whether sparse is faster by enough to be worth a change."""
+    """Return whether sparse is faster by enough to be worth a change.
+
+    Args:
+        sparse: The fastest sparse exchange.
+        dense: The fastest dense one, fp16 included.
+    """
     return sparse.step_seconds < _WORTHWHILE * dense.step_seconds
 
 
@@ -89,6 +104,7 @@ def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) ->
     else:
         sentences = [_no(sparse, dense, speed)]
     sentences.append(_break_even_sentence(sparse, choices, limit, pays(sparse, dense)))
+    # Mentioned, not recommended: the prediction says nothing about what a low rank loses.
     low_rank = _best(choices, ("powersgd",))
     if low_rank.step_seconds < _WORTHWHILE * min(sparse.step_seconds, dense.step_seconds):
         sentences.append(
@@ -144,5 +160,6 @@ def _order_sentence(choices: Sequence[Choice], best: Choice) -> str:
 
 
 def _best(choices: Sequence[Choice], exchanges: Sequence[str]) -> Choice:
+    # Exchanges are compared under one order; what the other order adds is a sentence of its own.
     matches = [c for c in choices if c.exchange in exchanges and c.order == "d-rr"]
     return min(matches, key=lambda choice: choice.step_seconds)

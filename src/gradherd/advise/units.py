@@ -21,6 +21,7 @@ def parse_rate(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a link speed: write 1G, 100M, 2.5e9 or 50GB/s (bytes)")
     number, prefix, unit = match.groups()
+    # "b" is a bit and "B" a byte, as network vendors write them; prefixes may be in either case.
     bits = 8 if (unit or "").startswith("B") and unit.lower() in ("b", "bps") else 1
     return _positive(float(number) * _PREFIXES[prefix.lower()] * bits, text)
 

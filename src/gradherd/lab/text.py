@@ -16,6 +16,10 @@ def printable(text: object, max_length: int | None = None) -> str:
     message must stay one line, and a page must be able to hold the text. Markup is not escaped
     here: what renders the text (rich, jinja2, plotly, SVG) does that by its own rules.
 
+    Args:
+        text: Anything; its `str` is used.
+        max_length: Longest result; an ellipsis replaces what is cut off.
+
     >>> printable("a" + chr(27) + "[31m" + chr(10) + "b"), printable("a long name", 7)
     ('a�[31m b', 'a long…')
     """
@@ -28,6 +32,10 @@ def printable(text: object, max_length: int | None = None) -> str:
 
 def decimals(value: float, digits: int = 3) -> int:
     """Return how many decimals show this many significant digits.
+
+    Args:
+        value: The number.
+        digits: Significant digits to show; digits before the point are never cut off.
 
     >>> decimals(0.01234), decimals(97.123), decimals(0)
     (4, 1, 0)
@@ -45,10 +53,12 @@ def significant(value: float | None, digits: int = 4) -> str:
     """
     if value is None:
         return "none"
+    # Beyond these bounds, counting zeros is harder than reading a power of ten.
     if value and (abs(value) < 1e-4 or abs(value) >= 1e9):
         mantissa, power = f"{value:.{digits - 1}e}".split("e")
         if "." in mantissa:
             mantissa = mantissa.rstrip("0").rstrip(".")
+        # The exponent keeps its hyphen, so that 1.5e-7 can be pasted into code.
         return f"{mantissa}e{int(power)}".replace("-", MINUS, 1 if value < 0 else 0)
     text = f"{value:,.{decimals(value, digits)}f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
@@ -76,6 +86,7 @@ def percent(share: float) -> str:
     >>> percent(0.1234), percent(0.00123), percent(-0.5), percent(3.4)
     ('12 %', '0.12 %', '\N{MINUS SIGN}50 %', '340 %')
     """
+    # The bounds are where rounding would carry: 9.96 % is shown as 10 %, not as 10.0 %.
     places = 0 if abs(share) >= 0.0995 else 1 if abs(share) >= 0.00995 else 2
     return f"{fixed(100 * share, places)} %"
 
@@ -92,6 +103,7 @@ def mean_and_std(mean: float | None, std: float | None, count: int) -> str:
         return significant(mean) if count < 2 else f"{significant(mean)} ± 0"
     if abs(mean) < 1e-4 or abs(mean) >= 1e9:
         return f"{significant(mean)} ± {significant(std, 2)}"
+    # Two digits of the deviation, but at least three and at most six of the mean.
     places = min(max(decimals(std, 2), decimals(mean, 3)), decimals(mean, 6))
     return f"{fixed(mean, places)} ± {fixed(std, places)}"
 
@@ -104,6 +116,7 @@ def p_value(p: float | None) -> str:
     """
     if p is None:
         return "no p"
+    # A p value is never zero, and more digits would pretend that its assumptions hold exactly.
     if p < 0.001:
         return "p < 0.001"
     return f"p = {p:.{min(decimals(p, 2), 4)}f}" if p < 1 else "p = 1.00"
@@ -118,6 +131,7 @@ def in_bytes(count: float | None) -> str:
     if count is None:
         return "none"
     for unit in ("B", "kB", "MB", "GB", "TB"):
+        # 999.5, not 1000: three digits would round 999.7 B to 1,000 B.
         if abs(count) < 999.5 or unit == "TB":
             return f"{significant(count, 3)} {unit}"
         count /= 1000

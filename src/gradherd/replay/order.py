@@ -52,9 +52,11 @@ def replay_order(
         progress: Called after each round.
     """
     workers, units, _ = vectors.shape
+    # The class that training uses: what is replayed is the policy itself, not a copy of it.
     ordering = Ordering(policy, [units] * workers, seed=seed, start=start)
     bounds = [parallel_herding_bound(list(vectors), ordering.orders)]
     for _ in range(rounds):
+        # Shuffles ignore gradients, which saves reading all vectors once more.
         if policy.needs_rows:
             _observe_all(vectors, ordering)
         ordering.end_epoch()

@@ -42,6 +42,7 @@ def replay_sparsify(
         ValueError: A gradient or a sum over workers is not finite, or `out` is no folder.
     """
     steps, workers, dim = gradients.shape
+    # Half precision is widened, as residuals are float32 in training; float64 stays exact.
     dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
     virtual = VirtualWorkers(
         settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype

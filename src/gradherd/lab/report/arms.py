@@ -98,6 +98,7 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
             paths.setdefault(Path(os.path.realpath(path)), path)
     records = [(path, _checked(path, read_record(path))) for path in paths.values()]
     _check_unique(records)
+    # The arm of the first run becomes the baseline: the names of folders must not decide that.
     return sorted(records, key=lambda one: one[1].started)
 
 
@@ -114,6 +115,7 @@ def _check_unique(records: Sequence[tuple[Path, RunRecord]]) -> None:
 
 def _checked(path: Path, record: RunRecord) -> RunRecord:
     """Return the record; raise ValueError if a figure that pages show is missing."""
+    # `read_record` checks the types of fields; what charts need inside of them is checked here.
     for point in record.density_by_step:
         if not {"step", "mean", "min", "max"} <= point.keys():
             raise ValueError(
@@ -136,21 +138,31 @@ def _record_paths(folder: Path) -> list[Path]:
         except OSError:  # Not readable, or its path is too long by now.
             continue
         paths += [Path(entry.path) for entry in entries if entry.name == RECORD_FILE]
+        # A link to a folder above would never come to an end.
         pending += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(paths)
 
 
 def arm_key(record: RunRecord) -> ArmKey:
     """Return the arm that a run belongs to."""
+    # A density means nothing to a dense run, and must not split its arm in two.
     dense = record.sparsify == "dense"
     return record.order, record.sparsify, None if dense else record.density
 
 
 def summarize_arms(records: Sequence[RunRecord]) -> tuple[ArmSummary, ...]:
-    """Group the runs of one task into arms, in order of first appearance."""
+    """Group the runs of one task into arms, in order of first appearance.
+
+    Args:
+        records: Runs of one task.
+
+    Returns:
+        A summary per arm; the first is the baseline of comparisons.
+    """
     groups: dict[ArmKey, list[RunRecord]] = {}
     for record in records:
         groups.setdefault(arm_key(record), []).append(record)
+    # Stands in for the planned epochs where the settings of a record do not name them.
     longest = max((len(record.epochs) for record in records), default=0)
     return tuple(
         _summarize(
@@ -184,11 +196,13 @@ def arm_label(key: ArmKey, keys: Sequence[ArmKey]) -> str:
 def planned_epochs(record: RunRecord) -> int | None:
     """Return how many epochs a run was configured for; None if its settings do not say."""
     epochs = record.config.get("epochs")
+    # Python counts True as an integer; a damaged record may hold it.
     return epochs if isinstance(epochs, int) and not isinstance(epochs, bool) else None
 
 
 def diverged(run: RunRecord) -> bool:
     """Return whether a run ended with a loss that is not finite."""
+    # The status alone misses runs that were interrupted after their loss was lost.
     lost = bool(run.epochs) and finite(run.epochs[-1].train_loss) is None
     return lost or run.status == "diverged"
 
@@ -196,7 +210,16 @@ def diverged(run: RunRecord) -> bool:
 def values_at(
     runs: Sequence[RunRecord], epoch: int, value: Callable[[EpochRow], float | None]
 ) -> list[float | None]:
-    """Return a value of each run after an epoch, counted from 1; None if the run ended before."""
+    """Return a value of each run after an epoch.
+
+    Args:
+        runs: The runs.
+        epoch: The epoch, counted from 1.
+        value: Reads the value from an epoch's row.
+
+    Returns:
+        One value per run; None if the run ended before.
+    """
     return [value(run.epochs[epoch - 1]) if epoch <= len(run.epochs) else None for run in runs]
 
 
@@ -212,7 +235,16 @@ def late_epochs(end: int) -> range:
 def late_losses(runs: Sequence[RunRecord], end: int) -> list[float | None]:
     """Return each run's mean train loss over the last half of the epochs up to `end`.
 
-    None for a run without finite losses in all of them; an empty list if there are no late epochs.
+    The loss after a single epoch oscillates from one epoch to the next, so a difference between two
+    arms there may be luck; the mean over many epochs is steadier.
+
+    Args:
+        runs: The runs.
+        end: The last epoch, counted from 1.
+
+    Returns:
+        None for a run without finite losses in all of these epochs; an empty list if there are no
+        late epochs.
     """
     by_epoch = [values_at(runs, epoch, lambda row: row.train_loss) for epoch in late_epochs(end)]
     return [mean_std(losses).mean for losses in zip(*by_epoch, strict=True)]
@@ -256,6 +288,7 @@ def density_over_steps(arm: ArmSummary) -> list[tuple[float, float, float, float
 
 def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> ArmSummary:
     planned = max((planned_epochs(run) or longest for run in runs), default=longest)
+    # The longest run sets the end: one interrupted seed must not cut the others short.
     epochs = min(planned, max(len(run.epochs) for run in runs))
     # A run that diverged may have stopped early. It counts: without it the arm would look better.
     used = tuple(run for run in runs if epochs and (len(run.epochs) >= epochs or diverged(run)))
@@ -280,6 +313,7 @@ def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int)
         metric_by_epoch=metric,
         seconds_by_epoch=_cumulative(used, epochs, lambda row: row.seconds),
         bytes_by_epoch=_cumulative(used, epochs, lambda row: row.bytes),
+        # Weighted by steps, because epochs may differ in their number of steps.
         mean_density=sum(row.density * row.steps for row in rows) / steps if steps else None,
         padding=statistics.fmean(paddings) if paddings else None,
     )
@@ -296,6 +330,7 @@ def _cumulative(
 ) -> tuple[float, ...]:
     """Return the sum up to each epoch, mean over the runs that reached it."""
     sums = [list(itertools.accumulate(value(row) for row in run.epochs)) for run in runs]
+    # A run that diverged early has no later sums; the others still do.
     return tuple(
         statistics.fmean(column[epoch] for column in sums if epoch < len(column))
         for epoch in range(epochs)

@@ -63,6 +63,7 @@ def _loss(comparison: Comparison) -> Chart | None:
         "lines": lines,
         "x": X_AXES,
         "y": "train loss",
+        # Over a factor of ten, the later epochs look flat on a linear axis.
         "log": min(means) > 0 and max(means) > 10 * min(means) if min(means) > 0 else None,
     }
 
@@ -88,6 +89,7 @@ def _metric(comparison: Comparison) -> Chart | None:
 def _herding(comparison: Comparison) -> Chart | None:
     pieces = []
     for index, arm in enumerate(comparison.arms):
+        # Runs whose gradients of an epoch are too many to be stored have no bound.
         bounds = [
             mean_std(values_at(arm.used, epoch, lambda row: row.herding_bound))
             for epoch in range(1, arm.epochs + 1)

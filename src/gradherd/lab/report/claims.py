@@ -43,15 +43,25 @@ class ClaimVerdict:
 
 
 def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> ClaimVerdict | None:
-    """Return the verdict on a claim; None if it has not been measured yet."""
+    """Judge a claim by the results of its arms.
+
+    Args:
+        claim: The claim.
+        results: Runs by the name of their arm.
+
+    Returns:
+        None if the claim has not been measured yet: an arm, an epoch or a second seed is missing.
+    """
     arm = results.get(claim.arm)
     against = results.get(claim.against) if claim.against is not None else None
     if not arm or (claim.against is not None and not against):
         return None
+    # Not measured, rather than not confirmed: the claim is about an epoch that was never run.
     if any(_too_short(one, claim.epoch) for one in [*arm, *(against or ())]):
         return None
     measured = measure(claim.measure, claim.epoch, arm, against)
     effects = effects_by_seed(claim, measured)
+    # A measure that was switched off says nothing; a loss that is missing counts against the claim.
     if len(effects) < _MIN_SEEDS or not (measured.available or claim.measure in ALWAYS):
         return None
     paper = paper_effect(claim, measured.in_percent, measured.higher_is_better)
@@ -72,6 +82,7 @@ def _other_reading(
         return None
     if name != field:
         return "after the last epoch alone", measure(field, claim.epoch, arm, against)
+    # At an earlier epoch there is no end to compare with.
     last = max(one.figures.get("epochs", 0) for one in arm)
     if claim.epoch not in (None, last):
         return None
@@ -79,7 +90,16 @@ def _other_reading(
 
 
 def effects_by_seed(claim: Claim, measured: Measurement) -> dict[int, float | None]:
-    """Return the effect of each seed that both arms have; None where a value is missing."""
+    """Return the effect of each seed that both arms have, by the table above.
+
+    Args:
+        claim: Gives the test and its value.
+        measured: The measure of both arms.
+
+    Returns:
+        Seed -> effect; None where a value is missing.
+    """
+    # Paired by seed: both runs start from the same weights, so what the seed decides cancels out.
     seeds = [s for s in measured.arm if measured.against is None or s in measured.against]
     bounded = claim.test in ("at-most", "at-least")
     effects: dict[int, float | None] = {}
@@ -89,6 +109,7 @@ def effects_by_seed(claim: Claim, measured: Measurement) -> dict[int, float | No
         if value is None or reference is None:
             effects[seed] = None
             continue
+        # A share, not a difference: the paper's losses and bytes have another scale than ours.
         change = relative_change(value, reference, measured.in_percent)
         if change is not None:
             change = _effect(claim, change, measured.higher_is_better)
@@ -122,6 +143,10 @@ def paper_effect(
 def verdict_of(effects: Sequence[float | None], paper: float | None = None) -> str:
     """Return the verdict on these effects, by the rule above.
 
+    Args:
+        effects: One per seed; None if the run diverged or never reached the goal.
+        paper: The paper's effect, if it gives numbers.
+
     >>> verdict_of([0.3, 0.31, 0.29]), verdict_of([0.3, 0.31, 0.29], paper=0.9)
     ('confirmed', 'weaker')
     >>> verdict_of([0.3, -0.1]), verdict_of([0.2, None])
@@ -130,9 +155,11 @@ def verdict_of(effects: Sequence[float | None], paper: float | None = None) -> s
     ('weaker', 'weaker', 'confirmed')
     """
     known = [effect for effect in effects if effect is not None]
+    # One missing effect decides: leaving it out would favour the arm that diverges.
     if not known or len(known) < len(effects) or statistics.fmean(known) <= 0:
         return NOT_CONFIRMED
     above_zero = _interval_above_zero(known)
+    # The right direction is not enough where the paper also says how much.
     large = paper is None or statistics.fmean(known) >= paper / 2
     if above_zero and large:
         return CONFIRMED
@@ -140,6 +167,7 @@ def verdict_of(effects: Sequence[float | None], paper: float | None = None) -> s
 
 
 def _interval_above_zero(effects: Sequence[float]) -> bool:
+    # A paired test against zeros is the test of a single sample.
     difference = paired_difference(effects, [0.0] * len(effects), range(len(effects)))
     if difference is None:
         return False
@@ -191,6 +219,7 @@ def _change_text(measured: Measurement, seeds: Sequence[int]) -> str:
     changes: list[float] = []
     for seed in seeds:
         value, reference = measured.arm[seed], measured.against[seed]
+        # The change over the remaining seeds would look like a result.
         if value is None or reference is None:
             return ""
         change = relative_change(value, reference, measured.in_percent)
@@ -227,6 +256,7 @@ def _relative(changes: Sequence[float]) -> str:
     ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
     """
     mean = statistics.fmean(changes)
+    # "5 times as much" is easier to read than "400 % more".
     if mean < 2:
         return _more_or_less(changes, percent)
     text = f"{significant(1 + mean, 3)} times as much"
@@ -239,6 +269,7 @@ def _relative(changes: Sequence[float]) -> str:
 
 def _more_or_less(changes: Sequence[float], text_of: Callable[[float], str], unit: str = "") -> str:
     mean, interval = statistics.fmean(changes), _interval(changes)
+    # The interval turns around with the mean, so that its ends agree with the word "less".
     sign = 1 if mean >= 0 else -1
     text = f"{text_of(sign * mean)}{unit} {'more' if sign > 0 else 'less'}"
     if interval is None:
@@ -257,6 +288,7 @@ def _interval(changes: Sequence[float]) -> tuple[float, float] | None:
 def _mean_text(values: Mapping[int, float | None], missing: str, unit: tuple[float, str]) -> str:
     divisor, suffix = unit
     known = [value / divisor for value in values.values() if value is not None]
+    # No mean of the rest: it would hide the runs that failed.
     if len(known) < len(values):
         return f"{missing} in {len(values) - len(known)} of {counted(len(values), 'run')}"
     std = statistics.stdev(known) if len(known) > 1 else 0.0

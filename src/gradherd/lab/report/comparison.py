@@ -58,6 +58,7 @@ class ArmPair:
     def same_clock(self) -> bool:
         """Whether seconds of both arms can be compared: real workers on the same hardware."""
         runs = [*self.arm.used, *self.reference.used]
+        # Virtual workers take turns in one process: their seconds are not those of real workers.
         alike = all(run.hardware == runs[0].hardware for run in runs)
         return alike and not any(run.config.get("virtual") is True for run in runs)
 
@@ -100,7 +101,10 @@ class Comparison:
 
 
 def compare(records: Sequence[RunRecord]) -> Comparison:
-    """Compare the runs of one task.
+    """Compare the runs of one task, paired by seed.
+
+    Args:
+        records: Runs of all arms; the arm of the first one is the baseline.
 
     Raises:
         ValueError: There is no record, tasks or metrics differ, or a seed occurs twice in an arm.
@@ -146,6 +150,7 @@ def _check_seeds(records: Sequence[RunRecord]) -> None:
     seen = set()
     for record in records:
         run = (*arm_key(record), record.seed)
+        # A seed that counted twice would make the interval narrower than the runs allow.
         if run in seen:
             order, sparsify, density, seed = run
             suffix = "" if density is None else f" {density:g}"
@@ -181,6 +186,7 @@ def _pair_up(arms: Sequence[ArmSummary], shared: Callable[[ArmSummary], object])
     references: dict[object, ArmSummary] = {}
     pairs = []
     for arm in arms:
+        # With the rest equal, a difference has one possible cause.
         reference = references.setdefault(shared(arm), arm)
         if reference is not arm:
             pairs.append(compare_pair(arm, reference))
@@ -188,7 +194,16 @@ def _pair_up(arms: Sequence[ArmSummary], shared: Callable[[ArmSummary], object])
 
 
 def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
-    """Compare an arm with a reference."""
+    """Compare an arm with a reference.
+
+    Args:
+        arm: The arm.
+        reference: The arm that it is compared with; may be the arm itself.
+
+    Returns:
+        Differences over the seeds that both have, and what it took to reach the reference's loss.
+    """
+    # One goal for all seeds: a single run of the reference may end unusually high or low.
     goal = reference.final_loss.mean
     reached = first_at_or_below([point.mean for point in arm.loss_by_epoch], goal)
     # An arm that was cut short is compared after the epochs that both have.
@@ -197,6 +212,8 @@ def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
     return ArmPair(
         arm=arm,
         reference=reference,
+        # A loss that oscillates may reach its final value before the last epoch. Counting all
+        # epochs of the reference would then overstate how much earlier the arm gets there.
         reference_epochs_to=first_at_or_below(
             [point.mean for point in reference.loss_by_epoch], goal
         ),
@@ -208,6 +225,7 @@ def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
         seconds_to=arm.seconds_by_epoch[reached - 1] if reached else None,
         bytes_to=arm.bytes_by_epoch[reached - 1] if reached else None,
         loss=_difference(arm, reference, ends, _loss),
+        # The same epochs of both: the last half of a longer run is another part of training.
         late_loss=_difference(arm, reference, (min(ends),) * 2, late_losses),
         metric=_difference(arm, reference, ends, _metric),
         bytes_ratio=_ratio(arm.bytes_by_epoch, reference.bytes_by_epoch, ends),
@@ -240,6 +258,7 @@ def _metric(runs: Sequence[RunRecord], end: int) -> list[float | None]:
 def _difference(
     arm: ArmSummary, reference: ArmSummary, ends: tuple[int, int], read: ReadValues
 ) -> PairedDifference | None:
+    # An arm minus itself is zero for every seed, which is no result.
     if arm is reference or not min(ends):
         return None
     partners = {run.seed: run for run in reference.used}

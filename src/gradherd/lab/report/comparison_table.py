@@ -40,7 +40,14 @@ class ComparisonTable:
 
 
 def comparison_table(comparison: Comparison) -> ComparisonTable:
-    """Return the table of a comparison."""
+    """Return the table of a comparison: one row per arm, the baseline first.
+
+    Args:
+        comparison: The comparison.
+
+    Returns:
+        The table; it has a column of densities only if an arm is sparse.
+    """
     late = any(pair.late_loss is not None for pair in comparison.pairs)
     columns: dict[str, Callable[[Comparison], list[TableCell]]] = {
         "arm": lambda c: [TableCell(text=arm.label) for arm in c.arms],
@@ -68,6 +75,7 @@ def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:
     ([2, 3], set(), set())
     """
     known = [value for value in values if value is not None]
+    # With one value, or with a tie of all, "best" would say nothing.
     if len(set(known)) < 2:
         return set()
     best = min(known) if lower else max(known)
@@ -105,6 +113,7 @@ def _loss_difference(comparison: Comparison) -> list[TableCell]:
     some_late = any(pair.late_loss is not None for pair in comparison.pairs)
     cells = []
     for pair in comparison.pairs:
+        # The steadier of the two differences; the verdict rests on it as well.
         cell = _difference(pair, pair.late_loss or pair.loss, comparison)
         if some_late and pair.late_loss is None and pair.loss is not None:
             epoch = "the last epoch" if pair.loss.epoch is None else f"epoch {pair.loss.epoch}"
@@ -121,11 +130,14 @@ def _difference(
     if difference is None:
         common = len(pair.common_seeds)
         return TableCell(text=NONE, more=() if common > 1 else (counted(common, "common seed"),))
+    # The mean and both ends get the same decimals, so that they line up.
     places = decimal_places(difference.mean, difference)
     text = fixed(difference.mean, places, sign=True)
     if difference.low is None or difference.high is None:
         return TableCell(text=text, more=("equal for each seed",))
     low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
+    # A t test assumes normal differences, which a few seeds cannot show; sign flips need no such
+    # assumption, so both are given.
     flip_p = difference.sign_flip_p
     flips = [] if flip_p is None else [f"flips {p_value(flip_p)}"]
     return TableCell(text=text, more=(f"{low} to {high}", p_value(difference.p), *flips))
@@ -142,6 +154,7 @@ def _epochs_to(comparison: Comparison) -> list[TableCell]:
 
 def _range_by_seed(pair: ArmPair) -> tuple[str, ...]:
     """Return the range of epochs after which single seeds got there."""
+    # The mean over seeds may reach the goal earlier than some runs, and later than others.
     epochs = pair.epochs_to_by_seed
     if len(epochs) < 2 or pair.arm is pair.reference or pair.reference.final_loss.mean is None:
         return ()
@@ -210,6 +223,7 @@ def _arm_json(pair: ArmPair) -> dict[str, Any]:
         "final_metric": _mean_std_json(arm.final_metric),
         "loss_by_epoch": [point.mean for point in arm.loss_by_epoch],
         "metric_by_epoch": [point.mean for point in arm.metric_by_epoch],
+        # All of these refer to the final mean loss of the baseline.
         "epochs_to_baseline": pair.epochs_to,
         "epochs_to_baseline_by_seed": list(pair.epochs_to_by_seed),
         "seconds_to_baseline": pair.seconds_to,

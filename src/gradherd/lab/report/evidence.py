@@ -75,12 +75,16 @@ class StudySection:
 
 
 def build_evidence(root: Path) -> EvidencePage:
-    """Read all studies and results below a root and build the page.
+    """Read all studies and results below a root and build the page, without writing it.
+
+    Args:
+        root: The folder that holds `studies` and `benchmarks/results`.
 
     Raises:
         ValueError: A file is invalid or damaged; the message names it.
     """
     folder = root / STUDIES
+    # Sorted: the order of glob depends on the file system, and the page must not.
     paths = sorted(folder.glob("*.toml"), key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"{folder} holds no study; run this in the folder that holds studies/")
@@ -90,6 +94,7 @@ def build_evidence(root: Path) -> EvidencePage:
     for path in paths:
         study = read_study(path)
         for claim in study.claims:
+            # Across all files: `gradherd study --json` names a claim by its id alone.
             if (first := first_paths.setdefault(claim.id, path)) != path:
                 raise ValueError(f"{path}: claim {claim.id} is already in {first}")
         section = _section(study, root)
@@ -105,13 +110,21 @@ def build_evidence(root: Path) -> EvidencePage:
 
 
 def write_evidence(root: Path) -> EvidencePage:
-    """Write the page and its charts; remove charts of these studies that no longer exist."""
+    """Write the page and its charts; remove charts of these studies that no longer exist.
+
+    Args:
+        root: The folder that holds `studies` and `benchmarks/results`.
+
+    Raises:
+        ValueError: As in `build_evidence`; nothing has been written then.
+    """
     page = build_evidence(root)
     for path, text in page.files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text, encoding="utf-8")
     names = "|".join(re.escape(path.stem) for path in (root / STUDIES).glob("*.toml"))
     for old in (root / IMAGES).glob("*.svg"):
+        # Only names that a study could have produced: the folder may hold other images.
         ours = re.fullmatch(rf"({names})(-\d+)?\.svg", old.name)
         if ours and old.relative_to(root) not in page.files:
             old.unlink()
@@ -121,8 +134,21 @@ def write_evidence(root: Path) -> EvidencePage:
 def judge_study(
     study: Study, folder: Path
 ) -> tuple[dict[str, list[RunResult]], list[ClaimVerdict]]:
-    """Return a study's results in a folder, by arm, and the verdicts on its claims."""
+    """Judge the claims of a study by its results.
+
+    Args:
+        study: The study.
+        folder: The folder of its results.
+
+    Returns:
+        Results by arm, and the verdicts on claims that have been measured.
+
+    Raises:
+        ValueError: A file of results is damaged.
+    """
     stored = read_arms(folder, [arm.name for arm in study.arms], study.kind)
+    # Results of earlier settings stay on disk until the arm runs again; they say nothing about the
+    # arm as the file defines it now.
     current = {
         arm.name: [one for one in stored[arm.name] if is_current(study, arm, one)]
         for arm in study.arms
@@ -161,6 +187,7 @@ def _page(sections: Sequence[StudySection], unmeasured: int) -> str:
 def _totals(sections: Sequence[StudySection], unmeasured: int) -> str:
     """Return how many claims were confirmed, those of papers and our own separately."""
     verdicts = [verdict for section in sections for verdict in section.verdicts]
+    # Separately: a confirmed claim of our own is no evidence for a paper.
     sentences = []
     for own, whose in ((False, "of papers"), (True, "of our own")):
         words = [one.verdict for one in verdicts if _is_own(one) == own]
@@ -182,6 +209,7 @@ def _overview(sections: Sequence[StudySection]) -> list[str]:
         for one in sections:
             if one.study.theme == theme:
                 counts = [_counts(one.verdicts, own=own) for own in (False, True)]
+                # The headings below, so that the table is also the table of contents.
                 link = f"[{_cell(one.study.title)}](#{_anchor(one.study.title)})"
                 lines.append(f"| {' | '.join([link, *counts])} |")
     return [*lines, ""]
@@ -221,6 +249,7 @@ def _section_lines(section: StudySection) -> list[str]:
 def _row(verdict: ClaimVerdict, study: Study) -> str:
     claim = verdict.claim
     ours = verdict.ours
+    # Our own claims have no paper's experiment to fall short of.
     if study.budget and not _is_own(verdict):
         ours += f"; {study.budget}"
     if claim.note:
@@ -240,6 +269,7 @@ def _command(verdict: ClaimVerdict, study: Study) -> str:
     """Return the command that repeats the runs of a row, into a folder of its own."""
     arms = [arm for arm in (verdict.claim.arm, verdict.claim.against) if arm is not None]
     names = " ".join(shlex.quote(arm) for arm in arms)
+    # Into a folder of its own: the committed results stay, and both can be compared.
     file = f"{(STUDIES / study.name).as_posix()}.toml"
     return f"gradherd study {file} --only {names} --out again/{study.name}"
 
@@ -247,6 +277,7 @@ def _command(verdict: ClaimVerdict, study: Study) -> str:
 def _setup(section: StudySection) -> str:
     """Return what was run: seeds, epochs, machines and versions, from the results."""
     study, runs = section.study, [run for arm in section.results.values() for run in arm]
+    # From the results, not from the file: an arm may not have run with all seeds yet.
     seeds = {len({run.seed for run in arm}) for arm in section.results.values()}
     words = [
         f"{len(section.results)} of {counted(len(study.arms), 'arm')}",
@@ -258,6 +289,7 @@ def _setup(section: StudySection) -> str:
         values = {run.settings[name] for run in runs if run.settings.get(name) is not None}
         if values:
             words.append(f"{_values(values)} {name}")
+    # `dict.fromkeys` drops repetitions in order; a set would change the page from run to run.
     machines = dict.fromkeys(_machine(run.hardware) for run in runs)
     torches = dict.fromkeys(f"torch {run.versions.get('torch')}" for run in runs)
     where = listed([*machines, *torches])

@@ -46,6 +46,7 @@ def check_reportable(study: Study) -> None:
     results are read.
     """
     trains = study.kind == "compare"
+    # Checked before any run: a misspelt measure must not surface after hours of training.
     times = [one for one in TIMES if not trains or one != "round"]
     for claim in study.claims:
         if trains:
@@ -76,7 +77,12 @@ def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
 def draw_charts(study: Study, results: Results) -> dict[str, str]:
     """Return the charts of a study that passed `check_reportable`, as SVG by file name.
 
-    Figures without results are left out.
+    Args:
+        study: The study.
+        results: Its runs by arm; arms without results are not drawn.
+
+    Returns:
+        Figures without results are left out.
     """
     charts = {}
     for number, figure in enumerate(study.figures, 1):
@@ -101,8 +107,10 @@ def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> s
         words = measure_words(_SERIES_WORDS.get(figure.y, figure.y), metric)
     else:
         lines = lines_over_setting(figure, results)
+    # All runs diverged, or have no common seed with the reference.
     if not any(line.points for line in lines):
         return None
+    # After the lines are known: what they share depends on which arms have results.
     names = short_names([line.name for line in lines])
     x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
     return chart(
@@ -135,6 +143,7 @@ def short_names(names: Sequence[str]) -> list[str]:
     parts = [name.split(", ") for name in names]
     shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     short = [", ".join(part for part in one if part not in shared) for one in parts]
+    # An empty name, or two equal ones, would be worse than long ones.
     return short if all(short) and len(set(short)) == len(short) else list(names)
 
 
@@ -148,6 +157,7 @@ def line_colours(names: Sequence[str]) -> list[int]:
     >>> line_colours(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
     [1, 2, 3, 4, 5]
     """
+    # "exdyna 0.01, online" is a line of exdyna.
     methods = [name.split(", ")[0].split(" ")[0] for name in names]
     families = (
         tuple(dict.fromkeys((*first, *registered)))
@@ -189,6 +199,7 @@ def lines_against(
     partners = {run.seed: _series(figure, run) for run in reference}
     lines = []
     for name, runs in results.items():
+        # By seed, as in claims: the change is taken within a pair, then averaged over pairs.
         pairs = [(_series(figure, run), partners[run.seed]) for run in runs if run.seed in partners]
         if pairs and name != figure.against:
             lines.append(_mean_line(name, [_change(own, other, points) for own, other in pairs]))
@@ -196,9 +207,10 @@ def lines_against(
 
 
 def _change(series: Series, reference: Series, points: bool) -> Series:
-    """Return the change from one series to another in percent, as long as both go on."""
+    """Return the change from one series to another in percent, up to the end of the shorter one."""
     xs: list[float] = []
     changes: list[float | None] = []
+    # A run that diverged is shorter than its partner; the line ends with the shorter one.
     for x, value, other_x, other in zip(*series, *reference, strict=False):
         if x != other_x:
             raise ValueError(
@@ -211,12 +223,14 @@ def _change(series: Series, reference: Series, points: bool) -> Series:
 
 
 def _mean_line(name: str, runs: Sequence[Series]) -> ChartLine:
-    """Return the mean of several series and their range, as long as all of them go on."""
+    """Return the mean of several series and their range, up to the end of the shortest one."""
     points, band = [], []
     for at in range(min(len(ys) for _, ys in runs)):
         values = [ys[at] for _, ys in runs]
         known = [value for value in values if value is not None]
+        # Where a run diverged there is no point: the mean of the others would look too good.
         if known and len(known) == len(values):
+            # Bytes differ slightly between seeds; epochs, steps and rounds do not.
             x = statistics.fmean(xs[at] for xs, _ in runs)
             points.append((x, statistics.fmean(known)))
             band.append((x, min(known), max(known)))
@@ -232,6 +246,7 @@ def _series(figure: Figure, result: RunResult) -> Series:
                 raise ValueError(f"{figure.title}: no series {name!r}; known are {known}")
         return list(series[figure.x]), list(series[figure.y])
     record = result.record()
+    # Densities are also stored within epochs, where a controller that overshoots shows.
     if figure.x == "step" and figure.y == "density" and record.density_by_step:
         points = record.density_by_step
         return [one["step"] for one in points], [one["mean"] for one in points]
@@ -255,6 +270,7 @@ def lines_over_setting(figure: Figure, results: Results) -> list[ChartLine]:
         mean = mean_by_seed(values)
         known = [value for value in values.values() if value is not None]
         line = name if figure.lines == "arm" else str(settings.get(figure.lines))
+        # Also without a point: dropping the line would change the colours of those that follow.
         points.setdefault(line, [])
         if mean is not None:
             points[line].append((x, mean))

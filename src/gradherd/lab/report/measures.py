@@ -69,7 +69,18 @@ class Measurement:
 def measure(
     name: str, epoch: int | None, arm: Sequence[RunResult], against: Sequence[RunResult] | None
 ) -> Measurement:
-    """Return a measure per seed; raise ValueError if there is no such measure."""
+    """Return a measure per seed.
+
+    Args:
+        name: One of `MEASURES` for training runs, else an entry of their summary.
+        epoch: The epoch to read after; None reads after the last one.
+        arm: Runs of the arm.
+        against: Runs of the reference arm, if there is one.
+
+    Raises:
+        ValueError: There is no such measure, or it needs a reference arm.
+    """
+    # Only training runs are stored as columns over epochs; all others have a summary.
     if "summary" in arm[0].figures:
         reference = None if against is None else _from_summary(name, against)
         return Measurement(_from_summary(name, arm), reference, False, measure_words(name))
@@ -84,6 +95,7 @@ def measure(
         if name == "epochs_to_final":
             reached = epochs_to_final(runs, others)
             return Measurement(reached, epochs_to_final(others, others), False, words)
+        # The share already divides by the partner's own epochs, so the reference is always 1.
         shares = epochs_share(runs, others)
         return Measurement(shares, dict.fromkeys(shares, 1.0), False, words)
     reference = None if others is None else measure_runs(name, epoch, others)
@@ -105,6 +117,7 @@ def relative_change(value: float, reference: float, in_percent: bool = False) ->
     (0.5, 0.02)
     >>> relative_change(1.0, 0.0)
     """
+    # A gain from 10 % to 11 % accuracy is one point; calling it 10 % would mislead.
     if in_percent:
         return (value - reference) / 100
     if reference:
@@ -117,7 +130,14 @@ def measure_runs(
 ) -> dict[int, float | None]:
     """Return a measure of training runs, by seed.
 
-    `late_...` is the mean over the last half of the epochs; `bytes` and the like are sums.
+    Args:
+        name: One of `MEASURES`; `late_...` is the mean over the last half of the epochs, `bytes`
+            and the like are sums.
+        epoch: The epoch to read after; None reads after the last one.
+        runs: The runs.
+
+    Raises:
+        ValueError: There is no such measure.
     """
     end = max(len(run.epochs) for run in runs) if epoch is None else epoch
     seeds = [run.seed for run in runs]
@@ -129,6 +149,7 @@ def measure_runs(
     field = name.removeprefix("late_")
     if field not in EPOCH_FIELDS:
         raise ValueError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
+    # Runs of fewer than four epochs have no late half: their last epoch stands in.
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
     by_epoch = [values_at(runs, one, attrgetter(field)) for one in epochs]
     means = [mean_std(values).mean for values in zip(*by_epoch, strict=True)]
@@ -139,6 +160,7 @@ def _density_off(run: RunRecord, end: int) -> float | None:
     """Return the largest relative error of an epoch's density."""
     if run.density is None:
         return None
+    # The largest, not the mean: epochs above and below the target must not cancel out.
     return max(abs(row.density / run.density - 1) for row in run.epochs[:end])
 
 
@@ -147,6 +169,7 @@ def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict
 
     The partner is the run of the other arm with the same seed.
     """
+    # The best loss, because the final one of an oscillating run may be easier to reach.
     reached, own = (_epochs_to(some, others, _best_loss) for some in (runs, others))
     both = {seed: (at, own[seed]) for seed, at in reached.items()}
     return {seed: at / it if at and it else None for seed, (at, it) in both.items()}
@@ -178,6 +201,7 @@ def _epochs_to(
 
 def _best_loss(run: RunRecord) -> float | None:
     known = [row.train_loss for row in run.epochs if row.train_loss is not None]
+    # A partner that diverged sets no goal, however low its loss was before.
     return min(known) if known and len(known) == len(run.epochs) else None
 
 
@@ -198,6 +222,7 @@ def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | 
 def mean_by_seed(values: BySeed) -> float | None:
     """Return the mean over seeds; None if a run has no value."""
     known = [value for value in values.values() if value is not None]
+    # As in `stats.mean_std`: without the runs that failed, the mean would look better.
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
@@ -233,6 +258,7 @@ def unit_of(name: str, values: Iterable[float | None]) -> tuple[float, str]:
     """
     if not name.endswith("bytes"):
         return 1.0, ""
+    # One unit for all values of a row, so that they can be compared at a glance.
     largest = max((value for value in values if value is not None), default=0.0)
     units = ((1e9, " GB"), (1e6, " MB"), (1e3, " kB"), (1.0, " bytes"))
     return next((unit for unit in units if largest >= unit[0]), units[-1])

@@ -51,10 +51,21 @@ def write_report(
 def render(
     records: Sequence[RunRecord], *, title: str | None = None, files: Sequence[str] | None = None
 ) -> str:
-    """Return the page."""
+    """Return the page as HTML.
+
+    Args:
+        records: Runs of one or several tasks.
+        title: Title of the page; None builds it from tasks and arms.
+        files: The file that each record was read from, to be listed.
+
+    Raises:
+        ValueError: Records of one task cannot be compared; see `comparison.compare`.
+    """
     comparisons = compare_all(records)
+    # By identity: records hold dicts, so they cannot be keys themselves.
     names = {} if files is None else {id(r): f for r, f in zip(records, files, strict=True)}
     sections = [_section(i, comparison, names) for i, comparison in enumerate(comparisons)]
+    # plotly.js is part of the page (4 MB), which then opens anywhere, without a network.
     plotly, script = (Markup(text) for text in (get_plotlyjs(), _file("page.js")))
     text = _environment().get_template("page.html.j2").render(
         title=printable(title) if title is not None else title_of(comparisons),
@@ -128,6 +139,7 @@ def colour_of(index: int) -> int:
     >>> [colour_of(index) for index in (0, 1, 7, 8)]
     [0, 1, 7, 1]
     """
+    # Repeats skip the baseline's colour: no arm may look like the baseline.
     return 0 if index == 0 else 1 + (index - 1) % (COLOURS - 1)
 
 
@@ -150,6 +162,7 @@ def _facts(comparison: Comparison) -> str:
     size = f"{record.parameters:,} parameters"
     parts = [
         comparison.description,
+        # Some tasks name their size in the description already.
         "" if size in comparison.description else size,
         f"{record.train_examples:,} examples",
         counted(workers, "worker") if isinstance(workers, int) else "",
@@ -162,10 +175,12 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("gradherd.lab.report"),
         autoescape=True,
+        # A misspelt field must fail, not render as nothing.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # NaN is not JSON: the page's script could not read its data.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment
 

@@ -15,7 +15,11 @@ Rows = list[list[str]]
 
 
 def caveats(arms: Sequence[ArmSummary]) -> tuple[str, ...]:
-    """Return one sentence for each thing that limits the conclusions."""
+    """Return one sentence for each thing that limits the conclusions.
+
+    Args:
+        arms: The arms of a comparison; the first is the baseline.
+    """
     sources = (_cut_short, _diverged, _seeds, _settings, _environment, _virtual, _skipped)
     return tuple(sentence for source in sources for sentence in source(arms))
 
@@ -33,7 +37,9 @@ def _cut_short(arms: Sequence[ArmSummary]) -> Iterator[str]:
         if runs:
             yield (f"{arm.label}: runs without epoch {arm.epochs} are left out: {listed(runs)}.")
     short = [arm for arm in arms if arm.epochs and not arm.finished]
+    # Arms that diverged have a sentence of their own.
     short = [arm for arm in short if not all(diverged(run) for run in arm.used)]
+    # One sentence for all arms that stopped at the same epoch, as after Ctrl-C.
     for epochs, planned in dict.fromkeys((arm.epochs, arm.planned) for arm in short):
         labels = [arm.label for arm in short if (arm.epochs, arm.planned) == (epochs, planned)]
         verb = "is" if len(labels) == 1 else "are"
@@ -56,6 +62,7 @@ def _diverged(arms: Sequence[ArmSummary]) -> Iterator[str]:
 
 
 def _seeds(arms: Sequence[ArmSummary]) -> Iterator[str]:
+    # Figures of one seed look as exact as any others, so the page says what they lack.
     if all(len(arm.seeds) <= 1 for arm in arms):
         yield (
             "One seed: the variation between seeds is unknown, and no difference can be shown. "
@@ -83,10 +90,12 @@ def _settings(arms: Sequence[ArmSummary]) -> Iterator[str]:
         values = list(dict.fromkeys(setting_text(config.get(name)) for config in configs))
         if len(values) > 1:
             differing.append(f"{printable(name, 40)} ({', '.join(values[:4])})")
+    # Equal settings can still mean other data: a file may differ between machines.
     for field in ("parameters", "train_examples", "test_examples"):
         if len(counts := {getattr(run, field) for run in runs}) > 1:
             differing.append(f"{field.replace('_', ' ')} ({', '.join(map(str, sorted(counts)))})")
     if differing:
+        # At most eight, with four values each: the table of settings lists all of them.
         yield (
             "The runs differ in more than what is compared, which may explain a difference: "
             f"{listed(differing[:8])}."
@@ -111,6 +120,7 @@ def _environment(arms: Sequence[ArmSummary]) -> Iterator[str]:
         ("hardware", "seconds cannot be compared"),
         ("versions", "losses may differ for that reason alone"),
     ):
+        # As text with sorted keys: dicts cannot be in a set.
         if len({json.dumps(getattr(run, field), sort_keys=True, default=str) for run in runs}) > 1:
             yield f"The runs differ in {field}: {consequence} (see below)."
 
@@ -147,6 +157,7 @@ def environment_rows(arms: Sequence[ArmSummary]) -> Rows:
 def _merge(values_by_arm: Sequence[tuple[str, Mapping[str, Any]]]) -> Rows:
     rows = []
     for name in dict.fromkeys(name for _, values in values_by_arm for name in values):
+        # Dicts instead of sets keep the order of first appearance, so that pages are reproducible.
         arms: dict[str, dict[str, None]] = {}
         for label, values in values_by_arm:
             arms.setdefault(setting_text(values.get(name)), {})[label] = None
@@ -214,6 +225,7 @@ def epoch_rows(arms: Sequence[ArmSummary]) -> tuple[list[str], Rows]:
     names = ["epoch"]
     names += [f"loss, {arm.label}" for arm in arms] + [f"metric, {arm.label}" for arm in arms]
     rows = []
+    # Arms that were cut short have empty cells at the end.
     for epoch in range(max(arm.epochs for arm in arms)):
         row = [str(epoch + 1)]
         for points in ([a.loss_by_epoch for a in arms], [a.metric_by_epoch for a in arms]):

@@ -18,6 +18,7 @@ _LEGEND, _LEGEND_LINE = 280, 18
 # Medium lightness, distinguishable with colour-blindness; the first is the baseline's.
 COLOURS = ("#8a8f98", "#2f81d6", "#d9731a", "#2e9e5b", "#b0569e", "#c9a20c", "#1fa5a5", "#d0484f")
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
+# An image in a markdown page cannot know the page's background: one grey that reads on both.
 _INK = "#80868f"
 _MAX_MARKED = 8
 """Up to this many distinct x values of a logarithmic axis are all marked."""
@@ -56,6 +57,7 @@ class ChartAxis:
         return self.start + share * (self.end - self.start)
 
     def _scaled(self, value: float) -> float:
+        # An axis that must include zero may start there, and zero has no logarithm.
         return math.log10(max(value, 1e-300)) if self.log else value
 
     def ticks(self) -> list[float]:
@@ -68,6 +70,7 @@ class ChartAxis:
             return list(self.only)
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            # Over few decades the powers of ten alone leave the axis almost unmarked.
             marks = (1, 2, 5) if len(powers) < 5 else (1,)
             every = [m * 10.0**power for power in powers[:: 1 + len(powers) // 8] for m in marks]
             inside = [mark for mark in every if self.low <= mark <= self.high]
@@ -77,10 +80,12 @@ class ChartAxis:
             return [self.low]
         rough = (self.high - self.low) / 6
         size = 10 ** math.floor(math.log10(rough))
+        # 0.999: a quotient that should be exactly 1, 2 or 5 may lie just above it.
         step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough * 0.999)
         step = max(step, 1.0) if self.whole else step
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
+        # 3 * 0.1 is 0.30000000000000004, which would be its label.
         return [round(float(n * step), 12) for n in range(first, last + 1)]
 
 
@@ -114,15 +119,18 @@ def chart(
     visible = [line for line in visible if line.points]
     if not visible:
         raise ValueError(f"{title}: there is nothing to draw")
+    # Axes are fitted to what is drawn, after points without a place are gone.
     xs = [px for line in visible for px, _ in line.points]
     ys = [py for line in visible for _, py in line.points]
     ys += [end for line in visible for _, low, high in line.band for end in (low, high)]
     low, high = _with_margin(min(ys), max(ys), log)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
+    # Half an epoch does not exist, so it should not be marked.
     whole = all(px == int(px) for px in xs) and not log_x
     few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _MAX_MARKED else ()
     x_axis = ChartAxis(min(xs), max(xs), _LEFT, WIDTH - _LEGEND, log_x, whole=whole, only=few)
+    # The legend is beside the plot: many lines need a taller chart.
     height = max(HEIGHT, _TOP + _LEGEND_LINE * len(visible))
     y_axis = ChartAxis(low, high, height - _BOTTOM, _TOP, log)
     parts = [
@@ -151,6 +159,7 @@ def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
 def _with_margin(low: float, high: float, log: bool) -> tuple[float, float]:
     if log:
         return low / 1.1, high * 1.1
+    # A constant line has no range; its axis still needs a height.
     margin = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
     return low - margin, high + margin
 
@@ -206,6 +215,7 @@ def _draw_line(number: int, line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxi
         outline = _path([*upper, *lower], x_axis, y_axis)
         parts.append(f'<path d="{outline}Z" fill="{colour}" fill-opacity=".09"/>')
     parts.append(f'<path d="{_path(line.points, x_axis, y_axis)}" {style}/>')
+    # Few points: a line alone would suggest that everything between them was measured.
     if len(line.points) < 8:
         parts += [
             f'<circle cx="{_number(x_axis.at(x))}" cy="{_number(y_axis.at(y))}" '
@@ -232,4 +242,5 @@ def _escape(words: str) -> str:
 
 
 def _number(value: float) -> str:
+    # A tenth of a pixel: more digits only make committed files larger, and differ more often.
     return f"{value:.1f}".removesuffix(".0")

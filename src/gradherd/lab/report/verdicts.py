@@ -58,6 +58,7 @@ def multiple_testing_note(comparison: Comparison) -> str | None:
         for pair in question.pairs
         if pair.loss is not None or pair.metric is not None
     }
+    # A p value is about one test; the warning is for several side by side.
     if len(pairs) < 2:
         return None
     return (
@@ -68,6 +69,7 @@ def multiple_testing_note(comparison: Comparison) -> str | None:
 
 def _order_verdict(pair: ArmPair) -> Verdict:
     """Say whether an order needs fewer epochs, and at what price."""
+    # Balancing promises faster optimisation, so the train loss decides, not the metric.
     problem = _not_comparable(pair, by_loss=True)
     if problem is not None:
         return _without_means("order", pair, problem, diverged=pair.arm.final_loss.mean is None)
@@ -80,12 +82,14 @@ def _order_verdict(pair: ArmPair) -> Verdict:
         text += f"; {_late_period(pair)} the loss is {_distance(late.mean, places)} on average"
     basis, direction = _basis(pair, late or pair.loss, places, lower_is_better=True)
     text += f" ({basis})."
+    # Fewer epochs that take more seconds or bytes are a trade, not a gain.
     tone = "mixed" if direction == "gain" and not sooner else direction
     return Verdict(kind="order", arm=pair.arm.label, tone=tone, text=text)
 
 
 def _sparsify_verdict(pair: ArmPair, metric: str, higher_is_better: bool, *, kind: str) -> Verdict:
     """Say whether sending less costs accuracy, and how much less it is."""
+    # The question is what sending less costs in accuracy, so the metric decides, not the loss.
     arm, ref = pair.arm, pair.reference
     problem = _not_comparable(pair, by_loss=False)
     if problem is not None:
@@ -101,6 +105,7 @@ def _sparsify_verdict(pair: ArmPair, metric: str, higher_is_better: bool, *, kin
         f"{name}: {metric} {fixed(own, digits)} vs {fixed(other, digits)} (difference"
         f"{_read_after(pair)} {fixed(mean, places, sign=True)}, {basis}) with {_price(pair)}."
     )
+    # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
     mixed = (direction == "cost" and saves) or (direction == "gain" and not saves)
     return Verdict(kind=kind, arm=arm.label, tone="mixed" if mixed else direction, text=text)
@@ -122,9 +127,12 @@ def _control_verdict(pair: ArmPair, control: ArmPair) -> Verdict | None:
     arm, other = pair.arm, control.arm
     if None in (arm.final_loss.mean, other.final_loss.mean, pair.reference.final_loss.mean):
         return None
+    # Moving examples in a fixed pattern may help by itself. Only what an order gains beyond the
+    # control can come from balancing gradients.
     between = compare_pair(arm, other)
     late = None not in (pair.late_loss, control.late_loss, between.late_loss)
     gain, control_gain = -_mean_loss(pair, late), -_mean_loss(control, late)
+    # There is no gain to explain.
     if gain <= 0:
         return None
     difference = between.late_loss if late else between.loss
@@ -211,6 +219,7 @@ def _reached(pair: ArmPair) -> tuple[str, bool]:
     own = pair.reference_epochs_to
     if pair.epochs_to is None or own is None:
         return f"{arm.label} does not reach {goal} in {counted(arm.epochs, 'epoch')}", False
+    # A loss that oscillates may reach its final value earlier; then that epoch is the fair one.
     if own == ref.epochs:
         share = f"{pair.epochs_to / own:.2f} of them"
         when = f"{arm.label} reaches {goal} after {pair.epochs_to} of {own} epochs ({share})"
@@ -221,6 +230,7 @@ def _reached(pair: ArmPair) -> tuple[str, bool]:
         "seconds": _ratio(pair.seconds_to, ref.seconds_by_epoch[own - 1]),
         "bytes": _ratio(pair.bytes_to, ref.bytes_by_epoch[own - 1]),
     }
+    # Seconds of other machines, or of virtual workers, say nothing.
     if not pair.same_clock:
         del ratios["seconds"]
     known = {what: ratio for what, ratio in ratios.items() if ratio is not None}
@@ -234,6 +244,7 @@ def _reached(pair: ArmPair) -> tuple[str, bool]:
 
 
 def _ratio(own: float | None, other: float) -> float | None:
+    # Rounded before it is judged: what is printed as 1.00 must not count as dearer.
     return None if own is None or not other else round(own / other, 2)
 
 
@@ -277,6 +288,7 @@ def _basis(
     basis = f"95 % interval {low} to {high}, {seeds}, paired {p_value(difference.p)}"
     if not difference.excludes_zero:
         return f"{basis}: no difference shown", "open"
+    # The interval excludes zero here, so its upper end decides the direction.
     better = (difference.high < 0) == lower_is_better
     return f"{basis}: {'better' if better else 'worse'}", "gain" if better else "cost"
 

@@ -72,6 +72,8 @@ class CostStudy(SeparateRuns):
         for name in study.settings:
             if name not in self.keys:
                 raise ValueError(f"unknown setting {name!r}; known are {', '.join(self.keys)}")
+        # A study may measure several cases, whose settings stand side by side in its file. Without
+        # the unused ones, a result stays valid when only another case's settings change.
         shared = {name: value for name, value in study.settings.items() if name in used}
         defaults = {"batch_size": 1 if case == "virtual" else 64, "repeats": 9, "steps": 200}
         defaults = {name: value for name, value in defaults.items() if name in used}
@@ -80,6 +82,7 @@ class CostStudy(SeparateRuns):
         check_positive(settings, *(name for name in used if self.keys[name] is int))
         if case == "virtual" and settings["steps"] < LEAST_STEPS:
             raise ValueError(f"steps must be at least {LEAST_STEPS}, got {settings['steps']}")
+        # Built once to check it, before any run.
         if case == "advise":
             _setting(settings)
         return settings
@@ -91,6 +94,7 @@ class CostStudy(SeparateRuns):
             context.progress.begin(1, 1)
             rows = _measure(run.settings, torch.device(context.device))
             context.progress.step()
+            # A flat summary, so that claims can name a figure: `cd-grab.ratio`.
             summary = {f"{row['case']}.{name}": row.get(name) for row in rows for name in _COLUMNS}
             outcomes.append(RunOutcome(figures={"summary": summary}))
         return outcomes
@@ -122,6 +126,8 @@ def _setting(settings: Mapping[str, Any]) -> Setting:
         workers=settings["workers"],
         link=NetworkLink(bandwidth=settings["bandwidth"], latency=_LATENCY),
         backward=backward,
+        # A backward pass has two matrix products (for inputs and for weights) for each one of the
+        # forward pass.
         forward=backward / 2,
         overheads=typical_overheads("cuda", dim),
     )

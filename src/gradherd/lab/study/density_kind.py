@@ -70,6 +70,7 @@ class DensityStudy:
         settings = check_settings(self.keys, defaults, {**study.settings, **arm})
         check_positive(settings, "workers", "steps", "batch_size")
         settings["task"] = study.task
+        # Built once to check it: an invalid method must fail before any run.
         _sparsify(settings)
         return settings
 
@@ -77,6 +78,7 @@ class DensityStudy:
         """Group runs on the same gradients, which are computed once."""
         groups: dict[str, list[PlannedRun]] = {}
         for run in runs:
+            # As text: a list cannot be the key of a dict.
             shared = [run.seed, *(run.settings[name] for name in _GRADIENT_SETTINGS)]
             groups.setdefault(json.dumps(shared), []).append(run)
         return list(groups.values())
@@ -90,6 +92,7 @@ class DensityStudy:
         dim = 0
         for grads, layers in gradients(first, runs[0].seed, context):
             dim = grads.shape[1]
+            # The number of elements and the device are known with the first gradient.
             if not exchanges:
                 exchanges = [
                     VirtualWorkers(
@@ -102,6 +105,7 @@ class DensityStudy:
                     for run in runs
                 ]
             for exchange, steps in zip(exchanges, metrics, strict=True):
+                # Its mean is not applied: all sparsifiers must see equal gradients.
                 exchange.step(grads)
                 steps.append(exchange.metrics)
             context.progress.step()
@@ -116,7 +120,16 @@ class DensityStudy:
 def gradients(
     settings: Mapping[str, Any], seed: int, context: RunContext
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Train with plain averaging; yield each step's (R, D) gradients and the layers' lengths."""
+    """Train with plain averaging, and yield the gradients of each step.
+
+    Args:
+        settings: Task, workers, batch size, steps, learning rate and momentum.
+        seed: Seed of the weights and of the examples.
+        context: Device and data.
+
+    Yields:
+        (R, D) gradients, and the length of each parameter, in model order.
+    """
     task = find_task(task_path(settings["task"], context.folder))
     split = task.load(context.data_dir, None).to(torch.device(context.device))
     torch.manual_seed(seed)
@@ -127,6 +140,7 @@ def gradients(
     # On the CPU whatever the device is: the same seed draws the same examples everywhere.
     generator = torch.Generator().manual_seed(seed)
     for _ in range(settings["steps"]):
+        # One model serves all workers: they would hold equal weights anyway.
         rows = []
         for _ in range(settings["workers"]):
             picks = torch.randint(
@@ -146,7 +160,12 @@ def density_figures(steps: Sequence[Mapping[str, Any]], target: float) -> dict[s
     """Return series over steps and their summary.
 
     Build-up, padding, residual and bytes are means over the last half, when they have settled.
+
+    Args:
+        steps: Metrics of each step.
+        target: The density that was asked for.
     """
+    # Relative to the target, so that densities of 0.1 and 0.001 can be compared.
     ratios = [step["density"] / target for step in steps]
     errors = [abs(ratio - 1) for ratio in ratios]
     late = steps[len(steps) // 2 :]

@@ -38,7 +38,15 @@ _TYPE_WORDS = {str: "a string", bool: "true or false", int: "an integer", float:
 
 
 def read_study(path: Path) -> Study:
-    """Read a study file; raise ValueError that names the file and what is wrong with it."""
+    """Read and check a study file.
+
+    Args:
+        path: The TOML file; its name without suffix becomes the name of the study.
+
+    Raises:
+        ValueError: The file cannot be read or is invalid; one line that names the file and what is
+            wrong with it.
+    """
     try:
         tables = tomllib.loads(read_bounded_text(path))
     except RecursionError:
@@ -48,6 +56,7 @@ def read_study(path: Path) -> Study:
         raise ValueError(printable(f"{path}: {reason}")) from None
     try:
         return parse_study(tables, name=path.stem, folder=path.parent)
+    # A table where a string is expected may only fail inside a comparison or a method call.
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         if len(reason) > _MAX_MESSAGE:
@@ -56,7 +65,17 @@ def read_study(path: Path) -> Study:
 
 
 def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
-    """Return the study that a parsed TOML file describes; raise ValueError if it is invalid."""
+    """Return the study that a parsed TOML file describes.
+
+    Args:
+        tables: What `tomllib` returns.
+        name: Name of the study.
+        folder: Folder of the file; paths of custom tasks are relative to it.
+
+    Raises:
+        ValueError: A key, a name or a value is not allowed.
+    """
+    # The name becomes a folder of results, the start of chart files and part of a command.
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"a study's name has lower-case letters, digits and -, got {name!r}")
     check_keys("key", tables, _KEYS)
@@ -91,6 +110,7 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         claims=tuple(_claim(one) for one in tables.get("claim", [])),
         figures=tuple(_figure(one) for one in tables.get("figure", [])),
     )
+    # Last, because these compare parts of the file with each other.
     _check_sources(study)
     _check_result_files(study)
     _check_names(study)
@@ -98,6 +118,7 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
+    # Before the range becomes a list: a file must not be able to exhaust memory.
     too_many = type(value) is int and value > _MAX_SEEDS
     seeds = list(range(value)) if type(value) is int and not too_many else value
     valid = isinstance(seeds, list) and all(type(s) is int and 0 <= s < 2**31 for s in seeds)
@@ -113,6 +134,7 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     claim: Claim = from_table(Claim, "claim", table)
     where = f"claim {claim.id}"
     check_known(f"test of {where}", claim.test, TESTS)
+    # A forgotten reference, or one that has no effect, would change what a claim says.
     compared = claim.test in ("less", "greater", "no-worse") or claim.measure in PAIRED
     if compared != (claim.against is not None):
         paired = " and ".join(PAIRED)
@@ -135,6 +157,7 @@ def _figure(table: Mapping[str, Any]) -> Figure:
             raise ValueError(
                 f"figure {figure.title!r}: with against every arm is a line, so lines has no effect"
             )
+    # A logarithmic axis has no zero, and differences may be negative.
     if figure.log and (figure.zero or figure.against is not None):
         raise ValueError(f"figure {figure.title!r}: log cannot be used with zero or against")
     return figure
@@ -143,6 +166,7 @@ def _figure(table: Mapping[str, Any]) -> Figure:
 def _check_sources(study: Study) -> None:
     """Require a source for every setting: a reader must be able to judge who chose it."""
     used = {*study.settings, *(name for arm in study.arms for name in arm.settings)}
+    # These are what a study compares; nobody has to justify them.
     required = used - {"order", "sparsify", "case"}
     missing, unused = sorted(required - set(study.sources)), sorted(set(study.sources) - used)
     if missing:
@@ -179,6 +203,7 @@ def _check_names(study: Study) -> None:
 
 
 def _check_epoch(claim: Claim, study: Study, arm: Arm) -> None:
+    # Otherwise the claim would stay unmeasured, however often the study runs.
     last = {**study.settings, **arm.settings}.get("epochs")
     if claim.epoch is not None and isinstance(last, int) and claim.epoch > last:
         raise ValueError(
@@ -221,6 +246,7 @@ def has_type(value: Any, expected: Any) -> bool:
     >>> has_type(["a"], tuple[str, ...]), has_type("a", tuple[str, ...])
     (True, False)
     """
+    # dataclass annotations are the schema: a field that is added is checked at once.
     if isinstance(expected, UnionType):
         return any(has_type(value, one) for one in get_args(expected))
     if get_origin(expected) is tuple:
@@ -258,6 +284,7 @@ def check_known(what: str, name: str, allowed: Sequence[str]) -> None:
     ValueError: unknown arm 'd-rr'; known are 'd-rr, 4 workers', 'd-rr, 8 workers'
     """
     if name not in allowed:
+        # Names of arms contain commas; without quotes the list could not be read.
         quoted = any(", " in one for one in allowed)
         known = ", ".join(repr(one) if quoted else one for one in allowed)
         raise ValueError(f"unknown {what} {name!r}; known are {known}")

@@ -1,4 +1,4 @@
-"""How the runs of a study are made: the `StudyKind` protocol, and the kinds compare and herding.
+"""How a study makes its runs: the `StudyKind` protocol, and the kinds compare and herding.
 
 `compare` trains; `herding` reorders random vectors. `cost_kind.py` and `density_kind.py` hold the
 other two.
@@ -26,6 +26,7 @@ from gradherd.replay.order import random_vectors, replay_order
 from gradherd.sparsify.registry import SPARSIFIERS
 
 NUMBER = (int, float)
+"""TOML reads 1 as an integer where 1.0 is meant."""
 
 
 def method_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -151,12 +152,15 @@ class CompareStudy:
         if study.task is None:
             raise ValueError("a study of kind compare needs a task")
         given = check_settings(self.keys, dict.fromkeys(self.keys), {**study.settings, **arm})
+        # A density that all arms share means nothing to a dense one, nor may its results name it.
         if given.get("sparsify") in (None, "dense"):
             given["density"] = None
         chosen = {name: value for name, value in given.items() if value is not None}
         defaults = find_task(task_path(study.task, study.folder)).defaults
+        # Defaults are written out, so that results stay valid when a task's defaults change.
         config = RunConfig.of(study.task, defaults, **chosen)
         fields = dataclasses.asdict(config)
+        # A result must count wherever it was computed; its seed is stored beside the settings.
         return {k: v for k, v in fields.items() if k not in ("seed", "virtual", "device")}
 
     def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
@@ -168,6 +172,7 @@ class CompareStudy:
         if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
             split = task.load(context.data_dir, runs[0].settings["limit"])
             saved = saved_per_example(task, model, split.train)
+        # Runs with small models share steps, which costs little more than one run alone.
         configs = [_config(run, context) for run in runs]
         return [[runs[at] for at in places] for places in stack_runs(configs, model, saved)]
 
@@ -214,6 +219,7 @@ class HerdingStudy(SeparateRuns):
         refuse_task(study)
         settings = check_settings(self.keys, {}, {**study.settings, **arm})
         check_positive(settings, "workers", "units", "dim", "rounds")
+        # An unknown order fails here, before any run.
         make_policy(settings["order"])
         return settings
 
@@ -224,6 +230,7 @@ class HerdingStudy(SeparateRuns):
             get = run.settings
             context.progress.begin(1, get["rounds"])
             bounds = replay_order(
+                # Drawn from the seed alone, so every order gets the same vectors.
                 random_vectors(get["workers"], get["units"], get["dim"], run.seed),
                 make_policy(get["order"]),
                 rounds=get["rounds"],
@@ -241,6 +248,7 @@ def summarize(bounds: Sequence[float]) -> dict[str, float]:
     >>> summarize([9.0, 4.0, 2.0])
     {'start': 9.0, 'bound': 2.0, 'mean': 3.0}
     """
+    # Without the start, which no order has changed yet.
     return {"start": bounds[0], "bound": bounds[-1], "mean": statistics.fmean(bounds[1:])}
 
 
@@ -250,6 +258,7 @@ def task_path(task: str, folder: Path) -> str:
     >>> task_path("digits", Path("studies")), task_path("tasks/mine.py:Task", Path("studies"))
     ('digits', 'studies/tasks/mine.py:Task')
     """
+    # Relative to the file, so that a study runs from any folder.
     return (folder / task).as_posix() if ":" in task else task
 
 
@@ -262,7 +271,15 @@ def refuse_task(study: Study) -> None:
 def check_settings(
     keys: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return settings with their defaults filled in; raise ValueError if one is wrong or missing.
+    """Return settings with their defaults filled in.
+
+    Args:
+        keys: Allowed settings, with a type or a tuple of types each.
+        defaults: Values of settings that need not be given.
+        given: The settings of the study and the arm.
+
+    Raises:
+        ValueError: A setting is unknown, missing or of the wrong type.
 
     >>> check_settings({"dim": int, "rounds": int}, {"rounds": 15}, {"dim": 16})
     {'rounds': 15, 'dim': 16}
@@ -270,6 +287,7 @@ def check_settings(
     for name, value in given.items():
         if name not in keys:
             raise ValueError(f"unknown setting {name!r}; known are {', '.join(keys)}")
+        # Types are checked here, before a task or a benchmark fails on them in words of its own.
         types = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             words = " or ".join(one.__name__ for one in types)

@@ -27,10 +27,12 @@ def permutation_by_label(labels: Tensor, workers: int) -> Tensor:
     >>> order[0::2].tolist(), order[1::2].tolist()  # labels 0, 0, 1 and 1, 2
     ([1, 3, 0], [2, 4])
     """
+    # Stable: otherwise equal labels could be ordered differently on another machine.
     by_label = torch.sort(labels, stable=True).indices
     order = torch.empty_like(by_label)
     first = 0
     for worker in range(workers):
+        # What round-robin assigns to this worker; the first ones get one more if it is uneven.
         count = len(range(worker, len(by_label), workers))
         order[worker::workers] = by_label[first : first + count]
         first += count

@@ -1,5 +1,8 @@
 """Store results of a study: one JSON file per arm, one line per run, written atomically.
 
+Results are committed, and a study may run in pieces on several machines: with a file per arm, two
+machines change different files, and with a line per run, a diff shows which seeds were added.
+
 Records of training runs are stored as columns, a few kilobytes a run: a column whose values are
 all equal is stored as one value, seconds as their mean, and the load of each worker is left out.
 """
@@ -25,6 +28,7 @@ from gradherd.lab.train.record import (
 FORMAT = 1
 _FINAL = ("done", "diverged")
 """Statuses of runs that need not be run again: a run that diverged would diverge again."""
+# The epoch is a row's position; the load has a value per worker, too many to commit.
 _NOT_COLUMNS = ("epoch", "load")
 _AVERAGED = tuple(
     field.name for field in dataclasses.fields(EpochRow) if field.name.endswith("seconds")
@@ -80,6 +84,7 @@ def result_path(folder: Path, arm: str) -> Path:
     >>> result_path(Path("results"), "cd-grab + exdyna 0.01, 64 workers").as_posix()
     'results/cd-grab_exdyna-0.01_64-workers.json'
     """
+    # Underscores where a name has parts, so that the file name still shows them.
     words = re.sub(r" \+ |, ", "_", arm)
     return folder / (re.sub(r"[^A-Za-z0-9._-]+", "-", words) + ".json")
 
@@ -101,7 +106,13 @@ def same_settings(stored: Mapping[str, Any], current: Mapping[str, Any]) -> bool
 
 
 def is_done(results: Iterable[RunResult], seed: int, settings: Mapping[str, Any]) -> bool:
-    """Return whether these results include a run with this seed and these settings."""
+    """Return whether these results include a run with this seed and these settings.
+
+    Args:
+        results: Results of an arm.
+        seed: The seed.
+        settings: Everything else that determines the run.
+    """
     return any(
         one.seed == seed and one.status in _FINAL and same_settings(one.settings, settings)
         for one in results
@@ -109,8 +120,16 @@ def is_done(results: Iterable[RunResult], seed: int, settings: Mapping[str, Any]
 
 
 def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResult]) -> None:
-    """Write the results of one arm; fields that all runs share are written once."""
+    """Write the results of one arm; fields that all runs share are written once.
+
+    Args:
+        folder: The folder of the study's results; created if missing.
+        study: Name of the study.
+        kind: Its kind, which `read_results` checks.
+        results: All results of the arm; a file that exists is replaced.
+    """
     runs = []
+    # By seed: the file must not depend on which run happened to end first.
     for one in sorted(results, key=lambda result: result.seed):
         run = dataclasses.asdict(one)
         for field in ("figures", "about", "settings"):
@@ -122,7 +141,6 @@ def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResu
         if key not in ("seed", "figures") and all(run[key] == value for run in runs)
     }
     head = {"format": FORMAT, "study": study, "kind": kind, "shared": shared}
-    # One line per run: diffs of committed results show which seed was added.
     lines = ",\n".join(
         _json({key: value for key, value in run.items() if key not in shared}) for run in runs
     )
@@ -132,11 +150,21 @@ def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResu
 
 
 def _json(value: Any) -> str:
+    # NaN is not JSON; records have None where a value is not finite.
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def read_results(path: Path, kind: str) -> list[RunResult]:
-    """Read the results of one arm; raise ValueError that names a damaged file."""
+    """Read the results of one arm.
+
+    Args:
+        path: The file.
+        kind: The kind of study that it must come from.
+
+    Raises:
+        ValueError: The file is damaged or of another kind; the message names it.
+    """
+    # A study that has changed its kind keeps its name, and so its files.
     stored_kind, results = _read(path)
     if stored_kind != kind:
         raise ValueError(
@@ -155,13 +183,23 @@ def _read(path: Path) -> tuple[str, list[RunResult]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(printable(f"{path}: damaged results ({error}); remove the file")) from None
     for one in results:
+        # A seed that is no integer would match no planned run, which would then run every time.
         if type(one.seed) is not int or not isinstance(one.figures, dict):
             raise ValueError(printable(f"{path}: damaged results (seed, figures); remove the file"))
     return content["kind"], results
 
 
 def read_arms(folder: Path, names: Iterable[str], kind: str) -> dict[str, list[RunResult]]:
-    """Return the results of those arms that have any."""
+    """Return the results of those arms that have any.
+
+    Args:
+        folder: The folder of the study's results.
+        names: Names of arms.
+        kind: The kind of study.
+
+    Raises:
+        ValueError: A file is damaged; the message names it.
+    """
     paths = {name: result_path(folder, name) for name in names}
     return {name: read_results(path, kind) for name, path in paths.items() if path.exists()}
 
@@ -200,6 +238,7 @@ def round_floats(value: Any, digits: int = 7) -> Any:
     {'a': [0.3333333, 2, None], 'b': 3.333333e-13}
     """
     if isinstance(value, float):
+        # Seven digits are what float32 has; more would only be noise to store.
         return float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
         return {
@@ -221,6 +260,7 @@ def downsample(
     """
     width = -(-len(values) // max_points) if values else 1
     starts = list(range(0, len(values), width))
+    # Means of bins, not samples: a spike between two samples would be lost.
     return starts, [statistics.fmean(values[at : at + width]) for at in starts]
 
 
@@ -243,6 +283,7 @@ def to_columns(record: RunRecord) -> dict[str, Any]:
         columns["density_by_step"] = {
             "step": [part[0]["step"] for part in bins],
             "mean": [statistics.fmean(one["mean"] for one in part) for part in bins],
+            # Extremes survive the bins: they show a threshold that overshoots for a few steps.
             "min": [min(one["min"] for one in part) for part in bins],
             "max": [max(one["max"] for one in part) for part in bins],
         }
@@ -253,12 +294,13 @@ def _column(name: str, values: list[Any]) -> Any:
     if not values:
         return None
     if name in _AVERAGED:
+        # Seconds of single epochs are noise; claims read their sum.
         return statistics.fmean(values)
     return values[0] if all(value == values[0] for value in values) else values
 
 
 def from_columns(about: Mapping[str, Any], figures: Mapping[str, Any], **others: Any) -> RunRecord:
-    """Return the record that `describe_run` and `to_columns` were taken from, as far as stored."""
+    """Return the record that `describe_run` and `to_columns` describe, as far as it is stored."""
     columns = dict(figures)
     count, steps = columns.pop("epochs"), columns.pop("density_by_step", None)
     rows = [

@@ -47,7 +47,11 @@ class ProcessDied(RuntimeError):
 
 
 def kind_of(study: Study) -> StudyKind:
-    """Return the kind of a study; raise ValueError if it is unknown."""
+    """Return the kind of a study.
+
+    Raises:
+        ValueError: The study file names an unknown kind.
+    """
     if study.kind not in KINDS:
         raise ValueError(f"unknown kind {study.kind!r}; known are {', '.join(KINDS)}")
     return KINDS[study.kind]
@@ -72,8 +76,11 @@ def plan_runs(
     if unknown:
         known = ", ".join(map(str, study.seeds))
         raise ValueError(f"there is no seed {unknown[0]}; there are {known}")
+    # Settings of all arms are checked before the first run: an error in the last arm must not
+    # surface after hours of training.
     kind, chosen = kind_of(study), {}
     for arm in study.arms:
+        # `fnmatchcase`: plain `fnmatch` ignores case on some systems.
         if only and not any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in only):
             continue
         try:
@@ -95,16 +102,30 @@ def plan_runs(
 def missing_runs(
     runs: Sequence[PlannedRun], stored: Mapping[str, Sequence[RunResult]]
 ) -> list[PlannedRun]:
-    """Return the runs that have no stored result with the same settings."""
+    """Return the runs that have no stored result with the same settings.
+
+    Args:
+        runs: The planned runs.
+        stored: Results by arm, as `results.read_arms` returns them.
+    """
     return [run for run in runs if not is_done(stored.get(run.arm, ()), run.seed, run.settings)]
 
 
 def reusable_results(runs: Sequence[PlannedRun], others: Sequence[RunResult]) -> list[RunResult]:
-    """Return results of these runs that another study has made with the same settings."""
+    """Return results of these runs that another study has made with the same settings.
+
+    Args:
+        runs: The runs that are missing.
+        others: Results of other studies of the same kind.
+
+    Returns:
+        The results under this study's names of arms.
+    """
     results = []
     for run in runs:
         equal = (one for one in others if is_done([one], run.seed, run.settings))
         if (result := next(equal, None)) is not None:
+            # Studies name the same arm differently, and write out settings that older results lack.
             results.append(dataclasses.replace(result, arm=run.arm, settings=run.settings))
     return results
 
@@ -125,11 +146,14 @@ def run_planned(
     """
     kind = kind_of(study)
     batches = kind.batches(runs, context)
+    # In this process, so that progress shows single steps.
     if jobs == 1:
         for batch in batches:
             context.progress.begin_batch(batch)
+            # Stored batch by batch: an interruption loses only what was under way.
             yield store_results(study, out, run_batch(study, batch, context))
         return
+    # Runs beside each other slow each other down, which is what such a study measures.
     if kind.alone:
         raise ValueError(f"a study of kind {study.kind} measures time: its runs go one by one")
     context.progress.begin_parallel(len(runs), jobs)
@@ -173,6 +197,7 @@ def store_results(study: Study, out: Path, results: list[RunResult]) -> list[Run
         unchanged = [
             one
             for one in stored.get(arm, [])
+            # One file, one set of settings: seeds of earlier settings would not be comparable.
             if one.seed not in new and is_done([one], one.seed, settings)
         ]
         write_results(out, study.name, study.kind, [*unchanged, *new.values()])
@@ -193,6 +218,7 @@ def run_parallel(
     parts = split_batches(batches, jobs)
     if not parts:
         return
+    # A progress bar belongs to this process, and cannot be sent to another.
     quiet = dataclasses.replace(context, progress=StudyProgress())
     # Spawned, not forked: a forked process cannot use a GPU that its parent has initialised.
     spawn = multiprocessing.get_context("spawn")
@@ -209,6 +235,7 @@ def run_parallel(
                 failed = failed or error
         if failed is not None:
             raise failed
+    # Also on Ctrl-C, and when the caller stops iterating: children would train on unseen.
     except BaseException:
         for child in multiprocessing.active_children():
             child.terminate()
@@ -223,6 +250,7 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
     Runs of a batch share work, so no batch is split further than that takes.
     """
     runs = sum(map(len, batches))
+    # A kind may put all runs into one batch; then all processes but one would be idle.
     largest = max(1, math.ceil(runs / jobs))
     parts: list[list[PlannedRun]] = []
     for batch in batches:
@@ -234,6 +262,7 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
 def _start_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and ends this process.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # The processes together already use the cores.
     torch.set_num_threads(1)
 
 
@@ -242,6 +271,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
+        # `sys.exit` would end this thread alone.
         os._exit(1)
 
 

@@ -117,6 +117,15 @@ class Study:
 def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
     """Return the arms of `[[arms]]` tables; a list in a table stands for one arm per entry.
 
+    Args:
+        groups: The tables, as TOML gives them.
+
+    Returns:
+        All arms in file order, which is also the order of runs and of lines in charts.
+
+    Raises:
+        ValueError: There is no arm, two different arms have one name, or a table has too many.
+
     >>> [arm.name for arm in expand_arms([{"order": ["d-rr", "cd-grab"], "workers": [4, 16]}])]
     ['d-rr, workers 4', 'd-rr, workers 16', 'cd-grab, workers 4', 'cd-grab, workers 16']
     >>> [arm.name for arm in expand_arms([{"sparsify": ["dense", "topk"], "density": [0.1, 0.01]}])]
@@ -131,6 +140,7 @@ def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
             if settings.get("sparsify") == "dense":  # Everything is sent: there is no density.
                 settings.pop("density", None)
             arm = Arm(name=arm_name(settings, label), settings=settings)
+            # Equal arms may repeat: `dense` times a list of densities gives the same arm each time.
             if arms.setdefault(arm.name, arm).settings != settings:
                 fix = "give one group a label"
                 if label is not None:
@@ -156,6 +166,12 @@ def _product(group: Mapping[str, Any]) -> list[dict[str, Any]]:
 def arm_name(settings: Mapping[str, Any], label: str | None) -> str:
     """Return the name of an arm; a label replaces the settings after the first comma.
 
+    Claims, `--only` and file names of results refer to arms by these names.
+
+    Args:
+        settings: The arm's own settings.
+        label: Replaces the settings that are not part of the head; None lists them.
+
     >>> arm_name({"order": "cd-grab", "sparsify": "exdyna", "density": 0.01}, None)
     'cd-grab + exdyna 0.01'
     >>> arm_name({"order": "cd-grab", "workers": 64, "batch_size": 1}, "64 workers")
@@ -166,6 +182,7 @@ def arm_name(settings: Mapping[str, Any], label: str | None) -> str:
     sparsify = settings.get("sparsify")
     if sparsify is not None and "density" in settings:
         sparsify = f"{sparsify} {_word(settings['density'])}"
+    # What is compared comes first; everything else after a comma, where a label can replace it.
     head = [str(one) for one in (settings.get("order"), sparsify, settings.get("case")) if one]
     others = {name: value for name, value in settings.items() if name not in HEAD_SETTINGS}
     rest = [label] if label is not None else _words(others)
@@ -184,4 +201,5 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
+    # A name must not depend on how the file writes a number: 1e-2 and 0.01 are the same arm.
     return f"{value:g}" if isinstance(value, float) else str(value)
