@@ -82,7 +82,7 @@ def draw_charts(study: Study, results: Results) -> dict[str, str]:
         results: Its runs by arm; arms without results are not drawn.
 
     Returns:
-        Figures without results are left out.
+        SVG by file name; figures without results are left out.
     """
     charts = {}
     for number, figure in enumerate(study.figures, 1):
