@@ -1,8 +1,9 @@
 """DDP's communication hook, as one class that collects the buckets of a backward.
 
 DDP hands out its gradients bucket by bucket while the backward runs. What gradherd exchanges is the
-whole gradient, so every hook here does the same: note each bucket, do with it what can be done
-early, and exchange all of them when the last one is there.
+whole gradient, so every hook does the same: collect each bucket, begin early what can begin early
+(`add`, which overlaps with the rest of the backward), and complete the exchange with the last
+bucket (`exchange`, for which the backward waits).
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +20,10 @@ from gradherd.comm.world import World
 
 
 def world_of(ddp: DDP) -> World:
-    """Return the world that a DDP model averages over: that of its own process group."""
+    """Return the world that a DDP model averages over.
+
+    Its own process group may hold fewer ranks than the default one.
+    """
     group = ddp.process_group
     return World(dist.get_rank(group), dist.get_world_size(group), group)
 
@@ -31,6 +35,12 @@ class BucketHook(ABC):
     """
 
     def __init__(self, ddp: DDP, world: World) -> None:
+        """Register with DDP, whose one hook must still be free.
+
+        Args:
+            ddp: The model.
+            world: The ranks that exchange.
+        """
         self.world = world
         self.total_bytes = 0
         """Bytes that this rank has sent for gradients so far."""
@@ -44,23 +54,33 @@ class BucketHook(ABC):
         """Return whether the buckets of this backward are exchanged here, not just averaged."""
         return self.active
 
-    def add(self, bucket: dist.GradBucket) -> None:  # noqa: B027 (most hooks have nothing to do)
-        """Do what can be done before the last bucket is there."""
+    def add(self, bucket: dist.GradBucket) -> None:  # noqa: B027 (a hook need not do anything)
+        """Begin what can begin before the last bucket has arrived."""
 
     @abstractmethod
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
-        """Overwrite all buckets with what the optimizer is to see."""
+        """Overwrite all buckets of a backward with the gradient for the optimizer."""
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Take a bucket; its future is done when the last one has been exchanged."""
+        """Collect a bucket.
+
+        Args:
+            bucket: A bucket of the backward that is running; its buffer is flat.
+
+        Returns:
+            A future of the bucket's buffer. It completes when the last bucket is exchanged.
+        """
         with self.stopwatch:
             if not self.collects():
                 return self.average(bucket)
             flat = bucket.buffer()
+            # On a GPU, a future that knows the device makes DDP's stream wait for what the hook
+            # has enqueued.
             done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
             self._collected.append((bucket, done))
             self.add(bucket)
             if bucket.is_last():
+                # Emptied first: if the exchange raises, the next backward starts clean.
                 collected, self._collected = self._collected, []
                 self.exchange([one for one, _ in collected])
                 for one, future in collected:
@@ -69,6 +89,7 @@ class BucketHook(ABC):
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average a bucket by all-reduce, as DDP does by itself."""
+        # Divided before summing, as DDP does: a sum of half-precision gradients could overflow.
         pending = all_reduce_start(bucket.buffer().div_(self.world.size), self.world)
         self.total_bytes += pending.bytes
         if pending.works:
@@ -79,7 +100,7 @@ class BucketHook(ABC):
         return done
 
     def discard(self) -> None:
-        """Forget the buckets of a backward that broke off."""
+        """Forget the buckets of a backward that did not finish."""
         self._collected = []
 
     def close(self) -> None:

@@ -1,6 +1,9 @@
 """Where DDP's buckets and the flat vector of all parameters correspond.
 
-Letters: D elements of all parameters in the flat vector, K of them that were sent.
+The flat vector is in the order of the model and stays as it is; DDP rebuilds its buckets after the
+first step. So the map is made anew for every backward.
+
+Shapes: D elements of all parameters in the flat vector, K of them that are sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,31 +15,42 @@ from torch import Tensor
 from gradherd.sparsify import kernels
 
 
-class BucketMap:
-    """All buckets of one backward pass."""
+def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters of a bucket, each with its flat gradient in the bucket."""
+    flat, offset = bucket.buffer(), 0
+    for parameter in bucket.parameters():
+        yield parameter, flat[offset : offset + parameter.numel()]
+        offset += parameter.numel()
 
-    def __init__(self, buckets: Sequence[dist.GradBucket], places: Mapping[Tensor, slice]) -> None:
+
+class BucketMap:
+    """Where the buckets of one backward and the flat vector of all parameters correspond."""
+
+    def __init__(self, buckets: Sequence[dist.GradBucket], slices: Mapping[Tensor, slice]) -> None:
+        """Map all buckets of a backward.
+
+        Args:
+            buckets: DDP's buckets, in the order in which they arrived.
+            slices: Where each parameter is in the flat vector.
+        """
         self._flats = [bucket.buffer() for bucket in buckets]
         self.parameters: set[Tensor] = set()
+        """Parameters that the buckets hold."""
         table = []  # (begin in the flat vector, bucket, begin in the bucket) of each parameter
         for number, bucket in enumerate(buckets):
-            at = 0
-            for parameter, piece in self.pieces(bucket):
+            offset = 0
+            for parameter, piece in pieces(bucket):
                 self.parameters.add(parameter)
-                if parameter in places and len(piece):
-                    table.append((places[parameter].start, number, at))
-                at += len(piece)
+                # An empty parameter begins where the next one does: `put` could not tell them
+                # apart.
+                if parameter in slices and len(piece):
+                    table.append((slices[parameter].start, number, offset))
+                offset += len(piece)
+        # Sorted by where parameters begin, for the binary search in `put`; on the device, so that
+        # indices need not be copied to the host.
         rows = torch.tensor(sorted(table), dtype=torch.int64).view(-1, 3).T
         device = self._flats[0].device
         self._begins, self._numbers, self._offsets = rows.contiguous().to(device)
-
-    @staticmethod
-    def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters of a bucket, each with its flat gradient in the bucket."""
-        flat, at = bucket.buffer(), 0
-        for parameter in bucket.parameters():
-            yield parameter, flat[at : at + parameter.numel()]
-            at += parameter.numel()
 
     def fill(self, value: float) -> None:
         """Fill all buckets with one value."""
@@ -47,7 +61,7 @@ class BucketMap:
         """Write values into buckets that are zero.
 
         Args:
-            indices: (K,) coordinates in the flat vector.
+            indices: (K,) positions in the flat vector.
             values: (K,).
 
         Returns:

@@ -1,11 +1,20 @@
 """Coordination in DDP's communication hook: averaging and ordering share one exchange.
 
-Buckets are exchanged by slices as they become ready (`comm.sliced_mean`), the mean goes back to
-DDP, and this rank's slices of all workers' gradients go to the sampler, which signs them in a
-thread beside the training loop. A backward whose gradient is not what the bucket holds (under
-`no_sync`, or added to gradients that were not cleared) is exchanged separately.
+An all-to-all gives this rank its slice of every worker's gradient (`comm.sliced_mean`). Their mean
+goes back to DDP, and the slices go to the sampler, which signs them. What overlaps with what:
 
-Shapes: R ranks, C columns of this rank over all buckets.
+* The all-to-all of a bucket starts when DDP hands the bucket out, and overlaps with the rest of the
+  backward. The mean is computed and gathered after the last bucket; the backward waits for that.
+* A small model is exchanged as one bucket after the last of DDP's. Nothing overlaps with the
+  backward, but there is one message instead of one for each bucket.
+* Signs are computed in a thread, from when the batch is fed back (at the optimizer's step or the
+  next forward) until the next batch is: beside the step and the next forward and backward.
+
+If a bucket does not hold the gradient of this backward alone (under `no_sync`, or if gradients were
+not cleared), the gradient is exchanged separately when the batch is fed back, and training waits.
+
+Shapes: R ranks, C columns of this rank over all buckets: its slice of each one and, on the last
+rank, what is left of buckets whose length does not divide by R.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,14 +38,27 @@ from gradherd.rows.flat import FlatSpec
 
 
 class BucketLayout(NamedTuple):
-    """Which parameters are in which bucket, in order."""
+    """Which parameters are in which bucket, in order.
+
+    It says what a rank's columns are. The state of the ordering outlives a layout: DDP rebuilds
+    its buckets, and a checkpoint may be loaded by another number of ranks. So columns can be
+    gathered to vectors by parameter, and cut from them again.
+    """
 
     buckets: tuple[tuple[tuple[str, int], ...], ...]
     """(name, elements) of each parameter of each bucket."""
 
     @classmethod
     def one_bucket(cls, parameters: Iterable[tuple[str, int]], world: World) -> "BucketLayout":
-        """Return the layout of a single bucket, padded so that it divides by the ranks."""
+        """Return the layout of a single bucket, padded so that it divides by the ranks.
+
+        Args:
+            parameters: (name, elements) of each parameter.
+            world: The ranks that share the bucket.
+
+        >>> BucketLayout.one_bucket([("weight", 5), ("bias", 2)], World(rank=0, size=4)).lengths()
+        [8]
+        """
         named = tuple(parameters)
         padding = -sum(count for _, count in named) % world.size
         return cls(((*named, ("", padding)),))
@@ -46,11 +68,21 @@ class BucketLayout(NamedTuple):
         return [sum(count for _, count in bucket) for bucket in self.buckets]
 
     def gather(self, columns: Tensor, world: World) -> dict[str, Tensor]:
-        """Gather one (C,) row, of which every rank holds its columns, by parameter."""
+        """Gather a row of which every rank holds its columns. All ranks must call it.
+
+        Args:
+            columns: (C,) this rank's columns.
+            world: The ranks that hold the others.
+
+        Returns:
+            The flat elements of each parameter, by name.
+        """
         lengths = self.lengths()
         shares = [length // world.size for length in lengths]
         body = sum(shares)
         tail = sum(length % world.size for length in lengths)
+        # The last rank has the tails as well. All ranks must send equally much, so all send space
+        # for them; there are fewer than R elements of each bucket.
         padded = columns.new_zeros(body + tail)
         padded[: len(columns)] = columns
         gathered = all_gather(padded, world).value
@@ -68,7 +100,17 @@ class BucketLayout(NamedTuple):
         return by_name
 
     def columns(self, by_name: Mapping[str, Tensor], world: World) -> Tensor:
-        """Return this rank's (C,) columns of a vector by parameter; zero where one is missing."""
+        """Return this rank's (C,) columns of a vector.
+
+        Args:
+            by_name: The flat elements of each parameter, by name; zero where one is missing.
+            world: The ranks that share the columns.
+
+        >>> layout = BucketLayout(((("weight", 3), ("bias", 2)),))
+        >>> by_name = {"weight": torch.tensor([1, 2, 3]), "bias": torch.tensor([4, 5])}
+        >>> [layout.columns(by_name, World(rank, 2)).tolist() for rank in (0, 1)]
+        [[1, 2], [3, 4, 5]]
+        """
         body, tails = [], []
         like = next(iter(by_name.values()))
         for bucket, length in zip(self.buckets, self.lengths(), strict=True):
@@ -80,12 +122,21 @@ class BucketLayout(NamedTuple):
 
 
 class CoordinatedHook(BucketHook):
-    """Feeds whole batches of all workers to the sampler, in slices."""
+    """Averages DDP's gradients, and has the sampler learn from whole batches of all workers."""
 
     def __init__(self, ddp: DDP, sampler: OrderedSampler, world: World) -> None:
+        """Register with DDP. All ranks must do so at the same point.
+
+        Args:
+            ddp: The model.
+            sampler: The sampler that learns.
+            world: The ranks that train.
+        """
         super().__init__(ddp, world)
         self._ddp = ddp
         self._sampler = sampler
+        # A group of its own for the thread: ranks reach its collectives at different points of
+        # their training step, so on DDP's group they could be matched with the wrong ones.
         self._side = world.side_channel()
         self._thread = BackgroundThread("gradherd-signs")
         self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
@@ -95,6 +146,7 @@ class CoordinatedHook(BucketHook):
         # that larger ones start from until DDP's own buckets are known.
         spec = FlatSpec.of(ddp.module)
         self.layout = BucketLayout.one_bucket(zip(spec.names, spec.numels, strict=True), world)
+        # One vector can hold the elements of one dtype and device only.
         kinds = {(p.dtype, p.device) for p in self._parameters}
         self._one_bucket = spec.size <= ONE_BUCKET_ELEMENTS and len(kinds) == 1
         length = self.layout.lengths()[0] if self._one_bucket else 0
@@ -122,12 +174,15 @@ class CoordinatedHook(BucketHook):
         self._mean.abandon()
 
     def _arrived(self, name: str, grad: Tensor) -> None:
-        if not self._decided:  # the first gradient of a backward
+        # At the first gradient of a backward: buckets are handed out only after it, and nothing
+        # earlier would do, since gradients may be cleared anywhere before the backward.
+        if not self._decided:
             fresh = all(parameter.grad is None for parameter in self._parameters)
             self._coordinates = fresh and self._ddp.require_backward_grad_sync
             self._decided = True
         if self.active and not self._coordinates:
             flat = grad.flatten()
+            # A parameter may have several gradients: two backwards of one forward are one batch.
             before = self._separate.get(name)
             self._separate[name] = flat.clone() if before is None else before.add_(flat)
 
@@ -136,12 +191,12 @@ class CoordinatedHook(BucketHook):
         return self.active and self._coordinates
 
     def add(self, bucket: dist.GradBucket) -> None:
-        """Begin to exchange the bucket, unless all buckets are exchanged as one."""
+        """Begin the all-to-all of the bucket, unless all buckets are exchanged as one."""
         if not self._one_bucket:
             self._mean.start(bucket.buffer())
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
-        """Average all buckets and keep this rank's slices of all workers' gradients."""
+        """Average all buckets and store this rank's slices of all workers' gradients."""
         before = self._mean.bytes
         if self._one_bucket:
             self._exchange_as_one(buckets)
@@ -158,6 +213,9 @@ class CoordinatedHook(BucketHook):
         self.total_bytes += self._mean.bytes - before
 
     def _exchange_as_one(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Copy all buckets into one vector, exchange it, and copy the mean back."""
+        # By parameter, in the order of the model: so the columns stay the same when DDP rebuilds
+        # its buckets.
         pieces = [
             (self._flat[self._spans[self._names[parameter]]], grad)
             for bucket in buckets
@@ -175,6 +233,8 @@ class CoordinatedHook(BucketHook):
         """Switch to other buckets: DDP rebuilds them once after the first step."""
         if layout == self.layout:
             return
+        # The thread writes what is converted here. All ranks get here in the same step, since DDP
+        # rebuilds its buckets on all ranks alike, so they can gather.
         self._thread.wait()
         old, self.layout = self.layout, layout
         self._sampler.ordering.map_columns(
@@ -182,10 +242,16 @@ class CoordinatedHook(BucketHook):
         )
 
     def feed(self, claim: BatchClaim, loss_scale: float) -> None:
-        """Have this batch of every worker signed beside the training loop."""
+        """Start to sign this batch of every worker beside the training loop.
+
+        Args:
+            claim: The units that the gradient belongs to.
+            loss_scale: What the loss was multiplied by (GradScaler).
+        """
         rows, self._rows = self._rows, None
         if rows is None:
             rows = self._exchange_separately()
+        # Running sums outlive a change of the scale, so rows must not depend on it.
         if loss_scale != 1:
             rows.div_(loss_scale)
         script = observe_slices(self._sampler, rows, first=claim.step)
@@ -196,6 +262,10 @@ class CoordinatedHook(BucketHook):
         self._thread.submit(sign)
 
     def _exchange_separately(self) -> Tensor:
+        """Return (R, C) slices of a gradient that the buckets did not hold alone.
+
+        DDP averages what the buckets hold; these bytes are sent for ordering alone.
+        """
         grads, self._separate = self._separate, {}
         device, before = self._parameters[0].device, self._mean.bytes
         for bucket in self.layout.buckets:
@@ -210,18 +280,22 @@ class CoordinatedHook(BucketHook):
         return rows
 
     def by_index(self) -> None:
-        """Refuse batches that are given by their examples."""
+        """Refuse batches that are given by their examples.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(
             "whole batches that are exchanged in DDP's hook cannot be given by index: their order "
             "would differ between ranks; attach with rows='sketch'"
         )
 
     def wait(self) -> None:
-        """Return when the signs of all batches are there."""
+        """Return when the signs of all batches are computed."""
         self._thread.wait()
 
     def finish(self) -> None:
-        """Return when the signs of all batches are there."""
+        """Return when the signs of all batches are computed."""
         self._thread.wait()
 
     def forget(self) -> None:
@@ -241,7 +315,11 @@ class CoordinatedHook(BucketHook):
         super().close()
 
     def ordering_state(self) -> dict[str, Any]:
-        """Return the state of the ordering with the columns of all ranks, by parameter order."""
+        """Return the state of the ordering with the columns of all ranks. All ranks must call it.
+
+        Columns are in the order of the model's parameters, so the state depends neither on DDP's
+        buckets nor on the number of ranks.
+        """
         state = self._sampler.ordering.state_dict()
         names, balance = FlatSpec.of(self._ddp.module).names, state["balance"]
 
@@ -255,10 +333,11 @@ class CoordinatedHook(BucketHook):
         return state
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the ordering and keep this rank's columns."""
+        """Load the state of the ordering and cut out this rank's columns."""
         self._sampler.ordering.load_state_dict(state)
         spec = FlatSpec.of(self._ddp.module)
         sizes = list(zip(spec.names, spec.numels, strict=True))
+        # DDP's buckets may not be known yet. The first backward converts to them (`_use`).
         layout = BucketLayout.one_bucket(sizes, self.world)
 
         def columns(row: Tensor) -> Tensor:

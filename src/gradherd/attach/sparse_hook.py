@@ -1,10 +1,13 @@
 """The sparse exchange in DDP's communication hook.
 
-Each bucket is added to the residual as it arrives. With the last one the whole gradient is
-exchanged, and every bucket gets its part of the mean. Residuals are stored by parameter: DDP
-rebuilds its buckets after the first step.
+Each bucket is added to the residual as it arrives, which overlaps with the rest of the backward.
+After the last one the whole gradient is exchanged, and every bucket gets its part of the mean; the
+backward waits for that. Selection needs the whole gradient, so it cannot begin earlier.
 
-Shapes: D elements of all parameters, K of them that are sent.
+Residuals are stored in a flat vector in the order of the model, not of the buckets: DDP rebuilds
+those after the first step. `BucketMap` translates between the two.
+
+Shapes: D elements of all parameters in the flat vector, K of them that are sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +20,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
-from gradherd.attach.bucket_map import BucketMap
+from gradherd.attach.bucket_map import BucketMap, pieces
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.sparsify.exchange import Outcome
@@ -25,11 +28,24 @@ from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
 
+Spans = list[tuple[int, int]]
+"""Ranges (begin, end) of the flat vector."""
+
 
 class SparseHook(BucketHook):
-    """Exchanges a DDP model's gradients sparsely."""
+    """Exchanges a DDP model's gradients sparsely, with error feedback."""
 
     def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None = None) -> None:
+        """Register with DDP. All ranks must do so at the same point.
+
+        Args:
+            ddp: The model; its hook must still be free.
+            settings: The method, its density and what else it needs.
+            scaler: The GradScaler of the loop, if there is one: residuals are divided by its scale.
+
+        Raises:
+            ValueError: The gradients of a parameter cannot be sparsified.
+        """
         self._parameters = sparsifiable(ddp)
         counts = [(name, p.numel()) for name, p in self._parameters.items()]
         self.layout = FlatLayout.of(counts, settings.dense_below)
@@ -43,6 +59,8 @@ class SparseHook(BucketHook):
             size=self.world.size,
             sparse=self.layout.sparse,
             layers=self.layout.layers,
+            # At least float32, also for half-precision parameters: a residual sums up many
+            # gradients, each of them small against it.
             dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
             device=next(iter(self._parameters.values())).device,
         )
@@ -56,53 +74,71 @@ class SparseHook(BucketHook):
     def add(self, bucket: dist.GradBucket) -> None:
         """Add a bucket to the residual."""
         if bucket.index() == 0:
+            # Once per backward: the loss scale and the learning rate may change between steps,
+            # and residuals of earlier steps must stay comparable.
             self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
-        others = []
-        for parameter, piece in BucketMap.pieces(bucket):
+        for parameter, piece in pieces(bucket):
             if parameter in self._slices:
+                # Cleared in the same kernel: `exchange` writes only what was sent.
                 self._worker.add(self._slices[parameter].start, piece, clear=True)
-            else:  # frozen when we were attached: it has no residual, so it is sent whole
-                others.append((piece, all_reduce(piece / self.world.size, self.world)))
-        for piece, (mean, sent) in others:
-            piece.copy_(mean)
-            self.total_bytes += sent
+            else:  # It was frozen when the hook was attached, so it has no residual.
+                self._average_whole(piece)
+
+    def _average_whole(self, piece: Tensor) -> None:
+        """Average the (n,) elements of one parameter over ranks, in place and all of them."""
+        mean, sent = all_reduce(piece / self.world.size, self.world)
+        piece.copy_(mean)
+        self.total_bytes += sent
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Exchange what the method selects, and write the mean into the buckets."""
-        self._exchange(BucketMap(buckets, self._slices))
-
-    def _exchange(self, buckets: BucketMap) -> None:
         if self._worker.weightless:
+            # The learning rate is zero: residuals are in the unit of parameters, so this gradient
+            # adds nothing to them. The buckets are zero, as `add` has left them.
             if self._usage is not None:
                 self._usage.take()
-            return  # The learning rate is zero: gradients weigh nothing, residuals wait.
-        (outcome, idle), sent = run(self._script(buckets), self.world)
+            return
+        bucket_map = BucketMap(buckets, self._slices)
+        (outcome, unused), sent = run(self._script(bucket_map), self.world)
         self.total_bytes += sent
         if outcome is None:
+            # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
+            # skips the step on all of them; the residual stays what it was before the step.
             self._worker.commit(None)
-            buckets.fill(torch.nan)  # on all ranks, so that all of them notice
+            bucket_map.fill(torch.nan)
             return
-        written = buckets.put(outcome.indices, self._worker.mean_of(outcome))
-        self._worker.commit(outcome, written=written, excluded=idle)
+        # A narrow dtype rounds or clamps the mean. What the bucket could not hold goes back into
+        # the residual, so the optimizer gets it later.
+        written = bucket_map.put(outcome.indices, self._worker.mean_of(outcome))
+        self._worker.commit(outcome, written=written, excluded=unused)
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
 
-    def _script(self, buckets: BucketMap) -> Script[tuple[Outcome | None, list[tuple[int, int]]]]:
-        """Exchange, but nothing of parameters that no rank has used: DDP would drop it."""
-        idle = [self._slices[p] for p in self._slices if p not in buckets.parameters]
-        if self._usage is not None:
-            anywhere: Tensor = yield AllGather(self._usage.take())
-            flags = anywhere.any(0).tolist()
-            idle += [
-                place for used, place in zip(flags, self._slices.values(), strict=True) if not used
-            ]
-        spans = [(place.start, place.stop) for place in idle]
-        for begin, end in spans:
+    def _script(self, bucket_map: BucketMap) -> Script[tuple[Outcome | None, Spans]]:
+        """Exchange the gradient; return the outcome and the ranges that were left out."""
+        unused = yield from self._unused_spans(bucket_map)
+        for begin, end in unused:
             self._worker.feedback.exclude(begin, end)
         outcome = yield from self._worker.script()
-        return outcome, spans
+        return outcome, unused
+
+    def _unused_spans(self, bucket_map: BucketMap) -> Script[Spans]:
+        """Return where the parameters are that no rank has used.
+
+        DDP leaves the gradients of those as they are, whatever the bucket holds. A residual that
+        was sent for them would be lost.
+        """
+        unused = [self._slices[p] for p in self._slices if p not in bucket_map.parameters]
+        if self._usage is not None:
+            # Other ranks may have used them: a parameter is left out on all ranks or on none.
+            anywhere: Tensor = yield AllGather(self._usage.take())
+            flags = anywhere.any(0).tolist()
+            unused += [
+                span for used, span in zip(flags, self._slices.values(), strict=True) if not used
+            ]
+        return [(span.start, span.stop) for span in unused]
 
     def metrics(self) -> dict[str, Any]:
-        """Return the figures of the last step."""
+        """Return the metrics of the last step, and totals so far."""
         residual = self._worker.feedback.residual
         return self._metrics | {
             "residual_norm": float(torch.linalg.vector_norm(residual)),
@@ -114,11 +150,11 @@ class SparseHook(BucketHook):
         }
 
     def last_step(self) -> dict[str, Any]:
-        """Return what `metrics` says of the last step alone, which costs nothing."""
+        """Return the metrics of the last step that need no computation."""
         return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by parameter, and what the method remembers."""
+        """Return this rank's residuals by parameter, and the state of the method."""
         feedback = self._worker.feedback
         state = self._worker.state_dict()
         state["residual"] = self._by_name(feedback.residual)
@@ -127,14 +163,19 @@ class SparseHook(BucketHook):
         return state
 
     def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        places = self.layout.slices()
+        """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
+        slices = self.layout.slices()
         return {
-            name: _shaped(flat[places[name]], p).clone() for name, p in self._parameters.items()
+            name: _shaped(flat[slices[name]], p).clone() for name, p in self._parameters.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on the same rank, or from a merged state."""
-        self.check_state(state)
+        """Continue where `state_dict` was saved, on the same rank, or from a merged state.
+
+        Raises:
+            ValueError: The state is of another model, method or rank.
+        """
+        self.check_state(state)  # before anything changes
         feedback = self._worker.feedback
         self._restore(feedback.residual, state["residual"])
         if feedback.velocity is not None:
@@ -142,15 +183,19 @@ class SparseHook(BucketHook):
         self._worker.load_state_dict(dict(state))
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise unless `state` is of this model and method, and of this rank or merged."""
-        self._check(state.get("residual", {}))
+        """Check that a state is of this model and method, and of this rank or merged.
+
+        Raises:
+            ValueError: It is not.
+        """
+        self._check_shapes(state.get("residual", {}))
         if self._worker.feedback.velocity is not None:
             if "velocity" not in state:
                 raise ValueError("state has no 'velocity': it was saved without momentum")
-            self._check(state["velocity"])
+            self._check_shapes(state["velocity"])
         self._worker.check_state(state)
 
-    def _check(self, saved: Mapping[str, Tensor]) -> None:
+    def _check_shapes(self, saved: Mapping[str, Tensor]) -> None:
         if saved.keys() != self._parameters.keys():
             odd = sorted(saved.keys() ^ self._parameters.keys())
             raise ValueError(f"residuals are of another model: {odd[0]!r} is on one side only")
@@ -160,26 +205,35 @@ class SparseHook(BucketHook):
                 raise ValueError(f"residual of {name!r} has shape {shapes}")
 
     def _restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
-        places = self.layout.slices()
+        """Copy saved tensors into their parts of a (D,) vector."""
+        slices = self.layout.slices()
         for name, parameter in self._parameters.items():
-            _shaped(flat[places[name]], parameter).copy_(saved[name])
+            _shaped(flat[slices[name]], parameter).copy_(saved[name])
 
     def close(self) -> None:
-        """Only average from now on."""
+        """Remove the hooks on parameters; DDP keeps its hook, which only averages from now on."""
         super().close()
         if self._usage is not None:
             self._usage.remove()
 
 
 def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
-    """Return the parameters whose gradients DDP exchanges, or say why that cannot be."""
+    """Return the parameters whose gradients DDP exchanges, by name.
+
+    Args:
+        ddp: The model.
+
+    Raises:
+        ValueError: A parameter is not real, or has sparse gradients.
+    """
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    found = {
-        name.replace("_orig_mod.", ""): parameter  # the same name with torch.compile and without
+    parameters = {
+        # The same name with torch.compile and without, so that checkpoints fit both.
+        name.replace("_orig_mod.", ""): parameter
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
-    for name, parameter in found.items():
+    for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{name} holds {parameter.dtype}; only real numbers can be sparsified")
     for path, module in ddp.module.named_modules():
@@ -188,21 +242,30 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
                 f"{path or 'the model'} has sparse gradients, which DDP exchanges without the "
                 "hook: make it with sparse=False"
             )
-    return found
+    return parameters
 
 
 def _tracks_usage(ddp: DDP) -> bool:
+    """Return whether a backward may leave parameters unused; DDP itself tracks that only then."""
     return bool(ddp.find_unused_parameters or ddp.static_graph)
 
 
 def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view in the parameter's shape: in a bucket numbers lie as in the parameter."""
+    """Return (n,) elements as a view in the parameter's shape.
+
+    A bucket holds elements in the memory order of the parameter, which for channels_last is not
+    the order of `flatten`.
+    """
     dense = torch.empty_like(parameter, device="meta")  # keeps strides where they are dense
     return flat.as_strided(parameter.shape, dense.stride(), flat.storage_offset())
 
 
 class _ParameterUsage:
-    """Notices which parameters had a gradient in the backwards of one exchange."""
+    """Records which parameters had a gradient in the backwards of one exchange.
+
+    DDP tracks this itself, but does not say so to its hook: in the bucket, a parameter that was
+    not used is zero like one whose gradient is zero.
+    """
 
     def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:
         self._ddp = ddp
@@ -216,7 +279,7 @@ class _ParameterUsage:
         self._handles.append(ddp.register_forward_pre_hook(self._forward))
 
     def _forward(self, module: nn.Module, args: Any) -> None:
-        """Forget what was seen before, unless it waits to be exchanged (no_sync)."""
+        """Start again, unless earlier backwards wait to be exchanged (no_sync)."""
         if not torch.is_grad_enabled():
             return
         if not self._accumulating:
@@ -225,19 +288,21 @@ class _ParameterUsage:
             self._accumulating = True
 
     def _mark(self, at: int) -> Any:
+        """Return a hook for the parameter with that number."""
+
         def mark(grad: Tensor) -> None:
             self._flags[at] = True
 
         return mark
 
     def take(self) -> Tensor:
-        """Return (parameters,) flags, and start anew."""
+        """Return one uint8 flag for each parameter, and reset them."""
         flags = torch.tensor(self._flags, dtype=torch.uint8, device=self._device)
         self._flags = [False] * len(self._flags)
         self._accumulating = False
         return flags
 
     def remove(self) -> None:
-        """Notice no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

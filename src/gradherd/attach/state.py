@@ -1,4 +1,4 @@
-"""A herd's state: as bytes, in a checkpoint of torch's own, and on another number of ranks."""
+"""The state of a `Herd`: as bytes, in torch's distributed checkpoints, merged for other worlds."""
 
 import json
 import struct
@@ -12,15 +12,21 @@ from torch import Tensor
 from gradherd.comm.world import World
 from gradherd.sparsify.residuals import merge_residuals
 
+# What JSON holds without loss.
 _PLAIN = (type(None), bool, int, float, str)
 _TREE = "tree"
 
 
 def pack(state: Any) -> bytes:
-    """Return a nested state as bytes: safetensors for tensors, JSON for the rest, never pickle.
+    """Return a nested state as bytes: safetensors for tensors, JSON for the rest.
+
+    Never pickle: loading a checkpoint must not be able to run code.
 
     Args:
         state: Dicts, lists, tuples, tensors, numbers, strings and None.
+
+    Returns:
+        The bytes, which `unpack` reads.
 
     Raises:
         TypeError: The state holds something else.
@@ -38,15 +44,18 @@ def _to_tree(value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor):
         name = str(len(tensors))
-        # A copy: safetensors refuses tensors that share memory.
+        # A copy, because safetensors refuses tensors that share memory; on the CPU, because the
+        # state may be loaded where there is no such device.
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, _PLAIN):
                 raise TypeError(f"keys of a state must be numbers or strings, got {key!r}")
+        # As pairs: keys of a JSON object would all become strings.
         return {"dict": [[key, _to_tree(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
+        # JSON has no tuples, and a state must come back as it was.
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_to_tree(item, tensors) for item in value]}
     raise TypeError(f"a state cannot hold a {type(value).__name__}")
@@ -55,14 +64,21 @@ def _to_tree(value: Any, tensors: dict[str, Tensor]) -> Any:
 def unpack(data: bytes) -> Any:
     """Return the state that `pack` was given.
 
+    Args:
+        data: What `pack` returned.
+
     Raises:
         ValueError: The bytes are not a packed state.
     """
     try:
+        # safetensors loads tensors from bytes but not their metadata. Its header is JSON behind
+        # eight bytes of length.
         (length,) = struct.unpack("<Q", data[:8])
         tree = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_TREE])
         return _from_tree(tree, safetensors.torch.load(data))
     except (
+        # Whatever is wrong with the bytes is one thing to the caller: a file that is damaged, or
+        # something else altogether.
         safetensors.SafetensorError,
         struct.error,
         ValueError,
@@ -95,15 +111,23 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         states: What `Herd.state_dict` returned on every rank. A generator that reads one after
             the other keeps memory small.
+
+    Returns:
+        A state for `Herd.load_state_dict`, the same for all ranks.
+
+    Raises:
+        ValueError: These are not the states of all ranks after the same step.
     """
     state: dict[str, Any] = {}
 
     def sparsify_states() -> Iterator[Mapping[str, Any]]:
         for one in states:
+            # Equal on all ranks, so any rank's will do.
             state.update({key: one[key] for key in ("ordering", "sampler") if key in one})
             if "sparsify" in one:
                 yield one["sparsify"]
 
+    # A generator again, so that only one rank's residuals are in memory beside their sum.
     pieces = sparsify_states()
     first = next(pieces, None)
     if first is not None:
@@ -147,6 +171,9 @@ class HerdState:
         Args:
             herd: The herd to save or load.
             saved_by: Number of ranks that saved what is to be loaded; as many as now by default.
+
+        Raises:
+            ValueError: `saved_by` is below 1.
         """
         self._herd, self._size = herd, herd.world.size
         self._saved_by = self._size if saved_by is None else saved_by
@@ -156,12 +183,17 @@ class HerdState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; to load from other ranks, the names of theirs."""
+        # DCP asks for a state before it loads, to learn which names to read.
         if self._saved_by != self._size:
             return {_name(rank, self._saved_by): b"" for rank in range(self._saved_by)}
         return {self._name: pack(self._herd.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken. All ranks must call it."""
+        """Continue where the state was saved. All ranks must call it.
+
+        Raises:
+            ValueError: The state of a rank is missing, empty or damaged.
+        """
         if self._saved_by == self._size:
             self._herd.load_state_dict(unpack(self._entry(state, self._name)))
             return
@@ -170,6 +202,7 @@ class HerdState:
         self._saved_by = self._size  # What is saved from now on is this rank's own again.
 
     def _entry(self, state: Mapping[str, Any], name: str) -> Any:
+        # The empty placeholder of `state_dict` is still there: DCP saved it instead of loading.
         if name in state and not state[name]:
             raise ValueError(f"state of {name} is empty: it was saved before it was loaded")
         if name not in state:

@@ -9,6 +9,9 @@ Two ways, both as scripts (`comm.script`):
   averaging of gradients has already delivered (`comm.sliced_mean`). Only the partial inner
   products are exchanged. Used for whole batches.
 
+Both give the same signs as CD-GraB's server (arXiv:2302.00845), which sees every gradient at every
+step: signs depend on the rows and their sequence, not on when they arrive.
+
 Shapes: b units of a batch, R workers, k columns of a row, C columns of this rank's slice.
 """
 
@@ -23,6 +26,7 @@ from gradherd.comm.script import AllGather, Runner, Script
 
 # Rows that wait to be sent take memory, and R times as much on arrival: no more than this.
 _MAX_WAITING_ELEMENTS = 4_000_000
+# A collective has its latency however little it sends: a few dozen batches share one.
 BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered in one collective."""
 
@@ -68,8 +72,10 @@ def observe_gathered(
         learner: What learns.
         rows: (steps, k) this worker's rows; (R, steps, k) where one script serves all workers.
         batches: Units of each batch.
-        claim: What the first batch is; the next units by default.
+        claim: The units of the first batch; the next ones by default.
     """
+    # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
+    # all ranks, and so are the signs: no order is ever sent.
     gathered: Tensor = yield AllGather(rows)
     by_step = gathered.transpose(0, 1)  # (steps, R, k)
     if claim is None:
@@ -86,6 +92,7 @@ def observe_epoch(learner: Learner, rows: Tensor, seen: Tensor) -> Script[None]:
         rows: (steps, k) this worker's rows by time step; zero where it has none.
         seen: (steps,) int64, which of them are real.
     """
+    # Which steps a worker has missed is known to that worker only, so it is gathered, too.
     all_rows: Tensor = yield AllGather(rows)
     all_seen: Tensor = yield AllGather(seen)
     learner.observe(all_rows.transpose(0, 1), all_seen.T > 0, first=0)
@@ -110,7 +117,12 @@ def finite_batches(rows: Tensor, batches: Sequence[int]) -> Tensor:
     Args:
         rows: (steps, R, k) of some batches, one after the other.
         batches: Units of each batch.
+
+    >>> rows = torch.tensor([1.0, torch.inf, 2.0]).view(3, 1, 1)
+    >>> finite_batches(rows, [2, 1]).flatten().tolist()
+    [False, False, True]
     """
+    # The sum of a row tells whether all of it is finite, and needs no mask of the rows' size.
     broken = ~rows.sum(dim=(1, 2)).isfinite().cpu()
     batch_of_step = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
     count = torch.zeros(len(batches), dtype=torch.int64)
@@ -147,6 +159,8 @@ class RowGatherer:
         if claim is not None and last is not None and not _follows(claim, last):
             self.flush()  # Steps were missed, or the epoch began anew: start another run of rows.
         self._waiting.append((claim, rows))
+        # Counted per worker, also where the rows of all workers wait in one process: virtual
+        # workers then send at the same points as real ranks, and count the same bytes.
         elements = sum(waiting.shape[-2] * waiting.shape[-1] for _, waiting in self._waiting)
         if len(self._waiting) >= self._every or elements >= _MAX_WAITING_ELEMENTS:
             self.send()
@@ -158,7 +172,7 @@ class RowGatherer:
             rows = torch.cat([rows for _, rows in waiting], dim=-2)
             batches = [rows.shape[-2] for _, rows in waiting]
             self._runner.start(observe_gathered(self._learner, rows, batches, waiting[0][0]))
-        else:
+        else:  # The last gather may still be under way.
             self._runner.finish()
 
     def flush(self) -> None:
@@ -174,7 +188,8 @@ def _follows(claim: BatchClaim, last: BatchClaim) -> bool:
 class EpochGatherer:
     """Collects the rows of an epoch whose batches arrive in any order, and gathers them at its end.
 
-    Workers may have missed different batches, so every worker sends a whole epoch.
+    Workers may have missed different batches, so every worker sends a whole epoch. It takes memory
+    for one row of every unit, which is why batches in order go through `RowGatherer`.
     """
 
     def __init__(self, learner: Learner, runner: Runner, length: int) -> None:
@@ -207,6 +222,8 @@ class EpochGatherer:
         for claim, own in waiting:
             span = slice(claim.step, claim.step + claim.units)
             rows[span] = own
+            # Here a worker leaves out its own batch only: workers' batches of one step need not
+            # have come from the same step of training.
             seen[span] = int(own.sum().isfinite())
         self._runner.start(observe_epoch(self._learner, rows, seen))
         self._runner.finish()
@@ -225,11 +242,14 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
         self._job: Callable[[], None] | None = None
         self._error: BaseException | None = None
+        # A semaphore and an event, not a queue: there is at most one job.
         self._wake, self._idle = threading.Semaphore(0), threading.Event()
         self._idle.set()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those before it; wait for them, so at most one is behind."""
+        """Run `job` after the one before it, and wait for that one first."""
+        # At most one job is behind the training loop: `comm.sliced_mean` fills one set of buffers
+        # while the job reads the other, and a third batch would overwrite what is being read.
         self.wait()
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -246,7 +266,7 @@ class BackgroundThread:
                 return
             try:
                 job()
-            except BaseException as error:
+            except BaseException as error:  # or the thread would end, and `wait` never return
                 self._error = error
             del job  # A job holds tensors: they are free as soon as it is done.
             self._idle.set()

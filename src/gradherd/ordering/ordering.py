@@ -1,7 +1,10 @@
 """The orders of all workers, and how they change from epoch to epoch.
 
 The state is global: every rank holds the same orders and updates them in the same way, so any rank
-can save them and any number of ranks can load them.
+can save them and any number of ranks can load them. There is no collective that distributes orders;
+what keeps ranks equal is that they see the same bits (`version` is compared once an epoch).
+
+Shapes: b time steps of a call, M workers, n_i units of worker i, D columns of a row.
 """
 
 import hashlib
@@ -16,8 +19,9 @@ from gradherd.comm.world import World
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sharding import is_striped, own_units, sequence
+from gradherd.ordering.sharding import can_reshard, own_units, sequence
 
+# Layout of a saved state; states of another one are refused.
 _FORMAT = 2
 
 
@@ -25,6 +29,13 @@ class Ordering:
     """Every worker's order of its own units, learned from the gradients it observes.
 
     Reading changes nothing; `observe`, `skip_to` and `end_epoch` advance the state.
+
+    >>> from gradherd.ordering.pair_grab import PairGraB
+    >>> ordering = Ordering(PairGraB(), sizes=[4], start="identity")
+    >>> ordering.observe(torch.tensor([1.0, 2.0, 5.0, 3.0]).view(4, 1, 1))
+    >>> ordering.end_epoch()
+    >>> ordering.orders
+    (tensor([0, 2, 3, 1]),)
     """
 
     def __init__(
@@ -45,6 +56,9 @@ class Ordering:
             start: First orders, unless the policy prescribes one.
             length: Time steps of an epoch; by default the units of the longest worker. With
                 fewer, the units at the end of a longer order are not visited in that epoch.
+
+        Raises:
+            ValueError: There is no worker, a size is negative, or `length` exceeds the sizes.
         """
         if not sizes or min(sizes) < 0:
             raise ValueError(f"sizes must hold at least one worker, none below 0, got {sizes}")
@@ -54,6 +68,8 @@ class Ordering:
         self.length = max(sizes) if length is None else length
         if not 0 <= self.length <= max(sizes):
             raise ValueError(f"length must be in [0, {max(sizes)}], got {length}")
+        # Random unless asked otherwise, and independent for each worker. The published HMDA script
+        # starts from the order of the file, all others from a random one.
         if (policy.start or start) == "random":
             self._orders = self.random.permutations(sizes, epoch=0)
         else:
@@ -84,6 +100,7 @@ class Ordering:
     def version(self) -> str:
         """Short hash of epoch and orders, equal on two ranks if and only if their orders are."""
         if self._version is None:  # read for every batch, changes once an epoch
+            # Eight bytes fit into one int64, so ranks can compare them in one small all-gather.
             digest = hashlib.blake2b(f"{self.epoch} {self.sizes}".encode(), digest_size=8)
             rest = [] if self.rest is None else [self.rest]
             for order in (*self._orders, *rest):
@@ -129,6 +146,8 @@ class Ordering:
     ) -> Script[None]:
         seen = self._checked(rows, seen)
         if first is not None:
+            # An epoch that starts over visits the same order again, so what was learned from its
+            # first part would count twice.
             if first < self.steps:
                 self.restart_epoch()
             self.skip_to(first)
@@ -145,14 +164,18 @@ class Ordering:
         if rows is None:
             rows = torch.empty((*seen.shape, 0))
         elif isinstance(rows, Tensor):
-            # Half precision would lose the small differences that signs are made of.
+            # Half precision would lose the small differences that signs depend on. Detached, since
+            # a running sum with a graph would keep every backward alive.
             exact = rows.dtype in (torch.float32, torch.float64)
             rows = rows.detach() if exact else rows.detach().float()
             rows = self._state.align(rows)
+        # A worker that has run out of units repeats one: its row is real, but counts no second
+        # time.
         seen = seen & self._state.valid(self.steps, len(seen))
         yield from self.policy.observe(self._state, rows, seen, self.random, sharded=sharded)
 
     def _checked(self, rows: Tensor | ImplicitRows | None, seen: Tensor | None) -> Tensor:
+        """Return (b, M) which rows are real, or raise if rows and `seen` do not fit."""
         workers, state = len(self.sizes), self._state
         if rows is None:
             if self.policy.needs_rows or seen is None:
@@ -166,6 +189,7 @@ class Ordering:
             raise ValueError(
                 f"rows must be (steps, {workers} workers, dim), got {tuple(rows.shape)}"
             )
+        # The mean is left from the epoch before, so it is compared as well.
         for known in (state.running, state.mean):
             if known is not None and known.shape[-1] != rows.shape[-1]:
                 raise ValueError(
@@ -180,13 +204,19 @@ class Ordering:
         return seen.cpu()
 
     def skip_to(self, step: int) -> None:
-        """Skip the time steps before `step`: units visited there keep their place."""
+        """Skip the time steps before `step`: units visited there keep their place.
+
+        Raises:
+            RuntimeError: The step is behind, or beyond the end of the epoch.
+        """
         if not self.steps <= step <= self.length:
             raise RuntimeError(
                 f"skip_to({step}) must be between {self.steps}, the steps so far, and "
                 f"{self.length}, the steps of an epoch"
             )
         if step > self.steps:
+            # Half a pair has lost its partner. Pairs are tied to time steps, so the next one
+            # begins at the next even step.
             self._state.pending = self._state.pending_seen = None
             self._state.steps = step
 
@@ -196,11 +226,16 @@ class Ordering:
 
     def restart_epoch(self) -> None:
         """Forget what was observed in this epoch; its orders stay."""
+        # The mean was learned in the epoch before, which is not in doubt.
         mean, self._state = self._state.mean, self._new_state(self.epoch, previous=None)
         self._state.mean = mean
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
-        """Adopt the next orders; units that were not seen keep their place."""
+        """Adopt the next orders; units that were not seen keep their place.
+
+        Args:
+            next_epoch: Number of the next epoch; one more than this one by default.
+        """
         following = self.epoch + 1 if next_epoch is None else next_epoch
         self._orders = self.policy.reorder(self._orders, self._state, following, self.random)
         if self.policy.needs_rows:
@@ -216,7 +251,11 @@ class Ordering:
         return state
 
     def map_columns(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to every (D,) row of the state: later rows have other columns."""
+        """Convert the state to other columns, if later rows will have those.
+
+        Args:
+            change: Takes one (D,) row of the state and returns it with the new columns.
+        """
         for name in COLUMNS:
             value = getattr(self._state, name)
             if value is not None:
@@ -252,11 +291,13 @@ class Ordering:
         if missing:
             raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
         balance = BalanceState.from_state_dict(state["balance"])
+        movable = can_reshard(balance.sizes, self.sizes)
+        sizes = ((), ()) if movable else (balance.sizes, self.sizes)
         for name, theirs, ours in (
             ("policy", state["policy"], repr(self.policy)),
             ("seed", state["seed"], self.random.seed),
             ("units", sum(balance.sizes), sum(self.sizes)),
-            ("units per worker", *_incompatible_sizes(balance.sizes, self.sizes)),
+            ("units per worker", *sizes),
         ):
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
@@ -265,6 +306,7 @@ class Ordering:
                 f"state is damaged: it orders {len(state['orders'])} units, not {sum(self.sizes)}"
             )
         orders = [order.long().clone() for order in state["orders"].split(balance.sizes)]
+        # A damaged order would train on some units twice and on others never, without an error.
         for worker, order in enumerate(orders):
             if not torch.equal(order.sort().values, torch.arange(len(order))):
                 raise ValueError(f"state is damaged: worker {worker}'s order is not a permutation")
@@ -273,6 +315,7 @@ class Ordering:
             raise ValueError(
                 "state is damaged: the rest of its epoch names units that this run does not have"
             )
+        # All checks come first: a state that is refused changes nothing.
         if balance.sizes == self.sizes:
             self._orders, self._state, self.rest = orders, balance, rest
             self._version = self.resharded_from = None
@@ -286,11 +329,14 @@ class Ordering:
         theirs = Ordering(self.policy, balance.sizes, seed=self.random.seed, length=length)
         theirs._orders, theirs._state, theirs.rest = orders, balance, rest
         steps, workers, version = theirs.steps, len(theirs.sizes), theirs.version
+        # Computed before reordering: what is left of the epoch follows the order it began with.
         left = sequence(orders, steps, length) if rest is None else rest[steps * workers :]
+        # The old workers' units move as far as they have been learned; the epoch stays the same.
         if self.policy.needs_rows:
             theirs.end_epoch(theirs.epoch)
         mine = len(self.sizes)
         self._orders = own_units(sequence(theirs.orders), mine)
+        # Running sums and half pairs belong to the old workers' streams: pairs restart.
         self._state = self._new_state(balance.epoch, previous=None)
         if theirs._state.mean is not None:  # Units change owner: one mean serves all workers.
             self._state.mean = theirs._state.mean.mean(0, keepdim=True).repeat(mine, 1)
@@ -302,14 +348,3 @@ def _are_units(rest: Tensor, units: int) -> bool:
     """Return whether these are ids of units, each at most once."""
     within = bool(((rest >= 0) & (rest < units)).all())
     return rest.ndim == 1 and within and len(rest.unique()) == len(rest)
-
-
-def _incompatible_sizes(
-    theirs: tuple[int, ...], ours: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return both sizes, or two empty tuples if the orders can be moved from one to the other.
-
-    That takes units that are striped over workers, and another number of workers.
-    """
-    movable = (is_striped(theirs) and is_striped(ours)) and len(theirs) != len(ours)
-    return ((), ()) if movable else (theirs, ours)

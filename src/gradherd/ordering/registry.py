@@ -67,7 +67,7 @@ def make_policy(name: str, signs: str = "greedy") -> Policy:
     # Read off the constructor, so that an order needs no second entry that says it has signs.
     if "rule" in inspect.signature(make).parameters:
         return make(rule=SIGN_RULES[signs]())
-    # Not an error: a comparison may give one sign rule for all its orders.
+    # Not an error: the order is well defined without it.
     if signs != "greedy":
         warnings.warn(f"order {name!r} has no signs: {signs!r} has no effect", stacklevel=2)
     return make()

@@ -115,6 +115,22 @@ def is_striped(sizes: Sequence[int]) -> bool:
     return list(sizes) == [len(range(worker, units, workers)) for worker in range(workers)]
 
 
+def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Return whether orders can be moved from the old workers to another number of new ones.
+
+    That takes units that are striped over both: only striping says which unit of the data set a
+    worker's unit is.
+
+    Args:
+        old: Number of units of each old worker.
+        new: Number of units of each new worker.
+
+    >>> can_reshard((3, 3), (2, 2, 2)), can_reshard((3, 3), (3, 3))
+    (True, False)
+    """
+    return len(old) != len(new) and is_striped(old) and is_striped(new)
+
+
 def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
     """Return the global ids of the units visited in some time steps, as one sequence.
 

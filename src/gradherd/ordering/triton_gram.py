@@ -1,15 +1,16 @@
 """Signs of a block on a GPU: two reads of the vectors, and nothing waits for the host.
 
-Library products are slow where a few rows are millions long. Here every program walks over a run
-of columns and keeps its part of u = Z.S and G = Z.Z^T (split-K); the parts are added in float64.
-Then one small program takes the signs, and a second pass adds Z^T.s to the running sum, vector by
-vector, so that it has the bits of the loop over vectors.
+Library matrix products are slow if a few rows are millions long. Here every program sums u = Z.S
+and G = Z.Z^T over its own range of columns (split-K), and the partial sums are added in float64.
+Then one small program decides the signs, and another kernel adds Z^T.s to the running sum, vector
+by vector, so that it has the bits of the loop over vectors.
 
-Tensor cores know no float32. A number is split, x = h + l, into the 11 leading bits of its
-mantissa and the rest, each of which TF32 holds. h.h^T + h.l^T + l.h^T is then good to 2^-21, and
-as a Gram matrix is symmetric, two products do for three.
+Tensor cores do not multiply float32. An element is split, x = h + l, into the 11 leading bits of
+its mantissa and the rest, each of which TF32 can hold. h.h^T + h.l^T + l.h^T is then accurate to
+2^-21, and because a Gram matrix is symmetric, two products suffice for the three terms.
 
-Letters: W streams, P vectors of a stream, D dimension, N programs for a stream.
+Letters: W streams, P vectors of a stream, D columns, N programs for a stream, K columns that a
+program loads at a time.
 """
 
 from functools import cache
@@ -21,41 +22,54 @@ import triton.language as tl
 from torch import Tensor
 
 MOST = 64
-"""Vectors of one block: the products of more have no room in registers."""
-_BLOCK, _UNROLL = 1024, 8  # columns of a program that adds, and vectors it asks for at once
+"""Vectors of one block: the (P, P) products of more do not fit into registers."""
+# Columns of a program of `_sum_kernel`, and vectors that it loads at once.
+_BLOCK, _UNROLL = 1024, 8
 
 
-class _Shape(NamedTuple):
-    """How a program takes products."""
+class _LaunchShape(NamedTuple):
+    """How `_product_kernel` is launched."""
 
     columns: int
+    """K, columns loaded at a time."""
     warps: int
+    """Warps of a program."""
     per_sm: int
+    """Programs per multiprocessor."""
 
 
-# By vectors, rounded up: the fastest of a dozen each, measured on an H200. A warp by itself needs
-# no barriers; from 64 on, four of them have the larger products of Hopper.
-_SHAPES = {16: _Shape(64, 1, 16), 32: _Shape(32, 2, 16), 64: _Shape(64, 4, 2)}
+# By number of vectors, rounded up: the fastest of a dozen candidates each, measured on an H200. A
+# single warp needs no barriers; from 64 vectors on, four warps can use the larger matrix
+# instructions of Hopper.
+_SHAPES = {
+    16: _LaunchShape(64, 1, 16),
+    32: _LaunchShape(32, 2, 16),
+    64: _LaunchShape(64, 4, 2),
+}
 
 
 @triton.jit
-def _one_block(x, s, inner, main, cross):
-    """Add the products of (P, K) columns; `inner` is (P, K) still, its sum is for the end."""
+def _add_products(x, s, inner, main, cross):
+    """Add the products of (P, K) columns; `inner` stays (P, K) and is summed once at the end."""
+    # -8192 clears the 13 low bits of the mantissa: what is left fits TF32 without rounding.
     head = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     part = tl.dot(head, tl.trans(head), input_precision="tf32")
     cross = tl.dot(head, tl.trans(x - head), cross, input_precision="tf32")
-    # Tensor cores round towards zero at each of their sums: over a long run that adds up. An
-    # addition proper would be folded into the product, this one is not.
+    # Tensor cores round towards zero whenever they accumulate, which adds up over many columns.
+    # So the sum is kept outside of them. The compiler would merge a plain addition into the
+    # product; it does not do that with an fma.
     main = tl.fma(part, tl.full(part.shape, 1.0, tl.float32), main)
     return inner + x * s[None, :], main, cross
 
 
 @triton.jit
-def _product_pass(
+def _product_kernel(
     z, running, parts, stream, row, run_stream, columns, span, count,
     P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    """Write the products over one range of `span` columns of one stream to `parts`."""
     p, k = tl.arange(0, P), tl.arange(0, K)
+    # Offsets in int64: a stream may hold more than 2^31 elements.
     begin = tl.program_id(0).to(tl.int64) * span
     length = tl.minimum(begin + span, columns) - begin
     z += tl.program_id(1).to(tl.int64) * stream + begin
@@ -65,8 +79,8 @@ def _product_pass(
     main = tl.zeros((P, P), tl.float32)
     cross = tl.zeros((P, P), tl.float32)
     whole = length // K
-    # One block is on its way from memory while the one before it is multiplied; the last one is
-    # asked for once more, since a mask along columns would keep loads from being wide.
+    # Software pipelining: a block is loaded while the one before it is multiplied. The last
+    # iteration loads the last block again, since a mask along columns would prevent wide loads.
     x = tl.load(z + at, mask=p[:, None] < tl.where(whole > 0, count, 0), other=0.0)
     s = tl.load(running + k, mask=k < length, other=0.0)
     for i in range(1, whole + 1):
@@ -74,52 +88,54 @@ def _product_pass(
         running += tl.where(i < whole, K, 0)
         y = tl.load(z + at, mask=p[:, None] < count, other=0.0)
         t = tl.load(running + k)
-        inner, main, cross = _one_block(x, s, inner, main, cross)
+        inner, main, cross = _add_products(x, s, inner, main, cross)
         x = y
         s = t
     left = length - whole * K
     if left > 0:
-        here = (p[:, None] < count) & (k[None, :] < left)
-        done = tl.where(whole > 0, K, 0)  # from the last block, if there was one
-        x = tl.load(z + done + at, mask=here, other=0.0)
+        inside = (p[:, None] < count) & (k[None, :] < left)
+        done = tl.where(whole > 0, K, 0)  # `z` still points at the last whole block, if any
+        x = tl.load(z + done + at, mask=inside, other=0.0)
         s = tl.load(running + done + k, mask=k < left, other=0.0)
-        inner, main, cross = _one_block(x, s, inner, main, cross)
+        inner, main, cross = _add_products(x, s, inner, main, cross)
     parts += (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (
         count * (count + 1)
     )
     line = p * (count + 1)
     tl.store(parts + line, tl.sum(inner, axis=1), mask=p < count)
     gram = main + cross + tl.trans(cross)
-    here = (p[:, None] < count) & (p[None, :] < count)
-    tl.store(parts + line[:, None] + 1 + p[None, :], gram, mask=here)
+    inside = (p[:, None] < count) & (p[None, :] < count)
+    tl.store(parts + line[:, None] + 1 + p[None, :], gram, mask=inside)
 
 
 @triton.jit
-def _greedy_pass(products, signs, count, P: tl.constexpr):
+def _greedy_kernel(products, signs, count, P: tl.constexpr):
     """Run the recursion on scalars, as `gram.signs_from_products` does."""
     products += tl.program_id(0) * count * (count + 1)
     p = tl.arange(0, P)
     line = products + p * (count + 1)
     inner = tl.load(line, mask=p < count, other=0.0)
     both = inner + tl.load(line + 1 + p, mask=p < count, other=0.0)
-    finite = (both - both == 0.0) & (p < count)  # others are left out
+    # x - x is zero only for finite x. Vectors that are not finite are left out.
+    finite = (both - both == 0.0) & (p < count)
     inner = tl.where(finite, inner, 0.0)
-    taken = tl.zeros((P,), tl.int32)
+    decided = tl.zeros((P,), tl.int32)
     for k in range(count):
         own = p == k
         row = tl.load(products + k * (count + 1) + 1 + p, mask=finite, other=0.0)
         sign = tl.where(tl.sum(tl.where(own, inner, 0.0), axis=0) <= 0, 1, -1)
         sign *= tl.sum(tl.where(own & finite, 1, 0), axis=0)
         inner = tl.where(sign > 0, inner + row, tl.where(sign < 0, inner - row, inner))
-        taken = tl.where(own, sign, taken)
-    tl.store(signs + tl.program_id(0) * count + p, taken.to(tl.int8), mask=p < count)
+        decided = tl.where(own, sign, decided)
+    tl.store(signs + tl.program_id(0) * count + p, decided.to(tl.int8), mask=p < count)
 
 
 @triton.jit
-def _sum_pass(
+def _sum_kernel(
     z, signs, running, out, stream, row, run_stream, out_stream, first, columns, count,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Write running + Z^T.signs to `out`, for one block of columns of one stream."""
     w = tl.program_id(1).to(tl.int64)
     at = (first + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z += w * stream
@@ -127,11 +143,12 @@ def _sum_pass(
     total = tl.load(running + at, mask=at < columns) if MASKED else tl.load(running + at)
     offset = w * 0
     for p in range(0, count, UNROLL):
-        for q in tl.static_range(UNROLL):  # so that many loads are on their way
+        for q in tl.static_range(UNROLL):  # so that several loads overlap
             sign = tl.load(signs + w * count + p + q, mask=p + q < count, other=0).to(tl.int32)
-            # In place of a vector that is left out (or beyond the last) the first one is read.
-            here = z + tl.where(sign != 0, offset, 0) + at
-            x = tl.load(here, mask=at < columns) if MASKED else tl.load(here)
+            # In place of a vector that is left out (or beyond the last) the first one is loaded,
+            # and not added: an address that is always valid, so the load needs no mask.
+            source = z + tl.where(sign != 0, offset, 0) + at
+            x = tl.load(source, mask=at < columns) if MASKED else tl.load(source)
             total = tl.where(sign > 0, total + x, tl.where(sign < 0, total - x, total))
             offset += row
     if MASKED:
@@ -142,26 +159,32 @@ def _sum_pass(
 
 @cache
 def _processors(device: torch.device) -> int:
+    """Return the number of multiprocessors."""
     if device.type != "cuda":
-        return 2  # Triton's interpreter
+        return 2  # Triton's interpreter: more than one, so that tests cover split-K
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def products(z: Tensor, running: Tensor) -> Tensor:
-    """Return u and G side by side, (W, P, 1 + P) float64, of (W, P, D) and (W, D) float32.
+    """Return the inner products of a block of vectors.
 
-    Every row's numbers must lie side by side; P is at most MOST.
+    Args:
+        z: (W, P, D) float32, contiguous along D; P is at most `MOST`.
+        running: (W, D) float32 running sums, contiguous along D.
+
+    Returns:
+        (W, P, 1 + P) float64: u = Z.S in column 0, then G = Z.Z^T.
     """
     streams, count, columns = z.shape
-    size = max(16, triton.next_power_of_2(count))
+    size = max(16, triton.next_power_of_2(count))  # matrix instructions start at 16 rows
     shape = _SHAPES[size]
     per_stream = max(1, shape.per_sm * _processors(z.device) // streams)
-    # Whole blocks for all but the last program, so that only it needs a mask.
+    # Whole blocks for all programs but the last, so that only that one needs a mask.
     span = triton.cdiv(triton.cdiv(columns, shape.columns), per_stream) * shape.columns
     programs = triton.cdiv(columns, max(1, span))
     parts = z.new_empty(streams, programs, count, 1 + count)
     if programs:
-        _product_pass[(programs, streams)](
+        _product_kernel[(programs, streams)](
             z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
             P=size, K=shape.columns, num_warps=shape.warps, num_stages=1,
         )  # fmt: skip
@@ -169,28 +192,47 @@ def products(z: Tensor, running: Tensor) -> Tensor:
 
 
 def greedy(both: Tensor) -> Tensor:
-    """Return the greedy rule's (W, P) int8 signs of (W, P, 1 + P) products."""
+    """Return the signs of the greedy rule, without waiting for the device.
+
+    Args:
+        both: (W, P, 1 + P) what `products` returned.
+
+    Returns:
+        (W, P) int8; 0 for a vector that is not finite.
+    """
     streams, count, _ = both.shape
     signs = torch.empty((streams, count), dtype=torch.int8, device=both.device)
     size = max(16, triton.next_power_of_2(count))
-    _greedy_pass[(streams,)](both, signs, count, P=size, num_warps=1)
+    _greedy_kernel[(streams,)](both, signs, count, P=size, num_warps=1)
     return signs
 
 
 def add_signed(z: Tensor, signs: Tensor, running: Tensor, out: Tensor) -> None:
-    """Write running + Z^T.signs to (W, D) `out`, which may be `running`: (W, P, D), (W, P) int8."""
+    """Write running + Z^T.signs to `out`.
+
+    Args:
+        z: (W, P, D) float32, contiguous along D.
+        signs: (W, P) int8, contiguous.
+        running: (W, D) float32 sums before the block.
+        out: (W, D) float32; may be `running`.
+    """
     streams, count, columns = z.shape
     whole, rest = divmod(columns, _BLOCK)
     for first, blocks, masked in ((0, whole, False), (whole, int(rest > 0), True)):
         if blocks:
-            _sum_pass[(blocks, streams)](
+            _sum_kernel[(blocks, streams)](
                 z, signs, running, out, z.stride(0), z.stride(1), running.stride(0), out.stride(0),
                 first, columns, count, BLOCK=_BLOCK, UNROLL=_UNROLL, MASKED=masked,
             )  # fmt: skip
 
 
 def balance_greedy(vectors: Tensor, running: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Sign (W, P, D) vectors by the greedy rule, at most MOST at a time.
+    """Sign vectors by the greedy rule, at most `MOST` at a time.
+
+    Args:
+        vectors: (W, P, D) float32 in visiting order, contiguous along D.
+        running: (W, D) float32 sums before the first vector; not modified.
+        block: Vectors of a stream in one Gram matrix.
 
     Returns:
         (W, P) int8 signs and the new (W, D) running sums, both on the device.
@@ -198,6 +240,7 @@ def balance_greedy(vectors: Tensor, running: Tensor, block: int) -> tuple[Tensor
     total, signs = running, []
     for z in vectors.split(min(block, MOST), dim=1):
         signs.append(greedy(products(z, total)))
+        # New memory for the first block only; the caller's sums are not modified.
         out = torch.empty_like(running) if total is running else total
         add_signed(z, signs[-1], total, out)
         total = out
