@@ -25,6 +25,7 @@ from gradherd.lab.train.record import short_repr
 
 log = logging.getLogger("gradherd")
 
+# Raised whenever the layout changes: a checkpoint of another format is refused in one sentence.
 _FORMAT = 2
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
@@ -88,6 +89,7 @@ class CheckpointStore:
             OSError: This rank could not write; its peers raise RuntimeError. Earlier checkpoints
                 are intact.
         """
+        # A leading dot: `_list_steps` never takes a draft for a checkpoint.
         draft = self._folder / f".step-{step:09d}.draft"
         problem: OSError | None = None
         if self._world.rank == 0:
@@ -96,15 +98,20 @@ class CheckpointStore:
                 draft.mkdir(parents=True)
             except OSError as error:
                 problem = error
+        # A failed rank cannot just raise: its peers would wait for it in the next collective until
+        # they time out. So all ranks exchange whether they failed, here and after writing.
         self._agree(problem, draft)
         parts = {_rank_file(self._world.rank): pack(own)}
         if self._world.rank == 0:
+            # A function, not a value: only rank 0 pays for copying model and optimizer.
             parts[_SHARED] = pack(shared())
         try:
             for name, data in parts.items():
                 _write_synced(draft / name, data)
         except OSError as error:
             problem = error
+        # Digests of what was meant to be written, not of the file: a bad disk shows up when
+        # reading.
         rows = self._agree(problem, draft, *(_fingerprint(data) for data in parts.values()))
         if self._world.rank == 0:
             try:
@@ -120,6 +127,7 @@ class CheckpointStore:
             For each rank [failed, size and digest of its own file, those of the shared file].
         """
         own = [int(problem is not None), *(number for entry in entries for number in entry)]
+        # All ranks send rows of one length, as an all-gather needs; only rank 0 has a shared file.
         own += [0] * (7 - len(own))
         row = torch.tensor(own, dtype=torch.int64, device=self._device)
         rows: list[list[int]] = all_gather(row, self._world).value.tolist()
@@ -144,12 +152,15 @@ class CheckpointStore:
             "identity": self._identity,
             "files": files,
         }
+        # The manifest comes last: it names files that are complete and on disk.
         _write_synced(draft / _MANIFEST, json.dumps(manifest, indent=1).encode())
         final = self._folder / f"step-{step:09d}"
         aside = self._folder / f".{final.name}.old"
         if final.exists():  # The same step again: at any moment one of the two is there.
             final.rename(aside)
+        # The commit point: a rename within a folder is atomic.
         draft.rename(final)
+        # Until the folder itself is on disk, a power failure could undo the rename.
         _sync_folder(self._folder)
         shutil.rmtree(aside, ignore_errors=True)
         steps = self._list_steps()
@@ -186,6 +197,7 @@ class CheckpointStore:
             NoUsableCheckpoint: There are checkpoints, but none can be used.
         """
         if self._world.rank == 0:
+            # On rank 0 alone: two ranks that rename the same folder would fail.
             self._clean_up()
         # All ranks try the checkpoints of rank 0's list, so that they agree on one.
         listed = [*self._list_steps()[:_MAX_LISTED], *[-1] * _MAX_LISTED][:_MAX_LISTED]
@@ -196,8 +208,12 @@ class CheckpointStore:
             loaded, why = None, ""
             try:
                 loaded = self._read(step)
+            # Whatever is wrong, the other ranks must hear of it: a rank that raised would leave
+            # them waiting.
             except (ValueError, OSError, MemoryError) as error:
                 why = " ".join(str(error).split()) or type(error).__name__
+            # Agreed for each checkpoint: ranks that continued from different steps would never meet
+            # again.
             flag = torch.tensor([int(loaded is None)], device=self._device)
             bad = all_gather(flag, self._world).value.flatten().nonzero().flatten().tolist()
             if loaded is not None and not bad:
@@ -206,6 +222,7 @@ class CheckpointStore:
                 return loaded
             reasons.append(f"step {step}: {why or f'rank {bad[0]} cannot use its part'}")
         if reasons:
+            # Not None: starting from scratch over a run that cannot be read would lose it.
             raise NoUsableCheckpoint(
                 f"no checkpoint in {self._folder} can be used ({'; '.join(reasons)}): "
                 "resume with the settings it was saved with, or start in a new folder"
@@ -215,6 +232,7 @@ class CheckpointStore:
     def _read(self, step: int) -> LoadedCheckpoint:
         folder = self._folder / f"step-{step:09d}"
         manifest = _read_manifest(folder / _MANIFEST)
+        # Before any large file is read: the manifest is enough to tell whose checkpoint it is.
         for key, ours in self._identity.items():
             theirs = manifest["identity"].get(key)
             if theirs != ours:
@@ -242,6 +260,7 @@ def _rank_file(rank: int) -> str:
 
 def _fingerprint(data: bytes) -> list[int]:
     """Return the length and 128-bit digest of a file as three int64, ready for a collective."""
+    # Signed, since torch has collectives for int64 only.
     digest = hashlib.blake2b(data, digest_size=16).digest()
     halves = (digest[:8], digest[8:])
     return [len(data), *(int.from_bytes(half, "big", signed=True) for half in halves)]
@@ -252,6 +271,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(_read_bounded(path, _MAX_MANIFEST).decode("utf-8"))
         if manifest["format"] != _FORMAT:
             raise ValueError(f"its format is {short_repr(manifest['format'])}, expected {_FORMAT}")
+        # Checked by hand: the file may hold any JSON, and each wrong type would fail elsewhere.
         workers, files = manifest["workers"], manifest["files"]
         types = (workers, int), (manifest["identity"], dict), (files, dict)
         if not all(isinstance(value, kind) for value, kind in types):
@@ -289,6 +309,7 @@ def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
+        # flush only hands the bytes to the kernel.
         os.fsync(file.fileno())
 
 

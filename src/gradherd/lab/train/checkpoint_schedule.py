@@ -20,6 +20,7 @@ from gradherd.lab.train.checkpoint import CheckpointStore
 
 _COST_RATIO = 50
 """If the clock decides, at least this many times the last save's duration passes between saves."""
+# Bounds how late SIGTERM is noticed if steps become slow after a time of fast ones.
 _MAX_STEPS_AHEAD = 1000
 
 
@@ -68,6 +69,7 @@ class Checkpointer:
         """Take SIGTERM as a request to save and stop."""
 
         def request_stop(number: int, frame: FrameType | None) -> None:
+            # Only a flag: the handler may run in the middle of a step, or of writing a checkpoint.
             self._stop_requested = True
 
         before = signal.signal(signal.SIGTERM, request_stop)
@@ -93,13 +95,16 @@ class Checkpointer:
         self.step += 1
         due = self._every is not None and self.step % self._every == 0
         stop = False
+        # All ranks compare the same two numbers, so they enter the collective together.
         if self.step > self._next_poll:
             stop, late = self._poll()
             due = due or stop or (late and self._every is None)
         if due:
             begin = time.monotonic()
+            # Reported apart from training time, so that runs with and without checkpoints compare.
             with self.stopwatch:
                 self._store.save(self.step, *state())
+            # Counted from the end: a save that takes a minute must not be due again at once.
             self._saved_at = time.monotonic()
             self._save_seconds = self._saved_at - begin
         if stop:
@@ -120,4 +125,5 @@ class Checkpointer:
         # Rank 0's clock decides for all: other clocks would pick other steps.
         _, rank0_late, rank0_ahead = all_ranks[0]
         self._next_poll = self.step + rank0_ahead
+        # A scheduler may signal only some of the processes.
         return any(stop for stop, _, _ in all_ranks), bool(rank0_late)

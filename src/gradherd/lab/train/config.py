@@ -15,6 +15,7 @@ from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
 
+# The names that `attach` takes for rows; settings objects have no place on a command line.
 ROWS = ("auto", "batch", "exact", "sketch")
 
 
@@ -100,6 +101,7 @@ class RunConfig:
         shared = {
             f.name: settings[f.name] for f in dataclasses.fields(Defaults) if f.name in settings
         }
+        # Built only to be checked.
         Defaults(**shared, seeds=1, source="a run")
 
     @classmethod
@@ -109,8 +111,10 @@ class RunConfig:
         If the defaults order whole batches, another batch size still orders whole batches.
         """
         own = {f.name for f in dataclasses.fields(cls)}
+        # None is "not given" on the command line, so no setting can be reset to None here.
         given = {name: value for name, value in chosen.items() if value is not None}
         base = {k: v for k, v in dataclasses.asdict(defaults).items() if k in own}
+        # Else a smaller batch size would fail, and a larger one would silently order half batches.
         if "batch_size" in given and "unit" not in given and defaults.unit == defaults.batch_size:
             given["unit"] = given["batch_size"]
         return cls(**{**base, "task": task, **given})
@@ -174,6 +178,7 @@ def plan_runs(
             defaults,
             order=order,
             sparsify=sparsify,
+            # One --density serves all arms; a dense run has none.
             density=None if sparsify == "dense" else density,
             seed=seed,
             **chosen,
@@ -186,6 +191,7 @@ def plan_runs(
 
 def count_steps(config: RunConfig, examples: int) -> int:
     """Return the number of steps of a run."""
+    # Through the sharding, not examples // batch: the last units are repeated to fill all workers.
     sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     return -(-sharding.length * config.unit // config.batch_size) * config.epochs
 
@@ -195,9 +201,11 @@ def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any
     if density is None:
         raise ValueError(f"method goes with a sparsifier, got {method} with {sparsify}")
     try:
+        # The record is JSON, and NaN is not.
         json.dumps(method, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
+    # Built only to be checked: a study should fail when it is read, not hours later.
     make_settings(sparsify, density, **method)
 
 

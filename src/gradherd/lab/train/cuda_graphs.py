@@ -42,6 +42,7 @@ class _CapturedGraph:
     outputs: tuple[Tensor, ...]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # A graph reads the addresses it was captured with, so new values go there.
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
         self.graph.replay()
@@ -85,14 +86,17 @@ class GraphedFunction:
 
         After a replay these are the graph's static outputs: the next call overwrites them.
         """
+        # Without an input there is no device to capture on.
         if self.fallback_reason is not None or not tensors or not all(t.is_cuda for t in tensors):
             return self._function(*tensors)
+        # Shapes are frozen in a graph: the shorter last batch of an epoch gets its own.
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shapes in self._graphs:
             return self._graphs[shapes](*tensors)
         if shapes not in self._called:
             # A real call: nothing needs to be undone if it turns out to draw random numbers.
             self._called.add(shapes)
+            # A graph would replay for ever a mask that was drawn on the CPU.
             before = rng_states(tensors[0].device)
             outputs = self._function(*tensors)
             if rng_advanced(before, rng_states(tensors[0].device)):
@@ -102,24 +106,30 @@ class GraphedFunction:
             self._graphs[shapes] = self._capture(tensors)
         except RuntimeError as error:
             self._fall_back(_root_cause(error))
+        # Replays, or calls the function if capturing has failed.
         return self(*tensors)
 
     def _fall_back(self, reason: str) -> None:
         self.fallback_reason = reason
+        # Frees their memory: they are not used again.
         self._graphs.clear()
+        # A warning, not an error: the results are the same, only slower.
         log.warning("a step is not captured as a CUDA graph: %s", reason)
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> _CapturedGraph:
         """Warm up and capture; raise RuntimeError if the function cannot be captured."""
         with torch.cuda.device(tensors[0].device):
             if self._stream is None:
+                # Capture is not allowed on the default stream.
                 self._stream = torch.cuda.Stream()
             # Tensors created in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 inputs = tuple(torch.empty_like(tensor) for tensor in tensors)
             for static, tensor in zip(inputs, tensors, strict=True):
                 static.copy_(tensor)
+            # Warm-up calls update BatchNorm statistics, and the step has not been taken yet.
             before = [tensor.clone() for tensor in self._restore]
+            # The copies above run on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             try:
                 # After a failed capture torch.cuda.graph leaves its stream current; this context
@@ -128,6 +138,7 @@ class GraphedFunction:
                     self._warm_up(inputs)
                     return self._record(inputs)
             finally:
+                # The values below may only be restored once the warm-up has finished.
                 torch.cuda.current_stream().wait_stream(self._stream)
                 for tensor, value in zip(self._restore, before, strict=True):
                     tensor.copy_(value)
@@ -146,6 +157,7 @@ class GraphedFunction:
         try:
             with torch.cuda.graph(graph, pool=pool, stream=self._stream):
                 outputs = self._function(*inputs)
+        # KeyboardInterrupt, too: whatever ends a capture leaves torch in the same broken state.
         except BaseException:
             _FAILED.append(graph)
             _reset_capture_state()
@@ -156,6 +168,7 @@ class GraphedFunction:
 def rng_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's, Python's and NumPy's global generators."""
     python = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    # As tensors, so that all states compare with torch.equal.
     state = np.random.get_state(legacy=False)["state"]
     numpy = torch.tensor([*state["key"].tolist(), state["pos"]], dtype=torch.int64)
     states = [torch.get_rng_state(), python, numpy]

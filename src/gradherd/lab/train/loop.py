@@ -41,6 +41,7 @@ class RunWriter:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        # At once: a folder that cannot be written to should fail before the first epoch.
         write_record(record, folder)
         # A resumed run drops lines after its checkpoint, one that starts over drops all.
         if record.epochs or (folder / METRICS_FILE).exists():
@@ -60,6 +61,7 @@ class RunWriter:
             self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
         )
         if self._folder is not None:
+            # Lines before the record: a reader that sees an epoch in the record finds its line.
             _append(self._folder / METRICS_FILE, _json_line(row))
         self._save()
         if self._events is not None:
@@ -68,6 +70,7 @@ class RunWriter:
                     self._events.add_scalar(
                         f"{_TENSORBOARD_GROUPS.get(name, 'run')}/{name}", value, row.epoch
                     )
+            # TensorBoard buffers for two minutes, longer than some runs take.
             self._events.flush()
 
     def end(self, status: str) -> RunRecord:
@@ -112,12 +115,14 @@ def _append(path: Path, line: str) -> None:
             file.write(line + "\n")
     except OSError as error:
         if path.exists():
+            # Half a line would make the whole file unreadable as JSON lines.
             os.truncate(path, size)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _event_writer(folder: Path) -> Any:
     try:
+        # Optional, and slow to import.
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
@@ -126,6 +131,7 @@ def _event_writer(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
+# A base class, not a protocol: a caller overrides only what it displays.
 class Progress:
     """Receives the progress of training; this one ignores it."""
 
@@ -143,7 +149,14 @@ class Progress:
 
 
 def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> RunRecord:
-    """Return the record of a run that starts now."""
+    """Return the record of a run that starts now.
+
+    Args:
+        config: Its settings.
+        task: Its task.
+        split: The examples.
+        parameters: Number of model parameters.
+    """
     settings: dict[str, Any] = dataclasses.asdict(config)
     return RunRecord(
         task=task.name,
@@ -160,6 +173,8 @@ def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> 
         test_examples=len(split.test[0]),
         versions=versions(),
         hardware=hardware(config.device),
+        # Microseconds: reports sort arms by when their first run started, and runs can take less
+        # than a second.
         started=datetime.now(UTC).isoformat(timespec="microseconds"),
     )
 
@@ -186,6 +201,7 @@ def run_epochs(
     try:
         _train_epochs(trainer, configs, writers, progress, first, resumed)
     except RunStopped:
+        # Not evaluated: the time until SIGKILL is short, and the checkpoint is what counts.
         return [writer.end("stopped") for writer in writers]
     return [writer.end(_status(writer.record)) for writer in writers]
 
@@ -205,6 +221,7 @@ def _train_epochs(
         counters = trainer.train_epoch(number, progress.step)
         begin = time.perf_counter()
         evaluations = trainer.evaluate()
+        # Stacked runs are evaluated one after the other; each gets its share.
         seconds = (time.perf_counter() - begin) / len(evaluations)
         for at, (own, evaluation) in enumerate(zip(counters, evaluations, strict=True)):
             if _diverged(writers[at].record):
@@ -227,6 +244,7 @@ def _status(record: RunRecord) -> str:
 def _epoch_row(
     number: int, config: RunConfig, counters: EpochCounters, evaluation: Evaluation, seconds: float
 ) -> EpochRow:
+    # What is left is compute. On a GPU, measuring it directly would need a host sync in every step.
     not_compute = counters.data_seconds + counters.ordering_seconds + counters.exchange_seconds
     not_compute += counters.saving_seconds
     sparse_steps, load_steps = counters.sparse_steps, counters.load_steps

@@ -33,7 +33,12 @@ _ARM_PARTS = {
 
 
 def can_track_prefix_sums(steps: int, parameters: int) -> bool:
-    """Return whether the gradients of an epoch are few enough to be stored."""
+    """Return whether the gradients of an epoch are few enough to be stored.
+
+    Args:
+        steps: Steps of the epoch, T.
+        parameters: Elements of a gradient, D.
+    """
     return steps * parameters <= _MAX_TRACKED
 
 
@@ -43,7 +48,7 @@ def herding_bound(means: Tensor, examples: int) -> float:
     This is the herding objective of GraB (arXiv:2205.10733), in the infinity norm.
 
     Args:
-        means: (T, D) averaged gradient of each step of an epoch, as it was applied.
+        means: (T, D) averaged gradient of each step of an epoch, before clipping.
         examples: Examples per step, over all workers.
 
     >>> import torch
@@ -53,6 +58,8 @@ def herding_bound(means: Tensor, examples: int) -> float:
     columns = max(1, _MAX_DOUBLES // len(means) // _VECTOR_COLUMNS) * _VECTOR_COLUMNS
     largest = []
     for part in means.split(columns, dim=1):
+        # The sums of thousands of gradients nearly cancel: float32 would lose the digits that
+        # matter.
         doubles = part.double()
         largest.append((doubles - doubles.mean(0)).cumsum(0).abs().max())
     return float(torch.stack(largest).max()) * examples
@@ -82,6 +89,7 @@ class DeviceTimer:
             self._seconds += time.perf_counter() - begin
             return
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # Recorded on the stream; nothing waits until the epoch ends.
         events[0].record()
         yield
         events[1].record()
@@ -90,6 +98,7 @@ class DeviceTimer:
     def reset(self) -> float:
         """Return the seconds so far and start again from zero; waits for the GPU."""
         if self._events:
+            # Events of one stream end in order, so waiting for the last is enough.
             self._events[-1][1].synchronize()
         events, self._events = self._events, []
         seconds, self._seconds = self._seconds, 0.0
@@ -132,6 +141,7 @@ class BinnedSeries:
             (sum(b[0] for b in p), sum(b[1] for b in p), min(b[2] for b in p), max(b[3] for b in p))
             for p in pairs
         ]
+        # Bins stay equally wide, so a bin needs no step of its own.
         self._width *= 2
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +176,15 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
-    """Return a description of the machine."""
+    """Return a description of the machine.
+
+    Args:
+        device: Device of the run; the name of the GPU is added if it is one.
+
+    Returns:
+        cpu, cores, memory_bytes (None if unknown), accelerator (None on a CPU) and system.
+    """
+    # Asked only for runs on a GPU: it would initialise CUDA, which takes seconds and memory.
     gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
     return {
         "cpu": _cpu(),
@@ -185,6 +203,7 @@ def _cores() -> int:
 
 
 def _memory() -> int | None:
+    # Not on Windows.
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

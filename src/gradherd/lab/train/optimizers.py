@@ -30,7 +30,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip_and_step(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float | None
 ) -> None:
-    """Clip the averaged gradient and take a step."""
+    """Clip the averaged gradient and take a step.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: What it updates; their gradients are averaged already.
+        clip: Largest norm of the gradient of all parameters together; None disables clipping.
+    """
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
@@ -39,12 +45,15 @@ def clip_and_step(
 def flat_grad(parameters: list[nn.Parameter]) -> Tensor:
     """Return (D,) all gradients in one vector, zeros for parameters without one."""
     return torch.cat(
+        # A branch that was not used has no gradient, but its place in the vector stays.
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
     )
 
 
 def worker_seed(seed: int, worker: int) -> int:
     """Return the seed of a worker's own random numbers, such as dropout masks."""
+    # A prime apart, so that workers of neighbouring seeds do not share numbers; far from the seed
+    # of the model itself.
     return (seed + 1) * 1_000_003 + worker
 
 
@@ -111,8 +120,11 @@ class FunctionalOptimizer:
         """
         if self.clip is not None:
             norm = torch.linalg.vector_norm(grads, dim=1, keepdim=True)
+            # Multiplied always, by 1 if nothing is clipped: a branch would be frozen into the
+            # graph.
             grads = grads * (self.clip / (norm + _CLIP_EPS)).clamp(max=1.0)
         step: Callable[..., tuple[Tensor, State]]
+        # Settings are Python values: this branch is the same in every step and may be frozen.
         step = self._adamw if self.optimizer == "adamw" else self._sgd
         return step(parameters, state, lr, grads)
 
@@ -120,6 +132,7 @@ class FunctionalOptimizer:
         self, parameters: Tensor, state: State, lr: Tensor, grads: Tensor
     ) -> tuple[Tensor, State]:
         decay = self.weight_decay
+        # L2 regularisation, part of the gradient, as in torch.optim.SGD.
         direction = grads.add(parameters, alpha=decay) if decay else grads
         velocity = state[0] * self.momentum + direction
         return parameters - lr * velocity, (velocity,)
@@ -133,5 +146,6 @@ class FunctionalOptimizer:
         second = _BETAS[1] * second + (1 - _BETAS[1]) * grads * grads
         corrections = [(1 - beta**steps).to(parameters.dtype) for beta in _BETAS]
         scale = (second / corrections[1]).sqrt() + _EPS
+        # Decoupled from the gradient, as in torch.optim.AdamW.
         decayed = parameters * (1 - lr * self.weight_decay)
         return decayed - lr / corrections[0] * first / scale, (first, second, steps)

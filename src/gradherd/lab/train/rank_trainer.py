@@ -81,7 +81,9 @@ class MeanHook(BucketHook):
         parameters = [p for p in ddp.module.parameters() if p.requires_grad]
         size = sum(p.numel() for p in parameters)
         alike = len({(p.dtype, p.device) for p in parameters}) == 1
+        # As one vector only while that is cheap: it waits for the whole backward.
         self._one_bucket = size <= ONE_BUCKET_ELEMENTS and alike and world.size > 1
+        # Padded to whole slices per rank, once: the padding stays zero.
         length = padded_length(size, world.size) if self._one_bucket else 0
         self._flat = parameters[0].detach().new_zeros(length)
         self._mean = SlicedMean(world)
@@ -100,6 +102,7 @@ class MeanHook(BucketHook):
             self.stopwatch.seconds += time.perf_counter() - begin
             return done.value()
 
+        # Only the wait after the last bucket: earlier ones overlap with the backward.
         return future.then(arrived)
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
@@ -123,6 +126,7 @@ class RankTrainer:
         self._config, self._task, self._world = config, task, world
         self._device = torch.device(config.device)
         self._split = split.to(self._device)
+        # The same weights on every rank.
         torch.manual_seed(config.seed)
         self.model = task.model().to(self._device)
         # From here on every rank draws its own random numbers, such as dropout masks.
@@ -188,6 +192,7 @@ class RankTrainer:
         whole_epoch = counters.steps == 0
         begin = time.perf_counter()
         set_lr(self._optimizer, self._config.lr_at(number))
+        # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
         self._ddp.train()
         batches = iter(self._loader)
@@ -200,6 +205,8 @@ class RankTrainer:
             self._optimizer.zero_grad()
             self._task.loss(self._ddp, *batch).backward()
             if self._tracks_prefix_sums:
+                # Before clipping, which scales the gradient in place: the bound is about what was
+                # averaged.
                 means.append(flat_grad(self._parameters))
             clip_and_step(self._optimizer, self._parameters, self._config.clip)
             counters.steps += 1
@@ -217,9 +224,11 @@ class RankTrainer:
                     return self.state(number, so_far)
 
                 self.checkpointer.after_step(state)
+        # Waits for the thread that orders, so that its time belongs to this epoch.
         self._herd.finish()
         counters.seconds = earlier_seconds + time.perf_counter() - begin
         self._add_costs(counters, before)
+        # The bound needs all gradients of an epoch; a checkpoint holds none.
         if means and whole_epoch:
             examples = self._config.batch_size * self._world.size
             counters.herding_bound = herding_bound(torch.stack(means), examples)
@@ -308,6 +317,7 @@ class RankTrainer:
         """Evaluate the model, all ranks together."""
         broadcast_buffers(self.model, self._world)
         chunk = evaluation_chunk(self.model, self._config.batch_size)
+        # Evaluation calls the model, too: its hooks must not take that for training.
         with self._herd.pause():
             loss = full_loss(self._task, self.model, self._split.train, self._world, chunk)
             metric = None

@@ -38,6 +38,7 @@ def find_problem(record: Any) -> str | None:
             return f"{name} holds {problem}"
     for name in _COUNT_FIELDS:
         value = getattr(record, name)
+        # Bounded: JSON has integers of any length, tables and charts do not.
         if not isinstance(value, int) or abs(value) >= 2**63:
             return f"{name} is {short_repr(value)}, not an integer"
     if not isinstance(record.higher_is_better, bool):
@@ -223,6 +224,7 @@ class RunRecord:
                 f"not a record of a run: format is {short_repr(got)}, expected {RECORD_FORMAT}"
             )
         try:
+            # Fields are checked below; here only that they can be assigned at all.
             rows = [_build_dataclass(EpochRow, row) for row in content["epochs"]]
             record: RunRecord = _build_dataclass(cls, {**content, "epochs": rows})
         except (KeyError, TypeError, AttributeError) as error:
@@ -256,7 +258,9 @@ def read_record(path: Path) -> RunRecord:
     name = printable(path)
     try:
         content = json.loads(read_bounded_text(path))
+    # RecursionError: nested brackets can be deeper than the stack of the parser.
     except (ValueError, RecursionError, OSError) as error:
+        # An OSError repeats the path, which the message has already.
         why = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{name}: {why}: a damaged record; remove its folder, or train again"
@@ -272,6 +276,7 @@ def read_bounded_text(path: Path) -> str:
     if path.exists() and not path.is_file():  # Reading a named pipe would block forever.
         raise ValueError("it is not a file")
     with path.open("rb") as file:
+        # One byte more than allowed tells a large file from one that just fits.
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ValueError(f"it is longer than {_MAX_BYTES:,} bytes")
@@ -280,16 +285,21 @@ def read_bounded_text(path: Path) -> str:
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename it: readers see the old or the new one."""
+    # Beside the file, since a rename is atomic only within a file system; with the process id, so
+    # that two processes never share a draft.
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Without it a crash of the machine may leave the new name with no content.
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
+        # The user knows the file, not the draft.
         raise OSError(error.errno, error.strerror, str(path)) from None
+    # Ctrl-C, too, leaves no draft.
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

@@ -35,6 +35,8 @@ log = logging.getLogger("gradherd")
 
 CHECKPOINT_FOLDER = "checkpoints"
 """Name of the folder with a run's checkpoints, inside the run's folder."""
+# It is the same run with more epochs, on another device, or with other workers, whose states are
+# merged.
 CHANGEABLE_SETTINGS = ("epochs", "virtual", "device", "workers")
 """Settings that may change when a run resumes (the record notes other numbers of workers)."""
 
@@ -80,6 +82,7 @@ def run_all(
         The records, in the order of `configs`.
     """
     task = find_task(configs[0].task)
+    # Once for all runs: they have the same data.
     split = task.load(data_dir, configs[0].limit)
     progress = progress or Progress()
     steps = sum(count_steps(config, len(split.train[0])) for config in configs)
@@ -113,6 +116,7 @@ def run_all(
             gc.collect()
             torch.cuda.empty_cache()
         records.update(zip(indices, group_records, strict=True))
+    # Groups are formed by what can be stacked; callers expect their own order.
     return [records[at] for at in range(len(configs))]
 
 
@@ -158,6 +162,7 @@ def _group_runs(
     model = task.model()
     groups: list[tuple[list[int], bool]] = []
     on_gpu = configs[0].device != "cpu"
+    # Costs a forward pass; on a CPU, parameters bound the size of a stack.
     saved = saved_per_example(task, model, split.train) if on_gpu else 0
     for indices in stack_runs(configs, model, saved):
         first = configs[indices[0]]
@@ -173,6 +178,7 @@ def _group_runs(
 def _run_folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:
     if out is None or world.rank:
         return None
+    # A single saved run is written into --out itself, where --resume looks for it.
     return out if flat else out / config.folder()
 
 
@@ -187,7 +193,21 @@ def run_with_checkpoints(
     *,
     tensorboard: bool = False,
 ) -> RunRecord:
-    """Train a run into `out` with checkpoints, resuming from them if asked to."""
+    """Train a run into `out` with checkpoints, resuming from them if asked to.
+
+    Args:
+        config: Its settings.
+        task: Its task.
+        split: The examples.
+        world: The participating ranks.
+        out: Folder of the run, the same on all ranks.
+        saving: When to save, and whether to resume.
+        progress: Receives the progress.
+        tensorboard: Whether to write TensorBoard events, too.
+
+    Raises:
+        NoUsableCheckpoint: It should resume, but no checkpoint can be used.
+    """
     trainer = RankTrainer(config, task, split, world)
     identity = run_identity(config, split, trainer.model)
     store = CheckpointStore(out / CHECKPOINT_FOLDER, world, identity, device=config.device)
@@ -198,6 +218,7 @@ def run_with_checkpoints(
         before = RunRecord.from_json(checkpoint.shared["record"])
         world_sizes = _world_sizes(before, checkpoint, config.workers)
         settings = record.config | {"world_sizes": world_sizes}
+        # The record of the checkpoint, not of the folder: that one may be some epochs ahead.
         record = dataclasses.replace(before, status="running", config=settings)
         if world.rank == 0:
             log.info("resuming after step %d", checkpoint.step)
@@ -205,6 +226,7 @@ def run_with_checkpoints(
     checkpointer = Checkpointer(
         store, world, every=saving.every, poll_seconds=saving.poll_seconds, device=config.device
     )
+    # The writer holds the record, so the trainer asks for it when it saves.
     trainer.checkpointer, trainer.record = checkpointer, lambda: writer.record.to_json()
     first = 1
     if checkpoint is not None:
@@ -245,6 +267,7 @@ def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str,
 def _data_digest(tensors: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
+        # Shape and type, too: the same bytes can be different examples.
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()

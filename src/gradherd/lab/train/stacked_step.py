@@ -73,6 +73,8 @@ class StackedStep:
             grads = gradients(parameters, indices)
             return grads.unflatten(1, (workers, -1)).mean(2), *select_rows(grads)
 
+        # Two functions, since a sparse exchange happens between gradients and update, outside the
+        # graph.
         self._step, self._worker_means = _GraphCache(step), _GraphCache(worker_means)
 
     def __call__(self, lr: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -88,6 +90,7 @@ class StackedStep:
         """
         state = self._full_state
         mean, *outputs = self._step(lr, indices, *state)
+        # Copied back, so that parameters stay at the addresses that the graph reads.
         self._write(outputs[: len(state)])
         return tuple(outputs[len(state) :]), mean
 
@@ -129,6 +132,7 @@ class _GraphCache:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if tensors[0].is_cuda:
             return self._graphed(*tensors)
+        # A trace fixes shapes; the last batch of an epoch may be shorter.
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self._traced:
             self._traced[shapes] = _trace(self._function, tensors)
@@ -141,15 +145,19 @@ def _make_gradients(
     spec, vmappable = FlatSpec.of(model), make_vmappable(model)
 
     def loss_of_group(flat: Tensor, *examples: Tensor) -> Tensor:
+        # One flat vector per run: the optimizer and the exchange then take one operation, not one
+        # per parameter.
         pieces = torch.split(flat, list(spec.numels))
         named = {n: p.view(s) for n, p, s in zip(spec.names, pieces, spec.shapes, strict=True)}
         return task.loss(_FunctionalModel(vmappable, named), *examples)  # type: ignore[arg-type]
 
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
+    # vmap over models turns a convolution into one with a group per model, which is slow.
     of_runs = _loop_over_runs(of_groups) if prefers_loop(model) else vmap(of_groups)
 
     def gradients(parameters: Tensor, indices: Tensor) -> Tensor:
         """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
+        # Indexed inside the graph: only indices are copied to the static input.
         examples = tuple(tensor[indices] for tensor in tensors)
         with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the fused kernels.
             grads: Tensor = of_runs(parameters, *examples)
@@ -187,6 +195,7 @@ def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class _FunctionalModel:
     """Looks like a model to `Task.loss`, with parameters that are passed in."""
 
+    # What `Task.loss` may ask of a model; stacked models have no other mode.
     training = True
 
     def __init__(self, model: nn.Module, named: dict[str, Tensor]) -> None:
@@ -202,9 +211,13 @@ def _trace(step: Step, tensors: Sequence[Tensor]) -> Step:
     with torch.inference_mode(False), warnings.catch_warnings():
         # Deprecated in favour of torch.compile, which needs a C++ compiler and takes many seconds.
         warnings.simplefilter("ignore")
+        # Tracing runs the step: the real parameters must not see it.
         copies = tuple(tensor.clone() for tensor in tensors)
         graph = make_fx(step)(*copies)
+        # make_fx turns grad and vmap into plain operators, which torch.jit can then run without
+        # Python.
         traced: Step = torch.jit.trace(graph, copies, check_trace=False)
+        # Tracing bakes in whatever Python decided once; compare before relying on it.
         pairs = list(zip(traced(*copies), step(*copies), strict=True))
     if all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs):
         return traced

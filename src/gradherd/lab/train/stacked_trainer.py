@@ -98,6 +98,7 @@ class StackedTrainer:
         self._split = split.to(device)
         initial = []
         for config in self._configs:
+            # Each run starts from the weights that it would have alone.
             torch.manual_seed(config.seed)
             self.model = task.model().to(device)
             initial.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
@@ -156,6 +157,7 @@ class StackedTrainer:
         for done, batch in enumerate(batches, 1):
             rows_of_buffers, mean = self._advance(lr, batch, counters)
             if self._tracks_prefix_sums:
+                # The next replay of the graph overwrites it.
                 means.append(mean.clone())
             for buffer, rows in zip(self._row_buffers, rows_of_buffers, strict=True):
                 buffer.store(rows, buffered, capacity)
@@ -168,6 +170,7 @@ class StackedTrainer:
         self._end_epoch(counters)
         self._set_herding_bounds(means, counters)
         seconds = time.perf_counter() - begin
+        # Measured per run; everything else happens for all runs at once.
         separate = sum(own.ordering_seconds + own.exchange_seconds for own in counters)
         for at, own in enumerate(counters):
             own.steps = len(batches)
@@ -175,6 +178,8 @@ class StackedTrainer:
             own.seconds = (seconds - separate) / runs + own.ordering_seconds + own.exchange_seconds
             own.data_seconds = data_seconds / runs
             own.ordering_bytes = self._coordination[at].bytes - sent_before[at]
+            # Counted in advance: these rows are observed directly, without the exchange that would
+            # count them.
             own.ordering_bytes += self._batch_order_bytes[at]
             own.bytes += own.ordering_bytes
             if not self._sparse:
@@ -210,6 +215,7 @@ class StackedTrainer:
 
     def _group_size(self, batch: Tensor) -> int:
         """Return how many of (S, R, B) examples share a gradient: a unit, a worker's, or all."""
+        # The largest group that still gives every row: fewer groups are less work.
         if self._row_buffers:
             return self._configs[0].unit
         return batch.shape[2] if self._sparse else batch[0].numel()
@@ -219,6 +225,7 @@ class StackedTrainer:
         units = self._configs[0].workers * max(1, examples // self._configs[0].unit)
         most = _MAX_GPU_ELEMENTS if self._parameters.is_cuda else _MAX_ELEMENTS
         elements = sum(len(buffer.runs) * buffer.columns for buffer in self._row_buffers) * units
+        # At least one step, even if its rows alone are over the limit.
         return max(1, min(_MAX_STEPS, most // max(1, elements)))
 
     def _observe(self, steps: int, counters: list[EpochCounters]) -> None:
@@ -248,6 +255,7 @@ class StackedTrainer:
         if means:
             examples = self._configs[0].batch_size * self._configs[0].workers
             for at, own in enumerate(counters):
+                # Run by run: a stack of all runs would be a second copy of all gradients.
                 visited = torch.stack([mean[at] for mean in means])
                 own.herding_bound = herding_bound(visited, examples)
 
@@ -263,7 +271,7 @@ class StackedTrainer:
         return evaluations
 
     def close(self) -> None:
-        """Do nothing: there are no hooks, and reference counting frees the rest."""
+        """Do nothing: there are no hooks, and no reference cycle keeps memory alive."""
 
 
 def batch_order_bytes(config: RunConfig, examples: int) -> int:

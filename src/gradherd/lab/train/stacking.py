@@ -51,11 +51,13 @@ def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         try:
+            # A task may be a user's own, so the property is tested, not declared.
             whole = task.loss(model, *(tensor[sample] for tensor in tensors))
             each = [task.loss(model, *(tensor[at : at + 1] for tensor in tensors)) for at in sample]
         except Exception as error:  # Training will fail in the same way, and record it.
             return f"its loss fails: {type(error).__name__}: {error}"
     mean = torch.stack(each).mean()
+    # Sums in another order differ in the last bits.
     if torch.isclose(whole, mean, rtol=1e-4, atol=1e-6):
         return None
     return f"the loss of {len(sample)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
@@ -78,6 +80,7 @@ def saved_per_example(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
 
     def count(tensor: Tensor) -> Tensor:
         nonlocal saved
+        # Weights are saved as well, but they are shared by all examples.
         saved += 0 if tensor.data_ptr() in own else tensor.numel()
         return tensor
 
@@ -118,6 +121,7 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
         if why_not_stackable(config, model) is not None:
             alone.append([at])
             continue
+        # What is left must be equal for one graph to serve all runs of a stack.
         shared = dataclasses.replace(
             config, order="d-rr", seed=0, lr=1.0, rows="auto", sketch_size=None
         )
@@ -132,6 +136,7 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
         groups = max(groups_per_step(configs[at]) for at in indices)
         first = configs[indices[0]]
         device = first.device.partition(":")[0]
+        # Memory decides how many runs fit; the rest form the next stack.
         most = max(1, _MAX_GRADIENTS[device] // (groups * size))
         if device == "cpu":
             most = min(most, max(8, _MAX_PARAMETERS // size))

@@ -53,6 +53,7 @@ class EpochCounters:
         self.density += metrics["density"]
         self.padding += metrics["padding"]
         self.load_steps += 1
+        # The number of workers is known with the first step.
         before = self.load or [0.0] * len(metrics["per_rank"])
         self.load = [sum(pair) for pair in zip(before, metrics["per_rank"], strict=True)]
 
@@ -95,7 +96,12 @@ class Trainer(Protocol):
 
 
 def evaluation_chunk(model: nn.Module, batch_size: int) -> int:
-    """Return how many examples are evaluated at once."""
+    """Return how many examples are evaluated at once.
+
+    Args:
+        model: The model; its size and device decide.
+        batch_size: Examples per worker and training step.
+    """
     small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if next(model.parameters()).is_cuda:
         return _GPU_CHUNK if small else _GPU_CHUNK_LARGE
@@ -109,16 +115,26 @@ def full_loss(
 
     Each rank evaluates every R-th chunk. Chunks are summed in a fixed order, so the result has the
     same bits for any number of ranks.
+
+    Args:
+        task: The task.
+        model: The model; its mode is restored.
+        tensors: The arguments of `Task.loss`, n examples each.
+        world: The R ranks that share the work; all of them must call this.
+        chunk: Examples evaluated at once.
     """
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):
         for at in range(world.rank, len(chunks), world.size):
+            # The loss is a mean over the chunk; the last chunk may be shorter.
             sums[at] = task.loss(model, *chunks[at]).double() * len(chunks[at][0])
     # Every entry is non-zero on one rank only: the all-reduce adds zeros, which is exact.
     totals = all_reduce(sums, world).value.tolist()
+    # JSON has no NaN, and a run that diverged is a result.
     if not all(map(math.isfinite, totals)):
         return None
+    # Exact, so the order of chunks does not matter.
     return math.fsum(totals) / len(tensors[0])
 
 
@@ -129,5 +145,6 @@ def finite_metric(task: Task, model: nn.Module, tensors: Tensors) -> float | Non
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
     """Give all ranks rank 0's buffers (BatchNorm statistics), as DDP does before a forward."""
+    # Otherwise each rank would evaluate its part of the loss with other statistics.
     for buffer in model.buffers():
         broadcast(buffer, world)

@@ -37,6 +37,8 @@ class WorkerTurns:
         self._device = torch.device(config.device)
         self._rng_states = []
         for worker in range(config.workers):
+            # A generator state per worker: with one shared by all, a worker's dropout masks would
+            # depend on how many others there are, and differ from those of a real rank.
             torch.manual_seed(worker_seed(config.seed, worker))
             self._rng_states.append(get_rng_states(self._device))
         self._before: list[Tensor] = []  # buffers before a step, from which all workers start
@@ -54,6 +56,8 @@ class WorkerTurns:
         """
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if worker == 0:
+            # As DDP does: it broadcasts rank 0's buffers before each forward, so every worker
+            # starts from the same ones and only the update of worker 0 remains.
             self._before = [buffer.clone() for buffer in self._buffers]
         else:
             self._set_buffers(self._before)
@@ -81,6 +85,7 @@ class GradientAverager:
         settings = None
         if config.density is not None:
             settings = make_settings(config.sparsify, config.density, **(config.method or {}))
+        # The layout of real ranks, so that partitions and thresholds cover the same elements.
         self.layout = FlatLayout.of(counts, 0 if settings is None else settings.dense_below)
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
@@ -121,8 +126,8 @@ class GradientAverager:
     def end_epoch(self, counters: EpochCounters) -> None:
         """Record the norm of worker 0's residual after the last step."""
         if self._sparse is not None:
-            kept = self._sparse.workers[0].feedback.residual
-            counters.residual_norm = float(torch.linalg.vector_norm(kept))
+            residual = self._sparse.workers[0].feedback.residual
+            counters.residual_norm = float(torch.linalg.vector_norm(residual))
 
 
 class VirtualCoordination:
@@ -155,6 +160,7 @@ class VirtualCoordination:
         """Adopt the next orders."""
         self._gatherer.flush()
         ordering = self._ordering
+        # Nothing was observed, but the order still needs to know that the epoch is complete.
         if not ordering.policy.needs_rows:
             steps = ordering.length - ordering.steps
             ordering.observe(None, torch.ones((steps, self._workers), dtype=torch.bool))
@@ -192,5 +198,5 @@ class SparseAverager:
 
 
 def mean_of(grads: Tensor) -> Tensor:
-    """Return the mean of (R, D) gradients in the bits that ranks would get."""
+    """Return (D,) the mean of (R, D) gradients, in the bits that ranks would get."""
     return mean_of_rows(grads, out=torch.empty_like(grads[0]))

@@ -49,6 +49,7 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
     named = resolve_rows(config.row_choice(), config.unit, config.batch_size)
     free = config.workers == 1 or config.density is None
     if isinstance(named, BatchRows) and not free:
+        # The same refusal as by `attach`: a virtual run must not accept what real ranks do not.
         raise ValueError("rows='batch' does not work with a sparsifier: use 'sketch'")
     if named is not None:
         return named
@@ -77,6 +78,8 @@ class VirtualTrainer:
         self._config, self._task = config, task
         device = self._device = torch.device(config.device)
         self._split = split.to(device)
+        # As on real ranks: the model comes from the seed of the run, workers get their own after
+        # it.
         torch.manual_seed(config.seed)
         self.model = task.model().to(device)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -98,6 +101,7 @@ class VirtualTrainer:
         self._optimizer = make_optimizer(self._parameters, config)
         self._turns = WorkerTurns(self.model, config)
         self._graphed: GraphedFunction | None = None
+        # Hooks that read rows call Python, and dropout draws numbers: neither can be replayed.
         if capture and device.type == "cuda" and self._rows is None and not has_dropout(self.model):
             self._graphed = GraphedFunction(self._all_gradients, restore=list(self.model.buffers()))
         self._exchange_timer, self._ordering_timer = DeviceTimer(device), DeviceTimer(device)
@@ -121,6 +125,7 @@ class VirtualTrainer:
             with self._exchange_timer.measure():
                 self._averager.average(grads, counters)
             if self._tracks_prefix_sums:
+                # A new tensor each step, and a copy is what gets clipped: no clone is needed.
                 means.append(self._averager.mean)
             with self._ordering_timer.measure():
                 if self._gradients_are_rows:
@@ -163,11 +168,13 @@ class VirtualTrainer:
         grads, rows = [], []
         for worker, own in enumerate(batch):
             fetch = time.perf_counter()
+            # No DataLoader: all examples are on the device, and one index fetches a batch.
             examples = tuple(tensor[own] for tensor in self._split.train)
             counters.data_seconds += time.perf_counter() - fetch
             with self._turns.of(worker):
                 self._optimizer.zero_grad()
                 self._task.loss(self.model, *examples).backward()
+            # Copied out: the next worker's backward writes to the same gradients.
             grads.append(self._averager.flat_grad())
             if self._rows is not None:
                 with self._ordering_timer.measure():

@@ -27,6 +27,7 @@ _NOT_VMAPPABLE = (
 class _PatchConvFunction(torch.autograd.Function):
     """A convolution whose weight gradient is a matrix product with image patches."""
 
+    # Makes torch.func derive the rule by vmapping forward and backward, which are plain operators.
     generate_vmap_rule = True
 
     @staticmethod
@@ -118,7 +119,9 @@ class UnrolledLSTM(nn.LSTM):
         cell: Tensor | None = None
         states: list[Tensor] = []
         for gate in gates.unbind(0):
+            # The state starts at zero: the product with it would be wasted.
             total = gate if not states else gate + states[-1] @ w_hh.T
+            # In the order in which nn.LSTM stacks its weights.
             input_gate, forget_gate, candidate, output_gate = total.chunk(4, -1)
             new = input_gate.sigmoid() * candidate.tanh()
             cell = new if cell is None else torch.addcmul(new, forget_gate.sigmoid(), cell)
@@ -127,7 +130,12 @@ class UnrolledLSTM(nn.LSTM):
 
 
 def why_not_vmappable(model: nn.Module) -> str | None:
-    """Return why copies of this model cannot be batched with vmap; None if they can."""
+    """Return why copies of this model cannot be batched with vmap; None if they can.
+
+    >>> why_not_vmappable(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    'it has buffers'
+    """
+    # Buffers carry state from batch to batch, and stacked runs have one template model.
     if any(True for _ in model.buffers()):
         return "it has buffers"
     if not all(parameter.requires_grad for parameter in model.parameters()):
@@ -145,12 +153,16 @@ def prefers_loop(model: nn.Module) -> bool:
 
     Libraries are fast at convolving many images with one set of weights, but not with one set
     per model.
+
+    >>> prefers_loop(nn.Conv2d(3, 6, 5)), prefers_loop(nn.Linear(2, 2))
+    (True, False)
     """
     return any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
 
 
 def make_vmappable(model: nn.Module) -> nn.Module:
     """Return a copy with layers that vmap can batch; parameter names stay the same."""
+    # A copy: changing the class in place would change the model that evaluates.
     model = copy.deepcopy(model)
     for module in model.modules():
         # Same parameters and settings, another forward: changing the class is enough.
@@ -166,6 +178,7 @@ def _plain_conv(module: nn.Module) -> bool:
         type(module) is nn.Conv2d
         and module.groups == 1
         and module.padding_mode == "zeros"
+        # "same" and "valid" would have to be turned into numbers first.
         and not isinstance(module.padding, str)
     )
 
