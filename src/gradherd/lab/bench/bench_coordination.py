@@ -28,6 +28,7 @@ _PAIR = 2  # steps timed together: signs are computed at every second one
 _WARMUP_DIM = 1000
 
 
+# All cases have step and wait, and take the same arguments, used or not.
 class AllReduceCase:
     """Average with an all-reduce; no ordering."""
 
@@ -49,6 +50,7 @@ class AllGatherCase:
     def __init__(self, world: World, dim: int, steps: int) -> None:
         self._world = world
         self._running = torch.zeros(dim)
+        # Signs are those of pair differences: the first gradient of a pair waits for the second.
         self._first: Tensor | None = None
         self.bytes = 0
 
@@ -88,6 +90,7 @@ class ShardedCase:
         self._mean.start(grad)
         rows = self._mean.finish(columns=True)
         assert rows is not None
+        # In a thread and on a group of its own, as in training: signs overlap with the next step.
         script = observe_slices(self._ordering, rows)
 
         def sign() -> None:
@@ -110,6 +113,7 @@ CASES: dict[str, Callable[[World, int, int], AllReduceCase | AllGatherCase | Sha
 def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
     """Measure on this rank, alternating between the cases so that noise hits all alike."""
     world = World.detect()
+    # Other values on each rank, as in training: equal ones would make all differences zero.
     grad = torch.randn(dim, generator=torch.Generator().manual_seed(world.rank))
     cases: dict[str, AllReduceCase | AllGatherCase | ShardedCase] = {}
     peaks: dict[str, int | None] = {}
@@ -119,6 +123,7 @@ def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
         warmup = min(dim, _WARMUP_DIM * world.size)
         _time_pair(make(world, warmup, _PAIR), grad[:warmup], world)
         with PeakMemory(grad.device) as peak:
+            # Built inside: the running sum is part of what ordering costs.
             case = cases[name] = make(world, dim, _PAIR * (repeats + 1))
             _time_pair(case, grad, world)
         peaks[name], sent[name] = peak.bytes, case.bytes // _PAIR
@@ -136,6 +141,7 @@ def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
             "bytes": sent[name],
             "peak_bytes": peaks[name],
             "ratio": seconds[name] / seconds["all-reduce"],
+            # One worker sends nothing.
             "bytes_ratio": sent[name] / max(1, sent["all-reduce"]),
         }
         for name in cases

@@ -60,6 +60,7 @@ class RowsBench:
 
     def vmap(self) -> None:
         """Form all gradients at once."""
+        # Detached: autograd would otherwise record a second graph beside that of torch.func.
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
 
         def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -93,8 +94,10 @@ def bench_rows(
     seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}
     for case in ("plain", "vmap", "loop", "exact", "sketch"):
+        # Hooks only for the cases that read them: they would slow down the others.
         capture = Capture(bench.model) if case in ("exact", "sketch") else None
         step = getattr(bench, case)
+        # Bound as defaults: a lambda would otherwise see the last case of the loop.
         call = step if capture is None else lambda step=step, own=capture: step(own)
         with PeakMemory(device) as peak:
             call()

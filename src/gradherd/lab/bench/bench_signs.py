@@ -32,6 +32,7 @@ def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:
     """
     signs = []
     for vector in vectors:
+        # bool() copies to the host: on a GPU this wait is what the loop costs.
         plus = bool(torch.inner(running, vector) <= 0)
         running = running + vector if plus else running - vector
         signs.append(plus)
@@ -57,6 +58,7 @@ def bench_signs(
 
 def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
     _, count, dim = vectors.shape
+    # The time of a sign does not depend on values, so the sum may start at zero.
     running = torch.zeros_like(vectors[:, 0])
     rest = (Greedy(), np.zeros((1, count)), np.empty((0, 1)))
     cases: dict[str, Callable[[], object]] = {
@@ -70,6 +72,7 @@ def _compare(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
         with PeakMemory(device) as peak:
             fn()
         peaks[case], seconds[case] = peak.bytes, median_seconds(fn, device)
+    # No method can sign vectors without reading them once.
     ceiling = median_seconds(vectors.sum, device)
     return [
         {

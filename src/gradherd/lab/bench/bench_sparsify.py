@@ -49,9 +49,11 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     fresh = torch.randn(dim, generator=generator, device=device)
     grad, residual = torch.empty_like(fresh), torch.zeros_like(fresh)
     k = target_count(density, dim)
+    # Computed outside the timed calls: exdyna brings its threshold along from the step before.
     threshold = float(fresh.abs().topk(k).values[-1])
     feedback = ErrorFeedback(dim, dtype=fresh.dtype, device=device)
 
+    # Every call must select the same elements; residuals that grow would change that.
     def reset() -> None:
         grad.copy_(fresh)
         for memory in (residual, feedback.residual):
@@ -75,6 +77,7 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     def fused() -> None:
         feedback.add(0, grad, 1.0)
         grad.zero_()
+        # Part of the hook: a gradient that is not finite must skip the step.
         feedback.finite()
         feedback.commit(indices_above(feedback.acc, threshold), None)
 
@@ -169,7 +172,11 @@ def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any
             for _ in range(_GRADIENTS)
         ]
     )
+    # DDP serves only for its parameters and group: buckets come from this file, so that all hooks
+    # see the same ones.
     sparse = SparseHook(DDP(model), Sparsify(method=ExDyna(density=density)))
+    # start_powerSGD_iter is at least 2 in torch; the steps before it are dense, and the warm-up
+    # covers them.
     low_rank = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     group = dist.group.WORLD
     assert group is not None
@@ -191,6 +198,7 @@ def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any
         for name, hook in hooks.items():
             times[name].append(_step(hook, buckets, grads, world, name in _ONE_BUCKET_AT_A_TIME))
     dense = 2 * 4 * dim * (world.size - 1) // world.size
+    # torch's hooks do not count bytes, so these are what a ring all-reduce sends.
     sent = {
         "dense": dense,
         "fp16": dense // 2,
@@ -214,6 +222,7 @@ def _matrices(dim: int) -> list[nn.Parameter]:
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[BenchBucket]:
     groups: list[list[nn.Parameter]] = [[]]
+    # DDP fills buckets from the last layer, whose gradients are ready first.
     for parameter in reversed(parameters):
         if groups[-1] and 4 * sum(p.numel() for p in groups[-1]) >= _BUCKET_BYTES:
             groups.append([])
@@ -237,6 +246,7 @@ def _step(
         futures.append(hook(bucket))
         if one_at_a_time:
             futures[-1].wait()
+    # All hooks first, then the waits: buckets are in flight together, as in a backward.
     for future in futures:
         future.wait()
     return time.perf_counter() - begin

@@ -26,11 +26,13 @@ class DDPTraining:
     """A DDP training loop with its own model, optimizer, loader and order."""
 
     def __init__(self, order: str, params: int, batch: int, world: World) -> None:
+        # The same data and the same model for both orders, on every rank.
         torch.manual_seed(0)
         x = torch.randn(_BATCHES * batch * world.size, 784)
         data = TensorDataset(x, torch.randint(10, (len(x),)))
         self.model = DDP(mlp(params))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        # Whole batches as units: the gradients that are averaged anyway are the rows.
         self.sampler = OrderedSampler(data, order, batch_size=batch, unit=batch)
         self.loader = DataLoader(data, batch_size=batch, sampler=self.sampler)
         self.herd: Herd = attach(self.model, order=self.sampler)
@@ -38,6 +40,7 @@ class DDPTraining:
 
     def _endless_batches(self) -> Iterator[list[Tensor]]:
         while True:
+            # Epochs follow each other, so the end of an epoch is timed as well.
             yield from self.loader
 
     def steps(self, count: int) -> None:
@@ -55,6 +58,7 @@ def bench_step(params: int, batch: int, repeats: int) -> list[dict[str, Any]]:
     runs: dict[str, DDPTraining] = {}
     peaks: dict[str, int | None] = {}
     for order in ("d-rr", "cd-grab"):
+        # The first block also warms up: DDP rebuilds its buckets after the first step.
         with PeakMemory(torch.device("cpu")) as peak:
             runs[order] = DDPTraining(order, params, batch, world)
             runs[order].steps(_BLOCK)

@@ -31,6 +31,7 @@ _BALANCED, _SEEDS = ("cd-grab", "id-grab", "id-pair-grab"), 3  # makes nine runs
 
 def random_images(count: int) -> Split:
     """Return `count` random examples in the shape of CIFAR-10's."""
+    # Random pixels: speed does not depend on content, and no data set is needed.
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
     labels = torch.randint(10, (count,), generator=generator)
@@ -58,6 +59,7 @@ class PlainLoop:
     def epoch(self) -> int:
         """Train one epoch; return the number of steps."""
         device = self._columns[0].device
+        # On the device: indices from the host would have to be copied in every step.
         batches = torch.randperm(len(self._columns[0]), device=device).split(self._batch)
         for batch in batches:
             self._optimizer.zero_grad()
@@ -107,6 +109,7 @@ def make_case(
     if case == "turns":
         (config,) = runs_of(["cd-grab"], 1, "exact")
         few = split.first(max(LEAST_STEPS, steps // _TURNS) * examples)
+        # Not captured: this is the case that graphs and stacking are compared with.
         return TrainerLoop(VirtualTrainer(config, task, few, capture=False), 1)
     configs = {
         "one run": lambda: runs_of(["cd-grab"], 1, "exact"),
@@ -137,6 +140,7 @@ def bench_virtual(
     loops: dict[str, PlainLoop | TrainerLoop] = {}
     peaks: dict[str, int | None] = {}
     for case in CASES:
+        # Includes building and the first epoch, in which graphs are captured.
         with PeakMemory(device) as peak:
             loops[case] = make_case(case, workers, batch, steps, device)
             loops[case].epoch()
@@ -173,6 +177,7 @@ def _step_seconds(loop: PlainLoop | TrainerLoop, device: torch.device) -> float:
     """Return the seconds per step of one run, from a whole epoch."""
     _synchronize(device)
     begin = time.perf_counter()
+    # A whole epoch: its end, where the next orders are set, belongs to the cost of a step.
     steps = loop.epoch()
     _synchronize(device)
     return (time.perf_counter() - begin) / (steps * loop.runs)

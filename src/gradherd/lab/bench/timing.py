@@ -33,6 +33,7 @@ def median_seconds(
     if device.type == "cuda":
         return _median_gpu_seconds(fn, device, at_least, setup)
     times: list[float] = []
+    # A median of three ignores one outlier.
     while len(times) < 3 or sum(times) < at_least:
         setup()
         begin = time.perf_counter()
@@ -53,6 +54,7 @@ def _median_gpu_seconds(
     with torch.cuda.device(device):
         while len(times) < 10 or sum(times) < at_least:
             events = []
+            # Ten at a time: a synchronisation after each would add its own wait.
             for _ in range(10):
                 setup()
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -89,6 +91,7 @@ class PeakMemory:
         self.bytes: int | None = None
 
     def __enter__(self) -> "PeakMemory":
+        # Garbage that is freed inside the block would hide what the block allocates.
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -113,6 +116,7 @@ class PeakMemory:
             torch.cuda.synchronize(self._device)
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
         elif _CLEAR_REFS.exists():
+            # The process may have shrunk below the level before.
             self.bytes = max(0, _status_kilobytes("VmHWM") - self._before) * 1024
 
 

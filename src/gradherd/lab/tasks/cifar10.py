@@ -29,6 +29,7 @@ from gradherd.lab.tasks.safe_readers import (
 )
 from gradherd.lab.tasks.task import Split, check_limit
 
+# A label byte, then red, green and blue planes of 32 x 32 pixels.
 ROW_BYTES = 1 + 3 * 32 * 32
 BATCH_NAMES = tuple(name for name, _ in CIFAR_BATCHES)
 Rows = NDArray[np.uint8]
@@ -37,7 +38,22 @@ _MAX_MEMBERS = 1000
 
 
 def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Split:
-    """Return (n, 3, 32, 32) uint8 pixels and (n,) labels: 50,000 for training, 10,000 for test."""
+    """Load CIFAR-10.
+
+    Pixels stay uint8 and are normalised in the loss: as float32 the set would take four times the
+    memory.
+
+    Args:
+        data_dir: Folder to search first.
+        limit: Load only the first `limit` examples of each part.
+
+    Returns:
+        (n, 3, 32, 32) uint8 pixels and (n,) labels: 50,000 for training, 10,000 for test.
+
+    Raises:
+        MissingData: The data set is in none of the folders.
+        DamagedData: A file is damaged.
+    """
     check_limit(limit)
     local = find_dataset("cifar10", data_dir)
     # The first batch is enough for small limits: reading all of them takes seconds.
@@ -49,11 +65,23 @@ def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Spli
 
 
 def read_batches(local: LocalDataSet, names: Iterable[str] = BATCH_NAMES) -> dict[str, Rows]:
-    """Return (m, 3073) rows of some batches, verified against the published checksums."""
+    """Read some batches, verified against the published checksums.
+
+    Args:
+        local: The data set on disk, in any form.
+        names: Batches to read, from BATCH_NAMES.
+
+    Returns:
+        (m, 3073) uint8 rows of each batch.
+    """
     names = tuple(names)
     is_archive = local.form.name == "archive"
+    # One scan for all batches: a compressed archive cannot be entered in the middle.
     contents = _read_archive(local, names) if is_archive else {}
+    # What an error names: the file that the user can fetch again.
     place = local.paths["cifar-10-binary.tar.gz"] if is_archive else local.folder
+    # Only the binary form has published checksums. All forms are converted to it, so one list
+    # verifies all of them, lossless WebP included.
     published = {file.name: file for file in DATASETS["cifar10"].form("binary").files}
     batches = {}
     for name in names:
@@ -88,6 +116,7 @@ def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _to_tensors(rows: Rows) -> tuple[Tensor, Tensor]:
+    # Rows have 3,073 bytes: without a copy, images would not be contiguous.
     pixels = np.ascontiguousarray(rows[:, 1:]).reshape(-1, 3, 32, 32)
     return torch.from_numpy(pixels), torch.from_numpy(rows[:, 0].astype(np.int64))
 
@@ -142,6 +171,7 @@ def _read_archive(local: LocalDataSet, names: tuple[str, ...]) -> dict[str, byte
                 file = archive.extractfile(member) if plain and member.name in wanted else None
                 if file is not None:
                     contents[wanted[member.name]] = file.read()
+                # Decompressing the rest would take seconds.
                 if len(contents) == len(wanted):
                     break
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
@@ -161,6 +191,7 @@ class _BoundedGzip(gzip.GzipFile):
 
     def read(self, size: int | None = -1) -> bytes:
         """Return up to `size` bytes."""
+        # One byte more than allowed, to tell a file that is too long from one that just fits.
         requested = self._left + 1 if size is None or size < 0 else size
         content = super().read(min(requested, self._left + 1))
         self._left -= len(content)

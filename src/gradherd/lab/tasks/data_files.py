@@ -10,6 +10,7 @@ from gradherd.lab.tasks.datasets import DATASETS, DataFile, DataSet, Form
 from gradherd.lab.tasks.safe_readers import MAX_BYTES, DamagedData, decode_utf8, read_file
 from gradherd.lab.text import printable
 
+# The plain file first: it is the fastest to read.
 _SUFFIXES = ("", ".xz", ".gz")
 
 
@@ -40,6 +41,8 @@ class LocalDataSet:
         # Text with Windows line ends is larger than published, but never twice as large.
         content = read_file(self.paths[name], MAX_BYTES if file.size is None else 2 * file.size)
         if file.text:
+            # git and editors on Windows change line ends; the checksum is that of the published
+            # file.
             content = content.replace(b"\r\n", b"\n")
         verify_file(file, content, self.paths[name])
         return content
@@ -61,6 +64,7 @@ def data_dirs(data_dir: Path | None = None) -> list[Path]:
     given = [str(data_dir)] if data_dir is not None else []
     from_environment = os.environ.get("GRADHERD_DATA", "")
     folders = [*given, *([from_environment] if from_environment else []), str(cache_dir())]
+    # Two of them may be the same folder; errors should name it once.
     return list(dict.fromkeys(expand_user(Path(folder)) for folder in folders))
 
 
@@ -68,6 +72,7 @@ def expand_user(path: Path) -> Path:
     """Return a path with ~ expanded; unchanged if there is no such user."""
     try:
         return path.expanduser()
+    # Path.expanduser raises it for ~name of an unknown user.
     except RuntimeError:
         return path
 
@@ -88,6 +93,8 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     dataset, roots = DATASETS[name], data_dirs(data_dir)
     # If no form is complete, name what the most complete one lacks.
     most_files, hint = 0, ""
+    # Folder by folder, not form by form: the folder that the user named wins, even if another one
+    # has a form that is faster to read.
     for root in roots:
         for form in dataset.forms:
             for folder in (root / below for below in form.folders):
@@ -106,7 +113,12 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
 
 
 def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
-    """Return the data set if one of its forms is complete in this very folder."""
+    """Return the data set if one of its forms is complete in this very folder.
+
+    Args:
+        dataset: The data set.
+        folder: The only folder that is searched; subfolders do not count.
+    """
     for form in dataset.forms:
         paths = _present(folder, form.files)
         if len(paths) == len(form.files):
@@ -115,7 +127,17 @@ def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
 
 
 def verify_file(file: DataFile, content: bytes, location: object) -> None:
-    """Raise DamagedData if decompressed content is not what was published."""
+    """Compare decompressed content with what was published.
+
+    Args:
+        file: The published size and checksum, as far as they are known.
+        content: The decompressed content.
+        location: What an error message names.
+
+    Raises:
+        DamagedData: They differ.
+    """
+    # The size first: it tells a download that was cut off from another edition.
     if file.size is not None and len(content) != file.size:
         problem = "truncated" if len(content) < file.size else "not the published file"
         raise DamagedData(

@@ -81,6 +81,7 @@ CIFAR10 = DataSet(
             ("cifar10",),
             (*(DataFile(f"{name}.webp") for name, _ in CIFAR_BATCHES), DataFile("labels.npz")),
         ),
+        # An archive has no checksum here: its members do, whatever compressed them.
         Form("archive", ("cifar10", ""), (DataFile("cifar-10-binary.tar.gz"),)),
         Form(
             "pickles",
@@ -132,6 +133,7 @@ FASHION_MNIST = DataSet(
 _WIKITEXT = (
     "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2"
 )
+# The same text under two names: that of PyTorch's examples, and that of the original release.
 _WIKITEXT_FILES = tuple(
     DataFile(f"{part}.txt", size, sha256, aliases=(f"wiki.{part}.tokens",), text=True)
     for part, size, sha256 in (
@@ -242,6 +244,8 @@ SST2 = DataSet(
     ),
 )
 
+# No download: the file is made from the register with a public toolkit. Editions differ, so it has
+# no checksum and is validated when it is read.
 HMDA_2017 = DataSet(
     name="hmda-2017",
     title="HMDA 2017, mortgage applications of New Jersey",

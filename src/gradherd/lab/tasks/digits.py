@@ -49,6 +49,7 @@ class Digits:
     def model(self) -> nn.Module:
         """Return a linear layer, initialised to zero."""
         model = nn.Linear(64, 10)
+        # A convex problem needs no random start, and all arms then begin with the same loss.
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
         return model
@@ -66,6 +67,7 @@ class Digits:
 def load_digits() -> Split:
     """Return scikit-learn's digits, shuffled and split with a fixed seed."""
     try:
+        # Optional: only these two tasks need it.
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError:
         raise MissingData(
@@ -73,7 +75,10 @@ def load_digits() -> Split:
             "pip install 'gradherd[tasks]'"
         ) from None
     pixels, digits = datasets.load_digits(return_X_y=True)
+    # The same split whatever the seed of a run; the stream of RandomState is frozen across versions
+    # of numpy.
     order = np.random.RandomState(0).permutation(len(digits))
+    # Pixels are counts from 0 to 16.
     x = torch.tensor(pixels[order] / 16, dtype=torch.float32)
     y = torch.tensor(digits[order], dtype=torch.int64)
     return Split((x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:]))

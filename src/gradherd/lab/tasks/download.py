@@ -54,10 +54,16 @@ def verify_dataset(local: LocalDataSet) -> None:
 def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -> LocalDataSet:
     """Download a data set into `root`/name, unless an intact copy is there, and return it.
 
+    Args:
+        dataset: The data set.
+        root: A data folder; it is created if needed.
+        progress: Called while files arrive.
+
     Raises:
         DownloadError: No network, no such file, no space, or unexpected content.
     """
     folder = root / dataset.name
+    # Verified, not only present: `data get` is also the way to repair a damaged set.
     existing = _find_intact(dataset, folder)
     if existing is not None:
         return existing
@@ -73,9 +79,11 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
             downloaded = find_in_folder(dataset, Path(name))
             if downloaded is None:
                 raise DamagedData("some files are missing")
+            # Before the files move: what is in the cache folder is always complete and intact.
             verify_dataset(downloaded)
             folder.mkdir(exist_ok=True)
             for path in downloaded.paths.values():
+                # Replaces damaged files of an earlier attempt.
                 os.replace(path, folder / path.name)
     except DamagedData as error:
         raise DownloadError(
@@ -103,7 +111,11 @@ def _download_all(dataset: DataSet, folder: Path, progress: DownloadProgress) ->
     for download in dataset.downloads:
         try:
             _download_file(download, folder / download.name, progress)
+        # HTTPException is no OSError: http.client raises it for malformed answers. ValueError: a
+        # Content-Length that is no number.
         except (OSError, HTTPException, ValueError) as error:
+            # A URLError hides the real reason, such as a failed name lookup, in `reason`; that of
+            # an HTTPError lacks the status code.
             cause = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
             raise DownloadError(
                 f"cannot fetch {download.url}: {cause}; try again, or {dataset.by_hand} "
@@ -141,6 +153,7 @@ def _copy(source: BinaryIO, target: BinaryIO, progress: Callable[[int], None]) -
 def _unzip(download: Download, folder: Path) -> None:
     try:
         with zipfile.ZipFile(folder / download.name) as archive:
+            # Under names of our own: a path in an archive may point outside of the folder.
             members = {name: read_zip_member(archive, path) for path, name in download.members}
     except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
         raise DamagedData(f"{download.url} is not a valid archive: {error_line(error)}") from None

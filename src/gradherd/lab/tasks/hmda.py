@@ -47,11 +47,14 @@ class HMDA:
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Load (n, 18) standardised features and (n,) labels, 1 = granted, split 80 to 20."""
         features, labels = read_hmda(find_dataset("hmda-2017", data_dir))
+        # The same split whatever the seed of a run.
         order = np.random.RandomState(0).permutation(len(features))
         cut = max(1, len(features) * 4 // 5)
         # In double precision: some features are large compared with their deviation.
         x = features[order].astype(np.float64)
+        # Of the training part alone: the test set must not leak into the features.
         scale = x[:cut].std(0)
+        # A feature that never varies stays 0 instead of becoming NaN.
         x = (x - x[:cut].mean(0)) / np.where(scale > 0, scale, 1)
         inputs = torch.from_numpy(x.astype(np.float32))
         targets = torch.from_numpy(labels[order].astype(np.float32))
@@ -85,6 +88,7 @@ def read_hmda(local: LocalDataSet) -> tuple[NDArray[Any], NDArray[Any]]:
             f"{path} holds X {features.shape} and y {labels.shape}, "
             f"expected (n, {FEATURES}) and (n,)"
         )
+    # Text and objects would fail somewhere inside numpy.
     numeric = all(array.dtype.kind in "fiub" for array in (features, labels))
     if not numeric or len(features) < 2:
         raise DamagedData(

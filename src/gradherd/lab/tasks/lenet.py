@@ -30,6 +30,7 @@ def lenet(channels: int, padding: int = 0) -> nn.Sequential:
         nn.Conv2d(6, 16, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
+        # On 5 x 5 maps this is a full connection, as in the original.
         nn.Conv2d(16, 120, 5),
         nn.ReLU(),
         nn.Flatten(),
@@ -75,6 +76,7 @@ class Cifar10LeNet:
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the accuracy in percent."""
+        # Normalised chunk by chunk: the whole test set as floats would be four times as large.
         return accuracy(model, *tensors, prepare=normalize)
 
 
@@ -119,6 +121,7 @@ class FashionLeNet:
 
 def _normalize_fashion(pixels: Tensor) -> Tensor:
     """Return float pixels with mean 0 and standard deviation 1 over the training set."""
+    # Mean and standard deviation of the 60,000 training images.
     return (pixels.float() / 255 - 0.2860) / 0.3530
 
 
@@ -133,4 +136,5 @@ def _read_fashion(local: LocalDataSet, part: str) -> tuple[Tensor, Tensor]:
         )
     if labels.max() > 9:
         raise DamagedData(f"{local.paths[label_file]} has label {labels.max()}, expected 0 to 9")
+    # A copy, since the array shares read-only memory with the file's bytes.
     return torch.tensor(pixels).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))

@@ -76,6 +76,7 @@ class M4MLP:
         """
         history, true = read_m4(find_dataset("m4", data_dir))
         means = np.array([[series.mean()] for series in history])
+        # A constant series has no deviation to divide by.
         scales = np.array([[series.std() or 1.0] for series in history])
         windows, ends = [], []
         for series, mean, scale in zip(history, means, scales, strict=True):
@@ -97,6 +98,7 @@ class M4MLP:
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean squared error of the six values."""
         window, ahead = tensors
+        # The forecast is fed back within the forward, so the model is still called once.
         return F.mse_loss(model(window, ahead.shape[1]), ahead)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
@@ -104,6 +106,7 @@ class M4MLP:
 
         def smape(model: nn.Module, *tensors: Tensor) -> Tensor:
             window, true, means, scales = tensors
+            # sMAPE is relative to the values themselves, so the standardisation is undone.
             forecast: Tensor = model(window, true.shape[1]) * scales + means
             return (200 * (forecast - true).abs() / (forecast.abs() + true.abs())).mean(1)
 
@@ -113,6 +116,7 @@ class M4MLP:
 def read_m4(local: LocalDataSet) -> tuple[list[NDArray[np.float64]], NDArray[np.float64]]:
     """Return the series, of different lengths, and the (s, 13) values that follow them."""
     history, ahead = (_read_series(local, f"Weekly-{part}.csv") for part in ("train", "test"))
+    # The order counts as well: rows of the two files are paired by it.
     if list(history) != list(ahead):
         raise DamagedData(f"{local.folder}: the two files do not hold the same series")
     for name, values in history.items():
@@ -128,8 +132,10 @@ def read_m4(local: LocalDataSet) -> tuple[list[NDArray[np.float64]], NDArray[np.
 def _read_series(local: LocalDataSet, name: str) -> dict[str, NDArray[np.float64]]:
     path, series = local.paths[name], {}
     for row in parse_table(local.text(name), path):
+        # A damaged file may hold anything, in any length: this goes into an error message.
         label = printable("".join(row[:1])[:80], 40)
         try:
+            # Shorter series are padded with empty cells or NA.
             values = np.array([float(cell) for cell in row[1:] if cell not in ("", "NA")])
         except ValueError as error:
             raise DamagedData(

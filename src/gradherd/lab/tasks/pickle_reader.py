@@ -17,6 +17,7 @@ import numpy as np
 
 from gradherd.lab.tasks.safe_readers import DamagedData, error_line
 
+# Opcodes by what they put on the stack; anything else is refused.
 _NUMBERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "BINFLOAT", "FLOAT"}
 _BYTES = {"STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
 _TEXT = {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
@@ -44,7 +45,19 @@ class _NumpyObject:
 
 
 def parse_plain_pickle(content: bytes, path: Path) -> dict[bytes, Any]:
-    """Return a pickled dict of plain values and uint8 arrays; nothing in it is executed."""
+    """Return a pickled dict of plain values and uint8 arrays; nothing in it is executed.
+
+    Args:
+        content: The pickle, of any protocol.
+        path: What an error message names.
+
+    Raises:
+        DamagedData: It is damaged, or holds anything else.
+
+    >>> import pickle
+    >>> parse_plain_pickle(pickle.dumps({b"labels": [3, 1]}), Path("batch"))
+    {b'labels': [3, 1]}
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings of protocol 0
@@ -66,14 +79,18 @@ def _interpret(content: bytes) -> Any:
     stack: list[Any] = []
     # A dict, not a list: a hostile pickle can name any memo index.
     memo: dict[Any, Any] = {}
+    # genops only decodes: it neither imports nor calls, and checks lengths against the data.
     for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
         name = opcode.name
+        # Neither changes the stack.
         if name in ("PROTO", "FRAME"):
             continue
         if name == "STOP":
+            # Exactly one value: anything else is a broken program.
             (value,) = stack
             return value
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            # MEMOIZE numbers entries by itself; the older opcodes name an index.
             memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
@@ -100,8 +117,10 @@ def _plain(name: str, argument: Any) -> Any:
     if name in _NUMBERS:
         return argument
     if name in _BYTES:
+        # Python 2 wrote bytes as str, which pickletools decodes as Latin-1: encoding restores them.
         return argument if isinstance(argument, bytes) else argument.encode("latin1")
     if name in _TEXT:
+        # Keys are compared as bytes, whichever Python wrote the file.
         return argument.encode("utf-8", "surrogatepass")
     if name in ("EMPTY_LIST", "EMPTY_DICT"):
         return [] if name == "EMPTY_LIST" else {}
@@ -112,6 +131,7 @@ def _collect(name: str, stack: list[Any]) -> bool:
     """Move the top of the stack into a list, tuple or dict; return False for other opcodes."""
     if name in _TUPLES:
         size = _TUPLES[name]
+        # A negative slice would wrap around to the bottom of the stack.
         if size > len(stack):
             raise ValueError("it takes more values than it has")
         stack[len(stack) - size :] = [tuple(stack[len(stack) - size :])]
@@ -152,6 +172,7 @@ def _set_items(target: Any, items: list[Any]) -> dict[bytes, Any]:
 
 
 def _global(argument: Any, stack: list[Any]) -> _Global:
+    # STACK_GLOBAL takes module and name from the stack, GLOBAL from the opcode.
     if argument is None:
         name, module = stack.pop(), stack.pop()
         if not isinstance(name, bytes) or not isinstance(module, bytes):
@@ -171,12 +192,14 @@ def _numpy_object(function: Any, args: Any) -> _NumpyObject:
 
 def _array(array: _NumpyObject) -> Any:
     """Return a uint8 array from the state that numpy pickled: version, shape, dtype, ..."""
+    # A state of another length raises ValueError, which is reported like all others.
     _, shape, dtype, fortran_order, raw = array.state
     is_dtype = isinstance(dtype, _NumpyObject) and dtype.kind == _DTYPE
     if not is_dtype or dtype.args[0] not in (b"u1", b"B"):
         raise ValueError("its arrays are not uint8")
     if not isinstance(shape, tuple) or not isinstance(raw, bytes):
         raise ValueError("its arrays have no shape or no content")
+    # Exact type: True is an int, too. The product is compared with the bytes that are present.
     if not all(type(size) is int and size >= 0 for size in shape) or len(raw) != math.prod(shape):
         raise ValueError(f"it has {len(raw):,} bytes for an array of another size")
     return np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran_order else "C")

@@ -32,6 +32,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 """Tasks by name."""
 
+# A task may be any class: it is checked for members, not for a base class.
 _MEMBERS = tuple(name for name in vars(Task) if not name.startswith("_"))
 
 
@@ -54,6 +55,7 @@ def find_task(name: str) -> Task:
 
 
 def _from_file(name: str) -> Task:
+    # The last colon: the path may hold others.
     file, _, class_name = name.rpartition(":")
     path = expand_user(Path(file))
     if not is_file(path):
@@ -64,6 +66,7 @@ def _from_file(name: str) -> Task:
     if not callable(make):
         raise ValueError(f"task {name!r}: {printable(file, 200)} has no class {class_name!r}")
     try:
+        # Anything may be raised: it is the code of a user.
         task = make()
     except Exception as error:
         raise ValueError(f"task {name!r}: {class_name}() fails: {_describe(error)}") from error
@@ -94,7 +97,9 @@ def _import_file(path: Path, name: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
+    # SystemExit: a script without a __main__ guard may call sys.exit.
     except (Exception, SystemExit) as error:
+        # Else the next attempt would get a module that is half initialised.
         del sys.modules[spec.name]
         raise ValueError(
             f"task {name!r}: {printable(path, 200)} fails: {_describe(error)}"

@@ -21,6 +21,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
+        # No bias: BatchNorm subtracts the mean, and with it any bias.
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels_out)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, 1, 1, bias=False)
@@ -48,6 +49,8 @@ def resnet18() -> nn.Sequential:
         ]
         channels_in = channels
     return nn.Sequential(
+        # 3 x 3 with stride 1, not 7 x 7 with stride 2 as for ImageNet: images have 32 pixels a
+        # side.
         nn.Conv2d(3, 64, 3, padding=1, bias=False),
         nn.BatchNorm2d(64),
         nn.ReLU(),
@@ -103,6 +106,7 @@ class Cifar10ResNet18:
         """Return the mean cross-entropy."""
         pixels, labels = tensors
         images = normalize(pixels)
+        # Not when the loss is evaluated: that must be the same in every epoch.
         if self.augment and model.training:
             images = _augment(images)
         return F.cross_entropy(model(images), labels)
@@ -120,6 +124,7 @@ def _augment(images: Tensor) -> Tensor:
     rows = (top + torch.arange(height)).to(images.device)
     offsets = torch.arange(width).expand(count, width)
     columns = (left + torch.where(flip > 0, width - 1 - offsets, offsets)).to(images.device)
+    # Channels last, so that one index per row and column selects whole pixels.
     padded = F.pad(images, (4, 4, 4, 4)).movedim(1, 3)
     example = torch.arange(count, device=images.device).view(-1, 1, 1)
     return padded[example, rows[:, :, None], columns[:, None, :]].movedim(3, 1).contiguous()

@@ -50,6 +50,7 @@ class DamagedData(ValueError):
 
     def __init__(self, message: str) -> None:
         """Take a message that may quote a file; make it safe to print on a terminal."""
+        # Shortened first: escaping a line of megabytes would take seconds.
         super().__init__(printable(message[:2000], 1000))
 
 
@@ -76,8 +77,10 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
             raise OSError("it is not a file")
         with path.open("rb") as file:
             if path.suffix == ".xz":
+                # Compressed data is shorter than its content, or it is not the file that we want.
                 content = _decompress_xz(file.read(max_bytes + 1), max_bytes)
             elif path.suffix == ".gz":
+                # Reads no further than asked: a bomb stops after one byte too many.
                 content = gzip.GzipFile(fileobj=file).read(max_bytes + 1)
             else:
                 content = file.read(max_bytes + 1)
@@ -94,6 +97,7 @@ def _decompress_xz(packed: bytes, max_bytes: int) -> bytes:
     """Return up to `max_bytes` + 1 bytes of one or more concatenated .xz streams."""
     parts: list[bytes] = []
     left = max_bytes + 1
+    # Files joined with cat have several streams, and a decompressor ends with the first.
     while packed and left:
         stream = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
         parts.append(stream.decompress(packed, left))
@@ -125,6 +129,7 @@ def split_lines(text: str) -> Iterator[str]:
 def parse_table(text: str, path: Path, delimiter: str = ",") -> list[list[str]]:
     """Return the rows below the header of a table; only comma-separated files have quotes."""
     if delimiter != ",":
+        # GLUE's phrases hold quotation marks that csv would take for quoting.
         rows = [line.rstrip("\n").split(delimiter) for line in split_lines(text)]
     else:
         try:
@@ -144,6 +149,7 @@ def parse_idx(content: bytes, path: Path, dims: int) -> NDArray[np.uint8]:
     start = 4 + 4 * dims
     if len(content) < start or content[:4] != struct.pack(">I", 0x800 + dims):
         raise DamagedData(f"{path} is not an idx file of {dims} dimensions; fetch it again")
+    # Big-endian, as MNIST's authors defined it.
     shape = struct.unpack(f">{dims}I", content[4:start])
     if len(content) - start != math.prod(shape):
         raise DamagedData(
@@ -155,6 +161,7 @@ def parse_idx(content: bytes, path: Path, dims: int) -> NDArray[np.uint8]:
 def parse_tiles(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
     """Return the tiles of a WebP image, row by row: (tiles, 3, side, side)."""
     try:
+        # Optional: only one form of one data set needs it.
         from PIL import Image
     except ImportError:
         raise ValueError(
@@ -209,6 +216,7 @@ def read_zip_member(archive: zipfile.ZipFile, name: str, max_bytes: int = MAX_BY
     info = archive.getinfo(name)
     if info.compress_type not in _ZIP_METHODS:
         raise ValueError(f"{name} uses an unsupported compression method")
+    # Checked before reading; the header may still lie, which is checked after.
     if info.file_size > max_bytes:
         raise ValueError(f"{name} would have {info.file_size:,} bytes, {max_bytes:,} are allowed")
     with archive.open(info) as file:

@@ -36,6 +36,7 @@ class PhraseClassifier(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         """Return logits (B, 2) of (B, T) word ids, padded at the end."""
         mask = words != PADDING
+        # Padding must not count in the mean: its states are cleared, and only words are counted.
         states = self.transformer(words, mask) * mask.unsqueeze(2)
         logits: Tensor = self.head(states.sum(1) / mask.sum(1, keepdim=True))
         return logits
@@ -71,11 +72,14 @@ class SST2Transformer:
         check_limit(limit)
         local = find_dataset("sst2", data_dir)
         train, test = (read_phrases(local, name) for name in ("train.tsv", "dev.tsv"))
+        # Of the whole training part, even with a limit: ids must not depend on it.
         vocabulary = build_vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
         parts = []
         for phrases, labels in (train, test):
+            # One length for all: examples are rows of a tensor, fetched by index.
             words = np.full((len(phrases[:limit]), LENGTH), PADDING)
             for row, phrase in zip(words, phrases[:limit], strict=True):
+                # Longer phrases are cut: positions have 64 embeddings.
                 ids = token_ids(phrase[:LENGTH], vocabulary, UNKNOWN)
                 row[: len(ids)] = ids
             parts.append((torch.from_numpy(words), torch.tensor(labels[:limit])))

@@ -24,6 +24,7 @@ class Split:
     def __post_init__(self) -> None:
         for name, tensors in (("train", self.train), ("test", self.test)):
             sizes = [len(tensor) for tensor in tensors]
+            # An empty part would only fail in the first mean over its examples.
             if len(set(sizes)) != 1 or sizes[0] == 0:
                 raise ValueError(
                     f"{name} needs tensors of one length, at least 1, got lengths {sizes}"
@@ -79,11 +80,14 @@ class Defaults:
     """Where these settings come from, in one sentence."""
 
     def __post_init__(self) -> None:
+        # Here rather than in RunConfig, which builds one of these: a task and a run obey the same
+        # rules.
         for name in ("workers", "batch_size", "unit", "epochs", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.batch_size % self.unit:
             raise ValueError(f"unit must divide batch_size {self.batch_size}, got {self.unit}")
+        # Literal is checked by mypy only, and tasks come from files of users.
         if self.optimizer not in ("sgd", "adamw"):
             raise ValueError(f"optimizer must be sgd or adamw, got {self.optimizer!r}")
         if not 0 < self.lr < math.inf:
@@ -96,6 +100,7 @@ class Defaults:
             raise ValueError(f"weight_decay must be at least 0 and finite, got {self.weight_decay}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip must be positive or None, got {self.clip}")
+        # One without the other would be ignored in silence.
         if (self.lr_drop is None) != (self.lr_drop_every is None):
             raise ValueError(
                 "lr_drop and lr_drop_every go together, "

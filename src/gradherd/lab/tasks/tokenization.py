@@ -28,6 +28,7 @@ def build_vocabulary(words: Iterable[str], size: int, special: Sequence[str]) ->
     counts = Counter(words)
     for word in special:
         counts.pop(word, None)
+    # most_common keeps the order of first appearance among equals, which makes ids reproducible.
     frequent = (word for word, _ in counts.most_common(size - len(special)))
     return {word: index for index, word in enumerate(chain(special, frequent))}
 
@@ -80,6 +81,7 @@ class BytePairEncoder:
 
     def encode_lines(self, lines: Iterable[str]) -> Iterator[list[int]]:
         """Yield the token ids of each line, tokenized on its own."""
+        # The pattern is compiled anew only for a line with a character not seen before.
         characters: set[str] = set()
         pattern = _word_pattern(characters)
         for line in lines:
@@ -89,6 +91,7 @@ class BytePairEncoder:
             yield [token for word in pattern.findall(line) for token in self._encode_word(word)]
 
     def _encode_word(self, word: str) -> list[int]:
+        # Texts repeat words: most are looked up, not merged.
         ids = self._cache.get(word)
         if ids is None:
             parts = merge_pairs([_BYTE_CHARACTERS[byte] for byte in word.encode()], self.ranks)
@@ -125,6 +128,7 @@ def _word_pattern(characters: set[str]) -> re.Pattern[str]:
     The original uses \p{L} and \p{N}, which `re` lacks; the letters and numbers that occur are
     listed instead.
     """
+    # One member each, since an empty class is no valid pattern.
     classes = {"L": "a", "N": "0"}
     for character in sorted(characters):
         category = unicodedata.category(character)[0]
@@ -139,6 +143,8 @@ def _word_pattern(characters: set[str]) -> re.Pattern[str]:
 
 def _byte_characters() -> list[str]:
     """Return a printable character for every byte: its own, or one beyond the first 256."""
+    # The table of GPT-2: bytes that print stand for themselves, the others are shifted past 255, so
+    # that vocabulary files have neither spaces nor control characters.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

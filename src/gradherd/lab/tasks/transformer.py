@@ -18,12 +18,13 @@ class SelfAttention(nn.Module):
         if width % heads:
             raise ValueError(f"heads must divide width {width}, got {heads}")
         self.heads, self.causal = heads, causal
+        # One layer for all three: one hook, and one matrix product.
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend over T in (B, T, W); positions where `mask`, (B, T), is False are ignored."""
-        # B and T stay separate dimensions throughout, so that examples can be told apart.
+        # B and T stay separate dimensions throughout, so that rows can be split by example.
         queries, keys, values = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
             queries,

@@ -88,6 +88,7 @@ class WikiText2LSTM:
         for name, words in (("train.txt", train), ("test.txt", test)):
             if len(words) <= LSTM_LENGTH:
                 raise DamagedData(f"{local.paths[name]} has only {len(words)} words")
+            # Enough words for `limit` sequences; the vocabulary is still that of the whole text.
             used = words if limit is None else words[: limit * LSTM_LENGTH + 1]
             ids = token_ids(used, vocabulary, vocabulary[UNKNOWN])
             parts.append((overlapping_sequences(ids, LSTM_LENGTH),))
@@ -115,12 +116,19 @@ def overlapping_sequences(stream: NDArray[np.int64], length: int) -> Tensor:
             [2, 3, 4]])
     """
     count = (len(stream) - 1) // length
+    # Overlapping by one, since the last word of a sequence is only a target.
     starts = np.arange(count)[:, None] * length
     return torch.from_numpy(stream[starts + np.arange(length + 1)])
 
 
 def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
-    """Return the perplexity of a language model on (n, T + 1) tokens."""
+    """Return the perplexity of a language model.
+
+    Args:
+        model: Returns (B, T, V) logits of (B, T) tokens.
+        tokens: (n, T + 1) tokens; all but the first are predicted.
+        chunk: Sequences per call: logits over a vocabulary take much memory.
+    """
 
     def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
         # Flattened as in training: softmax over a middle dimension is slow on a GPU.
@@ -128,6 +136,8 @@ def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return losses.view_as(targets).mean(1)
 
+    # Through a tensor: math.exp raises OverflowError where torch gives infinity, which becomes None
+    # in the record.
     return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())
 
 
@@ -208,6 +218,7 @@ def _blocks(text: LocalDataSet, name: str, bpe: LocalDataSet, max_tokens: int | 
     tokens = load_tokens(cached)
     if tokens is None:
         tokens = _encode(text.text(name), bpe, max_tokens)
+        # A part of the tokens must not be taken for all of them later.
         if max_tokens is None:
             save_tokens(cached, tokens)
     if len(tokens) < GPT2_LENGTH:
@@ -228,6 +239,7 @@ def _encode(text: str, bpe: LocalDataSet, max_tokens: int | None) -> NDArray[np.
             raise ValueError(f"tokens must be below {TOKENS:,}, got {max(tokens):,}")
     except ValueError as error:
         raise DamagedData(f"{bpe.folder} is not GPT-2's vocabulary: {error}") from None
+    # 50,257 tokens fit into two bytes instead of eight.
     return np.array(tokens, np.uint16)
 
 
@@ -235,6 +247,7 @@ def load_tokens(path: Path) -> NDArray[np.uint16] | None:
     """Return cached tokens; None if there are none or the file is damaged."""
     try:
         (tokens,) = parse_npz(read_file(path), path, ("tokens",))
+    # The cache can always be rebuilt, so damage is no error.
     except DamagedData:
         return None
     valid = tokens.ndim == 1 and tokens.dtype == np.uint16
@@ -243,6 +256,7 @@ def load_tokens(path: Path) -> NDArray[np.uint16] | None:
 
 def save_tokens(path: Path, tokens: NDArray[np.uint16]) -> None:
     """Cache tokens; a folder that cannot be written to is not an error."""
+    # A full disk or a read-only home only costs the seconds of tokenizing again.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written under another name and renamed: a concurrent reader never sees half a file.

@@ -224,7 +224,7 @@ class RankTrainer:
                     return self.state(number, so_far)
 
                 self.checkpointer.after_step(state)
-        # Waits for the thread that orders, so that its time belongs to this epoch.
+        # Hands over the rows that still wait, so that the time of ordering belongs to this epoch.
         self._herd.finish()
         counters.seconds = earlier_seconds + time.perf_counter() - begin
         self._add_costs(counters, before)
