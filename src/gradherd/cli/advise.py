@@ -43,7 +43,7 @@ _MAX_MEASURED_PARAMS = 4_000_000_000
 _DEFAULT_BANDWIDTH = 10e9  # bits per second: what rented machines usually have
 _DEFAULT_LATENCY = 50e-6
 _PLACEHOLDER = {"bandwidth": 1e9, "backward": 1.0}
-"""Stands for numbers that are still to be measured, so that all others are checked first."""
+"""Stands for what is still to be measured, so that all others are checked first."""
 OverheadOption = Annotated[
     str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(from --device)")
 ]
@@ -150,7 +150,7 @@ class AdviseCommand:
             cluster = _measure_cluster(params, self.workers, self.device)
             if cluster is None:
                 return  # rank 0 prints
-            setting = self._setting(params, cluster.numbers | given, workers=cluster.workers)
+            setting = self._setting(params, cluster.values | given, workers=cluster.workers)
         else:
             defaults = {
                 "bandwidth": _DEFAULT_BANDWIDTH,
@@ -161,7 +161,7 @@ class AdviseCommand:
         self._print(setting, assumed)
 
     def _given(self) -> dict[str, float]:
-        """Return the numbers given as options, in bits per second and seconds."""
+        """Return what is given as options, in bits per second and seconds."""
         given = {}
         if self.bandwidth is not None:
             given["bandwidth"] = _parse("--bandwidth", self.bandwidth, units.parse_rate)
@@ -172,14 +172,16 @@ class AdviseCommand:
         return given
 
     def _setting(
-        self, params: float, numbers: dict[str, float], *, workers: int | None = None
+        self, params: float, values: dict[str, float], *, workers: int | None = None
     ) -> Setting:
         # On a CPU the cores that exchange are those that compute: nothing overlaps.
         overlap = self.overlap if self.overlap is not None else float(self.device != "cpu")
         link = NetworkLink(
-            bandwidth=numbers["bandwidth"],
-            latency=numbers.get("latency", _DEFAULT_LATENCY),
-            goodput=numbers.get("goodput", GOODPUT) if self.bandwidth is None else GOODPUT,
+            bandwidth=values["bandwidth"],
+            latency=values.get("latency", _DEFAULT_LATENCY),
+            # A bandwidth that is given is that of the link, headers included, even beside
+            # --measure.
+            goodput=values.get("goodput", GOODPUT) if self.bandwidth is None else GOODPUT,
         )
         overheads = typical_overheads(self.device, params)
         try:
@@ -187,8 +189,8 @@ class AdviseCommand:
                 params=params,
                 workers=self.workers if workers is None else workers,
                 link=link,
-                backward=numbers["backward"],
-                forward=numbers.get("forward", numbers["backward"] / 2),
+                backward=values["backward"],
+                forward=values.get("forward", values["backward"] / 2),
                 overheads=overheads.replaced_by(self.overheads.given()),
                 density=self.density,
                 rank=self.rank,
@@ -196,6 +198,7 @@ class AdviseCommand:
                 overlap=overlap,
             )
         except ValueError as error:
+            # Fields of Setting are called like the options, and its errors begin with the name.
             raise UsageError(f"--{error}") from None
 
     def _print(self, setting: Setting, assumed: list[str]) -> None:
@@ -218,11 +221,12 @@ class _Cluster(NamedTuple):
     """What the workers have measured together."""
 
     workers: int
-    numbers: dict[str, float]
+    values: dict[str, float]
 
 
 def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | None:
     """Measure on torchrun's ranks or on local ones; return None on all ranks but the first."""
+    # Before ranks are started: all of them would run out of memory at once.
     if params > _MAX_MEASURED_PARAMS:
         raise UsageError(f"--measure builds a model of {params:.3g} parameters: at most 4e9")
     if not under_torchrun():
@@ -247,10 +251,11 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
 
 def _as_cluster(workers: int, measured: LinkMeasurement) -> _Cluster:
     # The bandwidth was measured as data that arrived, so no share of it is headers.
-    numbers = {**measured._asdict(), "goodput": 1.0}
+    values = {**measured._asdict(), "goodput": 1.0}
     if math.isinf(measured.bandwidth):
-        numbers["latency"] = 0.0
-    return _Cluster(workers, numbers)
+        # One rank has measured nothing.
+        values["latency"] = 0.0
+    return _Cluster(workers, values)
 
 
 def _parse(option: str, text: str, parse: Callable[[str], float]) -> float:

@@ -161,7 +161,18 @@ def train_on_this_rank(
     tensorboard: bool,
     saving: CheckpointOptions | None,
 ) -> list[RunRecord]:
-    """Train all runs on this rank, together with the other ranks."""
+    """Train all runs on this rank, together with the other ranks.
+
+    Args:
+        configs: Settings of the runs, the same on all ranks.
+        out: Folder for records; rank 0 writes.
+        data_dir: Folder to search for data first.
+        tensorboard: Whether to write TensorBoard events, too.
+        saving: How to save checkpoints; None saves none.
+
+    Returns:
+        The records, in the order of `configs`.
+    """
     # A virtual run is one process even where variables of a launcher are left in the environment.
     world = World.single() if configs[0].virtual else World.detect()
     with ProgressBar(quiet=world.rank > 0) as bar:
@@ -216,7 +227,12 @@ def output_folder(out: Path | None, name: str, *, resume: bool = False) -> Itera
 
 
 def mark_unfinished(out: Path, status: str) -> None:
-    """Write into the records of runs that have not ended why they never will."""
+    """Write into the records of runs that have not ended why they never will.
+
+    Args:
+        out: Folder with the records, at any depth.
+        status: interrupted or failed.
+    """
     if World.detect().rank > 0:
         return
     # A comparison has a record per run, each in its own folder.
@@ -227,7 +243,12 @@ def mark_unfinished(out: Path, status: str) -> None:
 
 
 def remove_empty(folder: Path, created: Sequence[Path]) -> None:
-    """Remove empty folders: all below `folder`, and those that were created for it."""
+    """Remove empty folders.
+
+    Args:
+        folder: All empty folders below it are removed.
+        created: The folder itself and its parents, as far as they were created for it.
+    """
     below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
     for path in [*below, *created]:  # the deepest first
         if path.is_dir() and not any(path.iterdir()):

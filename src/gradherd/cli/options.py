@@ -55,7 +55,16 @@ def check_density(density: float) -> None:
 
 
 def check_name(option: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is known, else raise UsageError."""
+    """Return a name if it is known.
+
+    Args:
+        option: The option that holds it, for the error.
+        name: What the user wrote.
+        known: All valid names.
+
+    Raises:
+        UsageError: It is not known; the message lists those that are.
+    """
     known = list(known)
     if name not in known:
         raise UsageError(f"{option}: unknown {name!r}; choose from {', '.join(known)}")

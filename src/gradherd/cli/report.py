@@ -59,6 +59,8 @@ class ReportCommand:
             raise UsageError("name at least one folder with records, e.g. gradherd report runs/")
         out = self.folders[0] / "report.html" if self.out is None else self.out
         if self.out is not None:
+            # Now if it was given, since reading many records takes a while. The default is checked
+            # after the folders, whose own errors say more.
             _check_out(out)
         try:
             paths_and_records = find_records(self.folders)

@@ -81,6 +81,7 @@ class TrainCommand:
         check_name("--sparsify", self.sparsify, SPARSIFIERS)
         density = density_for([self.sparsify], self.density)
         check_at_least("--seed", self.seed, 0)
+        # RunConfig checks this as well, but does not know the name of the option.
         if self.seed >= 2**31:
             raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
         task, settings = named_task(self.task), self.training.checked()
@@ -99,12 +100,16 @@ class TrainCommand:
         check_data(task, self.training.data_dir)
         saving = self._saving()
         with output_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
+            # A finished run is reported again, not trained again: scripts can repeat the same
+            # command.
             record = finished_record(out, config) if self.resume else None
             if record is None:
                 (record,) = train_runs([config], out, self.training, saving=saving)
         if World.detect().rank == 0:
             self._print(record, str(out))
         if record.status == "stopped":
+            # What a shell reports for a process that SIGTERM has ended: a scheduler then knows that
+            # the run is not complete.
             raise SystemExit(128 + signal.SIGTERM)
 
     def _saving(self) -> CheckpointOptions:
@@ -152,6 +157,10 @@ class TrainCommand:
 def finished_record(out: Path, config: RunConfig) -> RunRecord | None:
     """Return the record in a folder if its run needs no more training: complete or diverged.
 
+    Args:
+        out: Folder of the run.
+        config: Settings that it should have; only those in CHANGEABLE_SETTINGS may differ.
+
     Raises:
         UsageError: It is the record of a run with other settings, or it is damaged.
     """
@@ -161,6 +170,7 @@ def finished_record(out: Path, config: RunConfig) -> RunRecord | None:
         record = read_record(out / RECORD_FILE)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    # --epochs may have been raised since.
     complete = record.status == "done" and len(record.epochs) >= config.epochs
     if not complete and record.status != "diverged":
         return None

@@ -111,7 +111,15 @@ CASES: dict[str, Callable[[World, int, int], AllReduceCase | AllGatherCase | Sha
 
 
 def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure on this rank, alternating between the cases so that noise hits all alike."""
+    """Measure on this rank, alternating between the cases so that noise hits all alike.
+
+    Args:
+        dim: Elements of the gradient.
+        repeats: Pairs of steps measured of each case; the median counts.
+
+    Returns:
+        A row for each case, with seconds and bytes of one step on this rank.
+    """
     world = World.detect()
     # Other values on each rank, as in training: equal ones would make all differences zero.
     grad = torch.randn(dim, generator=torch.Generator().manual_seed(world.rank))

@@ -3,7 +3,7 @@
 Cases: `plain` is forward and backward alone. `vmap` (torch.func) and `loop` (one example at a time)
 form every gradient: what a user would do instead. `exact` computes what balancing needs (products
 with a vector, the Gram matrix, a weighted sum) from layer inputs and output gradients without
-forming the per-example gradients; `sketch` projects each of them to 256 numbers. The ceiling is
+forming the per-example gradients; `sketch` projects each of them to 256 elements. The ceiling is
 `plain`: gradherd reads its rows off a backward pass that happens anyway.
 """
 
@@ -78,7 +78,7 @@ class RowsBench:
         rows.combine(self.signs)
 
     def sketch(self, capture: Capture) -> None:
-        """Project every gradient to a few numbers."""
+        """Project every gradient to a few elements."""
         self.plain()
         capture.pop_sketch(len(self.x), _SKETCH, seed=0)
 
@@ -89,7 +89,17 @@ def bench_rows(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case; `peak_bytes` is memory on top of model and batch."""
+    """Measure every case.
+
+    Args:
+        params: Approximate number of parameters of the MLP.
+        batch: Examples in the batch.
+        device: Where to compute.
+        progress: Called after each case.
+
+    Returns:
+        A row for each case; `peak_bytes` is memory on top of model and batch.
+    """
     bench = RowsBench(params, batch, device)
     seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}

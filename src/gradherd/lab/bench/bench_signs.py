@@ -45,7 +45,17 @@ def bench_signs(
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure every case at every size; each worker contributes one pair difference."""
+    """Measure every case at every size; each worker contributes one pair difference.
+
+    Args:
+        workers: Numbers of vectors, P.
+        dims: Sizes of a vector, D.
+        device: Where to compute.
+        progress: Called after each size.
+
+    Returns:
+        A row for each size and case.
+    """
     rows: list[dict[str, Any]] = []
     for dim in dims:
         for count in workers:

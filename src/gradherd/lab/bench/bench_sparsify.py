@@ -44,7 +44,16 @@ _ONE_BUCKET_AT_A_TIME = {"powersgd"}
 
 
 def bench_select(dim: int, density: float, device: torch.device) -> list[dict[str, Any]]:
-    """Measure what a rank does with its own vector before anything is sent."""
+    """Measure what a rank does with its own vector before anything is sent.
+
+    Args:
+        dim: Elements of the vector.
+        density: Share of them that is selected.
+        device: Where to compute.
+
+    Returns:
+        A row for each case, with ratios to `copy`.
+    """
     generator = torch.Generator(device).manual_seed(0)
     fresh = torch.randn(dim, generator=generator, device=device)
     grad, residual = torch.empty_like(fresh), torch.zeros_like(fresh)
@@ -161,7 +170,16 @@ class BenchBucket:
 
 
 def bench_exchange(dim: int, density: float, repeats: int) -> list[dict[str, Any]]:
-    """Measure on this rank, alternating between the hooks so that noise hits all alike."""
+    """Measure on this rank, alternating between the hooks so that noise hits all alike.
+
+    Args:
+        dim: Elements of the gradient.
+        density: Share of them that exdyna sends.
+        repeats: Exchanges measured of each hook; the median counts.
+
+    Returns:
+        A row for each hook, with ratios to `dense`.
+    """
     world = World.detect()
     model = nn.ParameterList(_matrices(dim))
     buckets = _buckets(list(model))

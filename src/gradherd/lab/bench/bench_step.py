@@ -53,7 +53,16 @@ class DDPTraining:
 
 
 def bench_step(params: int, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure blocks of steps, alternating between the orders so that noise hits both alike."""
+    """Measure blocks of steps, alternating between the orders so that noise hits both alike.
+
+    Args:
+        params: Approximate number of parameters of the MLP.
+        batch: Examples per rank and step.
+        repeats: Blocks measured of each order; the median counts.
+
+    Returns:
+        A row for each order, with seconds and bytes of one step.
+    """
     world = World.detect()
     runs: dict[str, DDPTraining] = {}
     peaks: dict[str, int | None] = {}

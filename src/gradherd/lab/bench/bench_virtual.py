@@ -83,7 +83,15 @@ class TrainerLoop:
 def make_case(
     case: str, workers: int, batch: int, steps: int, device: torch.device
 ) -> PlainLoop | TrainerLoop:
-    """Return a case, ready to train epochs of `steps` steps."""
+    """Return a case, ready to train epochs.
+
+    Args:
+        case: One of CASES.
+        workers: Workers of each run.
+        batch: Examples per worker and step.
+        steps: Steps of an epoch; `turns` takes a tenth of them.
+        device: Where to train.
+    """
     task = Cifar10LeNet()
     examples = workers * batch
 

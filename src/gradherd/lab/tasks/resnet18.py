@@ -17,7 +17,13 @@ from gradherd.lab.tasks.task import Defaults, Split
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut around them."""
+    """Two 3 x 3 convolutions with a shortcut around them.
+
+    Args:
+        channels_in: C.
+        channels_out: C'.
+        stride: Of the first convolution and of the shortcut.
+    """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()

@@ -145,7 +145,13 @@ def parse_table(text: str, path: Path, delimiter: str = ",") -> list[list[str]]:
 
 
 def parse_idx(content: bytes, path: Path, dims: int) -> NDArray[np.uint8]:
-    """Return a uint8 array in the idx format of MNIST."""
+    """Return a uint8 array in the idx format of MNIST.
+
+    Args:
+        content: The decompressed file.
+        path: What an error message names.
+        dims: Number of dimensions that the array must have.
+    """
     start = 4 + 4 * dims
     if len(content) < start or content[:4] != struct.pack(">I", 0x800 + dims):
         raise DamagedData(f"{path} is not an idx file of {dims} dimensions; fetch it again")

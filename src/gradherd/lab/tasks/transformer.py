@@ -56,7 +56,16 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token and position embeddings and a stack of layers."""
+    """Token and position embeddings and a stack of layers.
+
+    Args:
+        tokens: Size of the vocabulary.
+        positions: Longest sequence, T.
+        width: W.
+        heads: H; must divide W.
+        layers: Number of layers.
+        causal: Whether a position sees only those before it.
+    """
 
     def __init__(
         self, tokens: int, positions: int, width: int, heads: int, layers: int, *, causal: bool

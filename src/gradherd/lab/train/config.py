@@ -109,6 +109,14 @@ class RunConfig:
         """Return a task's default settings, overridden by those that are chosen and not None.
 
         If the defaults order whole batches, another batch size still orders whole batches.
+
+        Args:
+            task: Name of the task, or path/to/file.py:ClassName.
+            defaults: The task's defaults.
+            **chosen: Fields of RunConfig; None keeps the default.
+
+        Raises:
+            ValueError: A setting is invalid; the message names it.
         """
         own = {f.name for f in dataclasses.fields(cls)}
         # None is "not given" on the command line, so no setting can be reset to None here.
@@ -132,7 +140,7 @@ class RunConfig:
         """Return the learning rate of an epoch, counted from 1.
 
         >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, lr_drop=0.1, lr_drop_every=10,
-        ...                     epochs=20, seeds=1, source="here")
+        ...                     epochs=20, seeds=1, source="ours")
         >>> config = RunConfig.of("digits", defaults)
         >>> [config.lr_at(epoch) for epoch in (1, 10, 11)]
         [1.0, 1.0, 0.1]
@@ -144,7 +152,7 @@ class RunConfig:
     def folder(self) -> Path:
         """Return a folder name that is unique among the runs of a comparison.
 
-        >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, epochs=2, seeds=1, source="here")
+        >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, epochs=2, seeds=1, source="ours")
         >>> RunConfig.of("digits", defaults, sparsify="topk", density=0.01, seed=3).folder()
         PosixPath('d-rr_topk-0.01/seed-3')
         """
@@ -190,7 +198,12 @@ def plan_runs(
 
 
 def count_steps(config: RunConfig, examples: int) -> int:
-    """Return the number of steps of a run."""
+    """Return the number of steps of a run, over all epochs.
+
+    Args:
+        config: Its settings.
+        examples: Number of training examples.
+    """
     # Through the sharding, not examples // batch: the last units are repeated to fill all workers.
     sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     return -(-sharding.length * config.unit // config.batch_size) * config.epochs

@@ -35,6 +35,13 @@ class RunWriter:
     def __init__(
         self, record: RunRecord, folder: Path | None, *, tensorboard: bool = False
     ) -> None:
+        """Write the record as it is now.
+
+        Args:
+            record: The record of a run that starts or resumes.
+            folder: Where to write; None on all ranks but the first.
+            tensorboard: Whether to write TensorBoard events, too.
+        """
         self.record = record
         self._folder = folder
         self._events: Any = None
@@ -56,7 +63,12 @@ class RunWriter:
         self._save()
 
     def add(self, row: EpochRow, density_by_step: list[dict[str, float]]) -> None:
-        """Record an epoch."""
+        """Record an epoch.
+
+        Args:
+            row: What the epoch has cost and reached.
+            density_by_step: Bins of the densities of all steps so far, as the record stores them.
+        """
         self.record = dataclasses.replace(
             self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
         )

@@ -51,7 +51,11 @@ def flat_grad(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def worker_seed(seed: int, worker: int) -> int:
-    """Return the seed of a worker's own random numbers, such as dropout masks."""
+    """Return the seed of a worker's own random numbers, such as dropout masks.
+
+    >>> worker_seed(seed=0, worker=3)
+    1000006
+    """
     # A prime apart, so that workers of neighbouring seeds do not share numbers; far from the seed
     # of the model itself.
     return (seed + 1) * 1_000_003 + worker

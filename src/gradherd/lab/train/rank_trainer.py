@@ -120,7 +120,14 @@ class MeanHook(BucketHook):
 
 
 class RankTrainer:
-    """One rank of a DDP training with gradherd attached: the loop that a user would write."""
+    """One rank of a DDP training with gradherd attached: the loop that a user would write.
+
+    Args:
+        config: The settings, the same on all ranks.
+        task: The task.
+        split: All examples; the sampler picks those of this rank.
+        world: This rank and the others.
+    """
 
     def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
         self._config, self._task, self._world = config, task, world

@@ -254,7 +254,13 @@ def _world_sizes(before: RunRecord, checkpoint: LoadedCheckpoint, workers: int) 
 
 
 def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:
-    """Return what a run must have in common with one that it resumes."""
+    """Return what a run must have in common with one that it resumes, as JSON values.
+
+    Args:
+        config: Its settings; those in CHANGEABLE_SETTINGS are left out.
+        split: Its examples, which count by their content.
+        model: Its model, which counts by the names and shapes of its parameters.
+    """
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in CHANGEABLE_SETTINGS}
     settings["task"] = settings["task"].rpartition("/")[2]  # A task's file may have moved.
     shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]

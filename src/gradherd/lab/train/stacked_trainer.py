@@ -79,7 +79,12 @@ class RowBuffer:
 
 
 def make_row_buffers(configs: Sequence[RunConfig], size: int) -> list[RowBuffer]:
-    """Return a buffer for each way of reading rows; orders that need no rows are in none."""
+    """Return a buffer for each way of reading rows; orders that need no rows are in none.
+
+    Args:
+        configs: The settings of all runs.
+        size: Number of parameters, D.
+    """
     runs: dict[SketchRows | None, list[int]] = {}
     for at, config in enumerate(configs):
         if make_policy(config.order).needs_rows:
@@ -90,7 +95,13 @@ def make_row_buffers(configs: Sequence[RunConfig], size: int) -> list[RowBuffer]
 
 
 class StackedTrainer:
-    """Trains S runs of R workers each; settings may differ as `stacking` allows."""
+    """Trains S runs of R workers each; settings may differ as `stacking` allows.
+
+    Args:
+        configs: The settings of the S runs.
+        task: Their task.
+        split: Their examples.
+    """
 
     def __init__(self, configs: Sequence[RunConfig], task: Task, split: Split) -> None:
         self._configs, self._task = list(configs), task

@@ -43,6 +43,11 @@ def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
     Stacked runs derive the gradients of workers and units from one pass over all their examples:
     with a loss that weights examples relative to each other, or draws random numbers, the gradients
     would differ.
+
+    Args:
+        task: The task; its loss is called on a few examples.
+        model: A model of it; a perturbed copy is used.
+        tensors: The training examples.
     """
     sample, model = _sample_indices(tensors), copy.deepcopy(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -83,7 +83,15 @@ class Trainer(Protocol):
     """Densities of all steps so far, for each run."""
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
-        """Train one epoch, counted from 1; return its counters for each run."""
+        """Train one epoch.
+
+        Args:
+            number: The epoch, counted from 1.
+            on_step: Called after one or more steps.
+
+        Returns:
+            What the epoch has cost, for each run.
+        """
         ...
 
     def evaluate(self) -> list[Evaluation]:

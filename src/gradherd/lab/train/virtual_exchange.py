@@ -108,7 +108,12 @@ class GradientAverager:
         return flat_grad(self.parameters)
 
     def average(self, grads: Tensor, counters: EpochCounters) -> None:
-        """Set the model's gradient to the average of (R, D) gradients."""
+        """Set the model's gradient to the average of all workers' gradients.
+
+        Args:
+            grads: (R, D), in the layout's order of parameters.
+            counters: Bytes and densities are added to these.
+        """
         if self._sparse is None:
             self.mean = mean_of(grads)
             counters.bytes += mean_bytes(grads.shape[1], self._workers, grads.element_size())
@@ -149,7 +154,12 @@ class VirtualCoordination:
         self._gatherer.add(rows)
 
     def gather(self, rows: Tensor, batches: Sequence[int]) -> None:
-        """Learn from the (R, steps, k) rows of batches of so many units, gathered at once."""
+        """Learn from the rows of several steps, gathered at once.
+
+        Args:
+            rows: (R, units, k) rows of all workers, step after step.
+            batches: Number of units in each step.
+        """
         self._runner.start(observe_gathered(self._ordering, rows, batches))
 
     def exchange(self, grads: Tensor) -> None:

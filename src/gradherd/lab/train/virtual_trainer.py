@@ -38,14 +38,28 @@ from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_
 
 
 def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
-    """Return how examples are sharded over workers, and the orders of all workers."""
+    """Return how examples are sharded over workers, and the orders of all workers.
+
+    Args:
+        config: The settings of the run.
+        examples: Number of training examples.
+    """
     sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     policy = make_policy(config.order)
     return sharding, Ordering(policy, sharding.sizes, seed=config.seed, length=sharding.length)
 
 
 def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
-    """Return how `attach` would read the rows of a DDP model."""
+    """Return how `attach` would read the rows of a DDP model.
+
+    Args:
+        config: The settings of the run.
+        needs_rows: Whether its order needs rows at all.
+        size: Number of parameters, D.
+
+    Raises:
+        ValueError: `attach` would refuse these settings.
+    """
     named = resolve_rows(config.row_choice(), config.unit, config.batch_size)
     free = config.workers == 1 or config.density is None
     if isinstance(named, BatchRows) and not free:
