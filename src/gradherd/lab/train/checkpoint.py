@@ -260,7 +260,7 @@ def _rank_file(rank: int) -> str:
 
 def _fingerprint(data: bytes) -> list[int]:
     """Return the length and 128-bit digest of a file as three int64, ready for a collective."""
-    # Signed, since torch has collectives for int64 only.
+    # Signed: the ranks exchange them as int64.
     digest = hashlib.blake2b(data, digest_size=16).digest()
     halves = (digest[:8], digest[8:])
     return [len(data), *(int.from_bytes(half, "big", signed=True) for half in halves)]

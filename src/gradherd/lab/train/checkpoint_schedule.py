@@ -101,7 +101,7 @@ class Checkpointer:
             due = due or stop or (late and self._every is None)
         if due:
             begin = time.monotonic()
-            # Reported apart from training time, so that runs with and without checkpoints compare.
+            # Counted on its own, so that saving does not pass for compute.
             with self.stopwatch:
                 self._store.save(self.step, *state())
             # Counted from the end: a save that takes a minute must not be due again at once.

@@ -211,7 +211,7 @@ def _trace(step: Step, tensors: Sequence[Tensor]) -> Step:
     with torch.inference_mode(False), warnings.catch_warnings():
         # Deprecated in favour of torch.compile, which needs a C++ compiler and takes many seconds.
         warnings.simplefilter("ignore")
-        # Tracing runs the step: the real parameters must not see it.
+        # Clones are ordinary tensors: autograd cannot record those of inference mode.
         copies = tuple(tensor.clone() for tensor in tensors)
         graph = make_fx(step)(*copies)
         # make_fx turns grad and vmap into plain operators, which torch.jit can then run without
