@@ -115,7 +115,7 @@ class VirtualTrainer:
         self._optimizer = make_optimizer(self._parameters, config)
         self._turns = WorkerTurns(self.model, config)
         self._graphed: GraphedFunction | None = None
-        # Hooks that read rows call Python, and dropout draws random numbers: neither can be replayed.
+        # Hooks that read rows call Python, and dropout draws random numbers: no replay of these.
         if capture and device.type == "cuda" and self._rows is None and not has_dropout(self.model):
             self._graphed = GraphedFunction(self._all_gradients, restore=list(self.model.buffers()))
         self._exchange_timer, self._ordering_timer = DeviceTimer(device), DeviceTimer(device)
