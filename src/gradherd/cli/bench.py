@@ -264,7 +264,7 @@ class BenchVirtualCommand:
         check_at_least("--batch", self.batch, 1)
         check_at_least("--repeats", self.repeats, 1)
         device = usable_device(self.device)
-        # A CPU takes seconds for a step that a GPU takes a millisecond for.
+        # Steps are short on a GPU, so an epoch needs more of them to be timed well.
         default = 10 if device.type == "cpu" else 200
         steps = default if self.steps is None else self.steps
         # Fewer would time the capture of the CUDA graph, not its replay.

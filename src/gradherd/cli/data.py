@@ -111,8 +111,8 @@ class DataGetCommand:
         try:
             local = self._fetch(root)
         except DownloadError as error:
-            # No network is no wrong call: exit code 1. The message of a server may have line
-            # breaks.
+            # The call was right and the network failed: exit code 1. What a server answers may have
+            # line breaks.
             print(f"gradherd: {' '.join(str(error).split())}", file=sys.stderr)
             raise SystemExit(1) from None
         paths = list(local.paths.values())

@@ -97,7 +97,7 @@ def check_package(package: Package) -> Check:
         status: Status = "problem" if package.essential else "missing"
         return _package_check(package, status, "not installed", hint)
     try:
-        # Really imported: a wheel for another CPU or an older numpy is installed but does not load.
+        # Actually imported: a wheel for another CPU or an older numpy is installed but does not load.
         module = importlib.import_module(package.module)
     except Exception as error:  # a broken package may raise anything
         found = f"cannot be imported: {one_line(error)}"
@@ -182,7 +182,7 @@ def distributed() -> list[Check]:
 def _launcher_variables() -> Check:
     """Check for variables that a launcher left in the environment: samplers would trust them."""
     left = [name for name in LAUNCHER_VARIABLES if name in os.environ]
-    # torchrun always sets its run id: with it, the variables are meant.
+    # torchrun always sets its run id: with it, the variables are current.
     if not left or "TORCHELASTIC_RUN_ID" in os.environ:
         return Check(name="launcher variables", status="ok", found=", ".join(left) or "none set")
     return Check(

@@ -205,7 +205,7 @@ class TrainingOptions:
                 f"--sketch-size {self.sketch_size} has no effect with --rows {self.rows}: "
                 "add --rows sketch"
             )
-        # Checked now: data take seconds to load, and ranks to start.
+        # Checked now: loading data and starting ranks take seconds.
         usable_device(self.device)
         if self.tensorboard and not _is_installed("tensorboard"):
             raise UsageError(

@@ -43,7 +43,7 @@ class ProgressBar(StudyProgress):
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
-            # Gone when done, so that a terminal ends with the result alone.
+            # Erased when done, so that a terminal ends with the result alone.
             transient=True,
             # A log file would fill up with control characters.
             disable=quiet or not console.is_terminal,

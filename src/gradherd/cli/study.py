@@ -165,7 +165,7 @@ class StudyCommand:
                 for results in run_planned(study, todo, out, context, self.jobs):
                     runs += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
         except KeyboardInterrupt:
-            # Each of them is safe, and --resume continues behind it.
+            # Their results are on disk, and --resume runs the rest.
             print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
         except (DamagedData, ProcessDied) as error:
