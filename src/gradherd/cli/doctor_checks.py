@@ -97,7 +97,7 @@ def check_package(package: Package) -> Check:
         status: Status = "problem" if package.essential else "missing"
         return _package_check(package, status, "not installed", hint)
     try:
-        # Actually imported: a wheel for another CPU or an older numpy is installed but does not load.
+        # Actually imported: a wheel for another CPU or another numpy installs but does not load.
         module = importlib.import_module(package.module)
     except Exception as error:  # a broken package may raise anything
         found = f"cannot be imported: {one_line(error)}"
