@@ -9,14 +9,14 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def by_setting(size, *settings):
-    """Return what every rank found, for each setting."""
+    """Return the result of every rank, for each setting."""
     return zip(*run_ranks(attach_work.shards, size, *settings), strict=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_column_is_at_one_rank_and_all_get_the_mean(size):
-    found = by_setting(size, *((LENGTHS, dtype) for dtype in DTYPES))
-    for dtype, ranks in zip(DTYPES, found, strict=True):
+    results = by_setting(size, *((LENGTHS, dtype) for dtype in DTYPES))
+    for dtype, ranks in zip(DTYPES, results, strict=True):
         own = torch.stack([rank["own"] for rank in ranks])
         wide = torch.promote_types(dtype, torch.float32)
         mean = own.to(wide).mean(0).to(dtype)
@@ -33,8 +33,8 @@ def test_every_column_is_at_one_rank_and_all_get_the_mean(size):
 
 def test_one_bucket_or_none_that_divides():
     every = [[6], [5], [1], [2, 2]]
-    found = by_setting(3, *((lengths, torch.float32) for lengths in every))
-    for lengths, ranks in zip(every, found, strict=True):
+    results = by_setting(3, *((lengths, torch.float32) for lengths in every))
+    for lengths, ranks in zip(every, results, strict=True):
         own = torch.stack([rank["own"] for rank in ranks])
         for rank in ranks:
             torch.testing.assert_close(rank["mean"], own.mean(0))

@@ -63,7 +63,7 @@ def sparse(name):
 
 
 def heeds_values(name):
-    """Whether it matters how values travel; where it does not, asking for bf16 warns."""
+    """Whether it matters how values are sent; where it does not, asking for bf16 warns."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         Sparsify(method=METHODS[name](), values="bf16")
@@ -182,7 +182,7 @@ def test_workers_in_one_process_do_the_same_to_the_bit_and_to_the_byte(name, cas
 
 @sizes
 @of(CASES)
-def test_each_coordinate_travels_once(name, cases, size):
+def test_each_coordinate_is_sent_once(name, cases, size):
     for case in cases:
         for step in traces_of(case, size)[0].steps:
             assert step.indices.dtype == torch.int64
@@ -241,7 +241,7 @@ def test_the_cases_are_no_idle_ones():
 
 
 class Spy:
-    """A method that tells how many it was asked for."""
+    """A method that records how many coordinates it was asked for."""
 
     def __init__(self, method):
         self._method, self.asked = method, []

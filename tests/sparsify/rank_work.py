@@ -48,12 +48,12 @@ BORDERS = {1: [0, DIM], 2: [0, 50_000, DIM], 4: [0, 65_536, 65_536, 140_000, DIM
 def index_script(density, rank, size):
     """Of R spans, one is a single page, one is empty, others go over pages."""
     spans = list(pairwise(BORDERS[size]))
-    picks = []
+    selections = []
     for number, (begin, end) in enumerate(spans):
         draws = torch.rand(end - begin, generator=torch.Generator().manual_seed(number))
-        picks.append(begin + (draws < density).nonzero().view(-1))
-    counts = [len(own) for own in picks]
-    return gather_indices(picks[rank], counts, spans, StepContext(0, rank, size))
+        selections.append(begin + (draws < density).nonzero().view(-1))
+    counts = [len(own) for own in selections]
+    return gather_indices(selections[rank], counts, spans, StepContext(0, rank, size))
 
 
 def exchanges():
@@ -170,8 +170,8 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def tell(case, size, ranks, exchange):
-    """Return the stories of `ranks`, of `size` in all; `exchange` runs their scripts."""
+def run_case(case, size, ranks, exchange):
+    """Run a case and return the results of `ranks`, of `size` in all; `exchange` runs the scripts."""
     workers = [case.worker(rank, size) for rank in ranks]
     steps, called_off = [[] for _ in ranks], [[] for _ in ranks]
 
@@ -223,7 +223,7 @@ def trace_virtual(case, size):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return tell(case, size, range(size), run_together)
+        return run_case(case, size, range(size), run_together)
     finally:
         torch.set_num_threads(threads)
 
@@ -235,7 +235,7 @@ def trace_real(cases):
     def exchange(scripts) -> list[ScriptResult]:
         return [run(scripts[0], world)]
 
-    return [tell(case, world.size, [world.rank], exchange)[0] for case in cases]
+    return [run_case(case, world.size, [world.rank], exchange)[0] for case in cases]
 
 
 def undisturbed(case):

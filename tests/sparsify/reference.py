@@ -39,9 +39,9 @@ def published_moves(cuts, loads, *, per_block, least=8):
     return cuts
 
 
-def online_rule(tau, picked, k):
+def online_rule(tau, selected, k):
     """Threshold after a step, with the branch that the published code cannot reach."""
-    share = picked / k
+    share = selected / k
     if share > 1.1:
         return tau * 1.005
     if share > 1:
@@ -60,7 +60,7 @@ class OnlineExDyna:
         self.borders = even_borders(dim, 1024, workers)
         self.residuals = np.zeros((workers, dim), np.float32)
         self.step = -1
-        self.picked = None
+        self.selected = None
         self.tau = None
 
     def reduce(self, grads):
@@ -69,7 +69,7 @@ class OnlineExDyna:
         if self.step == 0:
             self.tau = 1 / (2 * math.sqrt(self.k))
         else:
-            self.tau = online_rule(self.tau, self.picked, self.k)
+            self.tau = online_rule(self.tau, self.selected, self.k)
         acc = self.residuals + grads
         indices, counts = [], []
         for rank in range(self.workers):
@@ -87,7 +87,7 @@ class OnlineExDyna:
         mean[indices] = total / np.float32(self.workers)
         acc[:, indices] = 0
         self.residuals = acc
-        self.picked = len(indices)
+        self.selected = len(indices)
         return indices, counts, mean
 
 

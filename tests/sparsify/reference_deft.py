@@ -36,7 +36,7 @@ def shares_of(norms, pieces, k):
 
 
 def bins_of(shares, pieces, workers):
-    """Which pieces travel whole, and which are in each bin."""
+    """Which pieces are sent whole, and which are in each bin."""
     whole = {p for p in range(len(pieces)) if shares[p] == len(pieces[p])}
     cost = {
         p: len(pieces[p]) * (math.log2(shares[p]) if shares[p] > 1 else 1)
@@ -51,19 +51,19 @@ def bins_of(shares, pieces, workers):
     return whole, bins
 
 
-def picks_of(acc, k, pieces, step):
-    """What travels whole, and what each worker picks of the rest: sets of coordinates."""
+def selections_of(acc, k, pieces, step):
+    """What is sent whole, and what each worker selects of the rest: sets of coordinates."""
     workers = len(acc)
     shares = [shares_of(norms_of(own, pieces), pieces, k) for own in acc]
     whole, bins = bins_of(shares[step % workers], pieces, workers)
-    picks = []
+    selections = []
     for rank, own in enumerate(acc):
         mine = set()
         for piece in bins[(step + rank) % workers]:
             by_size = sorted(pieces[piece], key=lambda c: -abs(own[c]))
             mine |= set(by_size[: shares[rank][piece]])
-        picks.append(mine)
-    return {c for piece in whole for c in pieces[piece]}, picks
+        selections.append(mine)
+    return {c for piece in whole for c in pieces[piece]}, selections
 
 
 def chooser(k, layers):
@@ -71,10 +71,10 @@ def chooser(k, layers):
         workers, dim = acc.shape
         if k >= dim:
             return acc
-        common, picks = picks_of(acc, k, pieces_of(dim, workers, layers), step)
-        travels = sorted(common.union(*picks))
+        common, selections = selections_of(acc, k, pieces_of(dim, workers, layers), step)
+        sent_indices = sorted(common.union(*selections))
         sent = np.zeros_like(acc)
-        sent[:, travels] = acc[:, travels]
+        sent[:, sent_indices] = acc[:, sent_indices]
         return sent
 
     return choose

@@ -15,7 +15,7 @@ def number(density, dim):
 def expected(grads, choose, low_pass=1.0):
     """Means of all steps (T, D) and residuals after them (R, D).
 
-    `choose(acc, step)` tells what each worker sends, (R, D) of (R, D).
+    `choose(acc, step)` returns what each worker sends: (R, D) -> (R, D).
     """
     residual, means = np.zeros_like(grads[0]), []
     for step, grad in enumerate(grads):

@@ -1,4 +1,4 @@
-"""gTop-k the obvious way: entries know whose values they hold, and nobody needs to be told."""
+"""gTop-k the obvious way: entries know whose values they hold, so nothing is reported back."""
 
 import numpy as np
 

@@ -20,9 +20,9 @@ from tests.sparsify.reference_error_feedback import (
 def chooser(k):
     def choose(acc, step):
         leader = acc[step % len(acc)]
-        travels = sorted(range(len(leader)), key=lambda c: -abs(leader[c]))[:k]
+        sent_indices = sorted(range(len(leader)), key=lambda c: -abs(leader[c]))[:k]
         sent = np.zeros_like(acc)
-        sent[:, travels] = acc[:, travels]
+        sent[:, sent_indices] = acc[:, sent_indices]
         return sent
 
     return choose
@@ -66,7 +66,7 @@ def test_only_the_leader_searches(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_k_travel_where_all_are_equal(value):
+def test_k_are_sent_where_all_are_equal(value):
     grads = np.full((4, 3, 20), value)
     means, residual, metrics = actual(grads, CLTK(0.25))
     assert {one["selected"] for one in metrics} == {5}
@@ -74,7 +74,7 @@ def test_k_travel_where_all_are_equal(value):
     assert (means != 0).sum(1).tolist() == [5 * (value != 0)] * 4
 
 
-def test_indices_travel_once_as_32_bits_and_not_at_all_if_all_do():
+def test_indices_are_sent_once_as_int32_and_not_at_all_at_density_one():
     accs = torch.from_numpy(gradients(3, 31)[0])
     assert [one["bytes"] for one in one_step.together(CLTK(0.2), accs, 6)] == [24] * 3
     assert [one["bytes"] for one in one_step.together(CLTK(1.0), accs, 31)] == [0] * 3

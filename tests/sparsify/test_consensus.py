@@ -70,9 +70,9 @@ def spans(draw):
     """Some ascending indices of a span that may cross pages."""
     first = draw(st.sampled_from([0, 1, 65_535, 65_536, 131_000, 2_000_000_000]))
     length = draw(st.sampled_from([1, 2, 7, 65_536, 65_537, 140_000, 1_000_000]))
-    picks = draw(st.sets(st.integers(0, length - 1), max_size=40))
+    selections = draw(st.sets(st.integers(0, length - 1), max_size=40))
     edges = {0, length - 1} if draw(st.booleans()) else set()
-    return sorted(first + pick for pick in picks | edges), (first, first + length)
+    return sorted(first + index for index in selections | edges), (first, first + length)
 
 
 @given(offered=spans(), more=st.integers(0, 9), seed=st.integers(0, 9))

@@ -41,22 +41,22 @@ def test_it_is_the_published_rule(size, dim, density):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_counts_are_the_picks_of_each_and_the_leader_has_what_travels_whole(size):
+def test_counts_are_selections_and_whole_pieces_count_for_the_leader(size):
     grads, layers, k = layered(size, 1000, steps=1)[0], LAYERS[1000], 60
     pieces = reference.pieces_of(1000, size, layers)
     for step in range(size):
-        common, picks = reference.picks_of(grads, k, pieces, step)
+        common, selections = reference.selections_of(grads, k, pieces, step)
         assert len(common) >= 8  # those of three small layers, or this shows nothing
-        want = [len(mine) for mine in picks]
+        want = [len(mine) for mine in selections]
         want[step % size] += len(common)
         accs = torch.from_numpy(grads)
         for result in one_step.together(Deft(0.05), accs, k, layers=layers, step=step):
             assert result["counts"] == want
-            assert set(result["indices"].tolist()) == common.union(*picks)
+            assert set(result["indices"].tolist()) == common.union(*selections)
             assert len(result["indices"]) == sum(want)
 
 
-def test_indices_of_what_travels_whole_do_not_travel():
+def test_whole_pieces_are_sent_without_indices():
     # Ten layers of a single number: each is whole, whatever its norm.
     accs = torch.from_numpy(gradients(3, 10)[0])
     results = one_step.together(Deft(0.5), accs, 5, layers=[1] * 10)
@@ -64,14 +64,14 @@ def test_indices_of_what_travels_whole_do_not_travel():
     assert results[1]["indices"].tolist() == list(range(10))
 
 
-def test_only_own_picks_travel_as_indices():
+def test_only_own_selections_are_sent_as_indices():
     accs = torch.from_numpy(layered(4, 1000)[0])
     results = one_step.together(Deft(0.05), accs, 50, layers=LAYERS[1000], step=2)
-    common, picks = reference.picks_of(
+    common, selections = reference.selections_of(
         accs.numpy(), 50, reference.pieces_of(1000, 4, LAYERS[1000]), 2
     )
     # Two bytes each: there is one page of 65,536 coordinates.
-    assert [result["bytes"] for result in results] == [2 * len(mine) * 3 for mine in picks]
+    assert [result["bytes"] for result in results] == [2 * len(mine) * 3 for mine in selections]
     assert common
 
 
@@ -113,12 +113,12 @@ def test_ties_and_zeros_leave_all_workers_agreed(case):
         assert torch.equal(result["indices"], indices)
         assert result["counts"] == results[0]["counts"]
     pieces = reference.pieces_of(sum(layers), len(rows), layers)
-    common, picks = reference.picks_of(accs.numpy(), k, pieces, step)
+    common, selections = reference.selections_of(accs.numpy(), k, pieces, step)
     if k < sum(layers):
-        assert len(indices) == len(common) + sum(len(mine) for mine in picks)
+        assert len(indices) == len(common) + sum(len(mine) for mine in selections)
         assert common <= set(indices.tolist())
-    travels = set(indices.tolist())
-    assert all(travels & set(piece) for piece in pieces)  # every piece sends something
+    sent_indices = set(indices.tolist())
+    assert all(sent_indices & set(piece) for piece in pieces)  # every piece sends something
 
 
 @given(

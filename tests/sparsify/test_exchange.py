@@ -1,4 +1,4 @@
-"""What travels: indices come back as they were, sums have the same bits, nothing is lost."""
+"""What is sent: indices arrive unchanged, sums have the same bits, nothing is lost."""
 
 from itertools import pairwise
 
@@ -42,8 +42,8 @@ def payload(own, span):
 
 
 @st.composite
-def picks(draw):
-    """Spans that tile a vector and ascending picks in them; borders on and beside pages."""
+def selections(draw):
+    """Spans that tile a vector and ascending selections in them; borders on and beside pages."""
     dim = draw(st.integers(1, 400_000) | st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 3 * PAGE]))
     places = st.integers(0, dim) | st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
     workers = draw(st.integers(1, 5))
@@ -70,7 +70,7 @@ def gather_all(own, spans):
     ]
 
 
-@given(picks())
+@given(selections())
 @example(([[0]], [(0, 1)]))
 @example(([[], []], [(0, 5), (5, 9)]))
 @example(([[PAGE - 1, PAGE], [2 * PAGE]], [(0, PAGE + 1), (PAGE + 1, 3 * PAGE)]))
@@ -88,9 +88,9 @@ def test_indices_come_back_and_take_the_fewer_bytes(case):
         assert results.bytes == cost * (size - 1)
 
 
-@given(picks())
+@given(selections())
 @settings(max_examples=100, deadline=None)
-def test_every_byte_that_travels_is_accounted_for(case):
+def test_every_byte_sent_is_counted(case):
     own, spans = case
     for script, mine, span in zip(gather_all(own, spans), own, spans, strict=True):
         request = next(script, None)
@@ -206,7 +206,7 @@ def test_values_that_the_wire_can_hold_leave_nothing(wire):
 @sizes
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_few_values_travel_in_one_round_and_many_in_two(size, wire, length):
+def test_few_values_take_one_round_and_many_take_two(size, wire, length):
     rows = rank_work.normal(0, size, length)
     *_, sent = add_all(rows, wire)
     if size == 2 or length * wire.itemsize <= ONE_ROUND:
@@ -225,7 +225,7 @@ def poisoned():
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_that_travels_is_uninitialised(poisoned, wire):
+def test_nothing_uninitialised_is_sent(poisoned, wire):
     assert torch.empty(3).isnan().all()
     for length in (5, 20_001):
         scripts = [

@@ -10,7 +10,7 @@ from gradherd.sparsify.exclusive import Online
 
 
 @pytest.mark.parametrize(
-    ("picked", "factor"),
+    ("selected", "factor"),
     [
         (10_000, 1.005),
         (1_101, 1.005),
@@ -23,13 +23,13 @@ from gradherd.sparsify.exclusive import Online
         (0, 0.995),
     ],
 )
-def test_the_online_rule(picked, factor):
-    assert Online().following(2.0, picked, 1_000) == 2.0 * factor
+def test_the_online_rule(selected, factor):
+    assert Online().following(2.0, selected, 1_000) == 2.0 * factor
 
 
 def test_the_online_rule_has_constants_of_ones_own():
     rule = Online(band=2.0, fast_up=4.0, slow_up=3.0, slow_down=0.5, fast_down=0.25)
-    actual = [rule.following(1.0, picked, 100) for picked in (201, 200, 100, 51, 50)]
+    actual = [rule.following(1.0, selected, 100) for selected in (201, 200, 100, 51, 50)]
     assert actual == [4.0, 3.0, 0.5, 0.5, 0.25]
 
 
@@ -43,9 +43,9 @@ def test_stationary_noise_stays_within_a_tenth_of_the_target():
     rule, draw = Online(), np.random.RandomState(0)
     threshold, shares = rule.first(k), []
     for _ in range(3_000):
-        picked = draw.binomial(dim, math.erfc(threshold / math.sqrt(2)))
-        shares.append(picked / k)
-        threshold = rule.following(threshold, picked, k)
+        selected = draw.binomial(dim, math.erfc(threshold / math.sqrt(2)))
+        shares.append(selected / k)
+        threshold = rule.following(threshold, selected, k)
     assert shares[0] > 50  # The paper's start is far off here.
     late = np.array(shares[1_500:])
     assert late.min() > 0.9 and late.max() < 1.1

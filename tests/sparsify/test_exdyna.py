@@ -55,8 +55,8 @@ class World:
         return torch.stack([worker.feedback.residual for worker in self.workers])
 
     @property
-    def picks(self):
-        """Of each worker: its partition and what it picked."""
+    def selections(self):
+        """Of each worker: its partition and what it selected."""
         actual = torch.split(self.outcome.selection.indices, self.outcome.selection.counts)
         for rank, own in enumerate(actual):
             part = (self.number + rank) % self.size if self.method.rotate else rank
@@ -73,14 +73,14 @@ class World:
         assert len(chosen.indices) == sum(chosen.counts) == k
         assert len(chosen.indices.unique()) == k
         pool = []
-        for rank, (begin, end), own in self.picks:
+        for rank, (begin, end), own in self.selections:
             assert bool(((own >= begin) & (own < end)).all())
             sizes = self.acc[rank].abs()
             rest = torch.ones(self.dim, dtype=torch.bool)
             rest[own] = False
             unpicked = sizes[begin:end][rest[begin:end]]
             if len(own) and len(unpicked):
-                # Among those with the same leading bits, any may travel.
+                # Among those with the same leading bits, any may be sent.
                 assert sizes[own].min() >= unpicked.max() * (1 - 2**-8)
             pool.append(sizes[begin:end])
         if k >= self.dim:
@@ -101,7 +101,7 @@ class World:
         return most
 
     def check_residuals(self):
-        """All workers clear what travelled, whoever picked it, and keep the rest."""
+        """All workers clear what was sent, whoever selected it, and keep the rest."""
         wanted = self.acc.clone()
         wanted[:, self.outcome.indices] = 0
         assert same(self.residual, wanted)
@@ -132,7 +132,7 @@ def test_the_online_form_is_that_of_the_reference(dim, size, scale, rotate):
         assert world.residual.numpy().tobytes() == slow.residuals.tobytes()
         forced += sum(
             bool(n == 1 and abs(world.acc[r, own[0]]) < slow.tau)
-            for (r, _, own), n in zip(world.picks, counts, strict=True)
+            for (r, _, own), n in zip(world.selections, counts, strict=True)
         )
     assert forced > 0 or scale == 1.0
 
@@ -191,7 +191,7 @@ def test_every_worker_owns_every_partition_once_in_r_steps(balance):
     owned = [[] for _ in range(4)]
     for step in range(8):
         world.step(normal(step, 4, 2000))
-        for rank, (begin, end), own in world.picks:
+        for rank, (begin, end), own in world.selections:
             assert len(own) and begin <= int(own.min()) and int(own.max()) < end
             owned[rank].append(world.bounds.index(begin))
     for visits in owned:
@@ -201,14 +201,14 @@ def test_every_worker_owns_every_partition_once_in_r_steps(balance):
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_without_rotation_every_worker_keeps_its_place(balance):
-    """Borders still move, and exactly k still travel."""
+    """Borders still move, and exactly k are still sent."""
     world = World(ExDyna(0.05, balance=balance, rotate=False), 2000, 4)
     for step in range(8):
         world.step(one_layer(step, 4, 2000))
         world.check_partitions()
         world.check_consensus(100)
         world.check_residuals()
-        for rank, (begin, _), own in world.picks:
+        for rank, (begin, _), own in world.selections:
             assert begin == world.bounds[rank] and len(own)
 
 
@@ -361,7 +361,7 @@ def test_the_paper_starts_from_even_blocks(dim):
 
 @pytest.mark.parametrize("memory", [0.0, 0.9])
 def test_loads_of_older_steps_weigh_less(memory):
-    # With room for all of k nobody's picks are cut short: loads are what was picked.
+    # With room for all of k no selection is cut short: loads are the counts.
     world = World(ExDyna(0.05, memory=memory, blocks=100, capacity=2.0), 1000, 2)
     wanted = np.zeros(100)
     for step in range(5):
@@ -371,7 +371,7 @@ def test_loads_of_older_steps_weigh_less(memory):
 
 
 def requests_of(script):
-    """Run a script of a world of one; return what it told, and how many times it asked."""
+    """Run a script of a world of one; return its result and the number of its requests."""
     asked, answer = 0, None
     while True:
         try:

@@ -39,7 +39,7 @@ def test_density_one_is_the_mean():
     assert not residual.any()
 
 
-def test_a_pick_that_was_dropped_half_way_stays_though_its_index_travels():
+def test_a_dropped_value_stays_though_its_index_is_sent():
     # Worker 1 loses to worker 0; workers 2 and 3 agree on the coordinate that worker 1 wanted.
     grads = np.array([[[5.0, 0, 0], [0, 3, 0], [0, 4, 0], [1, 4, 0]]])
     means, residual, _ = actual(grads, GTopK(1 / 3))
@@ -47,7 +47,7 @@ def test_a_pick_that_was_dropped_half_way_stays_though_its_index_travels():
     assert residual.tolist() == [[5, 0, 0], [0, 3, 0], [0, 0, 0], [1, 0, 0]]
 
 
-def test_values_that_cancel_travel_if_there_is_room():
+def test_values_that_cancel_are_sent_if_there_is_room():
     grads = np.array([[[2.0, 1, 0, 0], [-2, 0, 1, 0]]])
     means, residual, _ = actual(grads, GTopK(0.5))
     assert means.tolist() == [[0, 0.5, 0.5, 0]]
@@ -79,7 +79,7 @@ def test_sums_are_of_what_is_marked_as_sent_whatever_is_equal_or_zero(case):
     if k == accs.shape[1]:
         return  # added up by whoever called
     sent = torch.stack([result["sent"] for result in results])
-    assert sent.any(0).all()  # nothing that nobody picked
+    assert sent.any(0).all()  # every index was selected by some worker
     for result in results:
         assert torch.equal(result["sums"], (accs[:, indices] * sent).sum(0))
 

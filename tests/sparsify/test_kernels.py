@@ -28,11 +28,11 @@ kinds = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str
 def test_what_is_above_a_floor(length, dtype):
     values = normal(length, length, dtype=dtype)
     values[::5] = 0
-    for floor in (0.0, 1e-300, 0.5, 2.0, 3.5, 1e30, 1e300, float("inf")):
-        wanted = np.flatnonzero(np.abs(values.numpy().astype(np.float64)) >= floor)
-        actual = indices_above(values, floor)
+    for threshold in (0.0, 1e-300, 0.5, 2.0, 3.5, 1e30, 1e300, float("inf")):
+        wanted = np.flatnonzero(np.abs(values.numpy().astype(np.float64)) >= threshold)
+        actual = indices_above(values, threshold)
         assert actual.dtype == torch.int64
-        assert np.array_equal(actual.numpy(), wanted), floor
+        assert np.array_equal(actual.numpy(), wanted), threshold
 
 
 def test_a_floor_belongs_to_what_is_above_it():
@@ -50,7 +50,7 @@ def test_the_largest(length, kind, dtype):
         values = values.round()
     elif kind == "mostly zero":
         values[values.abs() < 3] = 0
-    elif kind == "one region":  # A sample that is spread evenly sees little of it.
+    elif kind == "one region":  # An evenly spaced sample sees little of it.
         values[length // 3 : length // 3 + 50] *= 1000
     elif kind == "in step" and length >= 8192:  # It sees all of these, and takes them for many.
         values[:: length // 8192] *= 1000
@@ -79,36 +79,38 @@ def test_residual_and_gradient_are_added_counted_and_picked(grads):
         old, new = normal(seed, 3001), normal(seed + 9, 3001).to(grads)
         residual, grad = old.clone(), new.clone()
         out = residual if in_place else torch.full_like(residual, torch.nan)
-        histogram, floor = MagnitudeHistogram.around(torch.tensor(2.0)), torch.tensor(2.0)
-        picks = add_select(residual, grad, 0.5, out, floor, 40, histogram=histogram, clear=True)
+        histogram, threshold = MagnitudeHistogram.around(torch.tensor(2.0)), torch.tensor(2.0)
+        selections = add_select(
+            residual, grad, 0.5, out, threshold, 40, histogram=histogram, clear=True
+        )
         total = old + 0.5 * new.float()
         actual = np.flatnonzero(np.abs(total.numpy()) >= 2)
-        assert int(picks.total) == len(actual) > 40
-        assert picks.indices.tolist() == actual[:40].tolist()
-        assert torch.equal(picks.values, total[actual[:40]])
+        assert int(selections.total) == len(actual) > 40
+        assert selections.indices.tolist() == actual[:40].tolist()
+        assert torch.equal(selections.values, total[actual[:40]])
         left = total.clone()
-        left[actual[:40]] = 0  # What found no room stays.
+        left[actual[:40]] = 0  # What did not fit stays.
         assert torch.equal(out, left) and not grad.any()
         assert in_place or torch.equal(residual, old)
         assert int(histogram.counts.sum()) == 3001 and histogram.finite()
-        rest = select(out, floor, len(actual))
+        rest = select(out, threshold, len(actual))
         assert int(rest.total) == len(actual) - 40
         assert rest.indices[: len(actual) - 40].tolist() == actual[40:].tolist()
         assert not rest.indices[len(actual) - 40 :].any() and torch.equal(out, left)
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 600])
-def test_a_tally_tells_a_floor_that_leaves_enough(k):
+def test_a_histogram_gives_a_threshold_that_leaves_enough(k):
     values, histogram = normal(3, 1000), MagnitudeHistogram.around(torch.tensor(0.5))
     add(torch.zeros(1000), values, 1.0, torch.empty(1000), histogram=histogram)
-    floor = float(histogram.topk_threshold(k))
-    assert floor > 0
-    assert (values.abs() >= floor).sum() >= k > (values.abs() >= floor * 17 / 16).sum()
+    threshold = float(histogram.topk_threshold(k))
+    assert threshold > 0
+    assert (values.abs() >= threshold).sum() >= k > (values.abs() >= threshold * 17 / 16).sum()
     assert float(histogram.topk_threshold(1001)) == 0
     for bad in (torch.nan, torch.inf):
         histogram.add(torch.tensor([bad]))
     assert not histogram.finite() and int(histogram.counts[BINS - 1]) == 2
-    assert float(histogram.topk_threshold(k)) == floor
+    assert float(histogram.topk_threshold(k)) == threshold
 
 
 def test_values_far_from_a_threshold_stay_in_the_outer_bins():

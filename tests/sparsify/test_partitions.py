@@ -59,11 +59,11 @@ def test_even_cuts_differ_by_one_block(blocks, parts):
 def test_loads_count_what_was_picked_in_each_block(dim, wanted, seed):
     blocks = Blocks.of(dim, wanted)
     draw = np.random.RandomState(seed)
-    picked = draw.permutation(dim)[: draw.randint(0, min(dim, 500) + 1)]
-    loads = blocks.loads(torch.from_numpy(picked), torch.ones(len(picked)))
+    selected = draw.permutation(dim)[: draw.randint(0, min(dim, 500) + 1)]
+    loads = blocks.loads(torch.from_numpy(selected), torch.ones(len(selected)))
     assert loads.dtype == torch.float64
     edges = np.arange(blocks.count + 1) * blocks.size
-    assert loads.tolist() == np.histogram(picked, edges)[0].tolist()
+    assert loads.tolist() == np.histogram(selected, edges)[0].tolist()
 
 
 def distance(loads, border, part, parts):
@@ -131,7 +131,7 @@ def test_skewed_loads_become_equal(shape, parts):
 def test_diffusion_tiles_and_empties_nobody(widths, seed):
     draw = np.random.RandomState(seed)
     cuts = np.cumsum([0, *widths]).tolist()
-    # Nothing is picked where there is no block.
+    # Nothing is selected where there is no block.
     loads = [int(draw.randint(0, 1000) * draw.randint(0, 2)) * (w > 0) for w in widths]
     before = list(cuts)
     after = diffuse(cuts, loads)

@@ -19,16 +19,16 @@ from tests.sparsify.reference_error_feedback import (
 
 
 def drawn(method, dim, k, step):
-    """What travels in a step, which depends on nothing else."""
+    """Return what is sent in a step; it depends on nothing else."""
     (only,) = one_step.together(method, torch.zeros(1, dim), k, step=step)
     return only["indices"]
 
 
 def chooser(method, k):
     def choose(acc, step):
-        travels = drawn(method, acc.shape[1], k, step).numpy()
+        sent_indices = drawn(method, acc.shape[1], k, step).numpy()
         sent = np.zeros_like(acc)
-        sent[:, travels] = acc[:, travels]
+        sent[:, sent_indices] = acc[:, sent_indices]
         return sent
 
     return choose
@@ -115,7 +115,7 @@ def test_generators_of_others_are_left_alone():
     assert np.array_equal(np.random.rand(3), want[1])
 
 
-def test_no_index_travels():
+def test_no_index_is_sent():
     results = one_step.together(RandomK(0.1), torch.randn(4, 300), 30, step=2)
     assert [result["bytes"] for result in results] == [0] * 4
     assert all(torch.equal(result["indices"], results[0]["indices"]) for result in results)

@@ -220,8 +220,8 @@ def test_a_low_pass_weighs_the_new_residual_against_the_old(weight):
 
 @pytest.mark.parametrize("low_pass", [1.0, 0.3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("shown", [True, False], ids=["zeros", "nothing"])
-def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, shown, low_pass):
+@pytest.mark.parametrize("zeros_added", [True, False], ids=["zeros", "nothing"])
+def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, zeros_added, low_pass):
     feedback = make(10, momentum=momentum)
     for step in range(6):
         before, grad = memory(feedback), normal(step, 10, dtype=torch.float64)
@@ -230,13 +230,13 @@ def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, shown, low
             feedback.commit(some(10, step), None, low_pass=low_pass)
             continue
         feedback.add(0, grad[:4], 1.0)
-        if shown:  # Buckets hold zeros for what was not used.
+        if zeros_added:  # Buckets hold zeros for what was not used.
             feedback.add(4, torch.zeros(3, dtype=torch.float64), 1.0)
         feedback.add(7, grad[7:], 1.0)
         feedback.exclude(4, 7)
         assert feedback.acc[4:7].tolist() == [0.0] * 3
         assert feedback.finite()
-        # Another worker may have picked there.
+        # Another worker may have selected there.
         feedback.commit(torch.tensor([1, 5, 9]), None, low_pass=low_pass, excluded=[(4, 7)])
         for old, new in zip(before, memory(feedback), strict=True):
             assert old is None or same(new[4:7], old[4:7])

@@ -20,24 +20,24 @@ class Slow:
     """One worker's threshold, element by element."""
 
     def __init__(self):
-        self.line = self.mean = None
+        self.threshold = self.mean = None
         self.gammas = set()
 
-    def pick(self, acc, k):
+    def select(self, acc, k):
         dim, target = len(acc), k / len(acc)
         count = max(1, int(dim / (1 + 0.0025 * dim)))
         now = sum(abs(acc[i * dim // count]) for i in range(count)) / count
-        if self.line is None:
-            self.line = 1 / (2 * math.sqrt(k))
+        if self.threshold is None:
+            self.threshold = 1 / (2 * math.sqrt(k))
         else:
-            self.line *= now / self.mean if now > 0 and self.mean else 1
-            examined = sum(abs(x) >= self.line for x in acc) / dim
+            self.threshold *= now / self.mean if now > 0 and self.mean else 1
+            examined = sum(abs(x) >= self.threshold for x in acc) / dim
             gamma = 0.95 if examined < 0.1 * target else 1.05 if examined > 10 * target else 1
             self.gammas.add(gamma)
-            self.line *= 2 / (1 + math.exp(target - examined)) * gamma
+            self.threshold *= 2 / (1 + math.exp(target - examined)) * gamma
         if now > 0:
             self.mean = now
-        return {i for i in range(dim) if abs(acc[i]) >= self.line}
+        return {i for i in range(dim) if abs(acc[i]) >= self.threshold}
 
 
 def workers(method, dim, size, dtype=torch.float64, **settings):
@@ -71,19 +71,19 @@ def test_it_is_what_the_slow_one_is(dim, size, unit, gamma):
     residual = [np.zeros(dim)] * size
     for step in gradients(unit * SCALES, size, dim, seed=dim):
         accs = [old + new for old, new in zip(residual, step, strict=True)]
-        picks = [
-            set(range(dim)) if k == dim else one.pick(acc, k)
+        selections = [
+            set(range(dim)) if k == dim else one.select(acc, k)
             for one, acc in zip(slow, accs, strict=True)
         ]
-        out, residual = exchange(accs, sorted(set().union(*picks)))
+        out, residual = exchange(accs, sorted(set().union(*selections)))
         np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
         np.testing.assert_array_equal(run.residuals().numpy(), np.stack(residual))
-        assert run.metrics["per_rank"] == [len(own) for own in picks]
+        assert run.metrics["per_rank"] == [len(own) for own in selections]
         for worker, one in zip(run.workers, slow, strict=True):
-            if one.line is None:
+            if one.threshold is None:
                 assert worker.state == SageState(None, None)
                 continue
-            assert worker.state.threshold == pytest.approx(one.line, rel=1e-12)
+            assert worker.state.threshold == pytest.approx(one.threshold, rel=1e-12)
             assert worker.state.mean == pytest.approx(one.mean, rel=1e-12)
     if dim == 5000:
         assert all(gamma in one.gammas for one in slow)
@@ -133,10 +133,10 @@ def test_the_threshold_follows_the_scale_at_once():
     draw = np.random.RandomState(0)
     acc = torch.from_numpy(draw.randn(4000))
     method, context = Sage(0.01), StepContext(1, 0, 1)
-    line = float(acc.abs().sort().values[-60])
-    before = method.propose(acc, 40, SageState(line, None), context).local[1]
+    threshold = float(acc.abs().sort().values[-60])
+    before = method.propose(acc, 40, SageState(threshold, None), context).local[1]
     after = method.propose(1000 * acc, 40, before, context)
-    assert after.local[2] == pytest.approx(1000 * line, rel=0.02)
+    assert after.local[2] == pytest.approx(1000 * threshold, rel=0.02)
     assert 50 <= int(after.header[0]) <= 60
 
 
@@ -170,25 +170,25 @@ def test_the_first_threshold_may_be_given():
     assert run.step(torch.tensor([[1.0, -2.0, 3.0, 0.0, 1.9]])).tolist() == [0, -2, 3, 0, 0]
 
 
-def test_zeros_do_not_travel_and_a_lost_threshold_starts_again():
+def test_zeros_are_not_sent_and_a_lost_threshold_starts_again():
     method, context = Sage(0.25), StepContext(1, 0, 1)
     acc = torch.tensor([1e-30, 0.0, 0.0, 1e-30, 0.0, 0.0, 0.0, 0.0])
-    picks, after, _ = method.propose(acc, 2, SageState(1e-20, 1.0), context).local
-    assert picks.tolist() == [0, 3]
+    selections, after, _ = method.propose(acc, 2, SageState(1e-20, 1.0), context).local
+    assert selections.tolist() == [0, 3]
     assert after.threshold is None
-    picks, after, _ = method.propose(8 * acc, 2, after, context).local
-    assert (picks.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
+    selections, after, _ = method.propose(8 * acc, 2, after, context).local
+    assert (selections.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
 
 
 def test_a_change_of_unit_changes_no_pick():
     method, context = Sage(0.1), StepContext(3, 0, 1)
     acc = torch.from_numpy(np.random.RandomState(1).randn(500))
     state = SageState(1.5, 0.7)
-    picks, after, line = method.propose(acc, 50, state, context).local
+    selections, after, threshold = method.propose(acc, 50, state, context).local
     scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), context).local
-    assert 0 < len(picks) < 500
-    assert scaled.tolist() == picks.tolist()
-    assert (high, moved) == (8 * line, method.rescale(after, 8.0))
+    assert 0 < len(selections) < 500
+    assert scaled.tolist() == selections.tolist()
+    assert (high, moved) == (8 * threshold, method.rescale(after, 8.0))
     assert method.rescale(SageState(None, None), 8.0) == SageState(None, None)
 
 

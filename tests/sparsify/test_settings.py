@@ -1,4 +1,4 @@
-"""Every setting is checked when it is made: the error names the argument and shows the value."""
+"""Every setting is checked when it is built: the error names the argument and shows the value."""
 
 import dataclasses
 import math
@@ -117,7 +117,7 @@ def test_values_that_make_no_difference_warn():
         Sparsify(method="gtopk", values="bf16")
 
 
-def test_an_unknown_name_tells_the_known_ones():
+def test_an_unknown_name_lists_the_known_ones():
     for make in (make_sparsifier, lambda name: Sparsify(method=name)):
         with pytest.raises(ValueError) as caught:
             make("exdina")

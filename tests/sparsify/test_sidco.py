@@ -35,20 +35,20 @@ class Slow:
     def __init__(self, distribution, stages):
         self.distribution, self.stages, self.shares = distribution, stages, []
 
-    def pick(self, acc, k):
+    def select(self, acc, k):
         target, sizes = k / len(acc), np.abs(acc) / np.sqrt(np.sum(acc**2))
         several = self.stages > 1 and target < 0.25
-        line = slow_fit(self.distribution, sizes, 0.25 if several else target)
+        threshold = slow_fit(self.distribution, sizes, 0.25 if several else target)
         for _ in range(self.stages - 1 if several else 0):
-            left = sizes[sizes > line]
+            left = sizes[sizes > threshold]
             if len(set(left)) < 2:
                 break
             ratio = (target / 0.25) ** (1 / (self.stages - 1))
             later = "exponential" if self.distribution == "exponential" else "pareto"
-            line = left.min() + slow_fit(later, left - left.min(), ratio)
-        picks = {i for i in range(len(acc)) if sizes[i] > line} or {int(np.argmax(sizes))}
-        self.adapt(len(picks) / len(acc) / target, target)
-        return picks
+            threshold = left.min() + slow_fit(later, left - left.min(), ratio)
+        selections = {i for i in range(len(acc)) if sizes[i] > threshold} or {int(np.argmax(sizes))}
+        self.adapt(len(selections) / len(acc) / target, target)
+        return selections
 
     def adapt(self, share, target):
         self.shares.append(share)
@@ -83,9 +83,9 @@ def exchange(accs, union):
 
 def propose(method, acc, k, stages=1):
     proposal = method.propose(acc, k, SIDCoState(stages), StepContext(0, 0, 1))
-    picks, after, threshold = proposal.local
-    assert proposal.header.tolist() == [len(picks)]
-    return picks.tolist(), after, threshold
+    selections, after, threshold = proposal.local
+    assert proposal.header.tolist() == [len(selections)]
+    return selections.tolist(), after, threshold
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -99,14 +99,14 @@ def test_it_is_what_the_slow_one_is(dim, size, distribution, stages):
     residual, seen = [np.zeros(dim)] * size, set()
     for step in gradients(11, size, dim, seed=dim):
         accs = [old + new for old, new in zip(residual, step, strict=True)]
-        picks = [
-            set(range(dim)) if k == dim else one.pick(acc, k)
+        selections = [
+            set(range(dim)) if k == dim else one.select(acc, k)
             for one, acc in zip(slow, accs, strict=True)
         ]
-        out, residual = exchange(accs, sorted(set().union(*picks)))
+        out, residual = exchange(accs, sorted(set().union(*selections)))
         np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
         np.testing.assert_array_equal(run.residuals().numpy(), np.stack(residual))
-        assert run.metrics["per_rank"] == [len(own) for own in picks]
+        assert run.metrics["per_rank"] == [len(own) for own in selections]
         assert [worker.state.stages for worker in run.workers] == [one.stages for one in slow]
         seen |= {one.stages for one in slow}
     if dim == 5000 and distribution == "exponential":
@@ -152,17 +152,17 @@ def drawn(distribution, count=200_000):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_one_stage_finds_a_quantile_of_its_own_distribution(distribution, density):
     acc = drawn(distribution)
-    picks, _, _ = propose(SIDCo(density, distribution), acc, int(density * len(acc)))
-    assert len(picks) == pytest.approx(density * len(acc), rel=0.03)
+    selections, _, _ = propose(SIDCo(density, distribution), acc, int(density * len(acc)))
+    assert len(selections) == pytest.approx(density * len(acc), rel=0.03)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_stages_find_a_far_quantile_of_their_own_distribution(distribution, stages):
     acc = drawn(distribution)
-    picks, _, threshold = propose(SIDCo(0.001, distribution), acc, 200, stages)
-    assert len(picks) == pytest.approx(200, rel=0.25)
-    assert picks == (acc.abs() >= threshold).nonzero().view(-1).tolist()
+    selections, _, threshold = propose(SIDCo(0.001, distribution), acc, 200, stages)
+    assert len(selections) == pytest.approx(200, rel=0.25)
+    assert selections == (acc.abs() >= threshold).nonzero().view(-1).tolist()
 
 
 def test_stages_mend_a_fit_of_another_distribution():
@@ -234,7 +234,7 @@ def test_hard_vectors(distribution, stages):
     level = torch.ones(1000, dtype=torch.float64)
     level[500] = 1 + 2.0**-52
     assert len(propose(method, level, 100, stages)[0]) >= 1
-    # Half of them zero: those never travel.
+    # Half of them zero: those are never sent.
     half = torch.cat([torch.zeros(50), torch.linspace(1, 2, 50)])
     assert min(propose(method, half, 10, stages)[0]) >= 50
 
@@ -244,24 +244,24 @@ def test_hard_vectors(distribution, stages):
 def test_zeros_are_fitted_like_anything_else(distribution, stages):
     acc = np.random.RandomState(0).randn(2000) ** 3
     acc[::2] = 0
-    picks = propose(SIDCo(0.05, distribution), torch.from_numpy(acc), 100, stages)[0]
-    assert set(picks) == Slow(distribution, stages).pick(acc, 100)
-    assert 1 < len(picks) < 1000
+    selections = propose(SIDCo(0.05, distribution), torch.from_numpy(acc), 100, stages)[0]
+    assert set(selections) == Slow(distribution, stages).select(acc, 100)
+    assert 1 < len(selections) < 1000
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_zeros_never_travel_unless_all_does(distribution):
+def test_zeros_are_not_sent_unless_everything_is(distribution):
     acc = torch.zeros(1000)
     acc[:990:99] = torch.linspace(-1, 1.5, 10)
-    picks = propose(SIDCo(0.95, distribution), acc, 950)[0]
-    assert picks
-    assert set(picks) <= set(range(0, 990, 99))
+    selections = propose(SIDCo(0.95, distribution), acc, 950)[0]
+    assert selections
+    assert set(selections) <= set(range(0, 990, 99))
 
 
-def test_the_largest_travels_where_the_fit_leaves_none():
+def test_the_largest_is_sent_where_the_fit_leaves_none():
     acc = torch.linspace(1, 1.1, 100)[torch.randperm(100, generator=torch.Generator())]
-    picks, _, threshold = propose(SIDCo(0.01), acc, 1)
-    assert picks == [int(acc.argmax())]
+    selections, _, threshold = propose(SIDCo(0.01), acc, 1)
+    assert selections == [int(acc.argmax())]
     assert threshold == float(acc.max())
 
 
@@ -269,8 +269,8 @@ def test_the_largest_travels_where_the_fit_leaves_none():
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_the_scale_plays_no_part(distribution, factor):
     acc, method = drawn(distribution, 2000).float(), SIDCo(0.02, distribution)
-    picks, after, threshold = propose(method, acc, 40, 2)
-    assert propose(method, factor * acc, 40, 2) == (picks, after, threshold * factor)
+    selections, after, threshold = propose(method, acc, 40, 2)
+    assert propose(method, factor * acc, 40, 2) == (selections, after, threshold * factor)
     assert method.rescale(after, factor) == after
 
 

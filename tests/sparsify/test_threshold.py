@@ -37,18 +37,20 @@ def exchange(accs, union):
 @pytest.mark.parametrize("dim", DIMS)
 def test_it_is_what_the_slow_one_is(dim, size):
     density = 0.05
-    line = 1 / (2 * math.sqrt(max(1, int(density * dim))))
+    threshold = 1 / (2 * math.sqrt(max(1, int(density * dim))))
     run = workers(Threshold(density), dim, size)
-    residual, picked = [np.zeros(dim)] * size, set()
-    for step in gradients(7, size, dim, scale=0.6 * line):
+    residual, selected = [np.zeros(dim)] * size, set()
+    for step in gradients(7, size, dim, scale=0.6 * threshold):
         accs = [old + new for old, new in zip(residual, step, strict=True)]
-        picks = [{i for i in range(dim) if dim == 1 or abs(acc[i]) >= line} for acc in accs]
-        out, residual = exchange(accs, sorted(set().union(*picks)))
+        selections = [
+            {i for i in range(dim) if dim == 1 or abs(acc[i]) >= threshold} for acc in accs
+        ]
+        out, residual = exchange(accs, sorted(set().union(*selections)))
         np.testing.assert_array_equal(run.step(torch.from_numpy(step)).numpy(), out)
         np.testing.assert_array_equal(run.residuals().numpy(), np.stack(residual))
-        assert run.metrics["per_rank"] == [len(own) for own in picks]
-        picked.add(run.metrics["selected"])
-    assert dim < 5000 or (len(picked) > 3 and 0 < min(picked) and max(picked) < dim)
+        assert run.metrics["per_rank"] == [len(own) for own in selections]
+        selected.add(run.metrics["selected"])
+    assert dim < 5000 or (len(selected) > 3 and 0 < min(selected) and max(selected) < dim)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -61,22 +63,22 @@ def test_nothing_is_lost(dim, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_nothing_travels_where_nothing_reaches_it(size):
+def test_nothing_is_sent_where_nothing_reaches_it(size):
     run, grads = workers(Threshold(0.1, value=100.0), 40, size), gradients(3, size, 40)
     for step in grads:
         assert not run.step(torch.from_numpy(step)).any()
-        # The header alone: whether all is finite, and how many were picked.
+        # The header alone: whether all is finite, and how many were selected.
         assert run.metrics["bytes"] == 8 * (size - 1)
         assert run.metrics["per_rank"] == [0] * size
     np.testing.assert_allclose(run.residuals().numpy(), grads.sum(0), rtol=1e-14, atol=1e-14)
 
 
-def test_what_is_kept_travels_when_it_has_grown():
+def test_the_residual_is_sent_when_it_has_grown():
     run = workers(Threshold(0.5, value=1.0), 3, 1)
     step = torch.tensor([[0.375, 0.0, -0.5]], dtype=torch.float64)
     assert [run.step(step).tolist() for _ in range(3)] == [
         [0, 0, 0],
-        [0, 0, -1],  # the line itself is reached
+        [0, 0, -1],  # reaching the threshold is enough
         [1.125, 0, 0],
     ]
 
@@ -116,11 +118,11 @@ def test_a_change_of_unit_changes_no_pick(value):
     method, context = Threshold(0.1, value), StepContext(3, 0, 1)
     state = method.begin(50, 1, [50])
     acc = torch.from_numpy(gradients(1, 1, 50, scale=0.3)[0, 0])
-    picks, line = method.propose(acc, 5, state, context).local
+    selections, threshold = method.propose(acc, 5, state, context).local
     scaled, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), context).local
-    assert 0 < len(picks) < 50
-    assert scaled.tolist() == picks.tolist()
-    assert moved == 8 * line
+    assert 0 < len(selections) < 50
+    assert scaled.tolist() == selections.tolist()
+    assert moved == 8 * threshold
 
 
 def test_a_falling_density_is_followed_unless_the_value_is_given():

@@ -75,7 +75,7 @@ def mean_bytes(elements: int, ranks: int, element_size: int = 4) -> int:
 
 
 class _Bucket(NamedTuple):
-    """A vector whose slices are under way."""
+    """A vector whose slices are being exchanged."""
 
     flat: Tensor
     """(N,) elements of this rank; the mean in the end."""
@@ -138,7 +138,7 @@ class SlicedMean:
         started, self._started = self._started, []
         ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
         tails = None
-        # One message for the ends of all buckets, sent while the slices are still under way.
+        # One message for the ends of all buckets, sent while the slices are still being exchanged.
         if any(map(len, ends)):
             tails, sent = all_gather(torch.cat(ends), self._world)
             self.bytes += sent

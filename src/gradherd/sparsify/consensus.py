@@ -41,8 +41,8 @@ class AcceptedOffers:
 def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
     """Return how many coordinates a worker may send: `factor` times its fair share of k.
 
-    If some partitions are shorter than a fair share, the others may send more, so that k offers
-    come together.
+    If some partitions are shorter than a fair share, the others may send more, so that there
+    are k offers.
 
     Args:
         factor: At least 1; infinity lets one worker send everything.
@@ -148,16 +148,16 @@ def accept_largest(
     indices = np.concatenate([one for one, _ in offers])
     bits = np.concatenate([one for _, one in offers])
     # The k-th largest; a partition takes linear time, a sort would not.
-    line = np.partition(bits, len(bits) - k)[len(bits) - k]
-    accepted = bits > line
+    kth_bits = np.partition(bits, len(bits) - k)[len(bits) - k]
+    accepted = bits > kth_bits
     # Sixteen bits leave many ties. Taking them evenly spaced over all workers' offers keeps the
     # loads equal; taking the first ones would favour the first workers.
-    ties = np.flatnonzero(bits == line)
-    need = k - int(accepted.sum())  # At least one: the k-th largest is on the line itself.
+    ties = np.flatnonzero(bits == kth_bits)
+    need = k - int(accepted.sum())  # At least one: the k-th largest has these bits itself.
     accepted[ties[np.arange(need) * len(ties) // need]] = True
     owners = np.repeat(np.arange(len(offers)), [len(one) for one, _ in offers])
     counts = np.bincount(owners[accepted], minlength=len(offers))
-    return AcceptedOffers(indices[accepted], counts.tolist(), smallest_magnitude(int(line)))
+    return AcceptedOffers(indices[accepted], counts.tolist(), smallest_magnitude(int(kth_bits)))
 
 
 def _by_page(count: int, pages: int) -> bool:
@@ -165,9 +165,9 @@ def _by_page(count: int, pages: int) -> bool:
     return pages == 1 or (count + 1) // 2 + pages < count
 
 
-def _pack_pairs(numbers: Tensor) -> Tensor:
-    """Pack (M,) numbers below 65,536 two to an int32: ((M + 1) // 2,)."""
-    if len(numbers) % 2:
-        numbers = torch.cat([numbers, numbers.new_zeros(1)])
-    low, high = numbers.view(-1, 2).unbind(1)
+def _pack_pairs(values: Tensor) -> Tensor:
+    """Pack (M,) values below 65,536 two to an int32: ((M + 1) // 2,)."""
+    if len(values) % 2:
+        values = torch.cat([values, values.new_zeros(1)])
+    low, high = values.view(-1, 2).unbind(1)
     return low | (high << 16)

@@ -160,11 +160,11 @@ def allocate(norms: Tensor, sizes: Sequence[int], k: int) -> list[list[int]]:
     # Norms not yet served, for all workers at once: the loop below is over L pieces, not R x L.
     left = np.cumsum(ranked[::-1], axis=0)[::-1]
     limits = np.array(sizes, dtype=np.float64)[order]
-    counts, wanted = np.empty_like(limits), np.full(len(norms), float(k))
+    counts, remaining = np.empty_like(limits), np.full(len(norms), float(k))
     for at, rest in enumerate(np.where(left > 0, left, 1)):
-        share = np.maximum(np.floor(wanted * ranked[at] / rest), 1)
+        share = np.maximum(np.floor(remaining * ranked[at] / rest), 1)
         counts[at] = np.minimum(share, limits[at])
-        wanted -= counts[at]
+        remaining -= counts[at]
     shares = np.empty_like(order)
     np.put_along_axis(shares, order, counts.astype(order.dtype), axis=0)
     return cast(list[list[int]], shares.T.tolist())

@@ -217,7 +217,7 @@ def _packed_bytes(count: int, pages: int) -> int:
 
 def _pack(own: Tensor, pages: range) -> Tensor:
     """Return (bytes,) uint8: a count for each page unless there is only one, then offsets."""
-    # Nothing at all, not even zero counts: `counts` has already told the others.
+    # Nothing at all, not even zero counts: the others know `counts`.
     if not len(own):
         return own.to(torch.uint8)
     # The two low bytes of each little-endian int32.
@@ -238,9 +238,9 @@ def _unpack(packed: Tensor, count: int, pages: range) -> Tensor:
         return low + (pages.start << PAGE_BITS)
     # Cloned, because a view as int32 needs aligned memory.
     counts = packed[: 4 * len(pages)].clone().view(torch.int32)
-    numbers = torch.arange(pages.start, pages.stop, device=packed.device)
+    page_numbers = torch.arange(pages.start, pages.stop, device=packed.device)
     # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
-    return low + (torch.repeat_interleave(numbers, counts, output_size=count) << PAGE_BITS)
+    return low + (torch.repeat_interleave(page_numbers, counts, output_size=count) << PAGE_BITS)
 
 
 def gather_union(

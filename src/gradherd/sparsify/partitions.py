@@ -31,15 +31,15 @@ class Blocks:
     """Coordinates of a block."""
 
     @classmethod
-    def of(cls, dim: int, wanted: int) -> "Blocks":
-        """Cut `dim` coordinates into about `wanted` blocks; large blocks are multiples of 32.
+    def of(cls, dim: int, count: int) -> "Blocks":
+        """Cut `dim` coordinates into about `count` blocks; large blocks are multiples of 32.
 
         >>> Blocks.of(11_173_962, 1024), Blocks.of(31, 1024).count
         (Blocks(dim=11173962, size=10912), 31)
         """
         # Short vectors have blocks of one coordinate. The published code needs at least 32,768, and
         # adds what is left after 1024 blocks to the last partition; here it becomes further blocks.
-        size = max(1, dim // wanted)
+        size = max(1, dim // count)
         return cls(dim, size - size % _ALIGN if size > _ALIGN else size)
 
     @property
@@ -54,8 +54,8 @@ class Blocks:
     def loads(self, indices: Tensor, weights: Tensor) -> Tensor:
         """Sum the weights of the selected coordinates of each block: (K,) -> (NB,) float64."""
         # Counted on the CPU, where bincount with weights always adds in the same order.
-        numbers = (indices // self.size).cpu()
-        return torch.bincount(numbers, weights.double(), minlength=self.count).double()
+        block_numbers = (indices // self.size).cpu()
+        return torch.bincount(block_numbers, weights.double(), minlength=self.count).double()
 
 
 def even_cuts(blocks: int, parts: int) -> list[int]:
@@ -85,9 +85,9 @@ def recut(loads: Tensor, parts: int) -> list[int]:
     before = torch.cat([loads.new_zeros(1), loads.cumsum(0)])
     if blocks < parts or not before[-1] > 0:
         return even_cuts(blocks, parts)
-    wanted = before[-1] * torch.arange(1, parts, dtype=loads.dtype) / parts
-    right = torch.searchsorted(before, wanted).clamp_(1, blocks)
-    nearer = (wanted - before[right - 1]) < (before[right] - wanted)
+    targets = before[-1] * torch.arange(1, parts, dtype=loads.dtype) / parts
+    right = torch.searchsorted(before, targets).clamp_(1, blocks)
+    nearer = (targets - before[right - 1]) < (before[right] - targets)
     cuts = [0]
     for part, cut in enumerate((right - nearer.long()).tolist(), start=1):
         # At least one block for this partition, and for each of those to its right: a worker

@@ -223,8 +223,8 @@ def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 # Summed in float64, to round once and not at every rank.
                 sums.setdefault(key, {}).setdefault(name, torch.zeros_like(own).double()).add_(own)
     if first is None or set(ranks) != set(range(first["workers"])) or len(ranks) > len(set(ranks)):
-        wanted = "" if first is None else f" of {first['workers']}"
-        raise ValueError(f"states must be of all ranks{wanted}, each once, got ranks {ranks}")
+        of_all = "" if first is None else f" of {first['workers']}"
+        raise ValueError(f"states must be of all ranks{of_all}, each once, got ranks {ranks}")
     means = {
         key: {name: (total / len(ranks)).to(first[key][name]) for name, total in named.items()}
         for key, named in sums.items()

@@ -136,26 +136,26 @@ class Sage:
             return float(acc[topk_indices(acc, k)].abs().min())
         return suggested_threshold(k) if self.first == "formula" else float(self.first)
 
-    def _select(self, acc: Tensor, guess: float, wanted: float) -> tuple[Tensor, float]:
+    def _select(self, acc: Tensor, guess: float, target: float) -> tuple[Tensor, float]:
         """Return what reaches the new threshold, and the threshold: `guess` * beta * gamma."""
         # beta * gamma grows with the examined density, so no new threshold is below the one for
         # density zero: a single pass over the vector finds all candidates for both questions.
-        candidates = indices_above(acc, guess * self.factor(0.0, wanted))
+        candidates = indices_above(acc, guess * self.factor(0.0, target))
         magnitudes = acc[candidates].abs()
         examined = int((magnitudes >= guess).sum()) / len(acc)
-        threshold = clamp_to_dtype(guess * self.factor(examined, wanted), acc.dtype)
+        threshold = clamp_to_dtype(guess * self.factor(examined, target), acc.dtype)
         return candidates[indices_above(magnitudes, threshold)], threshold
 
-    def factor(self, examined: float, wanted: float) -> float:
+    def factor(self, examined: float, target: float) -> float:
         """Return beta * gamma, given the density at the last threshold times alpha.
 
         >>> Sage().factor(0.001, 0.001)
         1.0
         """
-        beta = 2 / (1 + exp(wanted - examined))
-        if examined < self.low * wanted:
+        beta = 2 / (1 + exp(target - examined))
+        if examined < self.low * target:
             return beta * self.shrink
-        return beta * self.grow if examined > self.high * wanted else beta
+        return beta * self.grow if examined > self.high * target else beta
 
 
 def sample_mean(acc: Tensor, error: float) -> float:

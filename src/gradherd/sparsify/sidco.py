@@ -178,7 +178,7 @@ def select_in_stages(
     for ratio in ratios[1:]:
         values = magnitudes[selected]
         if len(values) < 2 or bool((values == values[0]).all()):
-            break  # Equal values cannot be told apart by a higher threshold.
+            break  # No higher threshold separates equal values.
         lowest = values.min()  # Fits assume magnitudes from zero on.
         threshold = float(lowest) + later(values - lowest, ratio)
         selected = selected[indices_above(values, threshold)]

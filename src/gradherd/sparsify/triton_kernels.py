@@ -45,14 +45,14 @@ def _coordinates(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def _mark(values, line, words, tile_counts, tile, TILE: tl.constexpr):
-    """Mark where |values| reach the threshold, given as the bits `line`.
+def _mark(values, threshold_bits, words, tile_counts, tile, TILE: tl.constexpr):
+    """Mark where |values| reach the threshold, given as the bits `threshold_bits`.
 
     Compares bits instead of floats, because the GPU may flush subnormals to zero.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # NaN reaches no threshold.
-    hits = ((bits >= line) & (bits <= _INFINITY_BITS)).to(tl.int32)
+    hits = ((bits >= threshold_bits) & (bits <= _INFINITY_BITS)).to(tl.int32)
     word = tl.sum(hits << tl.arange(0, _WORD)[None, :], axis=1)
     tl.store(words + tile * (TILE // _WORD) + tl.arange(0, TILE // _WORD), word)
     tl.store(tile_counts + tile, tl.sum(tl.sum(hits, axis=1), axis=0))
@@ -66,7 +66,7 @@ def _add_kernel(
     TILE: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     if MARK:
-        line = tl.load(threshold).to(tl.int32, bitcast=True)
+        threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
     if COUNT:
         base = tl.load(window)
         histogram = tl.zeros((BINS,), tl.int32)
@@ -93,7 +93,7 @@ def _add_kernel(
         if MARK:
             if MASKED:  # A threshold of zero would mark the zeros beyond the end.
                 total = tl.where(at < size, total, float("nan"))
-            _mark(total, line, words, tile_counts, tile, TILE)
+            _mark(total, threshold_bits, words, tile_counts, tile, TILE)
     if COUNT:
         if MASKED:  # Zeros beyond the end were counted in the first bin.
             beyond = (first + tiles) * TILE - size
@@ -107,14 +107,14 @@ def _mark_kernel(
     values, threshold, words, tile_counts, first, tiles, size,
     MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    line = tl.load(threshold).to(tl.int32, bitcast=True)
+    threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
     for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
         at = _coordinates(tile, TILE)
         if MASKED:  # NaN reaches no threshold.
             loaded = tl.load(values + at, mask=at < size, other=float("nan"))
         else:
             loaded = tl.load(values + at)
-        _mark(loaded.to(tl.float32), line, words, tile_counts, tile, TILE)
+        _mark(loaded.to(tl.float32), threshold_bits, words, tile_counts, tile, TILE)
 
 
 @triton.jit
@@ -245,8 +245,8 @@ def compact(
 def indices_above(values: Tensor, threshold: float) -> Tensor:
     """Return where |values| >= threshold: (k,) int64. Waits once for the device, to learn k."""
     # As a tensor, like the thresholds that never leave the device: one kernel serves both.
-    line = torch.full((), threshold, dtype=torch.float32, device=values.device)
-    bitmap = mark(values, line)
+    as_tensor = torch.full((), threshold, dtype=torch.float32, device=values.device)
+    bitmap = mark(values, as_tensor)
     ends = bitmap.counts.cumsum(0, dtype=torch.int32)
     count = int(ends[-1]) if len(ends) else 0
     return _compact(values, bitmap, ends, count, False)[0]

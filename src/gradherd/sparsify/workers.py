@@ -274,7 +274,7 @@ class VirtualWorkers:
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad)
-        # One learning rate for all workers: the first one speaks for them.
+        # All workers have the same learning rate.
         if self.workers[0].weightless:
             return torch.zeros_like(grads[0])
         results = run_together([worker.script() for worker in self.workers])
