@@ -171,7 +171,7 @@ def same(a, b):
 
 
 def run_case(case, size, ranks, exchange):
-    """Run a case and return the results of `ranks`, of `size` in all; `exchange` runs the scripts."""
+    """Run a case and return the results of `ranks`; `exchange` runs the scripts of `size` workers."""
     workers = [case.worker(rank, size) for rank in ranks]
     steps, called_off = [[] for _ in ranks], [[] for _ in ranks]
 
@@ -229,7 +229,7 @@ def trace_virtual(case, size):
 
 
 def trace_real(cases):
-    """This rank's story of every case."""
+    """Return the results of this rank for every case."""
     world = World.detect()
 
     def exchange(scripts) -> list[ScriptResult]:
