@@ -171,7 +171,7 @@ def same(a, b):
 
 
 def run_case(case, size, ranks, exchange):
-    """Run a case and return the results of `ranks`; `exchange` runs the scripts of `size` workers."""
+    """Run a case and return the results of `ranks`, of `size`; `exchange` runs the scripts."""
     workers = [case.worker(rank, size) for rank in ranks]
     steps, called_off = [[] for _ in ranks], [[] for _ in ranks]
 
