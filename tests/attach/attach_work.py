@@ -69,8 +69,11 @@ def unit_gradients(net, dataset, sampler):
     return [torch.stack(own) for own in rows]
 
 
-def orders_from(gradients, sampler, epochs=3, unseen=()):
-    """Return the orders after each epoch; `unseen` are (epoch, step) not fed back."""
+def orders_from(gradients, sampler, epochs=3, unseen=(), stop=None):
+    """Return the orders after each epoch; `unseen` are (epoch, step) not fed back.
+
+    Epochs end before step `stop`, if it is given.
+    """
     sharding = sampler.sharding
     ordering = Ordering(
         sampler.ordering.policy,
@@ -80,7 +83,7 @@ def orders_from(gradients, sampler, epochs=3, unseen=()):
     )
     history = []
     for epoch in range(epochs):
-        for step in range(sharding.length):
+        for step in range(sharding.length if stop is None else stop):
             rows = torch.zeros(1, sharding.workers, gradients[0].shape[1], dtype=torch.float64)
             for worker, order in enumerate(ordering.orders):
                 if step < len(order):

@@ -134,8 +134,7 @@ def test_early_stop(named, unit, rows):
     dataset, net = examples(20), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=3, unit=unit)
     gradients = unit_gradients(net, dataset, sampler)
-    unseen = [(epoch, step) for epoch in range(3) for step in range(6 // unit, 20)]
-    want = orders_from(gradients, sampler, 3, unseen)
+    want = orders_from(gradients, sampler, 3, stop=6 // unit)
     first = lists(sampler.ordering.orders)
     herd = attach(net, order=sampler, rows=rows)
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
@@ -248,8 +247,9 @@ def test_two_batches_for_one(unit, rows):
     batches = iter(DataLoader(dataset, batch_size=4, sampler=sampler))
     next(batches)
     one_step(net, dataset)
-    with pytest.raises(RuntimeError, match=r"of 4 examples came back after those of 4, but .* 4 "):
-        one_step(net, dataset)
+    one_step(net, dataset)  # the same batch again: its first gradient counts
+    herd.finish()
+    assert sampler.ordering.steps == 4 // unit
     next(batches)
     one_step(net, dataset)
     herd.finish()
@@ -324,7 +324,7 @@ def test_metrics():
         "epoch": 0,
         "examples_fed_back": 0,
         "examples": 12,
-        "rows": "ExactRows(reduction='mean', batch_dim=None)",
+        "rows": repr(ExactRows()),
         "bytes_for_ordering": 0,
     }
     batches = iter(DataLoader(dataset, batch_size=4, sampler=sampler))
@@ -339,7 +339,8 @@ def test_detach_leaves_the_model_as_it_was(policy, unit, rows):
     dataset, net = examples(12), network()
     sampler = OrderedSampler(dataset, policy, batch_size=4, unit=unit)
     herd = attach(net, order=sampler, rows=rows)
-    list(DataLoader(dataset, batch_size=4, sampler=sampler))
+    batches = iter(DataLoader(dataset, batch_size=4, sampler=sampler))
+    next(batches)
     one_step(net, dataset)
     herd.detach()
     state = through_disk(sampler.ordering.state_dict())

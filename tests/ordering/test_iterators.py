@@ -1,69 +1,174 @@
+import itertools
 import weakref
 
 import pytest
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from gradherd.ordering.iterators import EpochProgress, IteratorProgress, PositionIndex
+from gradherd import OrderedSampler, World
+from gradherd.ordering.iterators import (
+    UNKNOWN,
+    BatchLedger,
+    EpochPass,
+    PositionIndex,
+    find_loader_pass,
+)
 
 
 class Iterator:
     """Stands for an iterator: only whether it is alive matters."""
 
 
-def alive(begin: int, handed_out: int) -> tuple[IteratorProgress, Iterator]:
+def running(ledger, length=10, begin=0):
+    """Return a pass whose loop goes on, and what keeps it alive."""
     iterator = Iterator()
-    return IteratorProgress(begin, handed_out, weakref.ref(iterator)), iterator
+    one = EpochPass(begin, length, "v", iterator=weakref.ref(iterator))
+    ledger.begin(one)
+    return one, iterator
 
 
-def test_batches_follow_each_other_up_to_the_short_last_one():
-    progress = EpochProgress(epoch=0, length=10, start=0)
-    progress.add(IteratorProgress(0, 10))
-    taken = []
-    for _ in range(3):
-        _, first, count = progress.next_batch(4)
-        progress.position += count
-        taken.append((first, count))
-    assert taken == [(0, 4), (4, 4), (8, 2)]
-    with pytest.raises(RuntimeError, match="after those of 10"):
-        progress.next_batch(4)
+def number(ledger):
+    return ledger.current().number
 
 
-def test_nothing_is_fed_before_it_was_handed_out():
-    progress = EpochProgress(epoch=3, length=10, start=0)
-    with pytest.raises(RuntimeError, match="in epoch 3 before the sampler handed out"):
-        progress.next_batch(4)
-    progress.add(IteratorProgress(0, 3))
-    with pytest.raises(RuntimeError, match="handed out only 3 of 10 in epoch 3"):
-        progress.next_batch(4)
+def test_a_forward_is_for_the_batch_that_was_received_last():
+    ledger = BatchLedger(4)
+    assert ledger.current() is None
+    one, alive = running(ledger)
+    for batch, handed_out in enumerate((4, 8, 10)):
+        one.handed_out = handed_out
+        assert number(ledger) == batch
+        assert number(ledger) == batch  # again, without another batch
+    assert alive
 
 
-def test_a_new_loop_starts_over_and_a_look_does_not():
-    progress = EpochProgress(epoch=0, length=10, start=0)
-    loop, owner = alive(0, 8)
-    progress.add(loop)
-    progress.next_batch(4)
-    progress.position += 4
-    progress.add(IteratorProgress(0, 10))  # a look: its iterator is gone
-    assert progress.next_batch(4)[1:] == (4, 4)
-    loop.iterator = None
-    fresh, new = alive(0, 4)
-    progress.add(fresh)
-    assert progress.next_batch(4)[1:] == (0, 4)
-    assert owner is not None and new is not None
+def test_batches_that_were_skipped_are_not_credited():
+    ledger = BatchLedger(2)
+    one, alive = running(ledger)
+    one.handed_out = 2
+    assert number(ledger) == 0
+    one.handed_out = 8
+    assert number(ledger) == 3
+    assert alive
 
 
-def test_a_resumed_epoch_goes_on_where_it_was():
-    progress = EpochProgress(epoch=0, length=10, start=6)
-    progress.add(IteratorProgress(6, 10))
-    assert progress.next_batch(4)[1:] == (6, 4)
+def test_several_batches_before_the_first_forward_are_refused_unless_explained():
+    for ahead, wanted in ((0, 2), (1, 1), (2, 0)):
+        ledger = BatchLedger(2, ahead)
+        one, alive = running(ledger)
+        one.handed_out = 6
+        assert number(ledger) == wanted
+    ledger = BatchLedger(2)
+    one, alive = running(ledger)
+    one.handed_out = 4
+    with pytest.raises(RuntimeError, match="received 2 batches before the first forward"):
+        ledger.current()
+    assert alive
 
 
-@pytest.mark.parametrize(("fed", "over"), [(4, False), (8, True), (10, False)])
-def test_an_epoch_ends_short_if_less_than_a_batch_is_missing(fed, over):
-    progress = EpochProgress(epoch=0, length=10, start=0)
-    progress.add(IteratorProgress(0, 10))
-    progress.next_batch(4)
-    progress.position = fed
-    assert progress.ended_short(4) is over
+def test_a_look_at_the_data_is_not_the_loop():
+    ledger = BatchLedger(2)
+    one, alive = running(ledger)
+    one.handed_out = 2
+    assert number(ledger) == 0
+    look, iterator = running(ledger)
+    look.handed_out = 10
+    del iterator  # the look is over
+    assert ledger.current().epoch_pass is one and number(ledger) == 0
+    one.handed_out = 4
+    assert ledger.current().epoch_pass is one and number(ledger) == 1
+    assert alive
+
+
+def test_a_loop_that_starts_over_follows_one_that_was_broken_off():
+    ledger = BatchLedger(2)
+    one, alive = running(ledger)
+    one.handed_out = 6
+    assert ledger.newest is one
+    del alive
+    again, alive = running(ledger)
+    again.handed_out = 2
+    assert ledger.current() == (again, 0)
+    assert alive
+
+
+def test_two_loops_at_once_are_refused():
+    ledger = BatchLedger(2)
+    (one, first), (other, second) = running(ledger), running(ledger)
+    one.handed_out = other.handed_out = 2
+    with pytest.raises(RuntimeError, match="two iterators over this sampler"):
+        ledger.current()
+    assert first and second
+
+
+def test_the_end_of_a_loop_that_fetches_ahead():
+    ledger = BatchLedger(2, ahead=1)
+    one, alive = running(ledger, length=6)
+    found = []
+    for handed_out, ended in ((4, False), (6, False), (6, False), (6, True), (6, True)):
+        one.handed_out, one.ended = handed_out, ended
+        found.append(number(ledger))
+    assert found == [0, 1, 1, 2, 2]
+    ledger = BatchLedger(4, ahead=1)
+    one, alive = running(ledger, length=6)  # the last batch is short: its end is not seen
+    one.handed_out = 6
+    assert number(ledger) == UNKNOWN
+    assert alive
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index
+
+
+def make(**kwargs):
+    return OrderedSampler(Numbers(), "cd-grab", batch_size=4, world=World.single(), **kwargs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_tells_what_its_loop_has_received(workers):
+    sampler = make()
+    context = "fork" if workers else None
+    loader = DataLoader(
+        Numbers(), 4, sampler=sampler, num_workers=workers, multiprocessing_context=context
+    )
+    for batch, _ in enumerate(loader):
+        assert sampler.current_batch().number == batch
+    assert batch == 5
+
+
+def test_a_loader_with_another_batch_size_is_refused():
+    sampler = make()
+    batches = iter(DataLoader(Numbers(), 8, sampler=sampler))
+    next(batches)
+    with pytest.raises(ValueError, match=r"batches of 8, .* batch_size=4"):
+        sampler.current_batch()
+
+
+class BatchSamplerShard:
+    """Takes every second batch, as Accelerate does on two ranks."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return itertools.islice(iter(self.batch_sampler), 0, None, 2)
+
+
+def test_sharding_once_more_is_refused():
+    sampler = make()
+    shard = BatchSamplerShard(BatchSampler(sampler, 4, False))
+    batches = iter(DataLoader(Numbers(), batch_sampler=shard))
+    next(batches)
+    next(batches)
+    with pytest.raises(ValueError, match="BatchSamplerShard shards the batches"):
+        sampler.current_batch()
+
+
+def test_no_loader_is_running():
+    assert find_loader_pass(make(), None) is None
 
 
 def test_batches_are_found_by_their_examples():

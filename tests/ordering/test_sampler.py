@@ -147,15 +147,24 @@ def test_d_rr_draws_anew_each_epoch_and_differently_on_each_rank():
 
 
 @pytest.mark.parametrize("policy", LEARNED)
-def test_units_not_seen_keep_their_place(policy):
+def test_units_not_visited_come_first(policy):
     sampler = make(policy, 24)
     before = list(sampler)
     feed(sampler, 10)
     sampler.set_epoch(1)
     after = list(sampler)
-    assert after[10:] == before[10:]
-    assert sorted(after[:10]) == sorted(before[:10])
-    assert after != before
+    assert after[:14] == before[10:]
+    assert sorted(after[14:]) == sorted(before[:10])
+
+
+@pytest.mark.parametrize("policy", LEARNED)
+def test_no_unit_starves_where_epochs_end_early(policy):
+    sampler, visits = make(policy, 24), torch.zeros(24, dtype=torch.int64)
+    for epoch, stop in enumerate([10, 6, 4, 10, 10, 10, 2, 16, 22]):
+        sampler.set_epoch(epoch)
+        visits[list(sampler)[:stop]] += 1
+        feed(sampler, stop)
+        assert visits.max() - visits.min() <= 1
 
 
 def test_whole_batches_keep_their_make_up():
@@ -180,7 +189,7 @@ def test_dataloader_prefetch_early_stop_and_second_iterator(num_workers):
     assert [i for batch in loader for i in batch.tolist()] == expected
     sampler.set_epoch(1)
     walk = [i for batch in loader for i in batch.tolist()]
-    assert sorted(walk) == list(range(24)) and walk[12:] == expected[12:]
+    assert sorted(walk) == list(range(24)) and walk[:12] == expected[12:]
 
 
 def test_a_loader_that_shuffles_batches_is_refused_where_it_matters():

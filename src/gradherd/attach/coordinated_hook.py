@@ -17,7 +17,7 @@ Shapes: R ranks, C columns of this rank over all buckets: its slice of each one 
 rank, what is left of buckets whose length does not divide by R.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +166,10 @@ class CoordinatedHook(BucketHook):
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
         return self._rows is not None or bool(self._separate)
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward."""
+        self._hooks.began = began
 
     def prepare(self) -> None:
         """Get ready for a backward, also after one that broke off."""

@@ -1,13 +1,15 @@
 """Feeds a model's gradients back to its sampler while the user's own training loop runs.
 
-A batch begins with a forward of the model. What its backward (or backwards) gave is fed back when
-the optimizer steps or the next forward begins, whichever comes first.
+A batch begins with a forward of the model: at that moment the sampler is asked which batch the loop
+has received last, and what the backward (or backwards) of that forward gives belongs to it. It is
+fed back when the optimizer steps, the next forward begins or the order is read, whichever comes
+first.
 """
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradherd.attach.transports import RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
+from gradherd.ordering.iterators import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
 
@@ -55,6 +58,9 @@ class OrderFeedback:
         self._checked_epoch = -1
         self._paused = False
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop
+        self._ticket: BatchTicket | None = None  # the batch of the gradients that are waiting
+        self._announced = False  # whether a forward of the model has announced the next backward
+        self._loss_scale = 1.0
         self._indices: list[int] | None = None
         self._by_index = False
         self._handles = [
@@ -62,11 +68,34 @@ class OrderFeedback:
             register_optimizer_step_pre_hook(_before_step_of(model, self)),
             sampler.register_read_hook(_before_read_of(self)),
         ]
+        transport.on_backward(self.before_backward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._feed_back()
             self._transport.prepare()
+            if not self._paused:
+                self._take_ticket()
+                self._announced = True
+
+    # Replaying the model for the rows of single examples is not a forward of the loop.
+    _before_forward.skip_on_replay = True  # type: ignore[attr-defined]
+
+    def _take_ticket(self) -> None:
+        """Note which batch the next gradients belong to, and the scale of their loss."""
+        self._ticket = None if self._by_index else self.sampler.current_batch()
+        self._loss_scale = self._scaler.get_scale() if self._scaler else 1.0
+
+    def before_backward(self) -> None:
+        """Note the batch of a backward that no forward of the model announced.
+
+        Loops that call parts of the model, such as `model.encode(x)`, never call its forward.
+        """
+        if self._announced or self._paused or self._by_index:
+            return
+        if self._transport.waiting and self.sampler.current_batch() != self._ticket:
+            self._feed_back()
+        self._take_ticket()
 
     def before_step(self) -> None:
         """Feed back before the optimizer changes the parameters that rows are read from."""
@@ -85,6 +114,7 @@ class OrderFeedback:
     def _feed_back(self) -> None:
         """Feed back the batch whose backward is done."""
         if self._transport.waiting:
+            self._announced = False
             # This may run inside the autocast of a forward; rows keep their precision.
             with self._stopwatch, torch.autocast(self._device.type, enabled=False):
                 self._claim_and_feed()
@@ -94,11 +124,15 @@ class OrderFeedback:
             self._transport.forget()
             return
         indices, self._indices = self._indices, None
+        ticket, self._ticket = self._ticket, None
         try:
-            claim = self.sampler.claim(indices)
+            claim = self.sampler.claim(ticket, indices)
         except (RuntimeError, ValueError):
             self._transport.forget()  # otherwise the same error would come at every step
             raise
+        if claim is None:
+            self._transport.forget()
+            return
         if claim.epoch != self._checked_epoch:
             self._checked_epoch = claim.epoch
             check_same_orders(self.sampler, self._device)
@@ -106,7 +140,7 @@ class OrderFeedback:
             self._transport.forget()
             self.sampler.skip_rest()
             return
-        self._transport.feed(claim, self._scaler.get_scale() if self._scaler else 1.0)
+        self._transport.feed(claim, self._loss_scale)
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
         """Give the examples of the current batch; see `Herd.observe`."""
@@ -155,12 +189,14 @@ class OrderFeedback:
         ordering = self._transport.ordering_state()
         return {"ordering": ordering, "sampler": self.sampler.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken. Call it before iterating, on all ranks."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], skipped_by: Literal["sampler", "loader"] = "sampler"
+    ) -> None:
+        """Continue where `state_dict` was taken; see `Herd.load_state_dict`."""
         self._transport.forget()
         self._transport.finish()  # what was fed before must not be learned after
         self._transport.load_ordering_state(state["ordering"])
-        self.sampler.load_state_dict(state["sampler"])
+        self.sampler.load_state_dict(state["sampler"], skipped_by=skipped_by)
         self._checked_epoch = -1
 
     def detach(self) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -99,11 +99,18 @@ class Herd:
             state["sparsify"] = self._sparse.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, skipped_by: Literal["sampler", "loader"] = "sampler"
+    ) -> None:
         """Continue where `state_dict` was taken. Call it before iterating, on all ranks.
 
         On another number of ranks, load what `merge_states` makes of the states of all of them.
         Rank 0 then warns once about what has changed.
+
+        Args:
+            state: What `state_dict` returned.
+            skipped_by: Who skips the batches of the epoch that were trained on before: the sampler,
+                or "loader" if the framework skips them by itself.
         """
         if self._sparse is not None:
             if "sparsify" not in state:
@@ -112,7 +119,7 @@ class Herd:
         if self._feedback is not None:
             if "ordering" not in state:
                 raise ValueError("state has no 'ordering': it was saved without an order")
-            self._feedback.load_state_dict(state)
+            self._feedback.load_state_dict(state, skipped_by)
         if self._sparse is not None:
             self._sparse.load_state_dict(state["sparsify"])
         if self.world.rank == 0:

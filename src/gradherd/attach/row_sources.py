@@ -9,6 +9,7 @@ Shapes: U units of a batch, D parameters, k columns of a row.
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from gradherd.rows.capture import Capture
@@ -39,6 +40,10 @@ class RowSource(Protocol):
         """Return the rows without forming them, or None if the source cannot."""
         ...
 
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward, if that can be told."""
+        ...
+
     def forget(self) -> None:
         """Drop the last backward."""
         ...
@@ -52,8 +57,26 @@ class ParameterHooks:
     """Calls back with each parameter's gradient in every backward, before it is accumulated."""
 
     def __init__(self, model: nn.Module, arrived: Callable[[str, Tensor], None]) -> None:
+        """Register a hook for each trainable parameter.
+
+        Args:
+            model: The model.
+            arrived: Called with name and gradient of each parameter.
+        """
+        self.began: Callable[[], None] = lambda: None
+        """Called before the first gradient of each backward."""
+        self._graph_task = -1
+
         def hook(name: str) -> Callable[[Tensor], None]:
-            return lambda grad: arrived(name, grad.detach())
+            def on_grad(grad: Tensor) -> None:
+                # DDP and FSDP tell backwards apart by this number, too.
+                task = torch._C._current_graph_task_id()
+                if task != self._graph_task:
+                    self._graph_task = task
+                    self.began()
+                arrived(name, grad.detach())
+
+            return on_grad
 
         self._handles = [
             parameter.register_hook(hook(name))
@@ -100,6 +123,10 @@ class BatchGradientSource:
     def take_implicit(self, examples: int, loss_scale: float) -> None:
         """Return None: the gradient of a batch is already formed."""
         return None
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward."""
+        self._hooks.began = began
 
     def forget(self) -> None:
         """Drop the last gradient."""
@@ -148,6 +175,9 @@ class ExampleRowSource:
             examples, reduction=self._settings.reduction, loss_scale=loss_scale
         )
         return GroupedRows(rows, self._unit)
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Do nothing: rows of two batches do not fit one, and are refused."""
 
     def forget(self) -> None:
         """Drop the gradients of the last backward."""

@@ -1,6 +1,6 @@
 """How rows get from a row source to the sampler, those of all workers together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,10 @@ class RowTransport(Protocol):
     @property
     def waiting(self) -> bool:
         """Whether a backward has happened whose rows were not fed back yet."""
+        ...
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward, if that can be told."""
         ...
 
     def prepare(self) -> None:
@@ -105,6 +109,10 @@ class CountingTransport(_LocalState):
     def _arrived(self, name: str, grad: Tensor) -> None:
         self.waiting = True
 
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward."""
+        self._hooks.began = began
+
     def feed(self, claim: BatchClaim, loss_scale: float) -> None:
         """Count the units."""
         self.waiting = False
@@ -148,6 +156,10 @@ class GatheringTransport(_LocalState):
     def bytes(self) -> int:
         """Bytes that this rank has sent to gather rows."""
         return self._runner.bytes
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward, if that can be told."""
+        self._source.on_backward(began)
 
     def feed(self, claim: BatchClaim, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""

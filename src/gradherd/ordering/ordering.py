@@ -76,6 +76,8 @@ class Ordering:
             self._orders = [torch.arange(size) for size in sizes]
         self._state = self._new_state(epoch=0, previous=None)
         self._version: str | None = None
+        # Visits of each unit. Only differences matter, and only after epochs that ended early.
+        self._visits = [torch.zeros(size, dtype=torch.int32) for size in self.sizes]
         self.rest: Tensor | None = None
         """(n,) global ids of the units of this epoch that another number of workers left over."""
         self.resharded_from: tuple[str, int, int] | None = None
@@ -231,17 +233,27 @@ class Ordering:
         self._state.mean = mean
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
-        """Adopt the next orders; units that were not seen keep their place.
+        """Adopt the next orders.
+
+        Units whose gradient was not seen keep their place, but those that were not visited at all
+        (the epoch ended early, or does not reach them) come first: otherwise an epoch that always
+        ends early would never get to them. After one that ended early, units that have had fewer
+        visits come before the others.
 
         Args:
             next_epoch: Number of the next epoch; one more than this one by default.
         """
         following = self.epoch + 1 if next_epoch is None else next_epoch
-        self._orders = self.policy.reorder(self._orders, self._state, following, self.random)
-        if self.policy.needs_rows:
-            # A unit beyond `length` was not visited, so its place would never change: let it come
-            # first in the next epoch.
-            self._orders = [order.roll(max(0, len(order) - self.length)) for order in self._orders]
+        visited = self.steps if self.rest is None else 0
+        before = self._orders
+        self._orders = self.policy.reorder(before, self._state, following, self.random)
+        if self.policy.needs_rows and visited:
+            for worker, order in enumerate(self._orders):
+                self._visits[worker][before[worker][:visited]] += 1
+                order = order.roll(max(0, len(order) - visited))
+                if visited < self.length:
+                    order = order[self._visits[worker][order].argsort(stable=True)]
+                self._orders[worker] = order
         self._state = self._new_state(following, previous=self._state)
         self._version = self.rest = self.resharded_from = None
 
@@ -269,6 +281,7 @@ class Ordering:
             "seed": self.random.seed,
             "length": self.length,
             "orders": torch.cat(self._orders),
+            "visits": torch.cat(self._visits),
             "balance": self._state.state_dict(),
         }
         return state if self.rest is None else state | {"rest": self.rest.clone()}
@@ -287,7 +300,7 @@ class Ordering:
                 f"state has format {state.get('format')!r}, expected {_FORMAT}: it was saved by "
                 "another version of gradherd; start the order anew"
             )
-        missing = {"policy", "seed", "orders", "balance"} - state.keys()
+        missing = {"policy", "seed", "orders", "visits", "balance"} - state.keys()
         if missing:
             raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
         balance = BalanceState.from_state_dict(state["balance"])
@@ -301,10 +314,12 @@ class Ordering:
         ):
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
-        if len(state["orders"]) != sum(self.sizes):
-            raise ValueError(
-                f"state is damaged: it orders {len(state['orders'])} units, not {sum(self.sizes)}"
-            )
+        for key in ("orders", "visits"):
+            if len(state[key]) != sum(self.sizes):
+                raise ValueError(
+                    f"state is damaged: its {key} have {len(state[key])} units, not "
+                    f"{sum(self.sizes)}"
+                )
         orders = [order.long().clone() for order in state["orders"].split(balance.sizes)]
         # A damaged order would train on some units twice and on others never, without an error.
         for worker, order in enumerate(orders):
@@ -318,6 +333,7 @@ class Ordering:
         # All checks come first: a state that is refused changes nothing.
         if balance.sizes == self.sizes:
             self._orders, self._state, self.rest = orders, balance, rest
+            self._visits = [v.int().clone() for v in state["visits"].split(balance.sizes)]
             self._version = self.resharded_from = None
         else:
             self._adopt(orders, balance, rest, state.get("length", max(balance.sizes)))

@@ -5,10 +5,12 @@ may prefetch as they like. The next order is adopted when the last gradient of t
 observed, or when `set_epoch` names another epoch, whichever comes first.
 """
 
+import itertools
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
@@ -19,17 +21,18 @@ from gradherd.comm.world import World
 from gradherd.ordering.coordination import BatchClaim
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.iterators import (
+    UNKNOWN,
+    BatchLedger,
+    BatchTicket,
     EpochIterator,
-    EpochProgress,
-    IteratorProgress,
+    EpochPass,
     PositionIndex,
     find_loader_pass,
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import make_policy
-from gradherd.ordering.reshard import stripe
-from gradherd.ordering.sharding import UnitSharding
+from gradherd.ordering.sharding import UnitSharding, stripe
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -50,19 +53,27 @@ class OrderedSampler(DistributedSampler[Any]):
         seed: int = 0,
         world: World | None = None,
         drop_last: bool = False,
+        ahead: int | None = None,
     ) -> None:
-        """UnitSharding the data set to the workers of `world`.
+        """Shard the data set over the workers of `world`.
 
         Args:
             dataset: Map-style data set, the same on every rank.
             policy: A name from `POLICIES`, or a policy object.
             batch_size: Examples in a rank's batch, as given to the DataLoader.
-            unit: Consecutive examples ordered as one: 1 = each for itself, `batch_size` = whole
-                batches (no gradients of single examples needed).
-            seed: Of all random choices; must be equal on all ranks.
-            world: Rank and number of ranks; found out by default.
-            drop_last: Visit equal numbers of units on all ranks by leaving some out (other ones
-                in each epoch) instead of repeating some.
+            unit: Number of consecutive examples that are ordered as one: 1 orders every example,
+                `batch_size` whole batches (which needs no gradients of single examples).
+            seed: Seed of all random choices; must be equal on all ranks.
+            world: Rank and number of ranks; detected by default.
+            drop_last: Make the ranks' epochs equally long by dropping units (different ones in
+                each epoch) instead of repeating some.
+            ahead: Batches that the training loop fetches before it trains on the one at hand, apart
+                from the DataLoader's own prefetching: 0 in a plain loop, 1 in one that copies the
+                next batch to the GPU meanwhile. Needed only where the first forward comes after
+                more than one batch.
+
+        Raises:
+            ValueError: The data set is a stream, or a number is out of range.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -73,6 +84,8 @@ class OrderedSampler(DistributedSampler[Any]):
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if not 1 <= unit <= batch_size or batch_size % unit:
             raise ValueError(f"unit must divide batch_size {batch_size}, got {unit}")
+        if ahead is not None and ahead < 0:
+            raise ValueError(f"ahead must be at least 0, got {ahead}")
         world = World.detect() if world is None else world
         self.sharding = UnitSharding(len(dataset), unit, world.size, drop_last)
         super().__init__(
@@ -93,16 +106,22 @@ class OrderedSampler(DistributedSampler[Any]):
             length=self.sharding.length,
         )
         self._read_hooks: OrderedDict[int, Callable[[str], None]] = OrderedDict()
+        self._ledger = BatchLedger(
+            batch_size, ahead, lambda iterator: find_loader_pass(self, iterator)
+        )
+        self._clock = itertools.count(1)
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
+        self._loader_skips = False  # whether the loader skips to that position by itself
+        self._named_epoch: int | None = None  # the last argument of set_epoch
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self.epoch = self.ordering.epoch
         self.num_samples = len(self)
         self.total_size = self.num_samples * self.world.size
-        self._progress = EpochProgress(
-            self.epoch, len(self), self.start, lambda: find_loader_pass(self)
-        )
+        self._position = self.start  # up to where gradients were fed back
+        self._last_pass: EpochPass | None = None  # the one that gradients were fed back for
+        self._iterated = False  # whether this epoch was handed out
         self._positions: PositionIndex | None = None  # built when a batch is given by its examples
 
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
@@ -130,13 +149,25 @@ class OrderedSampler(DistributedSampler[Any]):
     def __iter__(self) -> EpochIterator:
         """Return an iterator over this rank's examples in the current order."""
         self._call_read_hooks("iterate")
-        if self._progress.ended_short(self.batch_size):
+        if self._ended_short():
             self.end_epoch()
-        progress = IteratorProgress(self.start, self.start)
-        iterator = EpochIterator(self, progress)
-        progress.iterator = weakref.ref(iterator)
-        self._progress.add(progress)
+        self._iterated = True
+        begin = 0 if self._loader_skips else self.start
+        epoch_pass = EpochPass(begin, len(self), self.ordering.version)
+        iterator = EpochIterator(self, epoch_pass, self._clock)
+        epoch_pass.iterator = weakref.ref(iterator)
+        self._ledger.begin(epoch_pass)
         return iterator
+
+    def _ended_short(self) -> bool:
+        """Return whether a loop has ended with less than a batch missing.
+
+        Then the loader drops incomplete batches, and the epoch is over.
+        """
+        last = self._last_pass or self._ledger.newest
+        if last is None or last.version != self.ordering.version or last.alive:
+            return False
+        return 0 < len(self) - self._position < self.batch_size
 
     def __len__(self) -> int:
         return (self.sharding.length if self._rest is None else len(self._rest)) * self.unit
@@ -173,36 +204,107 @@ class OrderedSampler(DistributedSampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that comes next. Setting the current one again changes nothing.
 
-        An epoch that was left early ends with what was observed of it; units that were not seen
-        keep their place.
+        An epoch that was left early ends with what was observed of it, and units that were not
+        visited come first in the next one. A learned order cannot go back: an epoch that is over
+        is named by frameworks that count from 0 again after a restart, and only tells that the
+        loop has moved on if gradients came back since.
         """
         self._call_read_hooks("end")
-        if epoch != self.ordering.epoch:
+        named, self._named_epoch = self._named_epoch, epoch
+        if not self.ordering.policy.needs_rows:
+            if epoch != self.ordering.epoch:
+                self.end_epoch(epoch)
+        elif named is not None and epoch > named and self._last_pass is not None:
+            self.end_epoch(max(epoch, self.ordering.epoch + 1))
+        elif epoch > self.ordering.epoch:
             self.end_epoch(epoch)
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
         """Adopt the next order."""
+        if self._iterated and self.attached and not self.ordering.steps and self._was_received():
+            warnings.warn(
+                f"epoch {self.epoch} was handed out, but no gradient came back, so nothing was "
+                "learned from it: is the attached model the one that is trained?",
+                stacklevel=3,
+            )
         self.ordering.end_epoch(next_epoch)
+        self._loader_skips = False
         self._begin_epoch()
 
-    def claim(self, indices: Sequence[int] | None = None) -> BatchClaim:
-        """Return the units that the next gradient belongs to, and count them as fed back.
+    def _was_received(self) -> bool:
+        newest = self._ledger.newest
+        if newest is None or newest.version != self.ordering.version:
+            return False
+        return newest.received(self.batch_size) > 1  # one batch may be a look at the data
+
+    def current_batch(self) -> BatchTicket | None:
+        """Return the batch that a forward which begins now is for; see `BatchLedger.current`."""
+        if not self.ordering.policy.needs_rows:
+            # Which units are counted does not matter: nothing is refused.
+            return None
+        return self._ledger.current()
+
+    def claim(
+        self, ticket: BatchTicket | None = None, indices: Sequence[int] | None = None
+    ) -> BatchClaim | None:
+        """Return the units that a gradient belongs to, and count them as fed back.
 
         Args:
+            ticket: The batch of its forward, as `current_batch` returned it; by default the one
+                that a forward would be for now.
             indices: The examples of the batch, for loaders that deliver out of order.
 
+        Returns:
+            None for a second gradient of the same batch, and for one of an earlier order.
+
         Raises:
-            RuntimeError: The sampler has not handed out that batch.
+            RuntimeError: The sampler has not handed out a batch.
             ValueError: The examples are not a batch of this epoch, or are needed and not given.
         """
-        progress, first, count = self._progress.next_batch(self.batch_size)
         if indices is not None:
             self._positions = self._positions or PositionIndex(self.indices())
             first, count = self._positions.find(indices, self.unit), len(indices)
-        elif self.ordering.policy.needs_rows:
-            if progress.loader is not None and not progress.loader.in_order:
-                raise ValueError(_OUT_OF_ORDER)
-        self._progress.position += count
+            self._position += count
+            return BatchClaim(self.ordering.epoch, first // self.unit, count // self.unit, count)
+        if not self.ordering.policy.needs_rows:
+            return self._claim_next()
+        ticket = ticket or self._ledger.current()
+        if ticket is None:
+            raise RuntimeError(
+                f"a gradient came back in epoch {self.epoch} before the sampler handed out any "
+                "example: iterate over a loader with this sampler after set_epoch()"
+            )
+        current, number = ticket
+        if number == UNKNOWN:
+            return None
+        if current.loader is not None and not current.loader.in_order:
+            raise ValueError(_OUT_OF_ORDER)
+        if current.version != self.ordering.version or number in current.claimed:
+            return None
+        first = current.begin + number * self.batch_size
+        if first < self.start:
+            return None  # A loader that should skip to where the epoch was resumed did not.
+        current.claimed.add(number)
+        self._last_pass = current
+        count = min(self.batch_size, current.length - first)
+        self._position = first + count
+        return BatchClaim(self.ordering.epoch, first // self.unit, count // self.unit, count)
+
+    def _claim_next(self) -> BatchClaim | None:
+        """Claim the next units, whichever they are: for orders that need no gradients."""
+        newest = self._ledger.newest
+        if newest is None:
+            raise RuntimeError(
+                f"a gradient came back in epoch {self.epoch} before the sampler handed out any "
+                "example: iterate over a loader with this sampler after set_epoch()"
+            )
+        if newest is not self._last_pass and newest.version == self.ordering.version:
+            if self._last_pass is None or not self._last_pass.alive:
+                self._last_pass, self._position = newest, newest.begin
+        first, count = self._position, min(self.batch_size, len(self) - self._position)
+        if count <= 0:
+            return None
+        self._position += count
         return BatchClaim(self.ordering.epoch, first // self.unit, count // self.unit, count)
 
     def observe(
@@ -231,7 +333,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def skip_rest(self) -> None:
         """Count the claimed batch of what other ranks left over; after the last the epoch ends."""
-        self.ordering.skip_rest(self._progress.position // self.unit)
+        self.ordering.skip_rest(self._position // self.unit)
         if self.ordering.steps * self.unit == len(self):
             self.end_epoch()
 
@@ -242,18 +344,29 @@ class OrderedSampler(DistributedSampler[Any]):
         `ordering.state_dict()`: save that with the model, and load it before the cursor.
         """
         self._call_read_hooks("read")
-        return self.cursor(max(self._progress.position, self.ordering.steps * self.unit))
+        return self.cursor(max(self._position, self.ordering.steps * self.unit))
 
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the cursor of a position in the current order."""
         ordering = self.ordering
         return {"epoch": ordering.epoch, "position": position, "version": ordering.version}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, skipped_by: Literal["sampler", "loader"] = "sampler"
+    ) -> None:
         """Continue where `state_dict` was taken; iterators start there until the epoch ends.
 
         With another number of workers they visit what is left of the epoch.
+
+        Args:
+            state: What `state_dict` returned.
+            skipped_by: Who skips the batches of the epoch that were trained on already: iterators
+                of this sampler, or "loader", a framework that skips them by itself. Never both.
         """
+        if skipped_by not in ("sampler", "loader"):
+            raise ValueError(f"skipped_by must be 'sampler' or 'loader', got {skipped_by!r}")
+        self._loader_skips = skipped_by == "loader"
+        self._named_epoch = None
         self._resumed = (state["epoch"], self.position_of(state))
         self._begin_epoch()
         if self.finishing_rest and not len(self):  # Less than a round was left, and is dropped.

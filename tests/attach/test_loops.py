@@ -1,0 +1,18 @@
+"""Loops of all kinds learn the order that follows from the true examples of each gradient."""
+
+import pytest
+
+from gradherd.comm import run_ranks
+from tests.attach import loops
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_random_loops(first):
+    assert loops.run_loops(range(first, first + 25)) == []
+
+
+@pytest.mark.timeout(300)
+def test_random_loops_on_two_ranks():
+    for wrong in run_ranks(loops.run_loops, 2, range(1000, 1015), timeout=240):
+        assert wrong == []
