@@ -283,7 +283,7 @@ def test_going_on_with_another_number_of_workers(place):
     for more in (["--workers", "2"], ["--workers", "1", "--epochs", "2", "--resume"]):
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=55)
         assert done.returncode == 0, done.stderr
-    assert done.stderr.count("a state of 2 ranks goes on with 1") == 1
+    assert done.stderr.count("a state of 2 ranks continues on 1") == 1
     record = json.loads((place / "a" / "record.json").read_text())
     assert [row["epoch"] for row in record["epochs"]] == [1, 2]
     assert [workers for _, workers in record["config"]["world_sizes"]] == [2, 1]
