@@ -386,11 +386,38 @@ def test_errors_say_what_is_wrong() -> None:
         capture.pop_rows(BATCH, loss_scale=0.0)
     capture.remove_hooks()
     capture = Capture(model)
-    model(torch.randn(BATCH, 3)).sum().backward()
+    model[1](model[0](torch.randn(BATCH, 3))).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match=r"module '1' changed .* before optimizer.step"):
         capture.pop_rows(BATCH)
     assert capture.num_calls == 0
+
+
+def test_rows_are_right_after_a_step_with_a_closure() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = values(BATCH, 3)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture = Capture(model)
+
+    def closure() -> Tensor:
+        loss = per_example(model(x)).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    check_operations(capture.pop_rows(BATCH), expected)
+
+
+def test_an_input_overwritten_before_rows_are_read_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    capture = Capture(model)
+    buffer = torch.randn(BATCH, 3)
+    model(buffer).sum().backward()
+    buffer.normal_()
+    with pytest.raises(RuntimeError, match=r"input of module '0' was changed .*clone"):
+        capture.pop_rows(BATCH)
+    assert not capture.waiting
 
 
 def test_an_input_changed_in_place_is_named() -> None:

@@ -151,7 +151,7 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
         return CoordinatedHook(model, order, world)
     source = make_row_source(bare, settings, order.unit, order.batch_size)
-    return GatheringTransport(source, order, world)
+    return GatheringTransport(source, order, world, next(bare.parameters()).device)
 
 
 def _hook_is_free(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.ordering.iterators import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.forward_replay import skip_on_replay
 from gradherd.rows.settings import RowSettings
 
 
@@ -70,6 +71,7 @@ class OrderFeedback:
         ]
         transport.on_backward(self.before_backward)
 
+    @skip_on_replay
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._feed_back()

@@ -44,6 +44,26 @@ class RowSource(Protocol):
         """Have `began` called before the first gradient of each backward, if that can be told."""
         ...
 
+    def check(self, examples: int) -> Tensor | None:
+        """Check the rows that wait, if a check is due.
+
+        Returns:
+            A byte for each parameter, 1 if it has to be left out; None if no check is due.
+        """
+        ...
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Leave out the parameters that any rank has to leave out, from the rows that wait on."""
+        ...
+
+    def left_out(self) -> list[str]:
+        """Return the names of parameters that rows leave out."""
+        ...
+
+    def restart_checks(self) -> None:
+        """Check the next batches as if they were the first."""
+        ...
+
     def forget(self) -> None:
         """Drop the last backward."""
         ...
@@ -106,7 +126,8 @@ class BatchGradientSource:
         return self._row is not None
 
     def _arrived(self, name: str, grad: Tensor) -> None:
-        flat, offset = grad.flatten().float(), self._offsets[name]
+        dense = grad.to_dense() if grad.is_sparse else grad  # Embedding(sparse=True)
+        flat, offset = dense.flatten().float(), self._offsets[name]
         if self._row is None:
             self._row = flat.new_zeros(self._sketch.size if self._sketch else self._spec.size)
         if self._sketch is None:
@@ -128,6 +149,20 @@ class BatchGradientSource:
         """Have `began` called before the first gradient of each backward."""
         self._hooks.began = began
 
+    def check(self, examples: int) -> None:
+        """Return None: the gradient of a batch is what it is."""
+        return None
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Do nothing: there are no checks."""
+
+    def left_out(self) -> list[str]:
+        """Return nothing: all parameters count."""
+        return []
+
+    def restart_checks(self) -> None:
+        """Do nothing: there are no checks."""
+
     def forget(self) -> None:
         """Drop the last gradient."""
         self._row = None
@@ -143,12 +178,12 @@ class ExampleRowSource:
     def __init__(self, model: nn.Module, settings: ExactRows | SketchRows, unit: int) -> None:
         self._settings = settings
         self._unit = unit
-        self._capture = Capture(model, batch_dim=settings.batch_dim)
+        self._capture = Capture(model, batch_dim=settings.batch_dim, strict=settings.strict)
 
     @property
     def waiting(self) -> bool:
         """Whether gradients have arrived."""
-        return self._capture.num_calls > 0
+        return self._capture.waiting
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
@@ -178,6 +213,22 @@ class ExampleRowSource:
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Do nothing: rows of two batches do not fit one, and are refused."""
+
+    def check(self, examples: int) -> Tensor | None:
+        """Compare the rows that wait with the gradient of the batch, if a check is due."""
+        return self._capture.check_bitmask(examples)
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Leave out the parameters whose byte is not 0."""
+        self._capture.leave_out(mask)
+
+    def left_out(self) -> list[str]:
+        """Return the names of parameters that rows leave out."""
+        return list(self._capture.left_out)
+
+    def restart_checks(self) -> None:
+        """Check the next batches as if they were the first."""
+        self._capture.restart_checks()
 
     def forget(self) -> None:
         """Drop the gradients of the last backward."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.attach.row_sources import ParameterHooks, RowSource
+from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
 from gradherd.ordering.coordination import BatchClaim, EpochGatherer, RowGatherer
@@ -138,9 +139,12 @@ class CountingTransport(_LocalState):
 class GatheringTransport(_LocalState):
     """Gathers the rows of all workers."""
 
-    def __init__(self, source: RowSource, sampler: OrderedSampler, world: World) -> None:
+    def __init__(
+        self, source: RowSource, sampler: OrderedSampler, world: World, device: torch.device
+    ) -> None:
         super().__init__(sampler)
         self._source = source
+        self._device = device  # where the group of the ranks works
         self._runner = RankRunner(world)
         self._gatherer = RowGatherer(sampler, self._runner)
         self._epoch_gatherer: EpochGatherer | None = None
@@ -163,6 +167,12 @@ class GatheringTransport(_LocalState):
 
     def feed(self, claim: BatchClaim, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
+        # Every rank has fed as many batches, so checks are due on all of them at once.
+        mask = self._source.check(claim.examples)
+        if mask is not None:
+            world = self._sampler.world
+            masks = all_gather(mask.to(self._device), world).value
+            self._source.leave_out(masks.amax(0).cpu())
         if self._epoch_gatherer is not None:
             self._epoch_gatherer.add(self._source.take(claim.examples, loss_scale), claim)
             return
@@ -180,6 +190,16 @@ class GatheringTransport(_LocalState):
         if self._epoch_gatherer is None:
             length = self._sampler.ordering.length
             self._epoch_gatherer = EpochGatherer(self._sampler, self._runner, length)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the parameters that rows leave out."""
+        left_out = self._source.left_out()
+        return {"rows_left_out": left_out} if left_out else {}
+
+    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the ordering; the model may have changed as well."""
+        super().load_ordering_state(state)
+        self._source.restart_checks()
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""

@@ -8,14 +8,14 @@ Shapes: B examples.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows.forward_replay import ModuleCall, repeat_forward
+from gradherd.rows.forward_replay import ModuleCall
 from gradherd.rows.layer_rules import BatchDim
 from gradherd.rows.tensor_tree import map_tensors, tensor_leaves
 
@@ -24,6 +24,7 @@ INPUT = -1
 
 Shapes = dict[int, torch.Size]
 """Shapes of a module's input and outputs in one call."""
+ShapeRunner = Callable[[ModuleCall, Any, Any], list[tuple[str, Shapes]]]
 
 
 def call_shapes(args: Any, kwargs: Any, outputs: Any) -> Shapes:
@@ -40,8 +41,6 @@ class BatchDims:
 
     given: int | None = None
     """The user's setting for all tensors of the model."""
-    recording: list[tuple[str, Shapes]] | None = None
-    """Calls of modules while the model runs with one more example, else None."""
     _model_dim: int | None = None
     _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
@@ -62,11 +61,10 @@ class BatchDims:
                 preferred = 0 if index > 0 or module.batch_first else 1
         return BatchDim(examples, label, preferred)
 
-    def model_examples(self, args: Any, kwargs: Any) -> int | None:
-        """Return B as the model's own inputs have it, or None if they have no tensors."""
+    def model_examples(self, shapes: Sequence[torch.Size]) -> int | None:
+        """Return B as the shapes of the model's own inputs have it, or None without tensors."""
         dim = self._model_dim if self._model_dim is not None else self.given or 0
-        sizes = [t.shape[dim] for t in tensor_leaves((args, kwargs)) if t.dim() > dim]
-        return sizes[0] if sizes else None
+        return next((shape[dim] for shape in shapes if len(shape) > dim), None)
 
     def unknown(self, calls: Mapping[str, list[Shapes]]) -> bool:
         """Say whether any of these modules has tensors that were never probed."""
@@ -77,13 +75,16 @@ class BatchDims:
             for index, shape in shapes.items()
         )
 
-    def probe(self, call: ModuleCall, examples: int, calls: Mapping[str, list[Shapes]]) -> None:
+    def probe(
+        self, call: ModuleCall, examples: int, calls: Mapping[str, list[Shapes]], run: ShapeRunner
+    ) -> None:
         """Run the model with one more example and note which dimensions grow.
 
         Args:
             call: A call of the model itself.
             examples: B.
             calls: Shapes of the modules' calls in this batch, by module.
+            run: Runs the model again with other arguments and returns the shapes in its modules.
 
         Raises:
             ValueError: The model's inputs contradict the batch dimension of earlier batches.
@@ -91,7 +92,6 @@ class BatchDims:
         if not self._fix_model_dim(call, examples):
             return
         for skip_square in (False, True):
-            self.recording = []
             try:
                 # Inputs that only look like a batch, such as a square mask, make the model fail.
                 args, kwargs = self._one_more(call, examples, skip_square)
@@ -99,14 +99,11 @@ class BatchDims:
                     warnings.simplefilter("ignore")
                     # In evaluation, torch's transformers take other paths without gradients.
                     with torch.set_grad_enabled(not call.module.training):
-                        repeat_forward(call, args, kwargs)
+                        probed = run(call, args, kwargs)
             except Exception:
                 continue
-            else:
-                self._learn(examples, calls, self.recording)
-                return
-            finally:
-                self.recording = None
+            self._learn(examples, calls, probed)
+            return
 
     def _fix_model_dim(self, call: ModuleCall, examples: int) -> bool:
         """Decide on the batch dimension of the model's inputs; say whether there is one."""

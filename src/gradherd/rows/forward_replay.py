@@ -100,6 +100,8 @@ class ModuleCall:
     grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Gradients by the backward (autograd's graph task) that they arrived in and the position of
     the output among the tensors of all outputs."""
+    replayed: tuple[object, dict[str, DenseTerm]] | None = None
+    """What a replay gave, and what it depended on."""
 
 
 def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:

@@ -12,6 +12,7 @@ Shapes: B examples, N elements of a parameter, K random vectors.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,8 @@ class RowCheck:
         """Whether the rows of the current batch are to be checked."""
         self.tasks: list[set[int]] = [set() for _ in parameters]
         """For each parameter, the backwards (autograd's graph tasks) that reached it."""
+        self.reached = False
+        """Whether a backward has reached any parameter since the last `clear`."""
         self._spec = spec
         self._strict = strict
         self._references: list[Tensor | None] = [None] * len(parameters)
@@ -69,15 +72,11 @@ class RowCheck:
         self._training: bool | None = None
         self._handles = [_register_first(p, self._hook(i)) for i, p in enumerate(parameters)]
 
-    @property
-    def reached(self) -> bool:
-        """Whether a backward has reached any parameter since the last `clear`."""
-        return any(self.tasks)
-
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         tasks = self.tasks[index]
 
         def hook(grad: Tensor) -> None:
+            self.reached = True
             tasks.add(torch._C._current_graph_task_id())
             if self.due:
                 # A copy: autograd may make this tensor p.grad, which is then clipped in place.
@@ -159,8 +158,10 @@ class RowCheck:
 
     def clear(self) -> None:
         """Forget the gradients of the current batch."""
-        for tasks in self.tasks:
-            tasks.clear()
+        if self.reached:
+            self.reached = False
+            for tasks in self.tasks:
+                tasks.clear()
         if self.due:
             self._references = [None] * len(self._references)
 
@@ -241,12 +242,20 @@ def sum_and_norms(
     total, ones = like.new_zeros(size), like.new_ones(examples)
     # |<row, v>| is |row| times sqrt(2 / pi) on average for random signs v. Unlike the rows
     # themselves this costs no more than a forward.
-    generator = torch.Generator().manual_seed(0)
-    count = 4 if size <= 1 << 16 else 2
-    signs = torch.empty(count, size).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    count = 4 if size <= 1 << 14 else 1
+    signs = _random_signs(like.dtype, like.device)
+    signs = signs.repeat(-(-count * size // len(signs)))[: count * size].view(count, size)
     norms = like.new_zeros(())
     for term in terms:
         term.combine(ones, total)
-        for vector in signs.to(like):
+        for vector in signs:
             norms += term.dot(vector).abs().sum() * (math.sqrt(math.pi / 2) / count)
     return total, norms
+
+
+@lru_cache(maxsize=4)
+def _random_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return signs to repeat over longer vectors; a prime number, so that rows stay unaligned."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.empty(65_537).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return signs.to(dtype=dtype, device=device)

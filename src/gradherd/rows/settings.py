@@ -1,6 +1,6 @@
 """How rows are read: the settings a user may choose, and the choice behind "auto"."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -17,7 +17,7 @@ class ExactRows:
     """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
     """Batch dimension of the model's inputs; None takes the first one of the right size."""
-    strict: bool = False
+    strict: bool = field(default=False, repr=False)
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
 
@@ -33,7 +33,7 @@ class SketchRows:
     """How the loss reduces the examples of a batch."""
     batch_dim: int | None = None
     """Batch dimension of the model's inputs; None takes the first one of the right size."""
-    strict: bool = False
+    strict: bool = field(default=False, repr=False)
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,219 @@
+"""Hooks that record the calls of modules and the gradients of their outputs.
+
+The model computes exactly what it computed before: the hooks only hold references to tensors that
+autograd holds anyway. A call counts from the moment its output gradient arrives, so forwards
+without backward leave nothing behind.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from gradherd.rows.batch_dims import Shapes, call_shapes
+from gradherd.rows.forward_replay import (
+    ForwardContext,
+    ModuleCall,
+    repeat_forward,
+    skip_on_replay,
+)
+from gradherd.rows.layer_rules import save_statistics
+from gradherd.rows.parameter_owners import ParameterOwner
+from gradherd.rows.tensor_tree import detach_all, map_tensors, tensor_leaves, tensor_versions
+
+
+class CallRecorder:
+    """Records the calls of the modules that own parameters, and of the model itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Iterable[ParameterOwner],
+        backward_done: Callable[[], None],
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            model: The model.
+            owners: Modules to record.
+            backward_done: Is called at the end of every backward that has recorded a call of a
+                module without a rule.
+        """
+        self.calls: list[ModuleCall] = []
+        """Calls whose output gradients have arrived."""
+        self.model_calls: list[ModuleCall] = []
+        """Calls of the model itself; only while `records_model`."""
+        self.records_model = True
+        self.last_shapes: tuple[torch.Size, ...] = ()
+        """Shapes of the tensors given to the last call of the model."""
+        self.create_graph = False
+        """Whether a backward was run with create_graph=True."""
+        self._backward_done = backward_done
+        self._queued_task = -1
+        self._silent = False
+        self._shapes: list[tuple[str, Shapes]] | None = None
+        self._contexts: dict[str, ForwardContext] = {}
+        self._handles: list[Any] = [
+            model.register_forward_hook(self._after_model, with_kwargs=True)
+        ]
+        for owner in owners:
+            self._register(owner)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Record nothing inside: modules run again to compute rows."""
+        before, self._silent = self._silent, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._silent = before
+
+    def shapes_of(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
+        """Run the model again with other arguments; return the shapes in recorded modules."""
+        shapes: list[tuple[str, Shapes]] = []
+        self._shapes = shapes
+        try:
+            repeat_forward(call, args, kwargs)
+        finally:
+            self._shapes = None
+        return shapes
+
+    def clear(self) -> None:
+        """Forget everything recorded."""
+        for call in self.calls:
+            # A retained graph may run backward again; its gradients then start a new record.
+            call.grads.clear()
+            call.replayed = None
+        self.calls.clear()
+        self.model_calls.clear()
+        self.create_graph = False
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks and forget everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._contexts.clear()
+        self.clear()
+
+    def _register(self, owner: ParameterOwner) -> None:
+        if owner.rule is None:
+            self._handles.append(
+                owner.module.register_forward_pre_hook(
+                    partial(self._before_forward, owner), prepend=True
+                )
+            )
+        # Before all other hooks: those may change the output, and rows are about the forward.
+        self._handles.append(
+            owner.module.register_forward_hook(
+                partial(self._after_forward, owner), prepend=True, with_kwargs=True
+            )
+        )
+
+    def _after_model(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        # Not before the forward: the rows of the batch before may be popped then.
+        if torch.is_grad_enabled() and not self._silent:
+            self.last_shapes = tuple(t.shape for t in tensor_leaves((args, kwargs)))
+            if self.records_model:
+                args, kwargs = detach_all((args, kwargs))
+                context = ForwardContext.save(module)
+                self.model_calls.append(ModuleCall("", module, args, kwargs, context, (), ()))
+
+    @skip_on_replay
+    def _before_forward(self, owner: ParameterOwner, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not self._silent:
+            self._contexts[owner.name] = ForwardContext.save(module)
+
+    def _after_forward(
+        self,
+        owner: ParameterOwner,
+        module: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+        outputs: Any,
+    ) -> Any:
+        if self._shapes is not None:
+            self._shapes.append((owner.name, call_shapes(args, kwargs, outputs)))
+            return None
+        # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
+        # runs again with gradients enabled.
+        if not torch.is_grad_enabled() or self._silent:
+            return None
+        if isinstance(outputs, tuple) and any(isinstance(out, PackedSequence) for out in outputs):
+            raise ValueError(
+                f"module '{owner.name}' got a PackedSequence, in which examples are interleaved: "
+                "pad the sequences instead, or order whole batches"
+            )
+        # Detached: a reference to the graph would keep the activations of all layers below alive.
+        args, kwargs = detach_all((args, kwargs))
+        call = ModuleCall(
+            owner.name,
+            module,
+            args,
+            kwargs,
+            context=self._contexts.pop(owner.name, None),
+            statistics=save_statistics(module),
+            versions=tensor_versions((args, kwargs)),
+        )
+        tensors = [out for out in tensor_leaves(outputs) if out.requires_grad]
+        if owner.rule is None and len(tensors) > 1:
+            return self._hook_aliases(call, outputs)
+        # Hooks on tensors, because a module's full backward hook forbids in-place operations on
+        # its outputs, such as ReLU(inplace=True).
+        for index, output in enumerate(tensor_leaves(outputs)):
+            if output.requires_grad:
+                _hook_gradient(output, partial(self._on_grad, call, index))
+        return None
+
+    def _hook_aliases(self, call: ModuleCall, outputs: Any) -> Any:
+        """Return aliases of a module's outputs that report their gradients.
+
+        One output may be computed from another inside the module (LSTMCell), or appear twice. An
+        alias gets what comes from outside only; a replay adds the rest.
+        """
+        count = 0
+
+        def alias(output: Tensor) -> Tensor:
+            nonlocal count
+            index, count = count, count + 1
+            if not output.requires_grad:
+                return output
+            inner = output.view_as(output)
+            _hook_gradient(inner, partial(self._on_grad, call, index))
+            # The user gets another one, whose hooks run before ours.
+            return inner.view_as(inner)
+
+        return map_tensors(alias, outputs)
+
+    def _on_grad(self, call: ModuleCall, index: int, grad: Tensor | None) -> None:
+        if grad is None:  # fused recurrent kernels report outputs that nothing uses
+            return
+        if not call.grads:
+            self.calls.append(call)
+        if torch.is_grad_enabled():
+            self.create_graph = True
+        # A retained graph may run backward several times before the rows are read: add up.
+        task = torch._C._current_graph_task_id()
+        if call.context is not None and task != self._queued_task:
+            self._queued_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        key = (task, index)
+        before = call.grads.get(key)
+        call.grads[key] = grad.detach() if before is None else before + grad.detach()
+
+
+def _hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Call `hook` with the gradient of a tensor, after all hooks of the user's on it."""
+    node, index = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(hook)
+    else:
+        # Hooks of a tensor run in the order in which they are set, but before those of its node.
+        node.register_prehook(lambda grads: hook(grads[index]))

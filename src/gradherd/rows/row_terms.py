@@ -1,0 +1,195 @@
+"""From recorded calls to the terms of each parameter's rows.
+
+Shapes: B examples.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
+from gradherd.rows.call_recorder import CallRecorder
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.forward_replay import ModuleCall, replay
+from gradherd.rows.layer_rules import UnbatchedError
+from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners
+from gradherd.rows.row_check import RowCheck, tolerance
+from gradherd.rows.tensor_tree import tensor_leaves, tensor_versions
+from gradherd.rows.terms import DenseTerm, Term
+
+log = logging.getLogger("gradherd")
+
+
+@dataclass
+class ParameterTerms:
+    """Rows as they are before averaging."""
+
+    by_parameter: list[list[Term]]
+    """One term for each use of a parameter."""
+    tolerances: dict[int, float]
+    """Relative error that the precision of each parameter's terms allows; for checks only."""
+    unbatched: dict[str, str]
+    """Names of parameters that are used without a batch dimension, with the reason."""
+
+
+class TermReader:
+    """Computes the terms of the calls that were recorded."""
+
+    def __init__(self, model: nn.Module, spec: FlatSpec, check: RowCheck, batch_dim: int | None):
+        """Record the modules of `model` that own trainable parameters.
+
+        Args:
+            model: The model.
+            spec: Its trainable parameters.
+            check: Knows which backwards reached which parameter, and which are left out.
+            batch_dim: Batch dimension of the model's inputs, if it is given.
+        """
+        self.owners = {owner.name: owner for owner in parameter_owners(model)}
+        # By parameter, not by name: modules that share a weight know it under different names.
+        parameters = (p for p in model.parameters() if p.requires_grad)
+        self.index = {parameter: index for index, parameter in enumerate(parameters)}
+        self.recorder = CallRecorder(model, self.owners.values(), self._replay_early)
+        self._spec = spec
+        self._check = check
+        self._dims = BatchDims(batch_dim)
+        self._unfrozen: set[str] = set()
+
+    def read(self, examples: int) -> ParameterTerms:
+        """Return the terms of a batch of B examples."""
+        terms = ParameterTerms([[] for _ in self._spec.names], {}, {})
+        with self.recorder.silent():
+            for call, grads in self._probed_calls(examples):
+                if grads:
+                    self._add_terms(terms, call, grads, examples)
+        return terms
+
+    def _replay_early(self) -> None:
+        """Replay at the end of a backward, before an optimizer can change the parameters.
+
+        `optimizer.step(closure)` updates them right after the backward inside.
+        """
+        examples = self._dims.model_examples(self.recorder.last_shapes)
+        if examples is None:
+            return
+        # The number of examples is a guess until rows are popped; it must not decide anything.
+        dims, self._dims = self._dims, copy.deepcopy(self._dims)
+        try:
+            with self.recorder.silent():
+                for call, grads in self._probed_calls(examples):
+                    if grads and call.context is not None:
+                        # Left for the pop, which names the module.
+                        with suppress(UnbatchedError, RuntimeError):
+                            self._replayed(call, grads, examples)
+        except ValueError:
+            pass
+        finally:
+            self._dims = dims
+
+    def _probed_calls(self, examples: int) -> list[tuple[ModuleCall, dict[int, Tensor]]]:
+        """Return the calls with their gradients, after their batch dimensions were found."""
+        calls = [(call, self._accumulated_grads(call)) for call in self.recorder.calls]
+        if not self.recorder.model_calls:
+            return calls
+        shapes: dict[str, list[Shapes]] = {}
+        for call, grads in calls:
+            # The gradients of outputs have the shapes of the outputs.
+            of_call = call_shapes(call.args, call.kwargs, ())
+            of_call |= {index: grad.shape for index, grad in grads.items()}
+            shapes.setdefault(call.name, []).append(of_call)
+        if self._dims.unknown(shapes):
+            for model_call in self.recorder.model_calls:
+                self._dims.probe(model_call, examples, shapes, self.recorder.shapes_of)
+        return calls
+
+    def _accumulated_grads(self, call: ModuleCall) -> dict[int, Tensor]:
+        """Add up a call's output gradients over the backwards that reached its parameters.
+
+        `torch.autograd.grad(output, input)` passes by the outputs of layers as well, but gives
+        their parameters no gradient.
+        """
+        owner = self.owners[call.name]
+        tasks = {t for p in owner.parameters.values() for t in self._check.tasks[self.index[p]]}
+        grads: dict[int, Tensor] = {}
+        for (task, index), grad in call.grads.items():
+            if task in tasks:
+                grads[index] = grads[index] + grad if index in grads else grad
+        return grads
+
+    def _add_terms(
+        self, terms: ParameterTerms, call: ModuleCall, grads: dict[int, Tensor], examples: int
+    ) -> None:
+        owner = self.owners[call.name]
+        wanted = self._wanted(owner)
+        if not wanted:
+            return
+        try:
+            named_terms = list(self._call_terms(owner, call, grads, examples))
+        except UnbatchedError as error:
+            unbatched = (self._spec.names[self.index[p]] for p in wanted.values())
+            terms.unbatched |= dict.fromkeys(unbatched, str(error))
+            return
+        for local, term in named_terms:
+            if local not in owner.parameters:
+                self._warn_of_unfrozen(owner, local)
+            elif local in wanted:
+                index = self.index[wanted[local]]
+                terms.by_parameter[index].append(term)
+                if self._check.due:
+                    autocast = call.context.autocast_dtype if call.context else None
+                    inputs = tensor_leaves((call.args, call.kwargs))
+                    widest = tolerance((wanted[local], *inputs, *grads.values()), autocast)
+                    terms.tolerances[index] = max(widest, terms.tolerances.get(index, 0.0))
+
+    def _warn_of_unfrozen(self, owner: ParameterOwner, local: str) -> None:
+        name = f"{owner.name}.{local}" if owner.name else local
+        if name not in self._unfrozen:
+            self._unfrozen.add(name)
+            log.warning(
+                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
+                "include it",
+                name,
+            )
+
+    def _wanted(self, owner: ParameterOwner) -> dict[str, nn.Parameter]:
+        """Return a module's parameters that are not left out, by their local names."""
+        return {
+            local: parameter
+            for local, parameter in owner.parameters.items()
+            if self._spec.names[self.index[parameter]] not in self._check.left_out
+        }
+
+    def _call_terms(
+        self, owner: ParameterOwner, call: ModuleCall, grads: dict[int, Tensor], examples: int
+    ) -> Iterable[tuple[str, Term]]:
+        if owner.rule is None:
+            return self._replayed(call, grads, examples).items()
+        # Called with a keyword: layers have one argument, whatever its name.
+        inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
+        if (
+            "weight" in owner.parameters
+            and tensor_versions((call.args, call.kwargs)) != call.versions
+        ):
+            raise RuntimeError(
+                f"an input of module '{call.name}' was changed in place after its backward, before "
+                "its rows were read: give the model a copy (clone()) of a buffer that is reused"
+            )
+        batch = self._dims.of(call.name, call.module, INPUT, examples, inputs.dim())
+        return owner.rule(call.module, inputs, grads[0], batch, call.statistics)
+
+    def _replayed(
+        self, call: ModuleCall, grads: dict[int, Tensor], examples: int
+    ) -> dict[str, DenseTerm]:
+        """Return the terms of a module without a rule, which are computed once."""
+        wanted = self._wanted(self.owners[call.name])
+        key = (examples, *wanted, *call.grads)
+        if call.replayed is None or call.replayed[0] != key:
+            dims = {}
+            for index, grad in grads.items():
+                batch = self._dims.of(call.name, call.module, index, examples, grad.dim())
+                dims[index] = batch.find(grad.shape)
+            call.replayed = (key, replay(call, grads, dims, wanted, examples))
+        return call.replayed[1]
