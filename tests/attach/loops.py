@@ -210,6 +210,7 @@ def run_loop(seed, said=None):
                     herd = attach(model, order=sampler, rows="batch" if unit > 1 else "exact")
                     herd.load_state_dict(state)
                     said.append(f"restored after {index}")
+                    stop = None if stop is None else stop + 1  # something is trained on after it
                     offset = epoch if options["naming"] == "from 0 after a restore" else 0
                     if options["naming"] == "from 0 after a restore":
                         sampler.set_epoch(0)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradherd.attach.transports import RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
-from gradherd.ordering.iterators import BatchTicket
+from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.forward_replay import skip_on_replay
 from gradherd.rows.settings import RowSettings

@@ -19,7 +19,7 @@ from gradherd.comm.world import World
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sharding import can_reshard, own_units, sequence
+from gradherd.ordering.sharding import can_reshard, check_orders, own_units, sequence
 
 # Layout of a saved state; states of another one are refused.
 _FORMAT = 2
@@ -232,19 +232,19 @@ class Ordering:
         mean, self._state = self._state.mean, self._new_state(self.epoch, previous=None)
         self._state.mean = mean
 
-    def end_epoch(self, next_epoch: int | None = None) -> None:
+    def end_epoch(self, next_epoch: int | None = None, *, rest_follows: bool = False) -> None:
         """Adopt the next orders.
 
         Units whose gradient was not seen keep their place, but those that were not visited at all
         (the epoch ended early, or does not reach them) come first: otherwise an epoch that always
-        ends early would never get to them. After one that ended early, units that have had fewer
-        visits come before the others.
+        ends early would never get to them. After such a one, units with fewer visits come first.
 
         Args:
             next_epoch: Number of the next epoch; one more than this one by default.
+            rest_follows: Units that were not visited still will be, in this epoch.
         """
         following = self.epoch + 1 if next_epoch is None else next_epoch
-        visited = self.steps if self.rest is None else 0
+        visited = self.length if rest_follows else self.steps if self.rest is None else 0
         before = self._orders
         self._orders = self.policy.reorder(before, self._state, following, self.random)
         if self.policy.needs_rows and visited:
@@ -315,21 +315,11 @@ class Ordering:
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
         for key in ("orders", "visits"):
-            if len(state[key]) != sum(self.sizes):
-                raise ValueError(
-                    f"state is damaged: its {key} have {len(state[key])} units, not "
-                    f"{sum(self.sizes)}"
-                )
+            if (units := len(state[key])) != sum(self.sizes):
+                raise ValueError(f"state is damaged: {key} of {units} units, not {sum(self.sizes)}")
         orders = [order.long().clone() for order in state["orders"].split(balance.sizes)]
-        # A damaged order would train on some units twice and on others never, without an error.
-        for worker, order in enumerate(orders):
-            if not torch.equal(order.sort().values, torch.arange(len(order))):
-                raise ValueError(f"state is damaged: worker {worker}'s order is not a permutation")
         rest = None if "rest" not in state else state["rest"].long().clone()
-        if rest is not None and not _are_units(rest, sum(self.sizes)):
-            raise ValueError(
-                "state is damaged: the rest of its epoch names units that this run does not have"
-            )
+        check_orders(orders, rest)
         # All checks come first: a state that is refused changes nothing.
         if balance.sizes == self.sizes:
             self._orders, self._state, self.rest = orders, balance, rest
@@ -349,7 +339,7 @@ class Ordering:
         left = sequence(orders, steps, length) if rest is None else rest[steps * workers :]
         # The old workers' units move as far as they have been learned; the epoch stays the same.
         if self.policy.needs_rows:
-            theirs.end_epoch(theirs.epoch)
+            theirs.end_epoch(theirs.epoch, rest_follows=True)
         mine = len(self.sizes)
         self._orders = own_units(sequence(theirs.orders), mine)
         # Running sums and half pairs belong to the old workers' streams: pairs restart.
@@ -358,9 +348,3 @@ class Ordering:
             self._state.mean = theirs._state.mean.mean(0, keepdim=True).repeat(mine, 1)
         self.rest = left if steps or rest is not None else None
         self._version, self.resharded_from = None, (version, steps, workers)
-
-
-def _are_units(rest: Tensor, units: int) -> bool:
-    """Return whether these are ids of units, each at most once."""
-    within = bool(((rest >= 0) & (rest < units)).all())
-    return rest.ndim == 1 and within and len(rest.unique()) == len(rest)

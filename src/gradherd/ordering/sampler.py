@@ -20,15 +20,8 @@ from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.coordination import BatchClaim
 from gradherd.ordering.implicit_rows import ImplicitRows
-from gradherd.ordering.iterators import (
-    UNKNOWN,
-    BatchLedger,
-    BatchTicket,
-    EpochIterator,
-    EpochPass,
-    PositionIndex,
-    find_loader_pass,
-)
+from gradherd.ordering.iterators import EpochIterator, EpochPass, find_loader_pass
+from gradherd.ordering.ledger import BEFORE_ANY_EXAMPLE, BatchLedger, BatchTicket, EpochClaims
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import make_policy
@@ -119,10 +112,14 @@ class OrderedSampler(DistributedSampler[Any]):
         self.epoch = self.ordering.epoch
         self.num_samples = len(self)
         self.total_size = self.num_samples * self.world.size
-        self._position = self.start  # up to where gradients were fed back
-        self._last_pass: EpochPass | None = None  # the one that gradients were fed back for
-        self._iterated = False  # whether this epoch was handed out
-        self._positions: PositionIndex | None = None  # built when a batch is given by its examples
+        self._claims = EpochClaims(
+            epoch=self.epoch,
+            version=self.ordering.version,
+            start=self.start,
+            length=len(self),
+            batch_size=self.batch_size,
+            unit=self.unit,
+        )
 
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
         """Have `hook(what)` called before the order is read or advanced.
@@ -151,7 +148,6 @@ class OrderedSampler(DistributedSampler[Any]):
         self._call_read_hooks("iterate")
         if self._ended_short():
             self.end_epoch()
-        self._iterated = True
         begin = 0 if self._loader_skips else self.start
         epoch_pass = EpochPass(begin, len(self), self.ordering.version)
         iterator = EpochIterator(self, epoch_pass, self._clock)
@@ -164,10 +160,10 @@ class OrderedSampler(DistributedSampler[Any]):
 
         Then the loader drops incomplete batches, and the epoch is over.
         """
-        last = self._last_pass or self._ledger.newest
+        last = self._claims.last_pass or self._ledger.newest
         if last is None or last.version != self.ordering.version or last.alive:
             return False
-        return 0 < len(self) - self._position < self.batch_size
+        return 0 < len(self) - self._claims.position < self.batch_size
 
     def __len__(self) -> int:
         return (self.sharding.length if self._rest is None else len(self._rest)) * self.unit
@@ -214,14 +210,15 @@ class OrderedSampler(DistributedSampler[Any]):
         if not self.ordering.policy.needs_rows:
             if epoch != self.ordering.epoch:
                 self.end_epoch(epoch)
-        elif named is not None and epoch > named and self._last_pass is not None:
+        elif named is not None and epoch > named and self._claims.last_pass is not None:
             self.end_epoch(max(epoch, self.ordering.epoch + 1))
         elif epoch > self.ordering.epoch:
             self.end_epoch(epoch)
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
         """Adopt the next order."""
-        if self._iterated and self.attached and not self.ordering.steps and self._was_received():
+        received = self._ledger.received(self.ordering.version)
+        if self.attached and not self.ordering.steps and received > 1:  # one may be a look at it
             warnings.warn(
                 f"epoch {self.epoch} was handed out, but no gradient came back, so nothing was "
                 "learned from it: is the attached model the one that is trained?",
@@ -230,12 +227,6 @@ class OrderedSampler(DistributedSampler[Any]):
         self.ordering.end_epoch(next_epoch)
         self._loader_skips = False
         self._begin_epoch()
-
-    def _was_received(self) -> bool:
-        newest = self._ledger.newest
-        if newest is None or newest.version != self.ordering.version:
-            return False
-        return newest.received(self.batch_size) > 1  # one batch may be a look at the data
 
     def current_batch(self) -> BatchTicket | None:
         """Return the batch that a forward which begins now is for; see `BatchLedger.current`."""
@@ -262,50 +253,13 @@ class OrderedSampler(DistributedSampler[Any]):
             ValueError: The examples are not a batch of this epoch, or are needed and not given.
         """
         if indices is not None:
-            self._positions = self._positions or PositionIndex(self.indices())
-            first, count = self._positions.find(indices, self.unit), len(indices)
-            self._position += count
-            return BatchClaim(self.ordering.epoch, first // self.unit, count // self.unit, count)
+            return self._claims.by_indices(indices, self.indices)
         if not self.ordering.policy.needs_rows:
-            return self._claim_next()
+            return self._claims.next_units(self._ledger.newest)
         ticket = ticket or self._ledger.current()
         if ticket is None:
-            raise RuntimeError(
-                f"a gradient came back in epoch {self.epoch} before the sampler handed out any "
-                "example: iterate over a loader with this sampler after set_epoch()"
-            )
-        current, number = ticket
-        if number == UNKNOWN:
-            return None
-        if current.loader is not None and not current.loader.in_order:
-            raise ValueError(_OUT_OF_ORDER)
-        if current.version != self.ordering.version or number in current.claimed:
-            return None
-        first = current.begin + number * self.batch_size
-        if first < self.start:
-            return None  # A loader that should skip to where the epoch was resumed did not.
-        current.claimed.add(number)
-        self._last_pass = current
-        count = min(self.batch_size, current.length - first)
-        self._position = first + count
-        return BatchClaim(self.ordering.epoch, first // self.unit, count // self.unit, count)
-
-    def _claim_next(self) -> BatchClaim | None:
-        """Claim the next units, whichever they are: for orders that need no gradients."""
-        newest = self._ledger.newest
-        if newest is None:
-            raise RuntimeError(
-                f"a gradient came back in epoch {self.epoch} before the sampler handed out any "
-                "example: iterate over a loader with this sampler after set_epoch()"
-            )
-        if newest is not self._last_pass and newest.version == self.ordering.version:
-            if self._last_pass is None or not self._last_pass.alive:
-                self._last_pass, self._position = newest, newest.begin
-        first, count = self._position, min(self.batch_size, len(self) - self._position)
-        if count <= 0:
-            return None
-        self._position += count
-        return BatchClaim(self.ordering.epoch, first // self.unit, count // self.unit, count)
+            raise RuntimeError(BEFORE_ANY_EXAMPLE.format(epoch=self.epoch))
+        return self._claims.by_ticket(ticket)
 
     def observe(
         self,
@@ -316,8 +270,7 @@ class OrderedSampler(DistributedSampler[Any]):
     ) -> None:
         """Learn from the next units; arguments as in `Ordering.observe`.
 
-        After the last unit of an epoch the next order is adopted, so forgetting `set_epoch` does
-        not freeze it.
+        After the last unit the next order is adopted: forgetting `set_epoch` does not freeze it.
         """
         self.ordering.observe(rows, seen, first=first)
         self._end_if_complete()
@@ -333,18 +286,17 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def skip_rest(self) -> None:
         """Count the claimed batch of what other ranks left over; after the last the epoch ends."""
-        self.ordering.skip_rest(self._position // self.unit)
+        self.ordering.skip_rest(self._claims.position // self.unit)
         if self.ordering.steps * self.unit == len(self):
             self.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a cursor of constant size: epoch, position and version of the order.
 
-        Loaders ask for it at every batch and do not copy it. What was learned is in
-        `ordering.state_dict()`: save that with the model, and load it before the cursor.
+        What was learned is in `ordering.state_dict()`: load that before the cursor.
         """
         self._call_read_hooks("read")
-        return self.cursor(max(self._position, self.ordering.steps * self.unit))
+        return self.cursor(max(self._claims.position, self.ordering.steps * self.unit))
 
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the cursor of a position in the current order."""
@@ -359,7 +311,7 @@ class OrderedSampler(DistributedSampler[Any]):
         With another number of workers they visit what is left of the epoch.
 
         Args:
-            state: What `state_dict` returned.
+            state: A cursor.
             skipped_by: Who skips the batches of the epoch that were trained on already: iterators
                 of this sampler, or "loader", a framework that skips them by itself. Never both.
         """
@@ -397,10 +349,3 @@ class OrderedSampler(DistributedSampler[Any]):
             raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
         position: int = state["position"]
         return position
-
-
-_OUT_OF_ORDER = (
-    "DataLoader(in_order=False) delivers batches in another order than the sampler's, so gradients "
-    "would be credited to the wrong examples; use in_order=True, or give the herd the examples of "
-    "each batch: herd.observe(indices)"
-)

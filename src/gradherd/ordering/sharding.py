@@ -191,3 +191,27 @@ def stripe(units: Tensor, worker: int, workers: int, drop_last: bool) -> Tensor:
         return units[: len(units) // workers * workers][worker::workers]
     # `repeat`, since there may be fewer units than workers.
     return torch.cat([units, units.repeat(spare)[:spare]])[worker::workers]
+
+
+def check_orders(orders: Sequence[Tensor], rest: Tensor | None) -> None:
+    """Check orders that were read from somewhere.
+
+    A damaged order would train on some units twice and on others never, without an error.
+
+    Args:
+        orders: (n_i,) units of worker i in visiting order.
+        rest: Global ids of units that are still to be visited, if there are any.
+
+    Raises:
+        ValueError: An order is not a permutation, or the rest is not a set of units.
+    """
+    for worker, order in enumerate(orders):
+        if not torch.equal(order.sort().values, torch.arange(len(order))):
+            raise ValueError(f"state is damaged: worker {worker}'s order is not a permutation")
+    if rest is None:
+        return
+    within = bool(((rest >= 0) & (rest < sum(map(len, orders)))).all())
+    if rest.ndim != 1 or not within or len(rest.unique()) != len(rest):
+        raise ValueError(
+            "state is damaged: the rest of its epoch names units that this run does not have"
+        )

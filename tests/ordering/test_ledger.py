@@ -5,13 +5,8 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from gradherd import OrderedSampler, World
-from gradherd.ordering.iterators import (
-    UNKNOWN,
-    BatchLedger,
-    EpochPass,
-    PositionIndex,
-    find_loader_pass,
-)
+from gradherd.ordering.iterators import EpochPass, find_loader_pass
+from gradherd.ordering.ledger import UNKNOWN, BatchLedger, PositionIndex
 
 
 class Iterator:
