@@ -198,7 +198,7 @@ def test_what_was_learned_goes_into_the_new_orders():
     four.epoch(6)  # of 12: half of the units have a side
     straight = Ordering(make_policy("cd-grab"), four.samplers[0].ordering.sizes, seed=3)
     straight.load_state_dict(four.state()[0])
-    straight.end_epoch()
+    straight.end_epoch(rest_follows=True)
     two = Ranks(2, "cd-grab", units=48, unit=1)
     two.load(four.state())
     two.epoch()

@@ -2,7 +2,7 @@
 
 Iterating changes nothing. The order of an epoch is fixed when `iter()` is called, so loader workers
 may prefetch as they like. The next order is adopted when the last gradient of the epoch has been
-observed, or when `set_epoch` names another epoch, whichever comes first.
+observed, or when `set_epoch` names another epoch.
 """
 
 import itertools
@@ -62,8 +62,7 @@ class OrderedSampler(DistributedSampler[Any]):
                 each epoch) instead of repeating some.
             ahead: Batches that the training loop fetches before it trains on the one at hand, apart
                 from the DataLoader's own prefetching: 0 in a plain loop, 1 in one that copies the
-                next batch to the GPU meanwhile. Needed only where the first forward comes after
-                more than one batch.
+                next batch to the GPU. Needed only if the first forward comes after several.
 
         Raises:
             ValueError: The data set is a stream, or a number is out of range.
