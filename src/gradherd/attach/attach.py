@@ -1,13 +1,17 @@
 """attach(model, order=..., sparsify=...): the one place where both halves meet a model."""
 
 import logging
+import sys
 import warnings
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parameter import is_lazy
 
+from gradherd.attach.agreement import RankMeeting
 from gradherd.attach.bucket_hook import world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
@@ -52,15 +56,22 @@ def attach(
         A handle for metrics, checkpoints and detaching.
 
     Raises:
-        ValueError: Model, order and settings do not fit together.
+        ValueError: Model, order and settings do not fit together, or differ between ranks.
+        RuntimeError: Another rank has failed, or has not attached within the process group's
+            timeout.
     """
     if order is None and sparsify is None:
         raise ValueError("nothing to attach: give an order, a sparsifier, or both")
     bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
-    if not any(parameter.requires_grad for parameter in bare.parameters()):
-        raise ValueError("model has no trainable parameter, so no gradient to learn from")
-    settings = _sparsify_settings(bare, sparsify)
-    plan = None if order is None else _plan_rows(model, order, rows, settings is not None)
+    meeting = RankMeeting(_model_world(bare, order))
+    try:
+        check_parameters(bare)
+        settings = _sparsify_settings(bare, sparsify)
+        plan = None if order is None else _plan_rows(model, order, rows, settings is not None)
+    except Exception as error:
+        meeting.refuse(error)
+        raise
+    meeting.compare(_shared_settings(bare, order, plan, settings, scaler))
     sparse = None
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
@@ -76,6 +87,74 @@ def attach(
         transport = _make_transport(bare, order, plan)
         feedback = OrderFeedback(model, order, transport, plan, scaler)
     return Herd(feedback, sparse)
+
+
+def _model_world(model: nn.Module, order: OrderedSampler | None) -> World:
+    """Return the ranks that train the model together."""
+    if isinstance(model, DDP):
+        return world_of(model)
+    if order is not None and order.world.group is not None:
+        return order.world
+    return World.detect() if dist.is_available() and dist.is_initialized() else World.single()
+
+
+def _shared_settings(
+    model: nn.Module,
+    order: OrderedSampler | None,
+    rows: RowSettings | None,
+    sparsify: Sparsify | None,
+    scaler: GradScaler | None,
+) -> dict[str, Any]:
+    """Return what must be equal on all ranks: the sizes of what they exchange depend on it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shared: dict[str, Any] = {
+        "trainable parameters": len(trained),
+        "trainable elements": sum(p.numel() for p in trained),
+        "scaler": "none" if scaler is None else "given",
+        "order": "none" if order is None else order.ordering.policy,
+        "sparsify": "none" if sparsify is None else sparsify,
+    }
+    if order is not None:
+        shared |= {
+            "batch_size": order.batch_size,
+            "unit": order.unit,
+            "rows": rows,
+            "seed": order.seed,
+            "length of the data set": order.sharding.examples,
+            "drop_last": order.drop_last,
+        }
+    return shared
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse models of which this process does not hold every gradient whole."""
+    # These imports take seconds, and a model cannot be of a class that was not imported.
+    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    for path, module in model.named_modules():
+        if fsdp and isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
+            raise ValueError(
+                f"{f'module {path!r}' if path else 'model'} is sharded by FSDP, which reduces "
+                "gradients before they can be read; gradherd does not support it yet: wrap the "
+                "model in DistributedDataParallel instead"
+            )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("model has no trainable parameter, so no gradient to learn from")
+    for name, parameter in trained.items():
+        if tensor and isinstance(parameter, tensor.DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, of which this rank holds a part; gradherd does "
+                "not support tensor parallelism yet: use whole parameters and "
+                "DistributedDataParallel"
+            )
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run a forward before attach()")
+        if not parameter.numel():
+            raise ValueError(
+                f"parameter {name!r} has no elements, as under ZeRO stage 3, which keeps them on "
+                "other ranks: use stage 0, 1 or 2, or DistributedDataParallel; freeze the "
+                "parameter if it is really empty"
+            )
 
 
 def _sparsify_settings(
@@ -109,6 +188,8 @@ def _plan_rows(
             f"order was made for {order.world}, but this process is {here}: create the "
             "sampler after init_process_group()"
         )
+    if isinstance(bare, DDP):
+        _share_group(order, world_of(bare))
     if order.attached:
         raise ValueError("order is attached already: call its herd's detach() first")
     check_device(bare, order.world)
@@ -118,6 +199,21 @@ def _plan_rows(
     settings, why = _choose(bare, order, rows, free)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return settings
+
+
+def _share_group(order: OrderedSampler, world: World) -> None:
+    """Refuse a sampler of other ranks than the model's; let it use the model's own group.
+
+    Coordination averages gradients itself, so the sampler's ranks must be those of the model.
+    """
+    if order.world.ranks() != world.ranks():
+        raise ValueError(
+            f"order was made for ranks {order.world.ranks()}, but DistributedDataParallel averages "
+            f"over ranks {world.ranks()}: create the sampler with world=gh.World(rank, size, "
+            "group) of the model's process group"
+        )
+    if order.world.group is not None:
+        order.world = world
 
 
 def _choose(

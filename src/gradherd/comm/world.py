@@ -2,8 +2,11 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 
@@ -57,18 +60,71 @@ class World:
                 ) from None
         return cls.single()
 
+    def ranks(self) -> list[int]:
+        """Return the ranks of this world as torch's default group counts them."""
+        if not dist.is_available() or not dist.is_initialized():
+            return list(range(self.size))
+        return dist.get_process_group_ranks(self.group)
+
+    def timeout(self) -> timedelta:
+        """Return how long a rank waits for its peers, as `init_process_group` was told."""
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        backends = [group._get_backend(device) for device in group._device_types]
+        limits = [
+            backend.options._timeout
+            for backend in backends
+            if hasattr(getattr(backend, "options", None), "_timeout")
+        ]
+        return min(limits, default=c10d.default_pg_timeout)
+
     def side_channel(self) -> "World":
         """Return the same world with a gloo group of its own, for tensors on the CPU.
 
         A thread beside the training loop needs it: its collectives must not mix with the loop's
         own, whose order relative to the thread's differs from rank to rank. All ranks must call it
-        at the same point.
+        at the same point, and `close_side_channel` when it is over.
         """
         if self.size == 1:
             return self
-        # new_group takes ranks among all processes, not ranks within a group.
-        ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
-        return World(self.rank, self.size, dist.new_group(ranks, backend="gloo"))
+        timeout, ranks = self.timeout(), self.ranks()
+        if len(ranks) == dist.get_world_size():
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            group = _new_gloo_subgroup(self, ranks, timeout)
+        return World(self.rank, self.size, group)
+
+    def close_side_channel(self) -> None:
+        """Give back the threads and sockets of a side channel; does nothing to a single rank."""
+        # The default group may be gone already, and every other group with it.
+        if self.size > 1 and self.group in c10d._world.pg_map:
+            dist.destroy_process_group(self.group)
+
+
+def _new_gloo_subgroup(world: World, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Return a new gloo group of the same ranks, which only those ranks have to make.
+
+    `dist.new_group` would wait for the ranks that are not in the group. With
+    use_local_synchronization it does not, but it then names groups by their ranks and by how many
+    groups this process has: names would differ between ranks that are in different groups, and
+    a second group would find the addresses of the first one, which is closed.
+    """
+    _subgroups[tuple(ranks)] = number = _subgroups.get(tuple(ranks), 0) + 1
+    name = f"gradherd-{'-'.join(map(str, ranks))}-{number}"
+    group, _ = c10d._new_process_group_helper(
+        world.size,
+        world.rank,
+        ranks,
+        c10d.Backend("gloo"),
+        c10d._get_default_store(),
+        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
+
+
+_subgroups: dict[tuple[int, ...], int] = {}
 
 
 def join_torchrun_group(backend: str) -> None:

@@ -1,0 +1,162 @@
+"""Before the first step all ranks compare what they attach.
+
+Ranks with different settings would exchange tensors of different sizes: gloo then aborts, or all of
+them wait for ever. So `attach` compares the settings first, through the key-value store of the
+process group. Unlike a collective, the store can say which rank has not come, and is not confused
+by a rank that trains on without having attached.
+"""
+
+import dataclasses
+import json
+import re
+import secrets
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from gradherd.comm.world import World
+
+# How many times ranks have met in each group: every meeting has keys of its own.
+_meetings: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_POLL_SECONDS = 0.01
+
+
+class RankMeeting:
+    """One call of `attach` on all ranks of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        if world.size == 1:
+            return
+        group = dist.group.WORLD if world.group is None else world.group
+        assert group is not None
+        number = _meetings[group] = _meetings.get(group, -1) + 1
+        self._store = _store_of(group)
+        self._prefix = f"gradherd/attach/{number}"
+        # A store may outlive its processes (torchrun restarts them), and entries of dead ones look
+        # like those of peers. Nobody can have answered a number that was drawn just now.
+        self._nonce = secrets.token_hex(8)
+
+    def compare(self, settings: Mapping[str, Any]) -> None:
+        """Return when all ranks have come with the same settings.
+
+        Args:
+            settings: What must be equal on all ranks, by name.
+
+        Raises:
+            ValueError: A setting differs.
+            RuntimeError: A rank has not come within the timeout of the group, or has failed.
+        """
+        if self._world.size == 1:
+            return
+        values = {name: _readable(value) for name, value in settings.items()}
+        ranks = self._exchange({"settings": values})
+        for rank, entry in enumerate(ranks):
+            if "error" in entry:
+                raise RuntimeError(f"attach() failed on rank {rank}: {entry['error']}")
+        if differences := _differences([entry["settings"] for entry in ranks]):
+            raise ValueError(
+                f"ranks differ in {'; in '.join(differences)}: attach with the same settings on "
+                "all ranks"
+            )
+
+    def refuse(self, error: Exception) -> None:
+        """Let the others know that this rank will not come, so that they need not wait for it."""
+        if self._world.size > 1 and self._store is not None:
+            self._write("entry", {"error": " ".join(str(error).split())})
+
+    def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the entries of all ranks."""
+        if self._store is None:
+            entries: list[Any] = [None] * self._world.size
+            dist.all_gather_object(entries, own, group=self._world.group)
+            return entries
+        self._write("entry", own)
+        timeout = self._world.timeout().total_seconds()
+        deadline = time.monotonic() + timeout
+        while True:
+            ranks = [self._read("entry", rank) for rank in range(self._world.size)]
+            present = [entry for entry in ranks if entry is not None]
+            failed = any("error" in entry for entry in present)
+            if len(present) == self._world.size and (failed or self._all_saw(present)):
+                return present
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._missing(ranks, timeout))
+            time.sleep(_POLL_SECONDS)
+
+    def _all_saw(self, entries: list[dict[str, Any]]) -> bool:
+        """Write down which entries this rank has read; return whether all ranks read the same."""
+        nonces = [entry["nonce"] for entry in entries]
+        self._write("seen", {"nonces": nonces})
+        seen = [self._read("seen", rank) for rank in range(self._world.size)]
+        return all(one is not None and one["nonces"] == nonces for one in seen)
+
+    def _missing(self, ranks: list[dict[str, Any] | None], timeout: float) -> str:
+        absent = [rank for rank, entry in enumerate(ranks) if entry is None]
+        if not absent:  # They left entries in an earlier life of the store.
+            own = ranks[self._world.rank]
+            seen = [self._read("seen", rank) for rank in range(self._world.size)]
+            absent = [
+                rank
+                for rank, one in enumerate(seen)
+                if one is None or own is None or own["nonce"] not in one["nonces"]
+            ]
+        named = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}"
+        return (
+            f"{named} did not call attach() within {timeout:g} s, the timeout of the process "
+            "group: call it on all ranks"
+        )
+
+    def _write(self, kind: str, value: dict[str, Any]) -> None:
+        assert self._store is not None
+        text = json.dumps(value | {"nonce": self._nonce})
+        self._store.set(f"{self._prefix}/{kind}/{self._world.rank}", text)
+
+    def _read(self, kind: str, rank: int) -> dict[str, Any] | None:
+        assert self._store is not None
+        key = f"{self._prefix}/{kind}/{rank}"
+        if not self._store.check([key]):
+            return None
+        value: dict[str, Any] = json.loads(self._store.get(key))
+        return value
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """Return the store that the ranks of a group met in; groups of other makes have none."""
+    try:
+        store: dist.Store = group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
+    return store
+
+
+def _differences(ranks: list[dict[str, str]]) -> list[str]:
+    """Return each setting that differs, with the ranks of each value."""
+    differences = []
+    for name in ranks[0]:
+        holders: dict[str, list[int]] = {}
+        for rank, settings in enumerate(ranks):
+            holders.setdefault(settings.get(name, "none"), []).append(rank)
+        if len(holders) > 1:
+            values = (
+                f"{value} on {'rank' if len(held) == 1 else 'ranks'} {', '.join(map(str, held))}"
+                for value, held in holders.items()
+            )
+            differences.append(f"{name} ({'; '.join(values)})")
+    return differences
+
+
+def _readable(value: Any) -> str:
+    """Return a value as text that is the same in all processes: no addresses of objects."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (f for f in dataclasses.fields(value) if f.repr)
+        inside = ", ".join(f"{f.name}={_readable(getattr(value, f.name))}" for f in fields)
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, str):
+        return value
+    if callable(value) and not isinstance(value, type):
+        return "a function"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
