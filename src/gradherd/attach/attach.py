@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parameter import is_lazy
 
 from gradherd.attach.agreement import RankMeeting
-from gradherd.attach.bucket_hook import world_of
+from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.herd import Herd
@@ -168,7 +168,7 @@ def _sparsify_settings(
             f"sparsify works in the communication hook of DistributedDataParallel, got a "
             f"{type(model).__name__}: wrap the model in DDP first"
         )
-    if not _hook_is_free(model):
+    if not hook_is_free(model):
         raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
     sparsifiable(model)
     check_device(model, world_of(model))
@@ -195,7 +195,7 @@ def _plan_rows(
     check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
         unwrap_model(model)  # raises if compiled: hooks of its modules would not be called
-    free = _hook_is_free(bare) and not sparsifies
+    free = isinstance(bare, DDP) and hook_is_free(bare) and not sparsifies
     settings, why = _choose(bare, order, rows, free)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return settings
@@ -248,10 +248,6 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
         return CoordinatedHook(model, order, world)
     source = make_row_source(bare, settings, order.unit, order.batch_size)
     return GatheringTransport(source, order, world, next(bare.parameters()).device)
-
-
-def _hook_is_free(model: nn.Module) -> bool:
-    return isinstance(model, DDP) and not model._comm_hooks
 
 
 def check_device(model: nn.Module, world: World) -> None:

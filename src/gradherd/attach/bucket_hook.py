@@ -28,11 +28,42 @@ def world_of(ddp: DDP) -> World:
     return World(dist.get_rank(group), dist.get_world_size(group), group)
 
 
-class BucketHook(ABC):
-    """Collects the buckets of each backward and exchanges them together.
+class HookSlot:
+    """What DDP holds of a hook.
 
-    DDP has one hook for its lifetime. After `close` this one only averages, as DDP would do.
+    DDP has one hook for its lifetime, and its C++ part keeps the hook's state out of the garbage
+    collector's sight. So DDP gets this small object; the hook proper can leave it, and be freed,
+    and another one can take its place. An empty slot averages, as DDP would do by itself.
     """
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world
+        """The ranks of the model; None in a copy, which no DDP has registered."""
+        self.hook: BucketHook | None = None
+
+    # Copies of a DDP model (deepcopy, AveragedModel, torch.save) carry no hook, and no data set.
+    def __reduce__(self) -> tuple[type["HookSlot"], tuple[()]]:
+        return HookSlot, ()
+
+
+def hook_is_free(ddp: DDP) -> bool:
+    """Return whether a `BucketHook` can be registered with a DDP model."""
+    slot = _slot_of(ddp)
+    if slot is not None:
+        return slot.hook is None
+    return all(isinstance(state, HookSlot) for _, state in ddp._comm_hooks)
+
+
+def _slot_of(ddp: DDP) -> HookSlot | None:
+    """Return the slot that an earlier hook has registered, if there is one."""
+    for _, state in ddp._comm_hooks:
+        if isinstance(state, HookSlot) and state.world is not None:
+            return state
+    return None
+
+
+class BucketHook(ABC):
+    """Collects the buckets of each backward and exchanges them together, until it is closed."""
 
     def __init__(self, ddp: DDP, world: World) -> None:
         """Register with DDP, whose one hook must still be free.
@@ -48,7 +79,11 @@ class BucketHook(ABC):
         """Time that the backward has spent in this hook."""
         self.active = True
         self._collected: list[tuple[dist.GradBucket, Future[Tensor]]] = []
-        ddp.register_comm_hook(self, run_bucket_hook)
+        slot = _slot_of(ddp)
+        if slot is None:
+            slot = HookSlot(world)
+            ddp.register_comm_hook(slot, run_bucket_hook)
+        slot.hook, self._slot = self, slot
 
     def collects(self) -> bool:
         """Return whether the buckets of this backward are exchanged here, not just averaged."""
@@ -89,25 +124,37 @@ class BucketHook(ABC):
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average a bucket by all-reduce, as DDP does by itself."""
-        # Divided before summing, as DDP does: a sum of half-precision gradients could overflow.
-        pending = all_reduce_start(bucket.buffer().div_(self.world.size), self.world)
-        self.total_bytes += pending.bytes
-        if pending.works:
-            return pending.works[0].get_future().then(lambda future: future.value()[0])
-        flat = pending.value  # one rank: nothing to send
-        done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
+        future, sent = average_bucket(bucket, self.world)
+        self.total_bytes += sent
+        return future
 
     def discard(self) -> None:
         """Forget the buckets of a backward that did not finish."""
         self._collected = []
 
     def close(self) -> None:
-        """Only average from now on: DDP cannot unregister a hook."""
+        """Leave DDP, which averages by itself from now on."""
         self.active = False
+        if self._slot.hook is self:
+            self._slot.hook = None
 
 
-def run_bucket_hook(state: BucketHook, bucket: dist.GradBucket) -> Future[Tensor]:
+def average_bucket(bucket: dist.GradBucket, world: World) -> tuple[Future[Tensor], int]:
+    """Start to average a bucket by all-reduce; return its future, and the bytes this rank sends."""
+    # Divided before summing, as DDP does: a sum of half-precision gradients could overflow.
+    pending = all_reduce_start(bucket.buffer().div_(world.size), world)
+    if pending.works:
+        return pending.works[0].get_future().then(lambda future: future.value()[0]), pending.bytes
+    flat = pending.value  # one rank: nothing to send
+    done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
+    done.set_result(flat)
+    return done, pending.bytes
+
+
+def run_bucket_hook(state: HookSlot, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP communication hook. DDP inspects its signature, so it cannot be a method."""
-    return state.on_bucket(bucket)
+    if state.hook is not None:
+        return state.hook.on_bucket(bucket)
+    assert state.world is not None
+    future, _ = average_bucket(bucket, state.world)
+    return future

@@ -228,11 +228,11 @@ class CoordinatedHook(BucketHook):
         return {"exchange_seconds": self.stopwatch.seconds, "total_bytes": self.total_bytes}
 
     def close(self) -> None:
-        """Remove the parameter hooks; DDP keeps its hook, which only averages from now on."""
-        self._thread.wait()
-        self._thread.close()
-        self._hooks.remove()
+        """Leave the model, and give back the thread and the group beside the training loop."""
         super().close()
+        self._hooks.remove()
+        self._thread.close()
+        self._side.close_side_channel()
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with the columns of all ranks. All ranks must call it.

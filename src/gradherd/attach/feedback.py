@@ -203,10 +203,12 @@ class OrderFeedback:
 
     def detach(self) -> None:
         """Leave model and sampler as they were; the sampler keeps what it has learned."""
-        self.finish()
-        self._transport.close()
-        for handle in self._handles:
-            handle.remove()
+        try:
+            self.finish()
+        finally:  # also after a rank has failed: nothing of this must stay in the model
+            self._transport.close()
+            for handle in self._handles:
+                handle.remove()
 
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:

@@ -110,18 +110,12 @@ def _new_gloo_subgroup(world: World, ranks: list[int], timeout: timedelta) -> di
     """
     _subgroups[tuple(ranks)] = number = _subgroups.get(tuple(ranks), 0) + 1
     name = f"gradherd-{'-'.join(map(str, ranks))}-{number}"
-    group, _ = c10d._new_process_group_helper(
-        world.size,
-        world.rank,
-        ranks,
-        c10d.Backend("gloo"),
-        c10d._get_default_store(),
-        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
-        timeout=timeout,
-    )
+    new_group: Any = c10d._new_process_group_helper  # what dist.new_group calls, less its naming
+    backend, store = c10d.Backend("gloo"), c10d._get_default_store()
+    group: dist.ProcessGroup
+    group, _ = new_group(world.size, world.rank, ranks, backend, store, name, timeout=timeout)
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    made: dist.ProcessGroup = group
-    return made
+    return group
 
 
 _subgroups: dict[tuple[int, ...], int] = {}

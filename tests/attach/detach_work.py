@@ -1,0 +1,90 @@
+"""What the ranks of test_detach.py do."""
+
+import gc
+import os
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradherd as gh
+from tests.attach.agreement_work import SPARSE
+from tests.attach.attach_work import examples, network
+
+CASES = {
+    "batches": (4, None, {}),
+    "examples": (1, None, {}),
+    "sparse": (None, SPARSE, {"find_unused_parameters": True}),
+    "both": (4, SPARSE, {}),
+}
+
+
+def attached(ddp, unit, sparsify, data):
+    sampler = None
+    if unit is not None:
+        rows = "sketch" if unit == 4 and sparsify else "auto"
+        sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4, unit=unit)
+        return gh.attach(ddp, order=sampler, sparsify=sparsify, rows=rows)
+    return gh.attach(ddp, sparsify=sparsify)
+
+
+def train(ddp, herd, data, steps=3):
+    """Take a few steps with a learning rate of 0; return the last gradient."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    indices = list(range(dist.get_rank(), len(data), 2))
+    if herd is not None and herd._feedback is not None:
+        indices = list(herd.sampler)
+    for batch in torch.tensor(indices).split(4)[:steps]:
+        x, y = data[batch]
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+    return torch.cat([p.grad.flatten() for p in ddp.parameters()])
+
+
+def resources():
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def attach_and_detach(name, times):
+    """Return threads and files after each time, and how many of the objects are still there."""
+    unit, sparsify, options = CASES[name]
+    counts = []
+    for _ in range(times):
+        data = examples(24)
+        ddp = DDP(network(), **options)
+        herd = attached(ddp, unit, sparsify, data)
+        train(ddp, herd, data)
+        objects = [ddp, ddp.module, herd, data, *ddp.parameters()]
+        objects += [herd.sampler] if unit is not None else []
+        alive = [weakref.ref(one) for one in objects]
+        herd.detach()
+        del ddp, herd, data, objects
+        counts.append((*resources(), sum(ref() is not None for ref in alive)))
+        dist.barrier()
+    return counts
+
+
+def attach_again(name):
+    """Return gradients of plain DDP and of one that was attached twice, and its second metrics."""
+    unit, sparsify, options = CASES[name]
+    data, plain = examples(24), DDP(network())
+    ddp = DDP(network(), **options)
+    fresh = DDP(network(), **options)
+    herd = attached(ddp, unit, sparsify, data)
+    train(ddp, herd, data)
+    herd.detach()
+    between = train(ddp, None, data), train(plain, None, data)
+    again = attached(ddp, unit, sparsify, data)
+    first = attached(fresh, unit, sparsify, data)
+    gradients = train(ddp, again, data), train(fresh, first, data)
+    taken = ""
+    try:
+        gh.attach(ddp, sparsify="topk")
+    except ValueError as error:
+        taken = str(error)
+    return between, gradients, again.metrics(), first.metrics(), taken
