@@ -1,6 +1,7 @@
 """What ranks do in test_stateful."""
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -12,7 +13,7 @@ from gradherd.attach.state import pack, unpack
 STEPS, SAVED = 23, 11
 
 
-def made(num_workers=0):
+def made(num_workers=0, method=None, rows="auto"):
     """Return everything of a training with both halves."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -21,7 +22,8 @@ def made(num_workers=0):
     net = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 2))
     ddp = DDP(net)
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
-    herd = gh.attach(ddp, order=sampler, sparsify=gh.ExDyna(density=0.1))
+    method = method or gh.ExDyna(density=0.1)
+    herd = gh.attach(ddp, order=sampler, sparsify=method, rows=rows)
     loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     return net, ddp, herd, loader, optimizer
@@ -117,3 +119,73 @@ def load_elsewhere(folder, saved_by=None):
     loaded = herd.state_dict()
     go_on(ddp, loader, optimizer, 0, 2)
     return loaded["sparsify"]["residual"], loaded["ordering"]["orders"]
+
+
+def saved_by_rank_0(folder):
+    """Save on rank 0 alone, as frameworks do; return what counts, and errors of other settings."""
+    net, ddp, herd, loader, optimizer = made()
+
+    def save(done):
+        if done == SAVED:
+            state = [net.state_dict(), optimizer.state_dict(), herd.state_dict()]
+            if dist.get_rank() == 0:
+                torch.save(state[:2], folder / "model.pt")
+                torch.save(state[2], folder / "herd.pt")
+            dist.barrier()
+
+    go_on(ddp, loader, optimizer, 0, STEPS, save)
+    straight = what_counts(net, herd)
+    herd.detach()
+    net, ddp, herd, loader, optimizer = made()
+    model, optimizer_state = torch.load(folder / "model.pt")
+    net.load_state_dict(model)
+    optimizer.load_state_dict(optimizer_state)
+    state = torch.load(folder / "herd.pt")
+    herd.load_state_dict(state)
+    go_on(ddp, loader, optimizer, SAVED, STEPS)
+    return straight, what_counts(net, herd), _refused_states(state)
+
+
+def _refused_states(state):
+    sparse, errors = state["sparsify"], {}
+    own = {key: value for key, value in sparse.items() if key != "other_ranks"}
+    velocity = {
+        key: part | {"velocity": part["residual"]}
+        for key, part in enumerate([own, *sparse["other_ranks"]])
+    }
+    tries = {
+        "rank": ({}, state | {"sparsify": own}),
+        "momentum": ({}, state | {"sparsify": velocity[0] | {"other_ranks": [velocity[1]]}}),
+        "blocks": ({"method": gh.ExDyna(density=0.1, blocks=16)}, state),
+        "rows": ({"rows": gh.SketchRows(size=64)}, state),
+    }
+    for name, (settings, saved) in tries.items():
+        _, _, herd, _, _ = made(**settings)
+        if name == "rank" and dist.get_rank() == 0:
+            continue
+        try:
+            herd.load_state_dict(saved)
+        except ValueError as error:
+            errors[name] = str(error)
+    return errors
+
+
+def continued_elsewhere(folder):
+    """Load what rank 0 of two ranks has saved on another number of ranks; return residuals."""
+    _, ddp, herd, loader, optimizer = made()
+    herd.load_state_dict(torch.load(folder / "herd.pt"))
+    residual = herd.state_dict()["sparsify"]["residual"]
+    go_on(ddp, loader, optimizer, 0, 2)
+    return residual
+
+
+def bare_herd(folder):
+    """Return what DCP is told when it is given a herd itself."""
+    _, _, herd, _, _ = made()
+    errors = []
+    for call in (dcp.save, dcp.load):
+        try:
+            call({"herd": herd}, checkpoint_id=folder)
+        except Exception as error:  # DCP wraps what ranks raise
+            errors.append(str(error))
+    return errors

@@ -7,9 +7,12 @@ from gradherd.attach.state import HerdState, unpack
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from tests.attach.stateful_work import (
+    bare_herd,
+    continued_elsewhere,
     load_elsewhere,
     one_bad_gradient,
     save_and_load,
+    saved_by_rank_0,
     stopped_twice,
 )
 
@@ -64,13 +67,39 @@ def test_a_worthless_gradient_on_one_rank(value):
     assert torch.equal(ranks[0][3][1], ranks[1][3][1])
 
 
+def test_rank_0_saves_for_all_ranks(tmp_path):
+    ranks = run_ranks(saved_by_rank_0, 2, tmp_path)
+    for straight, loaded, errors in ranks:
+        assert same(straight, loaded)
+        assert "saved with momentum" in errors["momentum"]
+        assert "was it saved with other settings than ExDyna" in errors["blocks"]
+        assert "was it saved with rows of another kind" in errors["rows"]
+        assert all("\n" not in error for error in errors.values())
+    assert "rank 0 alone, expected 1" in ranks[1][2]["rank"]
+    residuals = [torch.cat([r.flatten() for r in straight[2].values()]) for straight, *_ in ranks]
+    assert not torch.equal(*residuals), "ranks keep different residuals, or this test shows nothing"
+    # Three ranks continue from the same file, each with the mean of all residuals.
+    saved = torch.load(tmp_path / "herd.pt")["sparsify"]
+    parts = [saved["residual"], saved["other_ranks"][0]["residual"]]
+    for loaded in run_ranks(continued_elsewhere, 3, tmp_path):
+        for name, residual in loaded.items():
+            mean = (parts[0][name].double() + parts[1][name].double()) / 2
+            assert torch.equal(residual, mean.to(residual))
+
+
+def test_a_herd_itself_is_refused_by_dcp(tmp_path):
+    for errors in run_ranks(bare_herd, 2, tmp_path):
+        assert len(errors) == 2
+        assert all("give it herd.stateful()" in error for error in errors)
+
+
 class Stub:
     """A herd of which only the state counts."""
 
     world = World(0, 2)
     state = None
 
-    def state_dict(self):
+    def state_dict(self, *, gather=True):
         return {"sampler": {"position": 7}}
 
     def load_state_dict(self, state):

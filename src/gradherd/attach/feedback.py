@@ -17,13 +17,15 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradherd.attach.state import check_row_length
 from gradherd.attach.transports import RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.forward_replay import skip_on_replay
-from gradherd.rows.settings import RowSettings
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.settings import RowSettings, SketchRows
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -56,6 +58,9 @@ class OrderFeedback:
         self._transport = transport
         self._scaler = scaler
         self._device = next(model.parameters()).device  # where the group of the ranks works
+        self._row_length = (
+            rows.size if isinstance(rows, SketchRows) else FlatSpec.of(inner(model)).size
+        )
         self._checked_epoch = -1
         self._paused = False
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop
@@ -195,6 +200,7 @@ class OrderFeedback:
         self, state: Mapping[str, Any], skipped_by: Literal["sampler", "loader"] = "sampler"
     ) -> None:
         """Continue where `state_dict` was taken; see `Herd.load_state_dict`."""
+        check_row_length(state["ordering"], self._row_length)
         self._transport.forget()
         self._transport.finish()  # what was fed before must not be learned after
         self._transport.load_ordering_state(state["ordering"])

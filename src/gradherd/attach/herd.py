@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from gradherd.attach.feedback import OrderFeedback
 from gradherd.attach.sparse_hook import SparseHook
-from gradherd.attach.state import HerdState
+from gradherd.attach.state import HerdState, part_of_rank
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
+_DCP = "torch.distributed.checkpoint"
 
 
 class Herd:
@@ -86,17 +88,32 @@ class Herd:
         """Return the sparsifier's figures of the last step that cost nothing; {} without one."""
         return {} if self._sparse is None else self._sparse.last_step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
         """Return all that determines how training continues. All ranks must call it.
 
-        "ordering" and "sampler" are the same on all ranks; "sparsify" is this rank's own, and
-        every rank must save its own.
+        "ordering" and "sampler" are the same on all ranks. Residuals differ: with `gather`, rank
+        0's "sparsify" holds those of all ranks, so it is enough that rank 0 saves its state. That
+        takes the memory of one fp32 model for each rank on rank 0's CPU (two with momentum).
+
+        Args:
+            gather: Whether rank 0 gets the residuals of all ranks. With False every rank must save
+                its own state, and nothing is sent for it.
+
+        Raises:
+            RuntimeError: torch.distributed.checkpoint asks for it: it needs `stateful()`.
         """
+        # DCP takes any object with these methods, drops what a fresh herd's state does not have,
+        # and takes equal names on different ranks for equal tensors. None of it fits.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(_DCP):
+            raise RuntimeError(
+                "torch.distributed.checkpoint cannot save or load a Herd itself: give it "
+                "herd.stateful()"
+            )
         state: dict[str, Any] = {}
         if self._feedback is not None:
             state |= self._feedback.state_dict()
         if self._sparse is not None:
-            state["sparsify"] = self._sparse.state_dict()
+            state["sparsify"] = self._sparse.state_dict(gather)
         return state
 
     def load_state_dict(
@@ -104,24 +121,27 @@ class Herd:
     ) -> None:
         """Continue where `state_dict` was taken. Call it before iterating, on all ranks.
 
-        On another number of ranks, load what `merge_states` makes of the states of all of them.
-        Rank 0 then warns once about what has changed.
+        All ranks may load rank 0's state, also on another number of ranks; where every rank has
+        saved its own, each loads its own. States that were not gathered must be merged by
+        `merge_states` for another number of ranks. Rank 0 then warns once about what has changed.
 
         Args:
             state: What `state_dict` returned.
             skipped_by: Who skips the batches of the epoch that were trained on before: the sampler,
                 or "loader" if the framework skips them by itself.
         """
+        part: Mapping[str, Any] = {}
         if self._sparse is not None:
             if "sparsify" not in state:
                 raise ValueError("state has no 'sparsify': it was saved without a sparsifier")
-            self._sparse.check_state(state["sparsify"])
+            part = part_of_rank(state["sparsify"], self._sparse.world)
+            self._sparse.check_state(part)
         if self._feedback is not None:
             if "ordering" not in state:
                 raise ValueError("state has no 'ordering': it was saved without an order")
             self._feedback.load_state_dict(state, skipped_by)
         if self._sparse is not None:
-            self._sparse.load_state_dict(state["sparsify"])
+            self._sparse.load_state_dict(part)
         if self.world.rank == 0:
             self._warn_of_new_world(state)
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.bucket_map import BucketMap, pieces
+from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.sparsify.exchange import Outcome
@@ -153,8 +154,20 @@ class SparseHook(BucketHook):
         """Return the metrics of the last step that need no computation."""
         return self._metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by parameter, and the state of the method."""
+    def state_dict(self, gather: bool = True) -> dict[str, Any]:
+        """Return this rank's residuals by parameter, and the state of the method.
+
+        Args:
+            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
+        """
+        state = self._own_state()
+        if gather and self.world.size > 1:
+            others = gather_states(state, self.world)
+            if self.world.rank == 0:
+                state["other_ranks"] = others[1:]
+        return state
+
+    def _own_state(self) -> dict[str, Any]:
         feedback = self._worker.feedback
         state = self._worker.state_dict()
         state["residual"] = self._by_name(feedback.residual)
@@ -193,6 +206,11 @@ class SparseHook(BucketHook):
             if "velocity" not in state:
                 raise ValueError("state has no 'velocity': it was saved without momentum")
             self._check_shapes(state["velocity"])
+        elif "velocity" in state:
+            raise ValueError(
+                "state has 'velocity', which would be lost: it was saved with momentum, so attach "
+                "with Sparsify(momentum=...)"
+            )
         self._worker.check_state(state)
 
     def _check_shapes(self, saved: Mapping[str, Tensor]) -> None:

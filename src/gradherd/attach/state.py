@@ -7,10 +7,13 @@ from itertools import chain
 from typing import Any, Protocol
 
 import safetensors.torch
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradherd.comm.world import World
-from gradherd.sparsify.residuals import merge_residuals
+from gradherd.ordering.policy import COLUMNS
+from gradherd.sparsify.residuals import MERGED_KEYS, merge_residuals
 
 # What JSON holds without loss.
 _PLAIN = (type(None), bool, int, float, str)
@@ -105,12 +108,73 @@ def _from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     raise ValueError(f"unexpected {kind!r}")
 
 
+def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
+    """Return the sparsify states of all ranks on rank 0, in CPU memory; elsewhere [].
+
+    Args:
+        state: This rank's own. All ranks have parameters of the same names and shapes.
+        world: The ranks.
+    """
+    first = world.rank == 0
+    rest = {key: value for key, value in state.items() if key not in MERGED_KEYS}
+    gathered: list[Any] = [None] * world.size
+    dist.gather_object(rest, gathered if first else None, group=world.group, group_dst=0)
+    for key in MERGED_KEYS:
+        # One parameter after the other: a GPU need not hold the residuals of all ranks.
+        for name, own in state.get(key, {}).items():
+            dense = own.contiguous()
+            pieces = [torch.empty_like(dense) for _ in range(world.size)] if first else None
+            dist.gather(dense, pieces, group=world.group, group_dst=0)
+            for one, piece in zip(gathered, pieces or [], strict=False):
+                one.setdefault(key, {})[name] = piece.cpu()
+    return gathered if first else []
+
+
+def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
+    """Return what a rank continues with: its own part of a gathered state, or all parts merged.
+
+    Args:
+        state: The sparsify state of a rank, of all ranks ("other_ranks"), or merged.
+        world: The ranks that load it.
+
+    Raises:
+        ValueError: It is the state of another rank alone.
+    """
+    if "other_ranks" in state:
+        parts = all_parts(state)
+        return parts[world.rank] if len(parts) == world.size else merge_residuals(parts)
+    saved, size = state.get("rank"), state.get("workers")
+    if saved is not None and size == world.size and saved != world.rank and saved < world.size:
+        raise ValueError(
+            f"sparsify state has rank {saved} alone, expected {world.rank}: save what "
+            "state_dict() returns on rank 0, which holds all ranks, or what it returns on each rank"
+        )
+    return state
+
+
+def check_row_length(ordering: Mapping[str, Any], length: int) -> None:
+    """Raise unless what an ordering has summed up are rows of this many elements."""
+    for name in COLUMNS:
+        saved = ordering["balance"].get(name)
+        if isinstance(saved, Tensor) and saved.shape[-1] != length:
+            raise ValueError(
+                f"ordering state has {name} of {saved.shape[-1]} elements, expected {length}: was "
+                "it saved with rows of another kind ('sketch', 'exact', 'batch') or another model?"
+            )
+
+
+def all_parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the states of all ranks in a gathered state, by rank."""
+    own = {key: value for key, value in state.items() if key != "other_ranks"}
+    return [own, *state["other_ranks"]]
+
+
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one state that any number of ranks can load.
 
     Args:
-        states: What `Herd.state_dict` returned on every rank. A generator that reads one after
-            the other keeps memory small.
+        states: What `Herd.state_dict` returned on every rank, or just on rank 0. A generator that
+            reads one after the other keeps memory small.
 
     Returns:
         A state for `Herd.load_state_dict`, the same for all ranks.
@@ -124,6 +188,9 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for one in states:
             # Equal on all ranks, so any rank's will do.
             state.update({key: one[key] for key in ("ordering", "sampler") if key in one})
+            if "other_ranks" in one.get("sparsify", {}):
+                yield from all_parts(one["sparsify"])
+                return  # Rank 0 has saved those of the other ranks with its own.
             if "sparsify" in one:
                 yield one["sparsify"]
 
@@ -143,8 +210,8 @@ class Saveable(Protocol):
         """Rank of this process, and number of ranks."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
+    def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
+        """Return this rank's state; on rank 0, those of all ranks if `gather`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +253,7 @@ class HerdState:
         # DCP asks for a state before it loads, to learn which names to read.
         if self._saved_by != self._size:
             return {_name(rank, self._saved_by): b"" for rank in range(self._saved_by)}
-        return {self._name: pack(self._herd.state_dict())}
+        return {self._name: pack(self._herd.state_dict(gather=False))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was saved. All ranks must call it.

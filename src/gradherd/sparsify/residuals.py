@@ -187,7 +187,8 @@ class ErrorFeedback:
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
 
 
-_MERGED_KEYS = ("residual", "velocity")
+MERGED_KEYS = ("residual", "velocity")
+"""Entries of a worker's state that hold a tensor for each parameter."""
 
 
 def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -218,7 +219,7 @@ def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                     f"states to merge differ in {key}: {first.get(key)!r} and {state.get(key)!r}"
                 )
         ranks.append(state.get("rank"))
-        for key in _MERGED_KEYS:
+        for key in MERGED_KEYS:
             for name, own in state.get(key, {}).items():
                 # Summed in float64, to round once and not at every rank.
                 sums.setdefault(key, {}).setdefault(name, torch.zeros_like(own).double()).add_(own)

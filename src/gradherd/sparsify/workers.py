@@ -182,6 +182,19 @@ class Worker:
         for key, own in self._identity().items():
             if key not in free and state.get(key) != own:
                 raise ValueError(f"sparsify state has {key} {state.get(key)!r}, expected {own!r}")
+        if self.state is not None and not _is_merged(state):
+            self._check_method(state.get("method") or {})
+
+    def _check_method(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the state of the method has the fields and shapes of this one."""
+        for name, own in _fields(self.state).items():
+            if name not in saved:
+                raise ValueError(f"sparsify state has no {name!r} of {self.settings.method}")
+            if isinstance(own, Tensor) and saved[name].shape != own.shape:
+                raise ValueError(
+                    f"sparsify state has {name} of {saved[name].numel()} elements, expected "
+                    f"{own.numel()}: was it saved with other settings than {self.settings.method}?"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; from a merged state, the method starts again.

@@ -247,7 +247,7 @@ class RankTrainer:
             A function that collects what rank 0 saves for all ranks, and what this rank saves for
             itself: its generators and residuals.
         """
-        herd = self._herd.state_dict()
+        herd = self._herd.state_dict(gather=False)  # every rank saves its own
         own = {"generators": get_rng_states(self._device), "sparsify": herd.pop("sparsify", None)}
 
         def shared() -> dict[str, Any]:
