@@ -23,8 +23,8 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.forward_replay import skip_on_replay
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
 from gradherd.rows.settings import RowSettings, SketchRows
 
 
@@ -70,7 +70,7 @@ class OrderFeedback:
         self._indices: list[int] | None = None
         self._by_index = False
         self._handles = [
-            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_pre_hook(UncopiedHook(self._before_forward)),
             register_optimizer_step_pre_hook(_before_step_of(model, self)),
             sampler.register_read_hook(_before_read_of(self)),
         ]

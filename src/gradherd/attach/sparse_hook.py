@@ -24,6 +24,7 @@ from gradherd.attach.bucket_map import BucketMap, pieces
 from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
+from gradherd.rows.forward_replay import UncopiedHook
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import Sparsify
@@ -294,7 +295,7 @@ class _ParameterUsage:
             parameter.register_hook(self._mark(at))
             for at, parameter in enumerate(parameters.values())
         ]
-        self._handles.append(ddp.register_forward_pre_hook(self._forward))
+        self._handles.append(ddp.register_forward_pre_hook(UncopiedHook(self._forward)))
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         """Start again, unless earlier backwards wait to be exchanged (no_sync)."""

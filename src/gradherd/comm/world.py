@@ -27,6 +27,13 @@ class World:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be in [0, {self.size}), got {self.rank}")
 
+    # A process group belongs to its process, and cannot be pickled.
+    def __reduce__(self) -> tuple[type["World"], tuple[int, int]]:
+        return World, (self.rank, self.size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "World":
+        return self
+
     @classmethod
     def single(cls) -> "World":
         """Return the world of one process.

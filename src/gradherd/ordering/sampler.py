@@ -120,6 +120,18 @@ class OrderedSampler(DistributedSampler[Any]):
             unit=self.unit,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: all but the herd and the open iterators."""
+        position = self.state_dict()["position"]
+        state = self.__dict__ | {"_read_hooks": OrderedDict()}
+        state["_resumed"] = self.ordering.epoch, position
+        del state["_progress"], state["_positions"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_epoch()
+
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
         """Have `hook(what)` called before the order is read or advanced.
 

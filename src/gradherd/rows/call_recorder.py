@@ -18,6 +18,7 @@ from gradherd.rows.batch_dims import Shapes, call_shapes
 from gradherd.rows.forward_replay import (
     ForwardContext,
     ModuleCall,
+    UncopiedHook,
     repeat_forward,
     skip_on_replay,
 )
@@ -58,7 +59,7 @@ class CallRecorder:
         self._shapes: list[tuple[str, Shapes]] | None = None
         self._contexts: dict[str, ForwardContext] = {}
         self._handles: list[Any] = [
-            model.register_forward_hook(self._after_model, with_kwargs=True)
+            model.register_forward_hook(UncopiedHook(self._after_model), with_kwargs=True)
         ]
         for owner in owners:
             self._register(owner)
@@ -105,13 +106,13 @@ class CallRecorder:
         if owner.rule is None:
             self._handles.append(
                 owner.module.register_forward_pre_hook(
-                    partial(self._before_forward, owner), prepend=True
+                    UncopiedHook(partial(self._before_forward, owner)), prepend=True
                 )
             )
         # Before all other hooks: those may change the output, and rows are about the forward.
         self._handles.append(
             owner.module.register_forward_hook(
-                partial(self._after_forward, owner), prepend=True, with_kwargs=True
+                UncopiedHook(partial(self._after_forward, owner)), prepend=True, with_kwargs=True
             )
         )
 

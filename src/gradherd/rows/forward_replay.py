@@ -110,6 +110,24 @@ def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
     return hook
 
 
+class UncopiedHook:
+    """A module hook that copies of the module do not take along.
+
+    A hook holds on to what it works for: a sampler with its data set, say. A module that is copied
+    (`copy.deepcopy`, `AveragedModel`) or pickled (`torch.save`) gets a hook that does nothing.
+    """
+
+    def __init__(self, hook: Callable[..., Any] | None = None) -> None:
+        self._hook = hook
+        self.skip_on_replay = hook is None or _skipped(hook)
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._hook is None else self._hook(*args)
+
+    def __reduce__(self) -> tuple[type["UncopiedHook"], tuple[()]]:
+        return UncopiedHook, ()
+
+
 def _skipped(hook: Any) -> bool:
     # A partial does not show the attributes of its function.
     return bool(getattr(getattr(hook, "func", hook), "skip_on_replay", False))
