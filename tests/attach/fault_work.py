@@ -33,7 +33,7 @@ def train(kind: str, rank: int, fault_file: str) -> None:
         open(fault_file, "w").close()
     batch = 8 if kind == "differing" and rank else 4
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=batch, unit=4)
-    if kind != "alone" or rank == 0:
+    if "plain" not in kind and (kind != "alone" or rank == 0):
         gh.attach(ddp, order=sampler, sparsify=SPARSE if "sparse" in kind else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step, indices in enumerate(torch.tensor(list(sampler)).split(batch)):
@@ -66,22 +66,17 @@ def start(kind: str, rank: int, folder: str, timeout: float) -> int | None:
     return None
 
 
-def watch(children: dict[int, tuple[str, int]], folder: str) -> dict[str, float]:
-    """Return the seconds from each fault until the last process that could end has ended."""
-    begun: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    waiting = dict(children)
-    while any("stalled" not in kind or rank == 0 for kind, rank in waiting.values()):
-        now = time.monotonic()
-        for kind, _ in children.values():
-            if kind not in begun and os.path.exists(f"{folder}/{kind}.fault"):
-                begun[kind] = now
+def watch(kind: str, children: dict[int, int], fault_file: str) -> float:
+    """Return the seconds from the fault until the last process that can end has ended."""
+    begin = None
+    while any("stalled" not in kind or rank == 0 for rank in children.values()):
+        if begin is None and os.path.exists(fault_file):
+            begin = time.monotonic()
         pid, _ = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            kind, _ = waiting.pop(pid)
-            seconds[kind] = now - begun.get(kind, now)
+        children.pop(pid, None)
         time.sleep(0.01)
-    for pid in waiting:  # the stalled ones themselves
+    seconds = time.monotonic() - (begin or 0.0)
+    for pid in children:  # the stalled one itself
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return seconds
@@ -89,16 +84,16 @@ def watch(children: dict[int, tuple[str, int]], folder: str) -> dict[str, float]
 
 def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout, kinds = float(sys.argv[1]), sys.argv[2:]
-    folder = tempfile.mkdtemp()
-    children: dict[int, tuple[str, int]] = {}
-    for kind in kinds:
+    timeout, folder, seconds = float(sys.argv[1]), tempfile.mkdtemp(), {}
+    for kind in sys.argv[2:]:
+        children: dict[int, int] = {}
         for rank in range(2):
             pid = start(kind, rank, folder, timeout)
             if pid is None:
                 return  # a rank that has come to its end
-            children[pid] = kind, rank
-    print(json.dumps(watch(children, folder)))
+            children[pid] = rank
+        seconds[kind] = watch(kind, children, f"{folder}/{kind}.fault")
+    print(json.dumps(seconds))
     shutil.rmtree(folder)
 
 

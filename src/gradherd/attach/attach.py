@@ -149,11 +149,13 @@ def check_parameters(model: nn.Module) -> None:
             )
         if is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run a forward before attach()")
-        if not parameter.numel():
+    empty = sum(not parameter.numel() for parameter in trained.values())
+    for name, parameter in trained.items():
+        # DeepSpeed keeps parameters of stage 3 on other ranks; a model's own may well be empty.
+        if not parameter.numel() and (hasattr(parameter, "ds_id") or len(trained) == empty):
             raise ValueError(
                 f"parameter {name!r} has no elements, as under ZeRO stage 3, which keeps them on "
-                "other ranks: use stage 0, 1 or 2, or DistributedDataParallel; freeze the "
-                "parameter if it is really empty"
+                "other ranks: use stage 0, 1 or 2, or DistributedDataParallel"
             )
 
 
