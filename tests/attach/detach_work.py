@@ -48,7 +48,11 @@ def train(ddp, herd, data, steps=3):
 
 def resources():
     gc.collect()
-    return threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+    )
 
 
 def attach_and_detach(name, times):
