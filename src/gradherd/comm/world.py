@@ -98,6 +98,9 @@ class World:
             group = dist.new_group(backend="gloo", timeout=timeout)
         else:
             group = _new_gloo_subgroup(self, ranks, timeout)
+        # gloo returns when this rank is connected. One that closes its side at once must not do so
+        # while its peers are still connecting.
+        dist.barrier(group)
         return World(self.rank, self.size, group)
 
     def close_side_channel(self) -> None:

@@ -122,6 +122,7 @@ class UncopiedHook:
         self.skip_on_replay = hook is None or _skipped(hook)
 
     def __call__(self, *args: Any) -> Any:
+        """Call the hook."""
         return None if self._hook is None else self._hook(*args)
 
     def __reduce__(self) -> tuple[type["UncopiedHook"], tuple[()]]:
