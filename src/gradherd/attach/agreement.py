@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradherd.comm.collectives import all_gather_objects
 from gradherd.comm.world import World
 
 # How many times ranks have met in each group: every meeting has keys of its own.
@@ -71,9 +72,7 @@ class RankMeeting:
     def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the entries of all ranks."""
         if self._store is None:
-            entries: list[Any] = [None] * self._world.size
-            dist.all_gather_object(entries, own, group=self._world.group)
-            return entries
+            return all_gather_objects(own, self._world)
         self._write("entry", own)
         timeout = self._world.timeout().total_seconds()
         deadline = time.monotonic() + timeout

@@ -7,10 +7,9 @@ from itertools import chain
 from typing import Any, Protocol
 
 import safetensors.torch
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
 from gradherd.ordering.policy import COLUMNS
 from gradherd.sparsify.residuals import MERGED_KEYS, merge_residuals
@@ -115,19 +114,14 @@ def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
         state: This rank's own. All ranks have parameters of the same names and shapes.
         world: The ranks.
     """
-    first = world.rank == 0
     rest = {key: value for key, value in state.items() if key not in MERGED_KEYS}
-    gathered: list[Any] = [None] * world.size
-    dist.gather_object(rest, gathered if first else None, group=world.group, group_dst=0)
+    states = gather_objects(rest, world)
     for key in MERGED_KEYS:
         # One parameter after the other: a GPU need not hold the residuals of all ranks.
         for name, own in state.get(key, {}).items():
-            dense = own.contiguous()
-            pieces = [torch.empty_like(dense) for _ in range(world.size)] if first else None
-            dist.gather(dense, pieces, group=world.group, group_dst=0)
-            for one, piece in zip(gathered, pieces or [], strict=False):
+            for one, piece in zip(states, gather(own, world), strict=True):
                 one.setdefault(key, {})[name] = piece.cpu()
-    return gathered if first else []
+    return states
 
 
 def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:

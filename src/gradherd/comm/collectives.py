@@ -15,7 +15,7 @@ Shapes: R ranks.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -266,6 +266,28 @@ def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult
     # `group_src`, not `src`: torch counts the latter among all processes, not within the group.
     dist.broadcast(tensor, group=world.group, group_src=src)
     return CollectiveResult(tensor, broadcast_bytes(tensor, world.size))
+
+
+def all_gather_objects(value: Any, world: World) -> list[Any]:
+    """Return the picklable values of all ranks, in rank order; not counted in bytes."""
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=world.group)
+    return values
+
+
+def gather_objects(value: Any, world: World) -> list[Any]:
+    """Return the picklable values of all ranks on rank 0, elsewhere []; not counted in bytes."""
+    values: list[Any] = [None] * world.size if world.rank == 0 else []
+    dist.gather_object(value, values or None, group=world.group, group_dst=0)
+    return values
+
+
+def gather(tensor: Tensor, world: World) -> list[Tensor]:
+    """Return the tensors of all ranks, of one shape, on rank 0, elsewhere []; not counted."""
+    dense = tensor.contiguous()
+    tensors = [torch.empty_like(dense) for _ in range(world.size)] if world.rank == 0 else []
+    dist.gather(dense, tensors or None, group=world.group, group_dst=0)
+    return tensors
 
 
 def send_recv(
