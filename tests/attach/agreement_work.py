@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 import gradherd as gh
 from gradherd.attach.agreement import RankMeeting, _readable
@@ -113,8 +114,7 @@ def subgroup_gradients(own_world):
             return str(error)
         for epoch in range(2):
             sampler.set_epoch(epoch)
-            for indices in torch.tensor(list(sampler)).split(4):
-                x, y = data[indices]
+            for x, y in DataLoader(data, batch_size=4, sampler=sampler):
                 for model in (plain, ddp):
                     model.zero_grad()
                     F.cross_entropy(model(x), y).backward()

@@ -1,6 +1,7 @@
 """What the ranks of test_detach.py do."""
 
 import gc
+import itertools
 import os
 import threading
 import weakref
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 import gradherd as gh
 from tests.attach.agreement_work import SPARSE
@@ -34,12 +36,12 @@ def attached(ddp, unit, sparsify, data):
 def train(ddp, herd, data, steps=3):
     """Take a few steps with a learning rate of 0; return the last gradient."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    indices = list(range(rank, len(data), 2))
     if herd is not None and herd._feedback is not None:
-        indices = list(herd.sampler)
-    for batch in torch.tensor(indices).split(4)[:steps]:
-        x, y = data[batch]
+        sampler = herd.sampler
+    else:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        sampler = range(rank, len(data), 2)
+    for x, y in itertools.islice(DataLoader(data, batch_size=4, sampler=sampler), steps):
         optimizer.zero_grad()
         F.cross_entropy(ddp(x), y).backward()
         optimizer.step()

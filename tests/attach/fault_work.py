@@ -19,6 +19,7 @@ import torch._dynamo  # DDP imports it; once is enough for all forks
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 import gradherd as gh
 from tests.attach.attach_work import examples, network
@@ -36,8 +37,8 @@ def train(kind: str, rank: int, fault_file: str) -> None:
     if "plain" not in kind and (kind != "alone" or rank == 0):
         gh.attach(ddp, order=sampler, sparsify=SPARSE if "sparse" in kind else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step, indices in enumerate(torch.tensor(list(sampler)).split(batch)):
-        x, y = data[indices]
+    loader = DataLoader(data, batch_size=batch, sampler=sampler)
+    for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(x), y)
         if rank == 1 and step == 2:

@@ -98,14 +98,18 @@ class OrderedSampler(DistributedSampler[Any]):
             length=self.sharding.length,
         )
         self._read_hooks: OrderedDict[int, Callable[[str], None]] = OrderedDict()
-        self._ledger = BatchLedger(
-            batch_size, ahead, lambda iterator: find_loader_pass(self, iterator)
-        )
-        self._clock = itertools.count(1)
+        self._ahead = ahead
+        self._begin_ledger()
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._loader_skips = False  # whether the loader skips to that position by itself
         self._named_epoch: int | None = None  # the last argument of set_epoch
         self._begin_epoch()
+
+    def _begin_ledger(self) -> None:
+        self._ledger = BatchLedger(
+            self.batch_size, self._ahead, lambda iterator: find_loader_pass(self, iterator)
+        )
+        self._clock = itertools.count(1)
 
     def _begin_epoch(self) -> None:
         self.epoch = self.ordering.epoch
@@ -125,11 +129,13 @@ class OrderedSampler(DistributedSampler[Any]):
         position = self.state_dict()["position"]
         state = self.__dict__ | {"_read_hooks": OrderedDict()}
         state["_resumed"] = self.ordering.epoch, position
-        del state["_progress"], state["_positions"]
+        for name in ("_ledger", "_clock", "_last_pass", "_positions"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._begin_ledger()
         self._begin_epoch()
 
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
