@@ -129,7 +129,7 @@ class OrderedSampler(DistributedSampler[Any]):
         position = self.state_dict()["position"]
         state = self.__dict__ | {"_read_hooks": OrderedDict()}
         state["_resumed"] = self.ordering.epoch, position
-        for name in ("_ledger", "_clock", "_last_pass", "_positions"):
+        for name in ("_ledger", "_clock", "_claims"):
             del state[name]
         return state
 
