@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from itertools import chain
 
 import torch
 import torch._dynamo  # DDP imports it; once is enough for all forks
@@ -38,13 +39,15 @@ def train(kind: str, rank: int, fault_file: str) -> None:
         gh.attach(ddp, order=sampler, sparsify=SPARSE if "sparse" in kind else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=batch, sampler=sampler)
-    for step, (x, y) in enumerate(loader):
+    last = len(loader) - 1
+    for step, (x, y) in enumerate(chain(loader, loader)):
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(x), y)
-        if rank == 1 and step == 2:
+        if rank == 1 and step == (last if "after" in kind else 2):
             open(fault_file, "w").close()
             if "after" in kind:
-                loss.backward()  # rank 0 goes on, and its thread waits for rank 1's products
+                # Rank 0 needs the order of the next epoch, and its thread waits for rank 1.
+                loss.backward()
             if "stalled" in kind:
                 time.sleep(600)
             elif "killed" in kind:
