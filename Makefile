@@ -27,7 +27,8 @@ demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a rep
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-stress: $(STAMP) ## Kill runs 200 times, change their ranks, read 10,000 damaged files (one hour)
+stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged files, 2,000 loops (one hour)
+	@$(BIN)/python -m tests.attach.loops --loops 2000
 	@$(BIN)/python -m tests.stress.kills --kills 200
 	@$(BIN)/python -m tests.stress.resizes --chains 20
 	@$(BIN)/python -m tests.stress.fuzz --inputs 10000

@@ -6,9 +6,11 @@ second backwards, overflows of a GradScaler, restores in mid-epoch and framework
 set_epoch. Weights stay as they are, so a batch has the same gradient whenever it is trained on.
 """
 
+import argparse
 import contextlib
 import copy
 import random
+import sys
 import warnings
 
 import torch
@@ -255,3 +257,20 @@ def run_loops(seeds):
             if found != wanted:
                 wrong.append((seed, said, found, wanted))
     return wrong
+
+
+def main():
+    """Run random loops in this process: `python -m tests.attach.loops --loops 2000`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--loops", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    args = parser.parse_args()
+    wrong = run_loops(range(args.first, args.first + args.loops))
+    for seed, said, found, wanted in wrong:
+        print(f"seed {seed}: {found}, wanted {wanted}\n{said}")
+    print(f"{args.loops} loops, {len(wrong)} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
