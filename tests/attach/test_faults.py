@@ -24,7 +24,8 @@ def test_no_process_outlives_the_timeout_of_the_group():
     command = [sys.executable, "-m", "tests.attach.fault_work", str(TIMEOUT), *KINDS]
     run = subprocess.run(command, capture_output=True, text=True, timeout=170, check=True)
     seconds = json.loads(run.stdout.splitlines()[-1])
-    # Plain DDP takes the timeout, too, and the same time to exit on a busy machine.
-    limit = max(seconds.pop("plain stalled"), TIMEOUT) + 5
+    # Plain DDP takes the timeout, too. Where tests share the cores, the exit of an interpreter
+    # alone takes seconds; without our timeout a process would stay for half an hour.
+    limit = max(seconds.pop("plain stalled"), TIMEOUT) + 10
     assert set(seconds) == set(KINDS[1:])
     assert max(seconds.values()) < limit, seconds
