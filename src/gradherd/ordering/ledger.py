@@ -8,11 +8,12 @@ batches into units of the order of an epoch.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gradherd.ordering.coordination import BatchClaim
 from gradherd.ordering.iterators import EpochIterator, EpochPass, LoaderPass
+from gradherd.ordering.ordering import Ordering
 
 _REMEMBERED_PASSES = 4
 _REMEMBERED_BATCHES = 64
@@ -253,3 +254,38 @@ BEFORE_ANY_EXAMPLE = (
     "a gradient came back in epoch {epoch} before the sampler handed out any example: iterate over "
     "a loader with this sampler after set_epoch()"
 )
+
+
+def cursor_position(state: Mapping[str, Any], ordering: Ordering, *, unit: int, length: int) -> int:
+    """Return the position of a saved cursor in the current order.
+
+    Args:
+        state: Epoch, position and version, as `OrderedSampler.state_dict` returns them.
+        ordering: The current orders.
+        unit: Examples in a unit.
+        length: Examples that this rank visits in an epoch.
+
+    Raises:
+        RuntimeError: The cursor belongs to another order.
+        ValueError: It is out of range, or not where another number of workers saved its order.
+    """
+    if ordering.resharded_from is not None and state["version"] == ordering.resharded_from[0]:
+        steps = ordering.resharded_from[1]
+        if state["position"] != steps * unit:
+            raise ValueError(
+                f"position {state['position']} is not where its ordering was saved, "
+                f"{steps * unit}: to continue with another number of workers in "
+                "mid-epoch, save the state of the attached herd; otherwise save at the start "
+                "of an epoch"
+            )
+        return 0  # The order no longer contains what comes before it.
+    if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):
+        raise RuntimeError(
+            f"this position belongs to order {state['version']} of epoch {state['epoch']}, but "
+            f"the sampler holds order {ordering.version} of epoch {ordering.epoch}: load the "
+            "state of its ordering first, sampler.ordering.load_state_dict(...)"
+        )
+    if not 0 <= state["position"] <= length:
+        raise ValueError(f"position must be in [0, {length}], got {state['position']}")
+    position: int = state["position"]
+    return position

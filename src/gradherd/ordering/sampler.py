@@ -21,7 +21,13 @@ from gradherd.comm.world import World
 from gradherd.ordering.coordination import BatchClaim
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.iterators import EpochIterator, EpochPass, find_loader_pass
-from gradherd.ordering.ledger import BEFORE_ANY_EXAMPLE, BatchLedger, BatchTicket, EpochClaims
+from gradherd.ordering.ledger import (
+    BEFORE_ANY_EXAMPLE,
+    BatchLedger,
+    BatchTicket,
+    EpochClaims,
+    cursor_position,
+)
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import make_policy
@@ -141,11 +147,9 @@ class OrderedSampler(DistributedSampler[Any]):
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
         """Have `hook(what)` called before the order is read or advanced.
 
-        Whoever feeds gradients back uses it to hand in what is still under way. `what` says why:
-
-        * "iterate": a new iterator is about to start;
-        * "end": the epoch is about to end, on all ranks at the same point;
-        * "read": the order or its position is about to be read, perhaps on this rank only.
+        Whoever feeds gradients back hands in what is still under way. `what` is "iterate" before an
+        iterator starts, "end" before the epoch may end (on all ranks at the same point), and "read"
+        before the order or its position is read, perhaps on this rank only.
         """
         handle = RemovableHandle(self._read_hooks)
         self._read_hooks[handle.id] = hook
@@ -345,24 +349,4 @@ class OrderedSampler(DistributedSampler[Any]):
         """Return the position of a cursor in the current order; raise if it is of another one."""
         if not self.ordering.policy.needs_rows:
             self.set_epoch(state["epoch"])
-        ordering = self.ordering
-        if ordering.resharded_from is not None and state["version"] == ordering.resharded_from[0]:
-            steps = ordering.resharded_from[1]
-            if state["position"] != steps * self.unit:
-                raise ValueError(
-                    f"position {state['position']} is not where its ordering was saved, "
-                    f"{steps * self.unit}: to continue with another number of workers in "
-                    "mid-epoch, save the state of the attached herd; otherwise save at the start "
-                    "of an epoch"
-                )
-            return 0  # The order no longer contains what comes before it.
-        if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):
-            raise RuntimeError(
-                f"this position belongs to order {state['version']} of epoch {state['epoch']}, but "
-                f"the sampler holds order {ordering.version} of epoch {ordering.epoch}: load the "
-                "state of its ordering first, sampler.ordering.load_state_dict(...)"
-            )
-        if not 0 <= state["position"] <= len(self):
-            raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
-        position: int = state["position"]
-        return position
+        return cursor_position(state, self.ordering, unit=self.unit, length=len(self))
