@@ -6,6 +6,7 @@ and the orders that must come out follow from gradients computed one unit at a t
 
 import contextlib
 import copy
+import itertools
 import logging
 from dataclasses import dataclass
 
@@ -219,7 +220,8 @@ def averages(batch, unit, rows, steps, options=(), together=True):
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=batch, unit=unit)
     herd = attach(model, order=sampler, rows=rows)
     ours, theirs, layouts = [], [], set()
-    for x, y in list(DataLoader(dataset, batch_size=batch, sampler=sampler))[:steps]:
+    loader = DataLoader(dataset, batch_size=batch, sampler=sampler)
+    for x, y in itertools.islice(loader, steps):
         for found, one in ((ours, model), (theirs, plain)):
             one.zero_grad()
             F.cross_entropy(one(x), y).backward()

@@ -66,12 +66,10 @@ class OrderedSampler(DistributedSampler[Any]):
             world: Rank and number of ranks; detected by default.
             drop_last: Make the ranks' epochs equally long by dropping units (different ones in
                 each epoch) instead of repeating some.
-            ahead: Batches that the training loop fetches before it trains on the one at hand, apart
-                from the DataLoader's own prefetching: 0 in a plain loop, 1 in one that copies the
-                next batch to the GPU. Needed only if the first forward comes after several.
+            ahead: Batches that the loop itself fetches before it trains on the one at hand: 0 in a
+                plain loop, 1 if it copies the next batch to the GPU. Needed only if several
+                batches arrive before the first forward.
 
-        Raises:
-            ValueError: The data set is a stream, or a number is out of range.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -222,9 +220,8 @@ class OrderedSampler(DistributedSampler[Any]):
         """Set the epoch that comes next. Setting the current one again changes nothing.
 
         An epoch that was left early ends with what was observed of it, and units that were not
-        visited come first in the next one. A learned order cannot go back: an epoch that is over
-        is named by frameworks that count from 0 again after a restart, and only tells that the
-        loop has moved on if gradients came back since.
+        visited come first in the next one. A learned order cannot go back: naming an epoch that is
+        over (frameworks count from 0 after a restart) only tells that the loop has moved on.
         """
         self._call_read_hooks("end")
         named, self._named_epoch = self._named_epoch, epoch
