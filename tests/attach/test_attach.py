@@ -369,7 +369,7 @@ def test_choice_is_logged(caplog):
 
 
 def test_ranks_with_other_orders_are_named():
-    for said in run_ranks(attach_work.other_seeds, 3):
+    for said in run_ranks(attach_work.other_orders, 3):
         assert "ranks [2] hold another order of epoch 0 than the other 2" in said
 
 
