@@ -1,3 +1,4 @@
+import gc
 import subprocess
 import sys
 
@@ -6,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradherd.rows import Capture, count_sketch
+from gradherd.rows.forward_replay import ModuleCall
 from gradherd.rows.sketch import (
     buckets_and_signs,
     count_sketch_matrix,
@@ -17,7 +20,8 @@ from gradherd.rows.sketch import (
     tensor_sketch,
     tensor_sketch_by_matrix,
 )
-from tests.rows.reference import close
+from tests.rows.reference import close, loop_over_examples
+from tests.rows.test_capture import BATCH, MODELS, per_example
 
 
 def explicit(vectors: Tensor, k: int, seed: int, name: str = "") -> Tensor:
@@ -189,3 +193,85 @@ def test_the_matrices_for_gpus_give_the_same_sketches(k: int, positions: int) ->
         factors = (factor_sketch(f, k, 5, key) for f, key in zip((left, right), keys, strict=True))
         by_matrix = tensor_sketch_by_matrix(left, right, k, 5, keys)
         torch.testing.assert_close(by_matrix, tensor_sketch(*factors), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["shared", "tied", "transformer", "relu-in-place", "own", "gru"])
+def test_sketches_made_during_the_backward_have_the_bits_of_later_ones(kind: str) -> None:
+    torch.manual_seed(0)
+    make, x = MODELS[kind]
+    model = make().double()
+    late, early = Capture(model), Capture(model, sketch=(32, 5))
+    for batch in range(6):
+        inputs = x + 0.1 * batch if x.is_floating_point() else (x + batch) % 7
+        per_example(model(inputs)).mean().backward()
+        rule_calls = [call for call in early._recorder.calls if call.context is None]
+        assert bool(rule_calls) == (batch < 3)  # held only where rows are checked
+        expected = late.pop_sketch(BATCH, 32, 5)
+        assert torch.equal(early.pop_sketch(BATCH, 32, 5), expected)
+    with pytest.raises(ValueError, match=r"size and seed \(32, 5\), got \(8, 5\)"):
+        early.pop_sketch(BATCH, 8, 5)
+    with pytest.raises(RuntimeError, match="pop_sketch"):
+        early.pop_rows(BATCH)
+
+
+def test_sketches_made_early_count_only_for_gradients_of_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    capture = Capture(model, sketch=(16, 0))
+    for batch in range(5):
+        x = torch.randn(BATCH, 3, dtype=torch.float64, requires_grad=True)
+        loss = per_example(model(x)).mean()
+        if batch == 4:
+            torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        sketch = capture.pop_sketch(BATCH, 16, 0)
+    capture.remove_hooks()
+    plain = Capture(model)
+    per_example(model(x)).mean().backward()
+    torch.testing.assert_close(sketch, plain.pop_sketch(BATCH, 16, 0))
+
+
+def test_a_batch_of_another_size_than_the_model_was_given_is_named() -> None:
+    model = nn.Linear(3, 2)
+    capture = Capture(model, sketch=(16, 0))
+    for _ in range(4):
+        per_example(model(torch.randn(BATCH, 3))).mean().backward()
+        if capture.num_calls:
+            capture.pop_sketch(BATCH, 16, 0)
+    with pytest.raises(RuntimeError, match="given 4 examples, but the batch has 5"):
+        capture.pop_sketch(5, 16, 0)
+    assert not capture.waiting
+
+
+@pytest.mark.parametrize("sketch", [None, (16, 0)])
+def test_inputs_inside_a_checkpoint_are_not_held(sketch: tuple[int, int] | None) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+    def held() -> list[str]:
+        calls = [object for object in gc.get_objects() if isinstance(object, ModuleCall)]
+        return [call.name for call in calls if call.name.startswith("block") and call.args]
+
+    model = Net().double()
+    capture = Capture(model, strict=True, sketch=sketch)
+    for batch in range(5):
+        x = torch.randn(BATCH, 3, dtype=torch.float64)
+        loss = per_example(model(x)).mean()
+        assert held() == []
+        loss.backward()
+        if sketch and batch >= 3:
+            assert held() == []
+        rows = capture.pop_sketch(BATCH, 16, 0)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
+    capture.remove_hooks()
+    plain = Capture(model)
+    per_example(model(x)).mean().backward()
+    exact = plain.pop_rows(BATCH)
+    close(exact.dense(), expected)
+    per_example(model(x)).mean().backward()
+    close(rows, plain.pop_sketch(BATCH, 16, 0))

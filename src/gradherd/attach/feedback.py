@@ -175,14 +175,16 @@ class OrderFeedback:
     def metrics(self) -> dict[str, Any]:
         """Return the epoch, how much of it was fed back, and what ordering alone has cost."""
         cursor = self.sampler.state_dict()
+        own = self._transport.metrics()
         return {
             "epoch": cursor["epoch"],
             "examples_fed_back": cursor["position"],
             "examples": len(self.sampler),
             "rows": repr(self.rows),
             "bytes_for_ordering": self._transport.bytes,
-            "ordering_seconds": self._stopwatch.seconds,
-            **self._transport.metrics(),
+            # Part of the work on rows runs inside the user's backward.
+            "ordering_seconds": self._stopwatch.seconds + own.pop("seconds_in_backward", 0.0),
+            **own,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -60,6 +60,11 @@ class RowSource(Protocol):
         """Return the names of parameters that rows leave out."""
         ...
 
+    @property
+    def seconds_in_backward(self) -> float:
+        """Seconds spent on rows inside backwards."""
+        ...
+
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
         ...
@@ -160,6 +165,11 @@ class BatchGradientSource:
         """Return nothing: all parameters count."""
         return []
 
+    @property
+    def seconds_in_backward(self) -> float:
+        """Return 0: copying a gradient is not counted."""
+        return 0.0
+
     def restart_checks(self) -> None:
         """Do nothing: there are no checks."""
 
@@ -178,7 +188,12 @@ class ExampleRowSource:
     def __init__(self, model: nn.Module, settings: ExactRows | SketchRows, unit: int) -> None:
         self._settings = settings
         self._unit = unit
-        self._capture = Capture(model, batch_dim=settings.batch_dim, strict=settings.strict)
+        self._capture = Capture(
+            model,
+            batch_dim=settings.batch_dim,
+            strict=settings.strict,
+            sketch=(settings.size, settings.seed) if isinstance(settings, SketchRows) else None,
+        )
 
     @property
     def waiting(self) -> bool:
@@ -225,6 +240,11 @@ class ExampleRowSource:
     def left_out(self) -> list[str]:
         """Return the names of parameters that rows leave out."""
         return list(self._capture.left_out)
+
+    @property
+    def seconds_in_backward(self) -> float:
+        """Seconds spent on rows inside backwards."""
+        return self._capture.seconds_in_backward
 
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""

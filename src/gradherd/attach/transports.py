@@ -192,9 +192,10 @@ class GatheringTransport(_LocalState):
             self._epoch_gatherer = EpochGatherer(self._sampler, self._runner, length)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the parameters that rows leave out."""
+        """Return the parameters that rows leave out, and the time rows took in backwards."""
         left_out = self._source.left_out()
-        return {"rows_left_out": left_out} if left_out else {}
+        seconds = {"seconds_in_backward": self._source.seconds_in_backward}
+        return seconds | ({"rows_left_out": left_out} if left_out else {})
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering; the model may have changed as well."""

@@ -66,6 +66,10 @@ class BatchDims:
         dim = self._model_dim if self._model_dim is not None else self.given or 0
         return next((shape[dim] for shape in shapes if len(shape) > dim), None)
 
+    def knows(self, name: str, index: int, ndim: int) -> bool:
+        """Say whether the batch dimension of a module's input or output was found."""
+        return (name, index, ndim) in self._known
+
     def unknown(self, calls: Mapping[str, list[Shapes]]) -> bool:
         """Say whether any of these modules has tensors that were never probed."""
         return any(

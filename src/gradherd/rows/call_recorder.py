@@ -35,6 +35,7 @@ class CallRecorder:
         model: nn.Module,
         owners: Iterable[ParameterOwner],
         backward_done: Callable[[], None],
+        consume: Callable[[ModuleCall, Tensor], bool],
     ) -> None:
         """Register the hooks.
 
@@ -43,6 +44,8 @@ class CallRecorder:
             owners: Modules to record.
             backward_done: Is called at the end of every backward that has recorded a call of a
                 module without a rule.
+            consume: Is called with each output gradient of a module with a rule. If it returns
+                True, nothing of the call is held.
         """
         self.calls: list[ModuleCall] = []
         """Calls whose output gradients have arrived."""
@@ -54,6 +57,9 @@ class CallRecorder:
         self.create_graph = False
         """Whether a backward was run with create_graph=True."""
         self._backward_done = backward_done
+        self._consume = consume
+        # Half precision is for the model; rows keep theirs, also in a backward under autocast.
+        self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._queued_task = -1
         self._silent = False
         self._shapes: list[tuple[str, Shapes]] | None = None
@@ -69,7 +75,7 @@ class CallRecorder:
         """Record nothing inside: modules run again to compute rows."""
         before, self._silent = self._silent, True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
                 yield
         finally:
             self._silent = before
@@ -79,10 +85,11 @@ class CallRecorder:
         shapes: list[tuple[str, Shapes]] = []
         self._shapes = shapes
         try:
-            repeat_forward(call, args, kwargs)
+            outputs = repeat_forward(call, args, kwargs)
         finally:
             self._shapes = None
-        return shapes
+        # The model itself was not called as a module, so its own hooks have not run.
+        return [*shapes, ("", call_shapes(args, kwargs, outputs))]
 
     def clear(self) -> None:
         """Forget everything recorded."""
@@ -90,6 +97,8 @@ class CallRecorder:
             # A retained graph may run backward again; its gradients then start a new record.
             call.grads.clear()
             call.replayed = None
+            if call.saved is not None:
+                call.args = ()
         self.calls.clear()
         self.model_calls.clear()
         self.create_graph = False
@@ -154,6 +163,9 @@ class CallRecorder:
             )
         # Detached: a reference to the graph would keep the activations of all layers below alive.
         args, kwargs = detach_all((args, kwargs))
+        saved = _save_input(args) if owner.rule is not None and not kwargs else None
+        if saved is not None:
+            args = ()
         call = ModuleCall(
             owner.name,
             module,
@@ -162,6 +174,7 @@ class CallRecorder:
             context=self._contexts.pop(owner.name, None),
             statistics=save_statistics(module),
             versions=tensor_versions((args, kwargs)),
+            saved=saved,
         )
         tensors = [out for out in tensor_leaves(outputs) if out.requires_grad]
         if owner.rule is None and len(tensors) > 1:
@@ -197,6 +210,14 @@ class CallRecorder:
         if grad is None:  # fused recurrent kernels report outputs that nothing uses
             return
         if not call.grads:
+            if call.saved is not None:
+                call.args = call.saved.saved_tensors
+                call.versions = tensor_versions((call.args, call.kwargs))
+            consumed = call.context is None and self._consume(call, grad.detach())
+            if consumed:
+                if call.saved is not None:
+                    call.args = ()
+                return
             self.calls.append(call)
         if torch.is_grad_enabled():
             self.create_graph = True
@@ -218,3 +239,33 @@ def _hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> Non
     else:
         # Hooks of a tensor run in the order in which they are set, but before those of its node.
         node.register_prehook(lambda grads: hook(grads[index]))
+
+
+class _SaveInput(torch.autograd.Function):
+    """Saves a tensor as a layer does that needs its input in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: Tensor, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("only saves a tensor")
+
+
+def _save_input(args: tuple[Any, ...]) -> Any:
+    """Let autograd save a layer's input where it recomputes or offloads what it saves.
+
+    Inside activation checkpointing, a reference of ours would keep the input alive until the
+    backward. The repeated forward saves it here once more, and autograd finds it.
+
+    Returns:
+        A node of autograd with `saved_tensors`; None where autograd just holds what it saves.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return None
+    if len(args) != 1 or not isinstance(args[0], Tensor):
+        return None
+    scalar = torch.zeros((), requires_grad=True)
+    return _SaveInput.apply(scalar, args[0]).grad_fn  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 Shapes: B examples, D elements of all trainable parameters, k elements of a sketch.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -35,7 +36,14 @@ class Capture:
             [3., 4.]])
     """
 
-    def __init__(self, model: nn.Module, *, batch_dim: int | None = None, strict: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_dim: int | None = None,
+        strict: bool = False,
+        sketch: tuple[int, int] | None = None,
+    ) -> None:
         """Register the hooks.
 
         Args:
@@ -44,13 +52,22 @@ class Capture:
                 has as many entries as there are examples. Give 1 for time-major models whose
                 number of time steps may equal the batch size.
             strict: Raise where a parameter would be left out.
+            sketch: Size k and seed of sketches, if rows are popped as these sketches only. Layers
+                are then sketched as their gradients arrive, and nothing else is held of them.
         """
         model = unwrap_model(model)
         self.spec = FlatSpec.of(model)
         self._model = model
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._check = RowCheck(self.spec, parameters, strict=strict)
-        self._reader = TermReader(model, self.spec, self._check, batch_dim)
+        self._early = sketch
+        self._reader = TermReader(
+            model,
+            self.spec,
+            self._check,
+            batch_dim,
+            None if sketch is None else partial(self._sketch, *sketch),
+        )
         self._recorder = self._reader.recorder
         self._factored = _only_outer_terms(self._reader.owners, self._reader.index)
         # Fixes dtype and device of the rows, also for a batch without any gradient.
@@ -62,13 +79,18 @@ class Capture:
 
     @property
     def num_calls(self) -> int:
-        """Number of module calls with gradients that have not been popped yet."""
+        """Number of module calls that are held for their gradients until the next pop."""
         return len(self._recorder.calls)
 
     @property
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
         return self._check.reached
+
+    @property
+    def seconds_in_backward(self) -> float:
+        """Seconds spent on rows inside backwards so far."""
+        return self._reader.seconds
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -90,6 +112,8 @@ class Capture:
                 it.
         """
         scale = _row_scale(examples, reduction, loss_scale)
+        if self._early is not None:
+            raise RuntimeError("this capture makes sketches: use pop_sketch()")
         terms = self._pop_terms(examples)
         return FactoredRows(self.spec, terms, examples, scale, self._like)
 
@@ -108,18 +132,42 @@ class Capture:
         """
         check_size(k)
         scale = _row_scale(examples, reduction, loss_scale)
+        if self._early not in (None, (k, seed)):
+            raise ValueError(f"sketches have size and seed {self._early}, got {(k, seed)}")
+        early = self._early_sketches(examples)
         total = self._like.new_zeros(examples, k)
         terms_by_parameter = self._pop_terms(examples)
-        for index, (name, terms) in enumerate(
-            zip(self.spec.names, terms_by_parameter, strict=True)
-        ):
+        for index, terms in enumerate(terms_by_parameter):
+            # In the order of parameters and calls, whether sketched early or now: equal bits.
+            for rows in early.get(index, ()):
+                total += rows
             for term in terms:
-                # The two sketches hash the weight differently and must not be added.
-                if isinstance(term, OuterTerm) and index not in self._factored:
-                    total += count_sketch(term.dense(), k, seed, name=name)
-                else:
-                    total += term.sketch(k, seed, name)
+                total += self._sketch(k, seed, index, term)
         return total.mul_(scale)
+
+    def _sketch(self, k: int, seed: int, index: int, term: Term) -> Tensor:
+        """Return the sketch of one use of a parameter: (B, k)."""
+        name = self.spec.names[index]
+        # The two sketches hash the weight differently and must not be added.
+        if isinstance(term, OuterTerm) and index not in self._factored:
+            return count_sketch(term.dense(), k, seed, name=name)
+        return term.sketch(k, seed, name)
+
+    def _early_sketches(self, examples: int) -> dict[int, list[Tensor]]:
+        """Return the sketches made during the backward that count, by parameter."""
+        early: dict[int, list[Tensor]] = {}
+        for sketched in self._reader.sketched:
+            if sketched.examples != examples:
+                self.clear()
+                raise RuntimeError(
+                    f"the model was given {sketched.examples} examples, but the batch has "
+                    f"{examples}: one batch of the loader is one forward"
+                )
+            name = self.spec.names[sketched.parameter]
+            reached = sketched.task in self._check.tasks[sketched.parameter]
+            if reached and name not in self._check.left_out:
+                early.setdefault(sketched.parameter, []).append(sketched.rows)
+        return early
 
     def check_bitmask(self, examples: int) -> Tensor | None:
         """Check the rows that wait if a check is due.
@@ -167,7 +215,7 @@ class Capture:
 
     def clear(self) -> None:
         """Forget everything recorded."""
-        self._recorder.clear()
+        self._reader.clear()
         self._terms = None
         self._check.clear()
 

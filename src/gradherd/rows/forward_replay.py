@@ -102,6 +102,8 @@ class ModuleCall:
     the output among the tensors of all outputs."""
     replayed: tuple[object, dict[str, DenseTerm]] | None = None
     """What a replay gave, and what it depended on."""
+    saved: Any = None
+    """Node of autograd that holds `args` until the backward, or None if they are here."""
 
 
 def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
@@ -166,11 +168,11 @@ def replay(
     return {name: DenseTerm(row) for name, row in zip(parameters, rows, strict=True)}
 
 
-def repeat_forward(call: ModuleCall, args: Any, kwargs: Any) -> None:
+def repeat_forward(call: ModuleCall, args: Any, kwargs: Any) -> Any:
     """Run a module again with other arguments but the same random state, modes and precision."""
     assert call.context is not None
     with _restored(call.module, call.context):
-        _forward(call.module, args, kwargs)
+        return _forward(call.module, args, kwargs)
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:

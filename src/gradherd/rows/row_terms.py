@@ -5,10 +5,13 @@ Shapes: B examples.
 
 import copy
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
@@ -36,10 +39,30 @@ class ParameterTerms:
     """Names of parameters that are used without a batch dimension, with the reason."""
 
 
+class EarlySketch(NamedTuple):
+    """The sketch of one use of a parameter."""
+
+    parameter: int
+    """Index of the parameter."""
+    task: int
+    """The backward (autograd's graph task) that the gradient came from."""
+    examples: int
+    """B, by the inputs of the model."""
+    rows: Tensor
+    """(B, k)."""
+
+
 class TermReader:
     """Computes the terms of the calls that were recorded."""
 
-    def __init__(self, model: nn.Module, spec: FlatSpec, check: RowCheck, batch_dim: int | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: FlatSpec,
+        check: RowCheck,
+        batch_dim: int | None,
+        sketch: Callable[[int, Term], Tensor] | None = None,
+    ) -> None:
         """Record the modules of `model` that own trainable parameters.
 
         Args:
@@ -47,12 +70,20 @@ class TermReader:
             spec: Its trainable parameters.
             check: Knows which backwards reached which parameter, and which are left out.
             batch_dim: Batch dimension of the model's inputs, if it is given.
+            sketch: Turns a term of a parameter, given by its index, into a sketch (B, k).
         """
         self.owners = {owner.name: owner for owner in parameter_owners(model)}
         # By parameter, not by name: modules that share a weight know it under different names.
         parameters = (p for p in model.parameters() if p.requires_grad)
         self.index = {parameter: index for index, parameter in enumerate(parameters)}
-        self.recorder = CallRecorder(model, self.owners.values(), self._replay_early)
+        self.recorder = CallRecorder(
+            model, self.owners.values(), self._replay_early, self._sketch_early
+        )
+        self.sketched: list[EarlySketch] = []
+        """Sketches made during the backward, in the order of the calls."""
+        self.seconds = 0.0
+        """Seconds spent on rows inside backwards."""
+        self._sketch = sketch
         self._spec = spec
         self._check = check
         self._dims = BatchDims(batch_dim)
@@ -67,11 +98,49 @@ class TermReader:
                     self._add_terms(terms, call, grads, examples)
         return terms
 
+    def clear(self) -> None:
+        """Forget everything recorded."""
+        self.recorder.clear()
+        self.sketched.clear()
+
+    def _sketch_early(self, call: ModuleCall, grad: Tensor) -> bool:
+        """Sketch a layer's rows as its gradient arrives; say whether that was possible.
+
+        Then its input and gradient are not held, so that activation checkpointing keeps its
+        effect. A batch that is checked needs the terms themselves.
+        """
+        examples = self._dims.model_examples(self.recorder.last_shapes)
+        if self._sketch is None or self._check.due or examples is None:
+            return False
+        inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
+        if not self._dims.knows(call.name, INPUT, inputs.dim()):
+            return False
+        started = time.perf_counter()
+        owner = self.owners[call.name]
+        wanted = self._wanted(owner)
+        task = torch._C._current_graph_task_id()
+        with self.recorder.silent():
+            try:
+                named_terms = list(self._call_terms(owner, call, {0: grad}, examples))
+            except UnbatchedError:
+                return False  # the pop knows the number of examples, and names the module
+            for local, term in named_terms:
+                if local in wanted:
+                    index = self.index[wanted[local]]
+                    self.sketched.append(
+                        EarlySketch(index, task, examples, self._sketch(index, term))
+                    )
+                elif local not in owner.parameters:
+                    self._warn_of_unfrozen(owner, local)
+        self.seconds += time.perf_counter() - started
+        return True
+
     def _replay_early(self) -> None:
         """Replay at the end of a backward, before an optimizer can change the parameters.
 
         `optimizer.step(closure)` updates them right after the backward inside.
         """
+        started = time.perf_counter()
         examples = self._dims.model_examples(self.recorder.last_shapes)
         if examples is None:
             return
@@ -88,6 +157,7 @@ class TermReader:
             pass
         finally:
             self._dims = dims
+            self.seconds += time.perf_counter() - started
 
     def _probed_calls(self, examples: int) -> list[tuple[ModuleCall, dict[int, Tensor]]]:
         """Return the calls with their gradients, after their batch dimensions were found."""

@@ -104,6 +104,7 @@ class VirtualTrainer:
         needs_rows = self.ordering.policy.needs_rows
         self._coordination = VirtualCoordination(self.ordering, config.workers)
         self._rows: RowSource | None = None
+        self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
         if needs_rows:
@@ -154,6 +155,9 @@ class VirtualTrainer:
         # Reading the timers waits for the GPU, so the total below covers all of its work.
         counters.exchange_seconds = self._exchange_timer.reset()
         counters.ordering_seconds = self._ordering_timer.reset()
+        if self._rows is not None:  # part of the work on rows runs inside the backward
+            before, self._backward_seconds = self._backward_seconds, self._rows.seconds_in_backward
+            counters.ordering_seconds += self._backward_seconds - before
         counters.seconds = time.perf_counter() - begin
         self._averager.end_epoch(counters)
         counters.ordering_bytes = self._coordination.bytes - sent_before
