@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradherd as gh
 from gradherd.advise.calibrate import ring_seconds, wide_model
 from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_bytes, all_to_all_start
-from gradherd.ordering.gather import EVERY
+from gradherd.ordering.coordination import BATCHES_PER_GATHER
 
 _STATISTICS = Path("/sys/class/net")
 _PAIR = 2  # steps measured together: cd-grab computes signs at every second one
@@ -74,7 +74,7 @@ class ExchangeCase:
         self.batches = self._endless_batches(DataLoader(data, batch_size=batch, sampler=sampler))
         # Gathered rows are sent together after so many steps: measure whole rounds.
         gathered = job["order"] == "cd-grab" and self.exchange != "dense"
-        self.block = EVERY if gathered else _PAIR
+        self.block = BATCHES_PER_GATHER if gathered else _PAIR
         self.backward = 0.0
         self.steps(_WARMUP_STEPS)
 
