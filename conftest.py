@@ -1,7 +1,13 @@
-"""Collect doctests from all modules (Triton kernels only with Triton), and set up hypothesis."""
+"""Collect doctests from all modules (Triton kernels only with Triton), and set up hypothesis.
 
+Ranks of the tests are forks of one server process per test process. It imports what they need, so
+that they do not: importing takes longer than most of what they are asked to do.
+"""
+
+import os
 from importlib.util import find_spec
 
+import pytest
 from hypothesis import settings
 
 # A busy machine may be slow to answer; that alone is no failure.
@@ -9,3 +15,36 @@ settings.register_profile("gradherd", deadline=None)
 settings.load_profile("gradherd")
 
 collect_ignore_glob = [] if find_spec("triton") else ["src/gradherd/*/triton_*.py"]
+
+# What functions that run on ranks import. Test files themselves are not listed: importing one may
+# skip it, which would end the server.
+_RANK_MODULES = [
+    "gradherd.cli.launch",
+    "hypothesis",
+    "pytest",
+    "tests.attach.agreement_work",
+    "tests.attach.attach_work",
+    "tests.attach.copy_work",
+    "tests.attach.ddp_work",
+    "tests.attach.detach_work",
+    "tests.attach.loops",
+    "tests.attach.stateful_work",
+    "tests.comm.rank_functions",
+    "tests.comm.script_functions",
+    "tests.lab.train.work",
+    "tests.sparsify.one_step",
+    "tests.sparsify.rank_work",
+    "torchdata.stateful_dataloader",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> None:
+    """Let the server that ranks are forked from import the tests' functions."""
+    from gradherd.comm import ranks
+
+    ranks._PRELOAD += _RANK_MODULES
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # All tests are run, so some need ranks. Now, since the server finds the tests only if it
+        # is started here: later tests may stand in another folder.
+        ranks._start_fork_server(ranks.run_ranks)

@@ -28,8 +28,9 @@ import torch.multiprocessing as mp
 
 # A rank notices at once that a peer has failed. This many seconds it gets to report its own error.
 _GRACE = 3.0
-# DDP's constructor imports torch._dynamo (900 modules, 2 s), so the server imports it once.
-_PRELOAD = ["torch._dynamo"]
+# Imported once by the server instead of once per rank: DDP's constructor needs torch._dynamo (900
+# modules, 2 s), and every rank needs gradherd (0.25 s).
+_PRELOAD = ["torch._dynamo", "gradherd"]
 
 
 class RankError(RuntimeError):
@@ -80,7 +81,7 @@ def run_ranks(
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    _start_fork_server()
+    _start_fork_server(fn)
     with tempfile.TemporaryDirectory(prefix="gradherd-ranks-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout
         peer_timeout = timeout if collective_timeout is None else collective_timeout
@@ -156,13 +157,18 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _start_fork_server() -> None:
+def _start_fork_server(fn: Callable[..., Any]) -> None:
     """Start the server that ranks are forked from, unless it is running.
 
     Its libraries read their number of threads when they are loaded. Ranks get one thread each;
     with more they would compete for the cores.
+
+    Args:
+        fn: What the first ranks will run. Its module is imported by the server, if it is ours: a
+            user's module may start threads when it is imported, which do not survive a fork.
     """
-    multiprocessing.set_forkserver_preload(_PRELOAD)
+    ours = [fn.__module__] if fn.__module__.startswith("gradherd.") else []
+    multiprocessing.set_forkserver_preload([*_PRELOAD, *ours])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     # Ctrl-C reaches every process of the terminal, but it is this process that ends the ranks.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gradherd.lab.tasks import TASKS, DamagedData, MissingData, find_task
+from gradherd.lab.tasks import digits as digits_task
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs, find_dataset
 from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.tasks.download import verify_dataset
@@ -199,6 +200,18 @@ def test_digits_need_no_folder(task):
     split = find_task(task).load(None)
     assert len(split.train[0]) == 1440 and len(split.test[0]) == 357
     assert split.train[0].min() == 0 and split.train[0].max() == 1
+
+
+def test_digits_are_those_of_scikit_learn(monkeypatch):
+    from sklearn.datasets import load_digits
+
+    pixels, digits = digits_task._read_digits()
+    expected = load_digits(return_X_y=True)
+    assert np.array_equal(pixels, expected[0]) and np.array_equal(digits, expected[1])
+    # A release that keeps the file elsewhere is asked for it.
+    monkeypatch.setattr(digits_task, "Path", lambda *parts: Path("nowhere", *parts[1:]))
+    elsewhere = digits_task._read_digits()
+    assert np.array_equal(elsewhere[0], pixels) and np.array_equal(elsewhere[1], digits)
 
 
 def test_digits_without_scikit_learn(monkeypatch):

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats  # type: ignore[import-untyped]
+# Not scipy.stats, which takes most of a second to import; its t distribution calls these.
+from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
 MAX_FLIPPED = 20
 """The exact sign-flip test enumerates 2**seeds patterns; it is skipped above this many seeds."""
@@ -131,9 +132,9 @@ def _t_test(
         return None, None, None
     freedom = len(deltas) - 1
     # 0.975 leaves 2.5 % on each side. With three seeds t is 4.3: far from the normal 1.96.
-    margin = float(stats.t.ppf(0.975, freedom)) * error
-    # `sf`, not 1 - cdf: the subtraction would round small p values to zero.
-    return mean - margin, mean + margin, float(2 * stats.t.sf(abs(mean) / error, freedom))
+    margin = float(stdtrit(freedom, 0.975)) * error
+    # The lower tail, not 1 - the upper: the subtraction would round small p values to zero.
+    return mean - margin, mean + margin, float(2 * stdtr(freedom, -abs(mean) / error))
 
 
 def sign_flip_p(deltas: Sequence[float]) -> float | None:

@@ -1,12 +1,14 @@
 """`digits` and `digits-mlp`: logistic regression and an MLP on scikit-learn's 8 x 8 digits."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import MissingData
@@ -66,15 +68,7 @@ class Digits:
 
 def load_digits() -> Split:
     """Return scikit-learn's digits, shuffled and split with a fixed seed."""
-    try:
-        # Optional: only these two tasks need it.
-        from sklearn import datasets  # type: ignore[import-untyped]
-    except ImportError:
-        raise MissingData(
-            "the digits come with scikit-learn, which is not installed: "
-            "pip install 'gradherd[tasks]'"
-        ) from None
-    pixels, digits = datasets.load_digits(return_X_y=True)
+    pixels, digits = _read_digits()
     # The same split whatever the seed of a run; the stream of RandomState is frozen across versions
     # of numpy.
     order = np.random.RandomState(0).permutation(len(digits))
@@ -82,6 +76,28 @@ def load_digits() -> Split:
     x = torch.tensor(pixels[order] / 16, dtype=torch.float32)
     y = torch.tensor(digits[order], dtype=torch.int64)
     return Split((x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:]))
+
+
+def _read_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return (1797, 64) pixels and (1797,) digits, as `sklearn.datasets.load_digits` does."""
+    package = find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        # Optional: only these two tasks need it.
+        raise MissingData(
+            "the digits come with scikit-learn, which is not installed: "
+            "pip install 'gradherd[tasks]'"
+        )
+    # Read, not imported: importing sklearn.datasets takes longer than a short training, and every
+    # rank would do so.
+    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if path.is_file():
+        table = np.loadtxt(path, delimiter=",")
+        return table[:, :-1], table[:, -1].astype(np.int64)
+    # A release that keeps its data elsewhere knows where.
+    from sklearn import datasets  # type: ignore[import-untyped]
+
+    pixels, digits = datasets.load_digits(return_X_y=True)
+    return pixels, digits
 
 
 @dataclass(frozen=True)
