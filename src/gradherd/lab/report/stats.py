@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 # Not scipy.stats, which takes most of a second to import; its t distribution calls these.
 from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
