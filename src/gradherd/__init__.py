@@ -22,6 +22,7 @@ from gradherd.sparsify.exclusive import Online as Online
 from gradherd.sparsify.exdyna import ExDyna as ExDyna
 from gradherd.sparsify.gtopk import GTopK as GTopK
 from gradherd.sparsify.micro import Micro as Micro
+from gradherd.sparsify.outer_optimizer import LocalSteps as LocalSteps
 from gradherd.sparsify.randomk import RandomK as RandomK
 from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
 from gradherd.sparsify.sage import Sage as Sage

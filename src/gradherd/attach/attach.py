@@ -10,12 +10,15 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from gradherd.attach.agreement import RankMeeting
 from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
+from gradherd.attach.flat_weights import float_buffers, local_parameters, stepping_optimizer
 from gradherd.attach.herd import Herd
+from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
@@ -24,6 +27,7 @@ from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import describe, unwrap_model
 from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows
+from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
@@ -36,6 +40,8 @@ def attach(
     *,
     order: OrderedSampler | None = None,
     sparsify: str | Selector | Sparsify | None = None,
+    local: LocalSteps | None = None,
+    optimizer: Optimizer | None = None,
     rows: str | RowSettings = "auto",
     scaler: GradScaler | None = None,
 ) -> Herd:
@@ -47,6 +53,10 @@ def attach(
         order: The sampler of the training loader.
         sparsify: A method such as `ExDyna(density=1e-3)`, its name, or `Sparsify` with further
             settings. It uses the communication hook of DDP.
+        local: Instead of exchanging gradients, let each rank take steps on its own and exchange
+            what they have changed, as `LocalSteps` says. The model is then a plain module; all
+            ranks start with rank 0's weights.
+        optimizer: The optimizer of the loop, whose steps are counted; for `local` only.
         rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", or
             `BatchRows`, `ExactRows`, `SketchRows` with their settings.
         scaler: The GradScaler of the loop, if there is one: rows and residuals are divided by its
@@ -60,19 +70,24 @@ def attach(
         RuntimeError: Another rank has failed, or has not attached within the process group's
             timeout.
     """
-    if order is None and sparsify is None:
-        raise ValueError("nothing to attach: give an order, a sparsifier, or both")
+    if order is None and sparsify is None and local is None:
+        raise ValueError("nothing to attach: give an order, a sparsifier or local steps, or both")
     bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     meeting = RankMeeting(_model_world(bare, order))
     try:
         check_parameters(bare)
+        stepping = _check_local(bare, local, optimizer, sparsify is not None, scaler)
         settings = _sparsify_settings(bare, sparsify)
         plan = None if order is None else _plan_rows(model, order, rows, settings is not None)
     except Exception as error:
         meeting.refuse(error)
         raise
-    meeting.compare(_shared_settings(bare, order, plan, settings, scaler))
-    sparse = None
+    shared = _shared_settings(bare, order, plan, settings, scaler)
+    if local is not None:
+        buffers = sum(b.numel() for b in float_buffers(bare).values())
+        shared |= {"local": local, "elements of buffers": buffers}
+    meeting.compare(shared)
+    sparse: SparseHook | LocalExchange | None = None
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
         log.info("sparsifying by %s", settings)
@@ -82,6 +97,9 @@ def attach(
                 "whole: nothing is sparsified; lower dense_below",
                 stacklevel=2,
             )
+    if local is not None and stepping is not None:
+        sparse = LocalExchange(bare, stepping, local, _model_world(bare, order))
+        log.info("local steps: %s", local)
     feedback = None
     if order is not None and plan is not None:
         transport = _make_transport(bare, order, plan)
@@ -177,6 +195,36 @@ def _sparsify_settings(
     if isinstance(sparsify, Sparsify):
         return sparsify
     return Sparsify(method=make_sparsifier(sparsify) if isinstance(sparsify, str) else sparsify)
+
+
+def _check_local(
+    model: nn.Module,
+    local: LocalSteps | None,
+    optimizer: Optimizer | None,
+    sparsifies: bool,
+    scaler: GradScaler | None,
+) -> Optimizer | None:
+    """Return the optimizer whose steps are counted, or raise if this model takes no local steps."""
+    if local is None:
+        if optimizer is not None:
+            raise ValueError("optimizer goes with local=LocalSteps(...), whose steps it takes")
+        return None
+    if not isinstance(local, LocalSteps):
+        raise ValueError(f"local must be gh.LocalSteps(every=30, ...), got {local!r}")
+    if isinstance(model, DDP):
+        raise ValueError(
+            "local steps need a plain module: DistributedDataParallel averages the gradients of "
+            "every step; attach the module before or instead of wrapping it"
+        )
+    if sparsifies:
+        raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
+    if scaler is not None:
+        # GradScaler.step() leaves the optimizer's step out on the ranks that have overflowed.
+        raise ValueError(
+            "local steps count steps of the optimizer, which a GradScaler skips on single ranks: "
+            "use autocast with bfloat16, which needs no scaler"
+        )
+    return stepping_optimizer(optimizer, local_parameters(model).values())
 
 
 def _plan_rows(

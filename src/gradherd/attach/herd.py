@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gradherd.attach.feedback import OrderFeedback
+from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.attach.state import HerdState, part_of_rank
 from gradherd.comm.world import World
@@ -19,9 +20,11 @@ _DCP = "torch.distributed.checkpoint"
 
 
 class Herd:
-    """Connects a model with its order, its sparsifier, or both. Made by `attach`."""
+    """Connects a model with its order, its sparsifier or local steps, or both. Made by `attach`."""
 
-    def __init__(self, feedback: OrderFeedback | None, sparse: SparseHook | None) -> None:
+    def __init__(
+        self, feedback: OrderFeedback | None, sparse: SparseHook | LocalExchange | None
+    ) -> None:
         self._feedback = feedback
         self._sparse = sparse
 
@@ -67,6 +70,19 @@ class Herd:
         if self._feedback is not None:
             self._feedback.finish()
 
+    def sync(self) -> None:
+        """Exchange local steps now, also in the middle of a phase. All ranks must call it.
+
+        Afterwards parameters are equal on all ranks: call it at the end of training, and where
+        ranks evaluate or save one model together.
+
+        Raises:
+            RuntimeError: There are no local steps, or a rank does not come.
+        """
+        if not isinstance(self._sparse, LocalExchange):
+            raise RuntimeError("sync() needs local steps: attach(model, optimizer=..., local=...)")
+        self._sparse.sync()
+
     def metrics(self) -> dict[str, Any]:
         """Return the figures of both halves.
 
@@ -75,7 +91,8 @@ class Herd:
         gradients themselves where both share one exchange.
         Sparsifying: those of the last step (selected, per_rank, threshold, density, padding,
         residual_norm of this rank, bytes), and steps, skipped_steps, total_bytes and
-        exchange_seconds so far.
+        exchange_seconds so far. Local steps: the same of the last exchange, and local_steps and
+        exchanges so far.
         """
         metrics: dict[str, Any] = {}
         if self._feedback is not None:
@@ -85,7 +102,7 @@ class Herd:
         return metrics
 
     def last_step(self) -> dict[str, Any]:
-        """Return the sparsifier's figures of the last step that cost nothing; {} without one."""
+        """Return the figures of the last exchange that cost nothing; {} without a sparsifier."""
         return {} if self._sparse is None else self._sparse.last_step()
 
     def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
@@ -93,7 +110,9 @@ class Herd:
 
         "ordering" and "sampler" are the same on all ranks. Residuals differ: with `gather`, rank
         0's "sparsify" holds those of all ranks, so it is enough that rank 0 saves its state. That
-        takes the memory of one fp32 model for each rank on rank 0's CPU (two with momentum).
+        takes the memory of one fp32 model for each rank on rank 0's CPU (two with momentum). With
+        local steps it is "local", which within a phase also holds the weights of each rank: the
+        model's own state is that of one rank only.
 
         Args:
             gather: Whether rank 0 gets the residuals of all ranks. With False every rank must save
@@ -113,7 +132,7 @@ class Herd:
         if self._feedback is not None:
             state |= self._feedback.state_dict()
         if self._sparse is not None:
-            state["sparsify"] = self._sparse.state_dict(gather)
+            state[self._sparse.key] = self._sparse.state_dict(gather)
         return state
 
     def load_state_dict(
@@ -124,6 +143,7 @@ class Herd:
         All ranks may load rank 0's state, also on another number of ranks; where every rank has
         saved its own, each loads its own. States that were not gathered must be merged by
         `merge_states` for another number of ranks. Rank 0 then warns once about what has changed.
+        With local steps this sets each rank's parameters: load the model first.
 
         Args:
             state: What `state_dict` returned.
@@ -132,9 +152,11 @@ class Herd:
         """
         part: Mapping[str, Any] = {}
         if self._sparse is not None:
-            if "sparsify" not in state:
-                raise ValueError("state has no 'sparsify': it was saved without a sparsifier")
-            part = part_of_rank(state["sparsify"], self._sparse.world)
+            key = self._sparse.key
+            if key not in state:
+                what = "a sparsifier" if key == "sparsify" else "local steps"
+                raise ValueError(f"state has no {key!r}: it was saved without {what}")
+            part = part_of_rank(state[key], self._sparse.world)
             self._sparse.check_state(part)
         if self._feedback is not None:
             if "ordering" not in state:
@@ -157,9 +179,10 @@ class Herd:
                     "ranks, and nothing is learned from them"
                 )
             changes.append("each rank's order is made of the old ones")
-        if self._sparse is not None and state["sparsify"]["workers"] != self.world.size:
-            before = state["sparsify"]["workers"]
-            changes.append("each rank continues with the mean of all residuals")
+        if self._sparse is not None and state[self._sparse.key]["workers"] != self.world.size:
+            before = state[self._sparse.key]["workers"]
+            means = "residuals" if self._sparse.key == "sparsify" else "residuals and weights"
+            changes.append(f"each rank continues with the mean of all {means}")
         if before:
             log.warning(
                 "a state of %d ranks continues on %d: %s",

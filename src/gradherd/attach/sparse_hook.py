@@ -37,6 +37,9 @@ Spans = list[tuple[int, int]]
 class SparseHook(BucketHook):
     """Exchanges a DDP model's gradients sparsely, with error feedback."""
 
+    key = "sparsify"
+    """Name of this part in a herd's state."""
+
     def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None = None) -> None:
         """Register with DDP. All ranks must do so at the same point.
 

@@ -12,11 +12,13 @@ from torch import Tensor
 from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
 from gradherd.ordering.policy import COLUMNS
-from gradherd.sparsify.residuals import MERGED_KEYS, merge_residuals
+from gradherd.sparsify.residuals import COMMON_KEYS, MERGED_KEYS, merge_residuals
 
 # What JSON holds without loss.
 _PLAIN = (type(None), bool, int, float, str)
 _TREE = "tree"
+EXCHANGES = ("sparsify", "local")
+"""Parts of a herd's state that differ between ranks: a herd has at most one of them."""
 
 
 def pack(state: Any) -> bytes:
@@ -108,13 +110,15 @@ def _from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
-    """Return the sparsify states of all ranks on rank 0, in CPU memory; elsewhere [].
+    """Return the states of all ranks' exchange on rank 0, in CPU memory; elsewhere [].
 
     Args:
         state: This rank's own. All ranks have parameters of the same names and shapes.
         world: The ranks.
     """
-    rest = {key: value for key, value in state.items() if key not in MERGED_KEYS}
+    # What is equal on all ranks is taken from rank 0's own state, by `all_parts`.
+    skipped = (*MERGED_KEYS, *COMMON_KEYS)
+    rest = {key: value for key, value in state.items() if key not in skipped}
     states = gather_objects(rest, world)
     for key in MERGED_KEYS:
         # One parameter after the other: a GPU need not hold the residuals of all ranks.
@@ -128,7 +132,7 @@ def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
     """Return what a rank continues with: its own part of a gathered state, or all parts merged.
 
     Args:
-        state: The sparsify state of a rank, of all ranks ("other_ranks"), or merged.
+        state: The exchange's state of a rank, of all ranks ("other_ranks"), or merged.
         world: The ranks that load it.
 
     Raises:
@@ -160,7 +164,8 @@ def check_row_length(ordering: Mapping[str, Any], length: int) -> None:
 def all_parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the states of all ranks in a gathered state, by rank."""
     own = {key: value for key, value in state.items() if key != "other_ranks"}
-    return [own, *state["other_ranks"]]
+    common = {key: own[key] for key in COMMON_KEYS if key in own}
+    return [own, *({**other, **common} for other in state["other_ranks"])]
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -178,21 +183,23 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
 
-    def sparsify_states() -> Iterator[Mapping[str, Any]]:
+    def exchange_states() -> Iterator[tuple[str, Mapping[str, Any]]]:
         for one in states:
             # Equal on all ranks, so any rank's will do.
             state.update({key: one[key] for key in ("ordering", "sampler") if key in one})
-            if "other_ranks" in one.get("sparsify", {}):
-                yield from all_parts(one["sparsify"])
-                return  # Rank 0 has saved those of the other ranks with its own.
-            if "sparsify" in one:
-                yield one["sparsify"]
+            for key in EXCHANGES:
+                if "other_ranks" in one.get(key, {}):
+                    yield from ((key, part) for part in all_parts(one[key]))
+                    return  # Rank 0 has saved those of the other ranks with its own.
+                if key in one:
+                    yield key, one[key]
 
     # A generator again, so that only one rank's residuals are in memory beside their sum.
-    pieces = sparsify_states()
+    pieces = exchange_states()
     first = next(pieces, None)
     if first is not None:
-        state["sparsify"] = merge_residuals(chain([first], pieces))
+        parts = (part for _, part in chain([first], pieces))
+        state[first[0]] = merge_residuals(parts)
     return state
 
 

@@ -187,8 +187,11 @@ class ErrorFeedback:
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
 
 
-MERGED_KEYS = ("residual", "velocity")
-"""Entries of a worker's state that hold a tensor for each parameter."""
+MERGED_KEYS = ("residual", "velocity", "weights", "buffers", "snapshot")
+"""Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
+
+COMMON_KEYS = ("shared", "outer_momentum", "arrival")
+"""Large entries that are equal on all workers (local steps)."""
 
 
 def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -213,7 +216,7 @@ def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     ranks: list[Any] = []
     for state in states:
         first = state if first is None else first
-        for key in ("kind", "workers", "dim", "step"):
+        for key in ("kind", "workers", "dim", "step", "taken"):
             if state.get(key) != first.get(key):
                 raise ValueError(
                     f"states to merge differ in {key}: {first.get(key)!r} and {state.get(key)!r}"

@@ -1,0 +1,351 @@
+"""Local steps on a plain module: a hook of the optimizer counts, and every H-th step exchanges.
+
+The exchange is that of gradients (`sparsify.workers`), with the difference between shared and own
+weights in the place of the gradient. Afterwards every rank writes the new shared weights into its
+parameters. With `overlap` the exchange runs in a thread, and what a rank has learned meanwhile is
+added to the new shared weights.
+
+Shapes: D elements of all parameters in the flat vector.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradherd.attach.flat_weights import FlatWeights
+from gradherd.attach.state import gather_states
+from gradherd.comm.script import AllGather, Script, run
+from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.world import World
+from gradherd.ordering.coordination import BackgroundThread
+from gradherd.sparsify.exchange import Outcome
+from gradherd.sparsify.outer_optimizer import LocalSteps, OuterOptimizer, mean_of_buffers
+from gradherd.sparsify.workers import Worker
+
+log = logging.getLogger("gradherd")
+# A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
+_MAX_CALLED_OFF = 3
+
+
+@dataclass
+class _Arrival:
+    """The result of an exchange that was not applied yet."""
+
+    mean: Tensor | None
+    """(D,) mean difference of all ranks; None if the exchange was called off."""
+    buffers: Tensor | None
+
+
+class LocalExchange:
+    """Exchanges what the local steps of each rank have changed."""
+
+    key = "local"
+    """Name of this part in a herd's state."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, settings: LocalSteps, world: World
+    ) -> None:
+        """Give all ranks rank 0's weights, and hook into the optimizer.
+
+        Args:
+            model: The plain module, of the same shapes on all ranks.
+            optimizer: What changes its parameters.
+            settings: How often and how to exchange.
+            world: The ranks that train together.
+        """
+        self.world, self._settings = world, settings
+        device = next(p for p in model.parameters() if p.requires_grad).device
+        # The loop's own group would mix up the collectives of a thread with those of the loop; the
+        # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
+        if settings.overlap or (world.size > 1 and not _takes(world, device)):
+            device = torch.device("cpu")
+        self._weights = FlatWeights(
+            model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
+        )
+        self.layout = self._weights.layout
+        self._channel = world.side_channel() if settings.overlap else world
+        self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
+        self._weights.broadcast(self._channel)
+        self._worker = Worker(
+            settings.sent,
+            self.layout.size,
+            rank=world.rank,
+            size=world.size,
+            sparse=self.layout.sparse,
+            layers=self.layout.layers,
+            dtype=self._weights.dtype,
+            device=device,
+        )
+        self._outer = OuterOptimizer(settings, self._weights.read())
+        self._taken = 0  # steps since the last exchange began
+        self._steps = 0  # steps since the run began
+        self._called_off = 0  # exchanges in a row
+        self._snapshot: Tensor | None = None  # own weights when the running exchange began
+        self._arrival: _Arrival | None = None
+        self._loaded: Mapping[str, Tensor] | None = None  # weights that a state has just set
+        self._metrics: dict[str, Any] = {}
+        self.total_bytes = 0
+        self.stopwatch = Stopwatch()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    # --- The loop ------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Check that nothing has overwritten the weights that a state has set for this rank."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        for name, parameter in self._weights.parameters.items():
+            if not torch.equal(parameter.detach(), loaded[name].to(parameter.device)):
+                raise RuntimeError(
+                    f"{name} was changed after herd.load_state_dict(), which sets the weights of "
+                    "each rank: load the model first, then the herd"
+                )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._taken += 1
+        self._steps += 1
+        with self.stopwatch:
+            if self._snapshot is not None and self._taken >= self._settings.steps_until_applied:
+                self._apply()
+            if self._taken >= self._settings.every:
+                self._begin(forced=False)
+                if not self._settings.overlap:
+                    self._apply()
+
+    def sync(self) -> None:
+        """Exchange now, also within a phase; afterwards all ranks have equal weights."""
+        with self.stopwatch:
+            if self._snapshot is not None:
+                self._apply()
+            if self._taken or self._called_off:
+                self._begin(forced=True)
+                self._apply()
+
+    def _begin(self, *, forced: bool) -> None:
+        """Start to exchange what the steps since the last exchange have changed."""
+        self._weights.check_trainable()
+        own = self._weights.read()
+        worker, buffers = self._worker, self._weights.read_buffers()
+        worker.set_unit(1.0)
+        worker.add(0, self._weights.rounded(self._outer.shared) - own)
+        # Ranks that have lost count of their steps would take one message for another.
+        at = torch.tensor([self._steps, int(forced)], device=self._weights.device)
+        if self._thread is None:
+            self._exchange(at, buffers)
+        else:
+            self._thread.submit(lambda: self._exchange(at, buffers))
+        self._taken, self._snapshot = 0, own  # not if the exchange has failed
+
+    def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
+        """Run the exchange, here or in the thread, and keep its result until it is applied."""
+        try:
+            (outcome, means, everyone), sent = run(self._script(at, buffers), self._channel)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise RuntimeError(
+                f"the exchange after local step {int(at[0])} failed: a rank has died, or is later "
+                f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
+                f"({reason})"
+            ) from error
+        if everyone is not None:
+            raise RuntimeError(
+                "ranks have taken different numbers of steps, or not all of them have called "
+                f"sync(): [steps, sync()] of each rank are {everyone}"
+            )
+        self.total_bytes += sent
+        mean = None
+        if outcome is not None:
+            mean = torch.zeros_like(self._outer.shared)
+            mean.index_copy_(0, outcome.indices, outcome.mean)
+            self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        self._worker.commit(outcome)
+        if outcome is not None and self._settings.decay != 1:
+            # Now, not before the next sum: an exchange that is called off must not decay twice.
+            self._worker.feedback.residual.mul_(self._settings.decay)
+        self._arrival = _Arrival(mean, means)
+
+    def _script(
+        self, at: Tensor, buffers: Tensor | None
+    ) -> Script[tuple[Outcome | None, Tensor | None, list[list[int]] | None]]:
+        """Exchange the difference, then buffers; return also where ranks are, if they differ."""
+        everyone: Tensor = yield AllGather(at)
+        if not bool((everyone == everyone[0]).all()):
+            return None, None, everyone.tolist()
+        outcome = yield from self._worker.script()
+        if outcome is None or buffers is None:
+            return outcome, None, None
+        rows: Tensor = yield AllGather(buffers)
+        return outcome, mean_of_buffers(rows), None
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Wait for the exchange, move the shared weights and write them into the parameters."""
+        self._wait()
+        arrival, snapshot = self._arrival, self._snapshot
+        self._arrival = self._snapshot = None
+        assert arrival is not None and snapshot is not None
+        if arrival.mean is None:
+            self._go_on_alone()
+            return
+        self._called_off = 0
+        self._outer.step(arrival.mean)
+        new = self._weights.rounded(self._outer.shared)
+        if self._settings.overlap:
+            # What this rank has learned since then; nothing right after `_begin`, so that `sync`
+            # leaves equal bits on all ranks.
+            new += self._weights.read() - snapshot
+        self._weights.write(new)
+        if arrival.buffers is not None:
+            self._weights.write_buffers(arrival.buffers)
+
+    def _go_on_alone(self) -> None:
+        """Leave the shared weights: some rank's difference was not finite."""
+        self._called_off += 1
+        if self._called_off >= _MAX_CALLED_OFF:
+            raise RuntimeError(
+                f"differences were not finite in {self._called_off} exchanges in a row: training "
+                "has diverged; try a lower learning rate, a warm-up or gradient clipping"
+            )
+        if self._weights.read().isfinite().all():
+            return  # What this rank has learned is sent with the next exchange.
+        log.warning(
+            "rank %d: weights are not finite after local step %d; it goes on from the shared "
+            "weights, and its optimizer keeps its state",
+            self.world.rank,
+            self._steps,
+        )
+        self._weights.write(self._weights.rounded(self._outer.shared))
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            return
+        try:
+            self._thread.wait()
+        except RuntimeError:
+            self._snapshot = None  # Differences are taken to the shared weights: nothing is lost.
+            raise
+
+    # --- Figures and state ---------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last exchange, and totals so far."""
+        self._wait()  # The thread changes the residual.
+        residual = self._worker.feedback.residual
+        return self._metrics | {
+            "residual_norm": float(torch.linalg.vector_norm(residual)),
+            "local_steps": self._steps,
+            "exchanges": self._worker.step,
+            "skipped_steps": self._worker.skipped,
+            "always_sent": self.layout.size - self.layout.sparse,
+            "total_bytes": self.total_bytes,
+            "exchange_seconds": self.stopwatch.seconds,
+        }
+
+    def last_step(self) -> dict[str, Any]:
+        """Return the metrics of the last exchange that need no computation."""
+        return self._metrics
+
+    def state_dict(self, gather: bool = True) -> dict[str, Any]:
+        """Return shared weights, residuals, and this rank's own weights within a phase.
+
+        Args:
+            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
+        """
+        self._wait()
+        state = self._worker.state_dict() | {"taken": self._taken, "local_steps": self._steps}
+        state["called_off"] = self._called_off
+        state["residual"] = self._weights.by_name(self._worker.feedback.residual)
+        state["shared"] = self._weights.by_name(self._outer.shared)
+        if self._outer.momentum is not None:
+            state["outer_momentum"] = self._weights.by_name(self._outer.momentum)
+        # Between two phases own and shared weights are the same.
+        if self._taken or self._snapshot is not None or self._called_off:
+            state["weights"] = {
+                name: p.detach().clone() for name, p in self._weights.parameters.items()
+            }
+            state["buffers"] = {
+                name: b.detach().clone() for name, b in self._weights.buffers().items()
+            }
+        if self._snapshot is not None:
+            assert self._arrival is not None
+            state["snapshot"] = self._weights.by_name(self._snapshot)
+            # Equal on all ranks, as the shared weights are.
+            state["arrival"] = {"mean": self._arrival.mean, "buffers": self._arrival.buffers}
+        if gather and self.world.size > 1:
+            others = gather_states(state, self.world)
+            if self.world.rank == 0:
+                state["other_ranks"] = others[1:]
+        return state
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of this model and these settings, and of this rank or merged.
+
+        Raises:
+            ValueError: It is not.
+        """
+        for key in ("residual", "shared"):
+            self._weights.check_shapes(key, state.get(key, {}))
+        has, needs = "outer_momentum" in state, self._outer.momentum is not None
+        if has != needs:
+            raise ValueError(
+                f"local state was saved {'with' if has else 'without'} outer_momentum: attach "
+                f"{'with' if has else 'without'} it, too"
+            )
+        if "snapshot" in state and not self._settings.overlap:
+            raise ValueError(
+                "local state has an exchange under way: it was saved with overlap=True, so attach "
+                "with overlap=True"
+            )
+        self._worker.check_state(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was saved, and set this rank's weights to what they were.
+
+        Raises:
+            ValueError: The state is of another model, method or rank.
+        """
+        self.check_state(state)  # before anything changes
+        self._wait()
+        self._weights.restore(self._worker.feedback.residual, state["residual"])
+        self._weights.restore(self._outer.shared, state["shared"])
+        if self._outer.momentum is not None:
+            self._weights.restore(self._outer.momentum, state["outer_momentum"])
+        self._worker.load_state_dict(dict(state))
+        self._taken, self._steps = state["taken"], state["local_steps"]
+        self._called_off = state["called_off"]
+        self._arrival = self._snapshot = None
+        if "snapshot" in state:
+            empty = torch.empty_like(self._outer.shared)
+            self._snapshot = self._weights.restore(empty, state["snapshot"])
+            self._arrival = _Arrival(**state["arrival"])
+        if "weights" in state:
+            empty = torch.empty_like(self._outer.shared)
+            self._weights.write(self._weights.restore(empty, state["weights"]))
+            for name, buffer in self._weights.buffers().items():
+                buffer.detach().copy_(state["buffers"][name])
+        else:
+            self._weights.write(self._weights.rounded(self._outer.shared))
+        self._loaded = {name: p.detach().clone() for name, p in self._weights.parameters.items()}
+
+    def close(self) -> None:
+        """Leave the optimizer alone from now on; parameters stay as they are on each rank."""
+        for handle in self._handles:
+            handle.remove()
+        if self._thread is not None:
+            self._thread.close()
+            self._channel.close_side_channel()
+
+
+def _takes(world: World, device: torch.device) -> bool:
+    """Return whether a world's group exchanges tensors of this device."""
+    return device.type == "cpu" or "nccl" in dist.get_backend(world.group)

@@ -1,0 +1,152 @@
+"""Local steps: their settings, and the outer optimizer that moves the shared weights.
+
+Workers take H steps each on their own, then exchange what these changed instead of every gradient:
+Douillard et al., "DiLoCo", arXiv:2311.08105. The difference is sparsified with error feedback, as
+in SparseLoCo (Sarfi et al., arXiv:2508.15706), but through the same exchange as gradients here, so
+that residuals can be saved, resumed and merged.
+
+Letters: D coordinates, R workers, B elements of buffers.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.selector import Selector
+from gradherd.sparsify.settings import Sparsify
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """Take steps alone, then exchange the difference: `attach(net, optimizer=opt, local=...)`.
+
+    >>> LocalSteps(every=15, method="topk").method
+    TopK(density=0.001)
+    """
+
+    every: int = 30
+    """H, the steps of the optimizer between two exchanges."""
+    method: Selector = field(default_factory=lambda: ExDyna(density=0.02))
+    """What selects coordinates of the difference; a name is that method with its defaults."""
+    values: str = "fp32"
+    """How values are sent, as in `Sparsify`; what rounding takes stays in the residual."""
+    decay: float = 0.95
+    """Factor of the residual at each exchange. What was computed long ago fits the weights less
+    and less; 1 loses nothing."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer step; 1 without momentum averages the workers' weights."""
+    outer_momentum: float = 0.0
+    """Momentum of the outer step; DiLoCo has 0.9 with an `outer_lr` of 0.7."""
+    nesterov: bool = True
+    """Whether that momentum is Nesterov's, as in DiLoCo, or heavy ball."""
+    overlap: bool = False
+    """Whether the exchange runs in a thread beside the next steps. Residuals and shared weights
+    are then kept in CPU memory, and sent through a gloo group."""
+    delay: int | None = None
+    """With `overlap`: after how many steps the result is applied; None is half of `every`. It is a
+    fixed number, so that a resumed run has the same bits."""
+    buffers: Literal["mean", "own"] = "mean"
+    """What happens to floating-point buffers, such as statistics of BatchNorm, at an exchange:
+    averaged whole, or left as they are on each rank."""
+    dense_below: int = 256
+    """Parameters with fewer elements than this are always sent whole."""
+
+    def __post_init__(self) -> None:
+        # Checked there: the method, its name, `values` and `dense_below`.
+        sent = Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)  # type: ignore[arg-type]
+        object.__setattr__(self, "method", sent.method)
+        # Not isinstance: True is an int, too.
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every must be an integer of at least 1, got {self.every!r}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr must be above 0, got {self.outer_lr}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
+        if self.buffers not in ("mean", "own"):
+            raise ValueError(f"buffers must be mean or own, got {self.buffers!r}")
+        for name in ("nesterov", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.delay is not None and not self.overlap:
+            raise ValueError(f"delay goes with overlap=True, got {self.delay} without")
+        if self.delay is not None and not (
+            type(self.delay) is int and 1 <= self.delay <= self.every
+        ):
+            raise ValueError(
+                f"delay must be an integer in [1, every = {self.every}], got {self.delay!r}"
+            )
+
+    @property
+    def sent(self) -> Sparsify:
+        """How a difference is sent."""
+        return Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)  # type: ignore[arg-type]
+
+    @property
+    def steps_until_applied(self) -> int:
+        """Steps between the start of an exchange and the use of its result."""
+        if not self.overlap:
+            return 0
+        return max(1, self.every // 2) if self.delay is None else self.delay
+
+
+class OuterOptimizer:
+    """The weights that all workers share, and the SGD step that moves them.
+
+    The mean of the differences takes the place of the gradient. All workers compute the same step
+    from the same bits, so the shared weights are never sent.
+
+    Args:
+        settings: The learning rate and momentum of the outer step.
+        shared: (D,) the weights that training starts from.
+
+    >>> outer = OuterOptimizer(LocalSteps(), torch.tensor([1.0, 2.0]))
+    >>> outer.step(torch.tensor([0.0, 0.5]))
+    >>> outer.shared
+    tensor([1.0000, 1.5000])
+    """
+
+    def __init__(self, settings: LocalSteps, shared: Tensor) -> None:
+        self._settings = settings
+        self.shared = shared
+        self.momentum = torch.zeros_like(shared) if settings.outer_momentum else None
+
+    def step(self, mean: Tensor) -> None:
+        """Move the shared weights against the mean of (weights before - weights after).
+
+        Args:
+            mean: (D,) over workers, zero where nothing was sent.
+        """
+        settings, direction = self._settings, mean
+        if self.momentum is not None:
+            # As torch.optim.SGD does it. Coordinates that were not sent keep moving, too.
+            self.momentum.mul_(settings.outer_momentum).add_(mean)
+            direction = self.momentum
+            if settings.nesterov:
+                direction = mean.add(self.momentum, alpha=settings.outer_momentum)
+        self.shared.add_(direction, alpha=-settings.outer_lr)
+
+
+def mean_of_buffers(rows: Tensor) -> Tensor:
+    """Return the mean of buffers over workers; those that are equal everywhere keep their bits.
+
+    Args:
+        rows: (R, B) the buffers of all workers.
+
+    Returns:
+        (B,) of the same bits on all workers.
+
+    >>> mean_of_buffers(torch.tensor([[1.0, -torch.inf], [2.0, -torch.inf]]))
+    tensor([1.5000,   -inf])
+    """
+    # In the order of workers: `sum(0)` may group rows differently for other lengths.
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    # Constants, such as masks, must not change: three equal numbers need not have their own bits
+    # as mean.
+    return torch.where((rows == rows[0]).all(0), rows[0], total / len(rows))

@@ -1,0 +1,301 @@
+"""What ranks do in test_local_steps."""
+
+import os
+import time
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradherd as gh
+from gradherd.attach.state import pack, unpack
+from gradherd.comm.script import AllGather
+
+CASES = {
+    "diloco": gh.LocalSteps(
+        every=3, method=gh.Dense(), outer_lr=0.7, outer_momentum=0.9, nesterov=True
+    ),
+    "heavy ball": gh.LocalSteps(
+        every=2, method=gh.Dense(), outer_lr=0.5, outer_momentum=0.8, nesterov=False
+    ),
+    "sparse": gh.LocalSteps(every=3, method=gh.TopK(density=0.1), decay=0.9, dense_below=20),
+    "overlap": gh.LocalSteps(
+        every=4, method=gh.TopK(density=0.1), decay=0.9, dense_below=20, overlap=True, delay=3
+    ),
+    "applied at once": gh.LocalSteps(every=2, method="exdyna", overlap=True, delay=2),
+}
+
+
+def model(seed=0, norm=False):
+    torch.manual_seed(seed)
+    middle = nn.BatchNorm1d(8) if norm else nn.Identity()
+    return nn.Sequential(nn.Linear(6, 8), middle, nn.Tanh(), nn.Linear(8, 2))
+
+
+def batches(rank, start=0):
+    """Yield the batches of a rank for ever."""
+    while True:
+        generator = torch.Generator().manual_seed(1000 * rank + start)
+        x = torch.randn(5, 6, generator=generator)
+        yield x, x[:, :2].sin() * (rank + 1)
+        start += 1
+
+
+def step(net, optimizer, batch):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def vector(net):
+    return nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+
+def made(settings, *, seed=0, norm=False, lr=0.2):
+    """Return a model with local steps, its optimizer and its herd."""
+    net = model(seed, norm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.5)
+    return net, optimizer, gh.attach(net, optimizer=optimizer, local=settings)
+
+
+def train(settings, steps, rank):
+    """Return the weights after each step, then those after sync()."""
+    # Another seed on each rank: attach gives all of them rank 0's weights.
+    net, optimizer, herd = made(settings, seed=rank)
+    path = [vector(net)]
+    for _, batch in zip(range(steps), batches(rank), strict=False):
+        step(net, optimizer, batch)
+        path.append(vector(net))
+    herd.sync()
+    path.append(vector(net))
+    metrics = herd.metrics()
+    herd.detach()
+    step(net, optimizer, batch)  # After detach, steps are the optimizer's alone.
+    return torch.stack(path), metrics
+
+
+def resumed(settings, steps, stop, rank):
+    """Train straight, and stopped after `stop` steps with rank 0's state alone; return both."""
+    ends = []
+    for cut in (None, stop):
+        net, optimizer, herd = made(settings, norm=True)
+        for at, batch in zip(range(steps), batches(rank), strict=False):
+            if at == cut:
+                kept = [net.state_dict(), optimizer.state_dict(), herd.state_dict()]
+                # Only rank 0's model and herd are saved; optimizers are each rank's own.
+                packed = [unpack(pack(kept))]
+                torch.distributed.broadcast_object_list(packed, src=0)
+                own = unpack(pack(optimizer.state_dict()))
+                herd.detach()
+                net, optimizer, herd = made(settings, seed=5, norm=True)
+                net.load_state_dict(packed[0][0])
+                optimizer.load_state_dict(own)
+                herd.load_state_dict(packed[0][2])
+            step(net, optimizer, batch)
+        state = herd.state_dict(gather=False)["local"]
+        herd.sync()
+        buffers = [b.clone() for b in net.buffers() if b.is_floating_point()]
+        herd.detach()
+        ends.append((vector(net), state["residual"], state["shared"], buffers))
+    return ends
+
+
+def buffers_of(settings, rank):
+    """Return the statistics of BatchNorm before and after an exchange."""
+    net, optimizer, herd = made(settings, norm=True)
+    for _, batch in zip(range(settings.every - 1), batches(rank), strict=False):
+        step(net, optimizer, batch)
+    # The last step's own update, without the exchange behind it.
+    before = net[1].running_mean.clone()
+    with torch.no_grad():
+        net(batch[0] * 2)
+        expected = net[1].running_mean.clone()
+        net[1].running_mean.copy_(before)
+    step(net, optimizer, (batch[0] * 2, batch[1]))
+    herd.detach()
+    return expected, net[1].running_mean.clone()
+
+
+def broken(rank, lr_after):
+    """Let rank 1's weights become NaN once; return the paths around it, and the end."""
+    net, optimizer, herd = made(CASES["sparse"])
+    states, error = [], ""
+    try:
+        for at, batch in zip(range(30), batches(rank), strict=False):
+            if at in (4, 5, 8):
+                states.append((vector(net), herd.state_dict(gather=False)["local"]["shared"]))
+            bad = rank == 1 and (at == 4 or (lr_after and at > 4))
+            step(net, optimizer, (batch[0] * (torch.nan if bad else 1.0), batch[1]))
+            if rank == 1 and at == 5:  # or its momentum would break every later exchange, too
+                optimizer.state.clear()
+            if at == 5:
+                states.append((vector(net), herd.state_dict(gather=False)["local"]["shared"]))
+        herd.sync()
+    except RuntimeError as raised:
+        error = str(raised)
+    metrics = herd.metrics()
+    herd.detach()
+    return states, metrics["skipped_steps"], vector(net), error
+
+
+def refusals(rank):
+    """Return the errors of what does not fit, by name."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    local, other = gh.LocalSteps(every=2), torch.optim.SGD(model().parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    calls = {
+        "ddp": lambda: gh.attach(DDP(net), optimizer=optimizer, local=local),
+        "scaler": lambda: gh.attach(net, optimizer=optimizer, local=local, scaler=scaler),
+        "both": lambda: gh.attach(net, optimizer=optimizer, local=local, sparsify="topk"),
+        "no optimizer": lambda: gh.attach(net, local=local),
+        "other optimizer": lambda: gh.attach(net, optimizer=other, local=local),
+        "no local": lambda: gh.attach(net, optimizer=optimizer, sparsify="topk"),
+        "not settings": lambda: gh.attach(net, optimizer=optimizer, local=30),
+        "differ": lambda: gh.attach(
+            net, optimizer=optimizer, local=gh.LocalSteps(every=2 + rank)
+        ),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            errors[name] = str(error)
+    herd = gh.attach(net, optimizer=optimizer, local=local)
+    step(net, optimizer, next(batches(rank)))
+    state = herd.state_dict()
+    everyone = [state]
+    torch.distributed.broadcast_object_list(everyone, src=0)
+    herd.load_state_dict(everyone[0])
+    net.load_state_dict(model(3).state_dict())
+    for name, call in {
+        "order of loading": lambda: step(net, optimizer, next(batches(rank))),
+        # Rank 0 has reached the end of a phase, rank 1 asks for an exchange before.
+        "out of step": lambda: herd.sync() if rank else step(net, optimizer, next(batches(rank))),
+    }.items():
+        try:
+            call()
+        except RuntimeError as error:
+            errors[name] = str(error)
+    net.add_module("late", nn.Linear(2, 2))
+    try:
+        herd.sync()
+    except RuntimeError as error:
+        errors["late parameter"] = str(error)
+    herd.detach()
+    return errors
+
+
+def ordered(rank):
+    """Train with an order that learns from the gradients of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 6, generator=generator)
+    data = TensorDataset(x, x[:, :2])
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
+    local = gh.LocalSteps(every=3, method=gh.ExDyna(density=0.2), overlap=True)
+    herd = gh.attach(net, order=sampler, optimizer=optimizer, local=local)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(data, batch_size=4, sampler=sampler):
+            step(net, optimizer, batch)
+    herd.sync()
+    orders, fed = sampler.ordering.orders, herd.metrics()["bytes_for_ordering"]
+    herd.detach()
+    return orders, fed, vector(net)
+
+
+def everything():
+    """Run all checks that need two ranks which both come back."""
+    rank = torch.distributed.get_rank()
+    return {
+        "paths": {name: train(settings, 11, rank) for name, settings in CASES.items()},
+        "resumed": {
+            (name, stop): resumed(CASES[name], 11, stop, rank)
+            for name, stops in {"sparse": (4, 6), "diloco": (5,), "overlap": (5, 8)}.items()
+            for stop in stops
+        },
+        "buffers": buffers_of(CASES["sparse"], rank),
+        "broken once": broken(rank, False),
+        "broken for good": broken(rank, True),
+        "refusals": refusals(rank),
+        "ordered": ordered(rank),
+    }
+
+
+def saved(folder):
+    """Train 4 steps with exchanges every 3, and let rank 0 save; return what was saved."""
+    rank = torch.distributed.get_rank()
+    net, optimizer, herd = made(CASES["sparse"], norm=True)
+    for _, batch in zip(range(4), batches(rank), strict=False):
+        step(net, optimizer, batch)
+    state, own = herd.state_dict(), herd.state_dict(gather=False)
+    (folder / f"own-{rank}").write_bytes(pack(own))
+    if rank == 0:
+        (folder / "state").write_bytes(pack(state))
+    return vector(net), own["local"]
+
+
+def continued(folder, merged):
+    """Go on from what `saved` has left, on any number of ranks."""
+    rank = torch.distributed.get_rank()
+    net, optimizer, herd = made(CASES["sparse"], norm=True, seed=7)
+    if merged:
+        parts = sorted(folder.glob("own-*"))
+        herd.load_state_dict(gh.merge_states(unpack(part.read_bytes()) for part in parts))
+    else:
+        herd.load_state_dict(unpack((folder / "state").read_bytes()))
+    state, weights = herd.state_dict(gather=False)["local"], vector(net)
+    for _, batch in zip(range(3), batches(rank, start=4), strict=False):
+        step(net, optimizer, batch)
+    herd.sync()
+    return weights, state, vector(net)
+
+
+def dies_in_an_exchange(folder, how, die_at):
+    """Save every step; let rank 1 die or sleep in an exchange. What rank 0 sees is written."""
+    rank = torch.distributed.get_rank()
+    net, optimizer, herd = made(CASES["sparse"])
+    begin = time.monotonic()
+    start = 0
+    if (folder / "model-0").exists():
+        start = int((folder / "step").read_text())
+        model_state, optimizer_state, herd_state = unpack(
+            (folder / f"model-{rank}").read_bytes()
+        )
+        net.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        herd.load_state_dict(herd_state)
+    for at, batch in zip(range(start, 8), batches(rank, start=start), strict=False):
+        if at == die_at and rank == 1:
+            _fail_in_the_second_collective(herd._sparse, how)
+        try:
+            step(net, optimizer, batch)
+        except RuntimeError as error:
+            (folder / "error").write_text(f"{time.monotonic() - begin}\n{error}")
+            raise
+        if how and at in (3, 4):
+            kept = [net.state_dict(), optimizer.state_dict(), herd.state_dict(gather=False)]
+            (folder / f"model-{rank}").write_bytes(pack(kept))
+            (folder / "step").write_text(str(at + 1))
+    herd.sync()
+    return vector(net)
+
+
+def _fail_in_the_second_collective(local, how):
+    script = local._script
+
+    def failing(at, buffers):
+        inside = script(at, buffers)
+        answer = yield next(inside)
+        request = inside.send(answer)
+        assert isinstance(request, AllGather)
+        if how == "die":
+            os._exit(1)
+        time.sleep(30)
+        yield request
+
+    local._script = failing

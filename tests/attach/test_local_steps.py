@@ -1,0 +1,283 @@
+"""Local steps on real ranks: against a slow reference, saved, resumed, resized, broken."""
+
+import pytest
+import torch
+
+import gradherd as gh
+from gradherd.comm.ranks import RankError, run_ranks
+from tests.attach.local_work import (
+    CASES,
+    batches,
+    continued,
+    dies_in_an_exchange,
+    everything,
+    model,
+    saved,
+    step,
+    vector,
+)
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(everything, RANKS, timeout=150)
+
+
+def reference(settings, steps, size=RANKS):
+    """Return (R, steps + 2, D) weights of all ranks, by the definition and one worker at a time."""
+    nets = [model() for _ in range(size)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5) for net in nets]
+    feeds = [batches(rank) for rank in range(size)]
+    shared = vector(nets[0])
+    # Small parameters are sent whole; the others compete for the density.
+    small = torch.cat(
+        [torch.full((p.numel(),), p.numel() < settings.dense_below) for p in nets[0].parameters()]
+    )
+    outer = torch.nn.Parameter(shared.clone())
+    momentum = settings.outer_momentum
+    sgd = torch.optim.SGD(
+        [outer],
+        lr=settings.outer_lr,
+        momentum=momentum,
+        nesterov=settings.nesterov and momentum > 0,
+    )
+    residuals = torch.zeros(size, len(shared))
+    pending, paths = None, [[vector(net)] for net in nets]
+
+    def begin():
+        nonlocal residuals
+        own = torch.stack([vector(net) for net in nets])
+        acc = residuals + (outer.detach() - own)
+        large = acc[:, ~small].abs()
+        k = max(1, int(settings.method.density * large.shape[1]))
+        chosen = torch.ones(len(shared), dtype=torch.bool)
+        if not isinstance(settings.method, gh.Dense):
+            threshold = large.topk(k, dim=1).values[:, -1:]
+            chosen[~small] = (large >= threshold).any(0)
+        mean = torch.where(chosen, acc.mean(0), 0)
+        residuals = torch.where(chosen, 0, acc) * settings.decay
+        return own, mean
+
+    def apply(pending):
+        then, mean = pending
+        outer.grad = mean
+        sgd.step()
+        for rank, net in enumerate(nets):
+            new = outer.detach() + (vector(net) - then[rank])
+            torch.nn.utils.vector_to_parameters(new.clone(), net.parameters())
+
+    taken = 0
+    for _ in range(steps):
+        for net, optimizer, feed in zip(nets, optimizers, feeds, strict=True):
+            step(net, optimizer, next(feed))
+        taken += 1
+        if pending is not None and taken == settings.steps_until_applied:
+            apply(pending)
+            pending = None
+        if taken == settings.every:
+            pending, taken = begin(), 0
+            if not settings.overlap:
+                apply(pending)
+                pending = None
+        for path, net in zip(paths, nets, strict=True):
+            path.append(vector(net))
+    if pending is not None:
+        apply(pending)
+    if taken:
+        apply(begin())
+    for path, net in zip(paths, nets, strict=True):
+        path.append(vector(net))
+    return torch.stack([torch.stack(path) for path in paths])
+
+
+@pytest.mark.parametrize("case", ["diloco", "heavy ball", "sparse", "overlap"])
+def test_it_is_what_the_definition_says(ranks, case):
+    expected = reference(CASES[case], 11)
+    for rank, result in enumerate(ranks):
+        path, _ = result["paths"][case]
+        torch.testing.assert_close(path, expected[rank], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(expected[0, 1], expected[1, 1]), "ranks drift apart within a phase"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_equal_to_the_bit_after_an_exchange(ranks, case):
+    one, other = (result["paths"][case][0] for result in ranks)
+    assert torch.equal(one[-1], other[-1])
+    assert torch.equal(one[0], other[0]), "attach gives all ranks rank 0's weights"
+    if not CASES[case].overlap:
+        every = CASES[case].every
+        assert torch.equal(one[every], other[every])
+    assert not torch.equal(one[1], other[1])
+
+
+def test_exchanges_are_few_and_small(ranks):
+    _, sparse = ranks[0]["paths"]["sparse"]
+    # 11 steps: after 3, 6 and 9, and by sync().
+    assert (sparse["local_steps"], sparse["exchanges"]) == (11, 4)
+    _, dense = ranks[0]["paths"]["diloco"]
+    assert 0 < sparse["bytes"] < dense["bytes"]
+    assert sparse["total_bytes"] > 3 * sparse["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "case", [("sparse", 4), ("sparse", 6), ("diloco", 5), ("overlap", 5), ("overlap", 8)]
+)
+def test_a_run_resumed_within_a_phase_has_the_same_bits(ranks, case):
+    for result in ranks:
+        straight, stopped = result["resumed"][case]
+        assert torch.equal(straight[0], stopped[0])
+        for at in (1, 2):
+            assert all(torch.equal(straight[at][name], stopped[at][name]) for name in stopped[at])
+        assert all(map(torch.equal, straight[3], stopped[3]))
+
+
+def test_buffers_are_averaged(ranks):
+    expected = torch.stack([result["buffers"][0] for result in ranks]).mean(0)
+    for result in ranks:
+        torch.testing.assert_close(result["buffers"][1], expected)
+    assert torch.equal(ranks[0]["buffers"][1], ranks[1]["buffers"][1])
+    assert not torch.equal(ranks[0]["buffers"][0], ranks[1]["buffers"][0])
+
+
+def test_weights_that_are_not_finite_call_an_exchange_off(ranks):
+    for rank, result in enumerate(ranks):
+        states, skipped, end, error = result["broken once"]
+        assert not error and skipped == 1
+        before, at_nan, after, _ = states
+        shared = torch.cat([before[1][name].flatten() for name in before[1]])
+        for _, own in (at_nan, after):
+            assert torch.equal(torch.cat([own[name].flatten() for name in own]), shared)
+        # Rank 1 starts again from the shared weights, rank 0 keeps what it has learned.
+        assert torch.equal(after[0], shared) == (rank == 1)
+        assert end.isfinite().all()
+        assert "3 exchanges in a row" in result["broken for good"][3]
+        assert "lower learning rate" in result["broken for good"][3]
+    assert torch.equal(ranks[0]["broken once"][2], ranks[1]["broken once"][2])
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
+    needles = {
+        "ddp": "plain module",
+        "scaler": "bfloat16",
+        "both": "LocalSteps(method=",
+        "no optimizer": "optimizer=",
+        "other optimizer": "not trainable parameters of the model",
+        "no local": "optimizer goes with local",
+        "not settings": "got 30",
+        "differ": "every=2",
+        "order of loading": "load the model first",
+        "out of step": "[[2, 0], [1, 1]]",
+        "late parameter": "late.weight was frozen or missing",
+    }
+    for result in ranks:
+        assert result["refusals"].keys() == needles.keys()
+        for name, needle in needles.items():
+            assert needle in result["refusals"][name], result["refusals"][name]
+            assert "\n" not in result["refusals"][name]
+
+
+def test_an_order_learns_from_all_ranks_beside_local_steps(ranks):
+    one, other = (result["ordered"] for result in ranks)
+    assert torch.equal(torch.stack(list(one[0])), torch.stack(list(other[0])))
+    assert one[1] > 0
+    assert torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_another_number_of_ranks_goes_on_without_loss(tmp_path, size):
+    before = run_ranks(saved, 2, tmp_path)
+    after = run_ranks(continued, size, tmp_path, False)
+    states = [state for _, state in before]
+    for rank, (weights, state, end) in enumerate(after):
+        for name, shared in state["shared"].items():
+            assert torch.equal(shared, states[0]["shared"][name])
+        if size == 2:
+            assert torch.equal(weights, before[rank][0])
+        else:
+            mean = torch.stack([one for one, _ in before]).mean(0)
+            torch.testing.assert_close(weights, mean, rtol=1e-6, atol=1e-7)
+            for name, residual in state["residual"].items():
+                mean = torch.stack([one["residual"][name] for one in states]).mean(0)
+                torch.testing.assert_close(residual, mean)
+        assert torch.equal(end, after[0][2])
+    if size == 3:
+        for (weights, _, end), own in zip(
+            run_ranks(continued, size, tmp_path, True), after, strict=True
+        ):
+            assert torch.equal(weights, own[0]) and torch.equal(end, own[2])
+
+
+@pytest.mark.parametrize("how", ["die", "sleep"])
+def test_killed_in_an_exchange(tmp_path, how):
+    straight = run_ranks(dies_in_an_exchange, 2, tmp_path, "", None)
+    with pytest.raises(RankError):
+        run_ranks(dies_in_an_exchange, 2, tmp_path, how, 5, collective_timeout=4)
+    seconds, error = (tmp_path / "error").read_text().split("\n", 1)
+    assert float(seconds) < 15
+    assert "the exchange after local step 6 failed" in error
+    assert "timeout of 4 s" in error
+    for one, other in zip(
+        run_ranks(dies_in_an_exchange, 2, tmp_path, how, None), straight, strict=True
+    ):
+        assert torch.equal(one, other), "resumed within the phase that was cut short"
+
+
+def test_one_worker_needs_no_process_group():
+    settings = CASES["sparse"]
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+    herd = gh.attach(net, optimizer=optimizer, local=settings)
+    path = [vector(net)]
+    for _, batch in zip(range(7), batches(0), strict=False):
+        step(net, optimizer, batch)
+        path.append(vector(net))
+    herd.sync()
+    path.append(vector(net))
+    torch.testing.assert_close(torch.stack(path), reference(settings, 7, 1)[0])
+
+
+def test_half_precision_weights_keep_what_they_cannot_hold():
+    net = model().bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    herd = gh.attach(
+        net,
+        optimizer=optimizer,
+        local=gh.LocalSteps(every=1, method=gh.Dense(), outer_lr=0.1),
+    )
+    # Each outer step is a tenth of a unit in the last place: ten of them move the weight.
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    herd.detach()
+    herd = gh.attach(
+        net, optimizer=optimizer, local=gh.LocalSteps(every=1, method=gh.Dense(), outer_lr=0.1)
+    )
+    for _ in range(16):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, -8.0)  # one unit in the last place
+        optimizer.step()
+    assert all((p > 1).all() for p in net.parameters())
+    herd.detach()
+
+
+@pytest.mark.parametrize(
+    ("settings", "needle"),
+    [
+        ({"every": 0}, "every must be an integer of at least 1, got 0"),
+        ({"every": 2.0}, "every must be"),
+        ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
+        ({"outer_lr": 0}, "outer_lr must be above 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum must be in [0, 1)"),
+        ({"delay": 3}, "delay goes with overlap=True"),
+        ({"overlap": True, "every": 4, "delay": 5}, "in [1, every = 4], got 5"),
+        ({"buffers": "sum"}, "buffers must be mean or own"),
+        ({"overlap": 1}, "overlap must be True or False"),
+        ({"values": "int3"}, "values must be"),
+        ({"method": "nothing"}, "nothing"),
+    ],
+)
+def test_bad_settings(settings, needle):
+    with pytest.raises(ValueError, match="(?s)" + needle.replace("[", r"\[").replace(")", r"\)")):
+        gh.LocalSteps(**settings)
