@@ -153,9 +153,7 @@ def refusals(rank):
         "other optimizer": lambda: gh.attach(net, optimizer=other, local=local),
         "no local": lambda: gh.attach(net, optimizer=optimizer, sparsify="topk"),
         "not settings": lambda: gh.attach(net, optimizer=optimizer, local=30),
-        "differ": lambda: gh.attach(
-            net, optimizer=optimizer, local=gh.LocalSteps(every=2 + rank)
-        ),
+        "differ": lambda: gh.attach(net, optimizer=optimizer, local=gh.LocalSteps(every=2 + rank)),
     }
     errors = {}
     for name, call in calls.items():
@@ -263,9 +261,7 @@ def dies_in_an_exchange(folder, how, die_at):
     start = 0
     if (folder / "model-0").exists():
         start = int((folder / "step").read_text())
-        model_state, optimizer_state, herd_state = unpack(
-            (folder / f"model-{rank}").read_bytes()
-        )
+        model_state, optimizer_state, herd_state = unpack((folder / f"model-{rank}").read_bytes())
         net.load_state_dict(model_state)
         optimizer.load_state_dict(optimizer_state)
         herd.load_state_dict(herd_state)
