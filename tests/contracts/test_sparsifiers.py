@@ -84,6 +84,12 @@ NARROW = [
     for name in filter(heeds_values, METHODS)
     for dim, density, steps in ((3, sparse(name), 8), (5000, sparse(name), 4), (5001, 1.0, 2))
 ]
+# Values of a few bits, with indices of 12: those of several chunks, and of all coordinates.
+NARROW += [
+    Case(name, dim, density, torch.float32, values, steps=3)
+    for name in filter(heeds_values, METHODS)
+    for dim, density, values in ((20_000, sparse(name), "int2"), (5001, 1.0, "int4"))
+]
 STOPPED = [
     Case(name, dim, sparse(name), torch.float32, steps=6, poisoned=poisoned, resumed=resumed)
     for name in METHODS

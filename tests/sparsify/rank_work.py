@@ -9,10 +9,11 @@ import torch
 
 from gradherd.comm import World
 from gradherd.comm.script import ScriptResult, run, run_together
-from gradherd.sparsify.exchange import gather_indices, sum_over_workers
+from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.value_sums import sum_over_workers
 from gradherd.sparsify.workers import Worker
 from tests.sparsify.example_sparsifier import EveryNth
 

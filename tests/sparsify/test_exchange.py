@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
-from gradherd.sparsify.exchange import (
-    ONE_ROUND_BYTES,
-    gather_indices,
-    gather_union,
-    sum_over_workers,
-)
+from gradherd.sparsify.exchange import gather_indices, gather_union
+from gradherd.sparsify.packing import ONE_ROUND_BYTES
 from gradherd.sparsify.selector import StepContext
+from gradherd.sparsify.value_sums import sum_over_workers
 from tests.sparsify import rank_work
 
 PAGE = 65_536

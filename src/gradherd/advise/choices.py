@@ -19,7 +19,7 @@ from gradherd.advise.costs import (
     all_to_all_seconds,
 )
 from gradherd.ordering.coordination import BATCHES_PER_GATHER
-from gradherd.sparsify.exchange import (
+from gradherd.sparsify.packing import (
     COUNT_BYTES,
     EXDYNA_CAPACITY,
     FLAG_BYTES,

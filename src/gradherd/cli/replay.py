@@ -29,6 +29,7 @@ from gradherd.ordering.sign_rules import SIGN_RULES
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors, replay_order
 from gradherd.replay.sparsify import replay_sparsify
+from gradherd.sparsify.packing import ValueFormat
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,
@@ -151,8 +152,8 @@ class ReplaySparsifyCommand:
             help_behavior_hint="(default: consensus)",
         ),
     ] = None
-    values: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the values sent; what bf16 rounds off stays in the residual."""
+    values: ValueFormat = "fp32"
+    """Precision of the values sent; what is rounded off stays in the residual."""
     layers: Annotated[
         str | None,
         tyro.conf.arg(
@@ -200,9 +201,10 @@ class ReplaySparsifyCommand:
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
                 f"with {_WITH_THRESHOLD}"
             )
-        if self.values == "bf16" and sums_values(self.method):
+        if self.values != "fp32" and sums_values(self.method):
             raise UsageError(
-                f"--values bf16 has no effect: {self.method} adds up values between workers"
+                f"--values {self.values} has no effect: {self.method} adds up values between "
+                "workers"
             )
         if self.layers is not None and not uses_layers(self.method):
             raise UsageError(

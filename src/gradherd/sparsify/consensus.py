@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.sparsify.exchange import PAGE_BITS, pages_of
+from gradherd.sparsify.packing import IndexBits, index_bytes, pack_indices, pages_of, unpack_indices
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15
@@ -76,44 +76,42 @@ def smallest_magnitude(bits: int) -> float:
     return float(torch.tensor(bits << _DROPPED_BITS, dtype=torch.int32).view(torch.float32))
 
 
-def message_length(count: int, span: tuple[int, int]) -> int:
+def message_length(count: int, span: tuple[int, int], compact: bool = False) -> int:
     """Return how many int32 `count` offers from the coordinates of `span` take."""
-    pages = len(pages_of(span))
-    if not _by_page(count, pages):
-        return count + (count + 1) // 2
-    return 2 * ((count + 1) // 2) + (pages if pages > 1 else 0)
+    return _index_words(count, span, _index_bits(count, span, compact)) + (count + 1) // 2
 
 
-def pack(indices: Tensor, magnitudes: Tensor, span: tuple[int, int], length: int) -> Tensor:
+def pack(
+    indices: Tensor,
+    magnitudes: Tensor,
+    span: tuple[int, int],
+    length: int,
+    compact: bool = False,
+) -> Tensor:
     """Write offers into `length` int32: indices, then magnitudes, then zeros.
 
     Args:
         indices: (M,) int64, ascending, within `span`.
         magnitudes: (M,) their magnitudes.
         span: Coordinates [first, end) that the offers come from.
-        length: At least `message_length(M, span)`.
+        length: At least `message_length(M, span, compact)`.
+        compact: Whether indices may take 12 bits.
 
     Returns:
         (length,) int32.
     """
-    count, pages = len(indices), pages_of(span)
-    bits = _pack_pairs(leading_bits(magnitudes))
-    if _by_page(count, len(pages)):
-        parts = [_pack_pairs(indices.int() & 0xFFFF), bits]
-        if len(pages) > 1:
-            page_counts = torch.bincount((indices >> PAGE_BITS) - pages.start, minlength=len(pages))
-            parts.insert(0, page_counts.int())
-    else:
-        parts = [indices.int(), bits]
+    bits = _index_bits(len(indices), span, compact)
+    packed = pack_indices(indices, span, bits)
     # Zeros, not `empty`: the padding is sent, and messages should be the same in every run.
     message = torch.zeros(length, dtype=torch.int32, device=indices.device)
-    packed = torch.cat(parts)
-    message[: len(packed)] = packed
+    message.view(torch.uint8)[: len(packed)] = packed
+    half, words = (len(indices) + 1) // 2, _index_words(len(indices), span, bits)
+    message[words : words + half] = _pack_pairs(leading_bits(magnitudes))
     return message
 
 
 def unpack(
-    message: NDArray[np.int32], count: int, span: tuple[int, int]
+    message: NDArray[np.int32], count: int, span: tuple[int, int], compact: bool = False
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
     """Return the (M,) indices and (M,) leading bits of magnitudes that `pack` wrote.
 
@@ -121,19 +119,14 @@ def unpack(
         message: (length,) int32 from one worker.
         count: M.
         span: As in `pack`.
+        compact: As in `pack`.
     """
     # In numpy, which has uint16; torch collectives and many torch operations do not.
-    pages, half = pages_of(span), (count + 1) // 2
-    if not _by_page(count, len(pages)):
-        indices = message[:count].astype(np.int64)
-        return indices, message[count : count + half].view(np.uint16)[:count]
-    at = len(pages) if len(pages) > 1 else 0
-    indices = message[at : at + half].view(np.uint16)[:count].astype(np.int64)
-    if at:
-        indices += np.repeat(np.arange(pages.start, pages.stop) << PAGE_BITS, message[:at])
-    else:
-        indices += pages.start << PAGE_BITS
-    return indices, message[at + half : at + 2 * half].view(np.uint16)[:count]
+    bits = _index_bits(count, span, compact)
+    words, half = _index_words(count, span, bits), (count + 1) // 2
+    magnitudes = message[words : words + half].view(np.uint16)[:count]
+    packed = message[:words].view(np.uint8)[: index_bytes(count, span, bits)]
+    return unpack_indices(torch.from_numpy(packed), count, span, bits).numpy(), magnitudes
 
 
 def accept_largest(
@@ -160,9 +153,16 @@ def accept_largest(
     return AcceptedOffers(indices[accepted], counts.tolist(), smallest_magnitude(int(kth_bits)))
 
 
-def _by_page(count: int, pages: int) -> bool:
-    """Return whether 16-bit offsets plus a count per page are smaller than int32 indices."""
-    return pages == 1 or (count + 1) // 2 + pages < count
+def _index_bits(count: int, span: tuple[int, int], compact: bool) -> IndexBits:
+    """Return in how many bits offers are written: all workers must agree on the smallest."""
+    formats: tuple[IndexBits, ...] = (16, 32) if len(pages_of(span)) == 1 else (32, 16)
+    formats += (12,) if compact else ()
+    return min(formats, key=lambda bits: _index_words(count, span, bits))
+
+
+def _index_words(count: int, span: tuple[int, int], bits: IndexBits) -> int:
+    """Return how many int32 the indices of a message take."""
+    return -(-index_bytes(count, span, bits) // 4)
 
 
 def _pack_pairs(values: Tensor) -> Tensor:

@@ -11,55 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, Script
+from gradherd.comm.script import AllGather, AllGatherUneven, Script
+from gradherd.sparsify.packing import (
+    ValueFormat,
+    index_bytes,
+    pack_indices,
+    unpack_indices,
+)
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
-
-# --- The format of messages; `gradherd advise` predicts bytes from the same constants ----------
-
-FLAG_BYTES = 4
-"""Header of every worker and step: an int32 that says whether its values are finite."""
-
-COUNT_BYTES = 4
-"""A count in a header (of candidates, or of selected coordinates): int32."""
-
-INDEX_BYTES = 4
-"""A coordinate as int32."""
-
-OFFSET_BYTES = 2
-"""A coordinate as its offset in a page. Cheaper than an index as long as pages are not too many:
-each page also costs a count."""
-
-PAGE_BITS = 16
-"""A page is 2**16 coordinates, so that an offset has 16 bits."""
-
-PAGE = 1 << PAGE_BITS
-"""Coordinates of a page."""
-
-MAGNITUDE_BYTES = 2
-"""A magnitude in an offer (consensus): the leading 16 bits of its float32, without the sign."""
-
-ONE_ROUND_BYTES = 1 << 10
-"""Values of up to this size are all-gathered: one round with more bytes then beats two rounds
-(all-to-all, all-gather) with fewer."""
-
-ONE_ROUND_SHARE = 1.25e-3
-"""They are all-gathered, too, while that adds at most this share of what a dense exchange sends."""
-
-EXDYNA_CAPACITY = 1.05
-"""ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
-
-
-def pages_of(span: tuple[int, int]) -> range:
-    """Return the numbers of the pages that the coordinates [first, end) lie in.
-
-    An empty span has one page, so that there is always a first one to count from.
-
-    >>> pages_of((0, 65_536)), pages_of((65_535, 65_537)), pages_of((7, 7))
-    (range(0, 1), range(0, 2), range(0, 1))
-    """
-    first, end = span
-    return range(first >> PAGE_BITS, (max(end - 1, first) >> PAGE_BITS) + 1)
-
+from gradherd.sparsify.value_sums import sum_values
 
 # --- One step ----------------------------------------------------------------------------------
 
@@ -111,7 +71,7 @@ def reduce(
     density: float,
     state: Any,
     context: StepContext,
-    sent_dtype: torch.dtype,
+    values: ValueFormat = "fp32",
 ) -> Script[Outcome | None]:
     """Average the selected coordinates over workers.
 
@@ -123,7 +83,7 @@ def reduce(
         density: Share of the S coordinates to send.
         state: State of the method.
         context: Which worker this is.
-        sent_dtype: Dtype in which values are sent.
+        values: How values are sent.
 
     Returns:
         The outcome; None, on all workers, if a value of any worker or a sum is not finite.
@@ -149,10 +109,12 @@ def reduce(
     always = torch.arange(sparse, len(acc), device=acc.device)
     indices = torch.cat([selection.indices, always])
     if selection.sums is None:
-        total, remainder = yield from sum_over_workers(acc[indices], context, sent_dtype, len(acc))
+        total, remainder = yield from sum_values(
+            acc[indices], len(always), context, values, len(acc)
+        )
         sent = None
     else:
-        rest, error = yield from sum_over_workers(acc[sparse:], context, sent_dtype, len(acc))
+        rest, error = yield from sum_values(acc[sparse:], len(always), context, values, len(acc))
         total = torch.cat([selection.sums, rest])
         sent, remainder = _partly_sent(acc, selection, rest, error)
     # Finite values may have a sum that overflows. All workers have the same bits of it, so all
@@ -181,9 +143,9 @@ def gather_indices(
 ) -> Script[Tensor]:
     """Concatenate the indices that all workers selected.
 
-    They are sent as int32, or as 16-bit offsets in pages of 65,536 coordinates with a count for
-    each page, whichever is smaller. All workers know `counts` and `spans`, so they agree on the
-    format without a flag.
+    They are sent as int32, or as offsets in pages with a count for each page (`packing`),
+    whichever is smallest. All workers know `counts` and `spans`, so they agree on the format
+    without a flag.
 
     Args:
         own: (K_r,) int64 ascending indices of this worker.
@@ -197,50 +159,19 @@ def gather_indices(
     # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
-    pages = [pages_of(span) for span in spans]
-    sizes = [_packed_bytes(c, len(p)) for c, p in zip(counts, pages, strict=True)]
-    if sum(sizes) >= INDEX_BYTES * sum(counts):
+    both = list(zip(counts, spans, strict=True))
+    bits = min(
+        context.index_bits, key=lambda bits: sum(index_bytes(c, span, bits) for c, span in both)
+    )
+    if bits == 32:
         # `Worker` refuses vectors whose coordinates do not fit int32.
         joined: Tensor = yield AllGatherUneven(own.int(), counts)
         return joined.long()
     # As bytes, because collectives do not support uint16.
-    packed: Tensor = yield AllGatherUneven(_pack(own, pages[context.rank]), sizes)
-    parts = torch.split(packed, sizes)
-    return torch.cat([_unpack(p, c, s) for p, c, s in zip(parts, counts, pages, strict=True)])
-
-
-def _packed_bytes(count: int, pages: int) -> int:
-    if not count:
-        return 0
-    return OFFSET_BYTES * count + (COUNT_BYTES * pages if pages > 1 else 0)
-
-
-def _pack(own: Tensor, pages: range) -> Tensor:
-    """Return (bytes,) uint8: a count for each page unless there is only one, then offsets."""
-    # Nothing at all, not even zero counts: the others know `counts`.
-    if not len(own):
-        return own.to(torch.uint8)
-    # The two low bytes of each little-endian int32.
-    offsets = own.int().view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
-    if len(pages) == 1:
-        return offsets
-    counts = torch.bincount((own >> PAGE_BITS) - pages.start, minlength=len(pages)).int()
-    return torch.cat([counts.view(torch.uint8), offsets])
-
-
-def _unpack(packed: Tensor, count: int, pages: range) -> Tensor:
-    """Return the (count,) int64 indices that `_pack` wrote."""
-    if not count:
-        return packed.long()
-    offsets = packed[-2 * count :].view(-1, 2).long()
-    low = offsets[:, 0] + (offsets[:, 1] << 8)
-    if len(pages) == 1:
-        return low + (pages.start << PAGE_BITS)
-    # Cloned, because a view as int32 needs aligned memory.
-    counts = packed[: 4 * len(pages)].clone().view(torch.int32)
-    page_numbers = torch.arange(pages.start, pages.stop, device=packed.device)
-    # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
-    return low + (torch.repeat_interleave(page_numbers, counts, output_size=count) << PAGE_BITS)
+    sizes = [index_bytes(count, span, bits) for count, span in both]
+    packed: Tensor = yield AllGatherUneven(pack_indices(own, spans[context.rank], bits), sizes)
+    parts = zip(torch.split(packed, sizes), both, strict=True)
+    return torch.cat([unpack_indices(part, *one, bits) for part, one in parts])
 
 
 def gather_union(
@@ -259,68 +190,3 @@ def gather_union(
     """
     indices = yield from gather_indices(own, counts, [(0, dim)] * context.size, context)
     return indices if context.size == 1 else torch.unique(indices)
-
-
-# --- Values ------------------------------------------------------------------------------------
-
-
-def sum_over_workers(
-    values: Tensor, context: StepContext, sent_dtype: torch.dtype, dim: int = 0
-) -> Script[tuple[Tensor, Tensor | None]]:
-    """Sum `values` over workers; the result has the same bits on all of them.
-
-    Rows are added in the order of workers, in the dtype of `values`. If values are sent in a
-    narrower dtype, the worker that rounds keeps the rounding error, so that nothing is lost.
-
-    Args:
-        values: (K,) values of this worker.
-        context: Which worker this is.
-        sent_dtype: Dtype in which values are sent, if it is narrower than theirs.
-        dim: D, the length of the vector that the values are taken from.
-
-    Returns:
-        (K,) sums, and (K,) the rounding error that this worker keeps; None is no error.
-    """
-    if context.size == 1 or not len(values):
-        return values, None
-    narrow = sent_dtype.itemsize < values.dtype.itemsize
-    sent = _narrowed(values, sent_dtype) if narrow else values
-    error = values - sent if narrow else None
-    size = sent.numel() * sent.element_size()
-    # One round sends R times `size`, two rounds send it twice (both times (R - 1) / R). A dense
-    # exchange would send 2 D elements.
-    dense = 2 * dim * values.element_size()
-    if size <= ONE_ROUND_BYTES or (context.size - 2) * size <= ONE_ROUND_SHARE * dense:
-        rows: Tensor = yield AllGather(sent)
-        return _sum_in_order(rows, values.dtype), error
-    # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
-    # rows in an order of its own, and so give other bits.
-    # Padded with zeros to R equal slices; the padding is cut off the sums.
-    share = -(-len(sent) // context.size)
-    padded = sent.new_zeros(share * context.size)
-    padded[: len(sent)] = sent
-    slices: Tensor = yield AllToAll(padded.view(context.size, share))
-    mine = _sum_in_order(slices, values.dtype)
-    rounded = mine if error is None else _narrowed(mine, sent.dtype)
-    total: Tensor = yield AllGather(rounded)
-    if error is not None:
-        # This worker also rounded its slice of the sum, for everyone.
-        begin = context.rank * share
-        part = error[begin : begin + share]
-        part += (mine - rounded)[: len(part)]
-    return total.view(-1)[: len(values)].to(values.dtype), error
-
-
-def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert values to a narrower dtype; those beyond its range are clamped, not infinite."""
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)
-
-
-def _sum_in_order(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add rows one by one: `sum(0)` may group them differently for other lengths or devices."""
-    # A copy, because virtual workers share `rows`.
-    total = rows[0].to(dtype, copy=True)
-    for row in rows[1:]:
-        total += row
-    return total

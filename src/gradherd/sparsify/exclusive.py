@@ -162,7 +162,8 @@ class ExclusiveStep:
         """Return the length of the longest message."""
         # Headers are all-gathered, so they must have the same length everywhere.
         offers = zip(self.offer_counts, self.spans, strict=True)
-        return max(consensus.message_length(count, span) for count, span in offers)
+        compact = self.context.compact
+        return max(consensus.message_length(count, span, compact) for count, span in offers)
 
     def propose(self, acc: Tensor) -> Proposal:
         """Search this worker's partition of (D,) `acc`.
@@ -187,7 +188,11 @@ class ExclusiveStep:
             # In ascending order again: messages store offers page by page.
             offers = offers[part[offers].abs().topk(count).indices.sort().values]
         message = consensus.pack(
-            first + offers, part[offers].abs(), (first, end), self._message_length()
+            first + offers,
+            part[offers].abs(),
+            (first, end),
+            self._message_length(),
+            self.context.compact,
         )
         load = torch.tensor([candidates], dtype=torch.int32, device=acc.device)
         return Proposal(torch.cat([load, message]))
@@ -228,7 +233,7 @@ class ExclusiveStep:
         # result.
         rows = headers.numpy()
         offers = [
-            consensus.unpack(row[1:], count, span)
+            consensus.unpack(row[1:], count, span, self.context.compact)
             for row, count, span in zip(rows, self.offer_counts, self.spans, strict=True)
         ]
         accepted = consensus.accept_largest(offers, self.k)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exchange import EXDYNA_CAPACITY
 from gradherd.sparsify.exclusive import (
     ExclusiveResult,
     ExclusiveStep,
@@ -26,6 +25,7 @@ from gradherd.sparsify.exclusive import (
     check_threshold_rule,
     rescale_start,
 )
+from gradherd.sparsify.packing import EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
 from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
@@ -137,7 +137,7 @@ class ExDyna:
     def _rotated(self, context: StepContext) -> StepContext:
         if self.rotate:
             return context
-        return _FixedPartitions(context.step, context.rank, context.size)
+        return _FixedPartitions(context.step, context.rank, context.size, context.compact)
 
     def _rebalance(
         self, dim: int, state: ExDynaState, result: ExclusiveResult, context: StepContext

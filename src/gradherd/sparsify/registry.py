@@ -73,7 +73,7 @@ def setting_names(name: str) -> tuple[str, ...]:
 
 
 def sums_values(name: str) -> bool:
-    """Return whether a sparsifier reduces the values itself, so that bf16 values have no effect."""
+    """Return whether a sparsifier reduces the values itself, so that `values` has no effect."""
     return bool(getattr(_registered(name), "sums_values", False))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify.packing import IndexBits
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class StepContext:
     """This worker, from 0."""
     size: int
     """R."""
+    compact: bool = False
+    """Whether indices may take 12 bits: where values take few bits, indices are what is left to
+    save. Otherwise they take 16 or 32, whose bytes `gradherd advise` predicts."""
+
+    @property
+    def index_bits(self) -> tuple[IndexBits, ...]:
+        """The formats of indices (`packing`); of those with equally many bytes, the first."""
+        return (32, 16, 12) if self.compact else (32, 16)
 
     @property
     def partitions(self) -> list[int]:

@@ -3,8 +3,9 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from gradherd.sparsify.packing import VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
 
@@ -22,9 +23,11 @@ class Sparsify:
 
     method: Selector
     """What selects coordinates; a name from SPARSIFIERS is that method with its defaults."""
-    values: Literal["fp32", "bf16"] = "fp32"
-    """Type in which values are sent: that of the residuals (fp32, or fp64 for a model of doubles),
-    or bf16. The rounding error stays in the residual."""
+    values: ValueFormat = "fp32"
+    """How values are sent: as the residuals are (fp32, or fp64 for a model of doubles), as bf16, or
+    in 8, 4 or 2 bits (int8, int4, int2) with levels for every 256 of them. Small parameters are
+    then sent as bf16, and indices take 12 bits where that is smallest. The rounding error stays in
+    the residual."""
     dense_below: int = 256
     """Parameters with fewer elements than this are always sent whole."""
     momentum: float = 0.0
@@ -48,12 +51,13 @@ class Sparsify:
                 f"method must be a sparsifier such as ExDyna(density=1e-3) or its name, "
                 f"got {self.method!r}"
             )
-        if self.values not in ("fp32", "bf16"):
-            raise ValueError(f"values must be fp32 or bf16, got {self.values!r}")
-        if self.values == "bf16" and getattr(self.method, "sums_values", False):
+        if self.values not in VALUE_FORMATS:
+            known = f"{', '.join(VALUE_FORMATS[:-1])} or {VALUE_FORMATS[-1]}"
+            raise ValueError(f"values must be {known}, got {self.values!r}")
+        if self.values != "fp32" and getattr(self.method, "sums_values", False):
             warnings.warn(
-                f"values='bf16' has no effect on {_name_of(self.method)}: it sums values while "
-                "they are exchanged",
+                f"values={self.values!r} has no effect on {_name_of(self.method)}: it sums values "
+                "while they are exchanged",
                 stacklevel=3,  # The line that calls Sparsify(), past the generated __init__.
             )
         # Not isinstance: True is an int, too, and a setting read from a file may be one.

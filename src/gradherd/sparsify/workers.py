@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, run_together
 from gradherd.sparsify.exchange import Outcome, reduce
+from gradherd.sparsify.packing import VALUE_BITS
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
@@ -111,8 +112,10 @@ class Worker:
             self.settings.method,
             self.settings.density(self.step),
             self.state,
-            StepContext(self.step, self._rank, self._size),
-            torch.bfloat16 if self.settings.values == "bf16" else self.feedback.residual.dtype,
+            StepContext(
+                self.step, self._rank, self._size, compact=self.settings.values in VALUE_BITS
+            ),
+            self.settings.values,
         )
 
     def mean_of(self, outcome: Outcome) -> Tensor:

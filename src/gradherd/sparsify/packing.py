@@ -1,0 +1,283 @@
+"""How indices and values are written into messages: pure functions, the same bytes everywhere.
+
+An index takes 32 bits; or 16 as an offset in a page of 65,536 coordinates; or 12 as an offset in a
+chunk of 4,096. Offsets need a count for each page or chunk, so what is smallest depends on how many
+there are. A value takes its own dtype; or 8, 4 or 2 bits: a sign, and the number of a level between
+two magnitudes that a group of 256 values shares.
+
+Indices of 12 bits and values of 2 are what SparseLoCo sends (arXiv:2508.15706). Levels between the
+smallest and the largest magnitude suit values that were selected for being large: zero, which a
+scale alone would make room for, is rarely among them.
+
+Letters: n values or indices.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ValueFormat = Literal["fp32", "bf16", "int8", "int4", "int2"]
+"""How values are sent (`Sparsify.values`)."""
+
+VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8", "int4", "int2")
+
+VALUE_BITS: dict[ValueFormat, int] = {"int8": 8, "int4": 4, "int2": 2}
+"""Bits of a value in the formats that have levels."""
+
+IndexBits = Literal[12, 16, 32]
+
+CHUNK_BITS = 12
+"""A chunk is 2**12 coordinates, so that an offset has 12 bits."""
+
+GROUP = 256
+"""Values that share their levels."""
+
+LEVEL_BYTES = 4
+"""Levels of a group: the lowest and the highest, as bf16."""
+
+# --- Sizes; `gradherd advise` predicts bytes from the same constants ---------------------------
+
+FLAG_BYTES = 4
+"""Header of every worker and step: an int32 that says whether its values are finite."""
+
+COUNT_BYTES = 4
+"""A count in a header (of candidates, or of selected coordinates): int32."""
+
+INDEX_BYTES = 4
+"""A coordinate as int32."""
+
+OFFSET_BYTES = 2
+"""A coordinate as its offset in a page. Cheaper than an index as long as pages are not too many:
+each page also costs a count."""
+
+PAGE_BITS = 16
+"""A page is 2**16 coordinates, so that an offset has 16 bits."""
+
+PAGE = 1 << PAGE_BITS
+"""Coordinates of a page."""
+
+MAGNITUDE_BYTES = 2
+"""A magnitude in an offer (consensus): the leading 16 bits of its float32, without the sign."""
+
+ONE_ROUND_BYTES = 1 << 10
+"""Values of up to this size are all-gathered: one round with more bytes then beats two rounds
+(all-to-all, all-gather) with fewer."""
+
+ONE_ROUND_SHARE = 1.25e-3
+"""They are all-gathered, too, while that adds at most this share of what a dense exchange sends."""
+
+EXDYNA_CAPACITY = 1.05
+"""ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
+
+# --- Indices -----------------------------------------------------------------------------------
+
+
+def pages_of(span: tuple[int, int], bits: int = PAGE_BITS) -> range:
+    """Return the numbers of the pages of 2**bits that the coordinates [first, end) lie in.
+
+    An empty span has one page, so that there is always a first one to count from.
+
+    >>> pages_of((0, 65_536)), pages_of((65_535, 65_537)), pages_of((7, 7))
+    (range(0, 1), range(0, 2), range(0, 1))
+    """
+    first, end = span
+    return range(first >> bits, (max(end - 1, first) >> bits) + 1)
+
+
+def index_bytes(count: int, span: tuple[int, int], bits: IndexBits) -> int:
+    """Return how many bytes `pack_indices` writes.
+
+    >>> [index_bytes(100, (0, 65_536), bits) for bits in (12, 16, 32)]
+    [182, 200, 400]
+    """
+    if not count or bits == 32:
+        return 4 * count
+    pages = len(pages_of(span, bits))
+    # A chunk's count fits 16 bits; that of a page may be one more than fits, so it takes 32.
+    counts = (2 if bits == CHUNK_BITS else 4) * pages if pages > 1 else 0
+    return counts + -(-bits * count // 8)
+
+
+def pack_indices(indices: Tensor, span: tuple[int, int], bits: IndexBits) -> Tensor:
+    """Write ascending indices: a count for each page unless there is only one, then offsets.
+
+    Args:
+        indices: (n,) int64, ascending, within `span`.
+        span: Coordinates [first, end) that the indices come from.
+        bits: Of each offset; 32 writes whole indices.
+
+    Returns:
+        (index_bytes(n, span, bits),) uint8.
+    """
+    # Nothing at all, not even counts of zero: the receiver knows n.
+    if not len(indices):
+        return indices.to(torch.uint8)
+    if bits == 32:
+        return indices.int().view(torch.uint8)
+    pages = pages_of(span, bits)
+    low = indices.int()
+    if bits == CHUNK_BITS:
+        offsets = _pack_12(low & 0xFFF)
+    else:  # The two low bytes of each little-endian int32.
+        offsets = low.view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
+    if len(pages) == 1:
+        return offsets
+    # Ones added up, not `bincount`, for which the host would wait. Integers: any order will do.
+    counts = torch.zeros(len(pages), dtype=torch.int32, device=indices.device)
+    counts.index_add_(0, (indices >> bits) - pages.start, torch.ones_like(low))
+    return torch.cat(
+        [(counts.short() if bits == CHUNK_BITS else counts).view(torch.uint8), offsets]
+    )
+
+
+def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: IndexBits) -> Tensor:
+    """Return the (count,) int64 indices that `pack_indices` wrote into (bytes,) uint8."""
+    if not count:
+        return packed.long()
+    if bits == 32:
+        return packed.clone().view(torch.int32).long()
+    pages = pages_of(span, bits)
+    size = -(-bits * count // 8)
+    head, body = packed[:-size], packed[len(packed) - size :]
+    if bits == CHUNK_BITS:
+        low = _unpack_12(body, count)
+    else:
+        pairs = body.view(-1, 2).long()
+        low = pairs[:, 0] + (pairs[:, 1] << 8)
+    if len(pages) == 1:
+        return low + (pages.start << bits)
+    # Cloned, because a view as integers needs aligned memory.
+    counts = head.clone().view(torch.int16 if bits == CHUNK_BITS else torch.int32)
+    numbers = torch.arange(pages.start, pages.stop, device=packed.device)
+    # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
+    return low + (torch.repeat_interleave(numbers, counts.int(), output_size=count) << bits)
+
+
+def _pack_12(offsets: Tensor) -> Tensor:
+    """Pack (n,) int32 below 4,096 two to three bytes: (ceil(1.5 n),) uint8."""
+    odd = len(offsets) % 2
+    padded = torch.cat([offsets, offsets.new_zeros(1)]) if odd else offsets
+    pair = padded.view(-1, 2)
+    joined = (pair[:, 0] | (pair[:, 1] << 12)).view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)
+    return joined[:-1] if odd else joined
+
+
+def _unpack_12(packed: Tensor, count: int) -> Tensor:
+    padded = torch.cat([packed, packed.new_zeros(1)]) if count % 2 else packed
+    three = padded.view(-1, 3).long()
+    low = three[:, 0] | ((three[:, 1] & 0xF) << 8)
+    high = (three[:, 1] >> 4) | (three[:, 2] << 4)
+    return torch.stack([low, high], dim=1).view(-1)[:count]
+
+
+# --- Values ------------------------------------------------------------------------------------
+
+
+def value_bytes(count: int, bits: int) -> int:
+    """Return how many bytes `encode_values` writes for `count` values.
+
+    >>> value_bytes(1000, 2), value_bytes(1000, 8), value_bytes(0, 2)
+    (266, 1016, 0)
+    """
+    return LEVEL_BYTES * -(-count // GROUP) + -(-bits * count // 8)
+
+
+def encode_values(values: Tensor, bits: int) -> Tensor:
+    """Round finite values to the levels of their groups.
+
+    With 2 bits a group has two levels: the means of the magnitudes below and above their mean, so
+    that rounding never adds to the square of a group. With 4 or 8 bits there are 8 or 128, evenly
+    from the smallest magnitude to the largest.
+
+    Args:
+        values: (..., n) float32 or float64.
+        bits: 2, 4 or 8.
+
+    Returns:
+        (..., value_bytes(n, bits)) uint8: the levels of all groups, then the codes.
+
+    >>> code = encode_values(torch.tensor([1.0, -1.0, 1.5, -4.0, 5.0]), bits=2)
+    >>> decode_values(code, 5, bits=2)
+    tensor([ 1.1641, -1.1641,  1.1641, -4.5000,  4.5000])
+    """
+    count = values.shape[-1]
+    if not count:
+        return values.to(torch.uint8)
+    groups = _grouped(values)
+    real = torch.arange(groups.shape[-2] * GROUP, device=values.device).view(-1, GROUP) < count
+    magnitudes = groups.abs()
+    low, high = _two_means(magnitudes, real) if bits == 2 else _range(magnitudes, real)
+    limit = torch.finfo(torch.bfloat16).max
+    levels = torch.stack([low, high], dim=-1).clamp(max=limit).to(torch.bfloat16)
+    # From the levels as they are sent: the sender must round as the others will read.
+    base, step = _steps(levels, bits, groups.dtype)
+    code = ((magnitudes - base) / step).nan_to_num_(0).round_().clamp_(0, 2 ** (bits - 1) - 1)
+    signed = code.to(torch.uint8) | ((groups < 0).to(torch.uint8) << (bits - 1))
+    flat = signed.flatten(-2)[..., :count]
+    return torch.cat([levels.view(torch.uint8).flatten(-2), _pack_bits(flat, bits)], dim=-1)
+
+
+def decode_values(
+    packed: Tensor, count: int, bits: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the (..., count) values that `encode_values` wrote; equal bytes give equal bits."""
+    if not count:
+        return packed.to(dtype)
+    border = LEVEL_BYTES * -(-count // GROUP)
+    # Cloned, because a view as bf16 needs aligned memory.
+    levels = packed[..., :border].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    levels = levels.reshape(*packed.shape[:-1], -1, 2)
+    base, step = _steps(levels, bits, dtype)
+    codes = _grouped(_unpack_bits(packed[..., border:], bits)[..., :count])
+    sign = 1 - 2 * (codes >> (bits - 1)).to(dtype)
+    magnitudes = (codes & (2 ** (bits - 1) - 1)).to(dtype) * step
+    decoded: Tensor = ((magnitudes + base) * sign).flatten(-2)
+    return decoded[..., :count]
+
+
+def _steps(levels: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the lowest level of each group and the distance between two: (..., G, 1)."""
+    low, high = levels.to(dtype).unsqueeze(-1).unbind(-2)
+    return low, (high - low) / (2 ** (bits - 1) - 1)
+
+
+def _range(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest magnitude of each group: (..., G, 256) -> (..., G)."""
+    return magnitudes.masked_fill(~real, torch.inf).amin(-1), magnitudes.amax(-1)
+
+
+def _two_means(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means of the magnitudes below and above each group's mean."""
+    # In float64, where a sum of 256 float32 cannot overflow; what is padded is zero.
+    wide = magnitudes.double()
+    mean = wide.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)
+    # Rounded, the mean of equal magnitudes may lie above all of them.
+    above = real & (wide >= torch.minimum(mean, wide.amax(-1, keepdim=True)))
+    below = real & ~above
+    high = (wide * above).sum(-1) / above.sum(-1)
+    low = (wide * below).sum(-1) / below.sum(-1).clamp(min=1)
+    return torch.where(below.any(-1), low, high), high
+
+
+def _grouped(values: Tensor) -> Tensor:
+    """Pad (..., n) with zeros to whole groups: (..., G, 256)."""
+    missing = -values.shape[-1] % GROUP
+    return torch.nn.functional.pad(values, (0, missing)).reshape(*values.shape[:-1], -1, GROUP)
+
+
+def _pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Pack (..., n) uint8 codes, 8 / bits to a byte, the first in the lowest bits."""
+    each = 8 // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each))
+    padded = padded.reshape(*codes.shape[:-1], -1, each)
+    packed = padded[..., 0].clone()
+    for place in range(1, each):
+        packed |= padded[..., place] << (bits * place)
+    return packed
+
+
+def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    codes: Tensor = ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    return codes
