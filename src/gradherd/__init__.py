@@ -1,34 +1,105 @@
-"""Distributed PyTorch training in fewer epochs and fewer bytes."""
+"""Distributed PyTorch training in fewer epochs and fewer bytes.
 
-from gradherd.attach.attach import attach as attach
-from gradherd.attach.herd import Herd as Herd
-from gradherd.attach.state import merge_states as merge_states
-from gradherd.comm.world import World as World
-from gradherd.ordering.cd_grab import CDGraB as CDGraB
-from gradherd.ordering.grab import GraB as GraB
-from gradherd.ordering.pair_grab import PairGraB as PairGraB
-from gradherd.ordering.registry import POLICIES as POLICIES
-from gradherd.ordering.sampler import OrderedSampler as OrderedSampler
-from gradherd.ordering.sign_rules import Greedy as Greedy
-from gradherd.ordering.sign_rules import Kernel as Kernel
-from gradherd.ordering.sign_rules import Walk as Walk
-from gradherd.rows.settings import BatchRows as BatchRows
-from gradherd.rows.settings import ExactRows as ExactRows
-from gradherd.rows.settings import SketchRows as SketchRows
-from gradherd.sparsify.cltk import CLTK as CLTK
-from gradherd.sparsify.deft import Deft as Deft
-from gradherd.sparsify.dense import Dense as Dense
-from gradherd.sparsify.exclusive import Online as Online
-from gradherd.sparsify.exdyna import ExDyna as ExDyna
-from gradherd.sparsify.gtopk import GTopK as GTopK
-from gradherd.sparsify.micro import Micro as Micro
-from gradherd.sparsify.outer_optimizer import LocalSteps as LocalSteps
-from gradherd.sparsify.randomk import RandomK as RandomK
-from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
-from gradherd.sparsify.sage import Sage as Sage
-from gradherd.sparsify.settings import Sparsify as Sparsify
-from gradherd.sparsify.sidco import SIDCo as SIDCo
-from gradherd.sparsify.threshold import Threshold as Threshold
-from gradherd.sparsify.topk import TopK as TopK
+Every name is imported when it is first used. Importing torch takes seconds, and the command line
+imports this package before it knows whether its command needs any of them.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+# What type checkers and editors see. `_HOMES` says the same at run time; a test compares them.
+if TYPE_CHECKING:
+    from gradherd.attach.attach import attach as attach
+    from gradherd.attach.herd import Herd as Herd
+    from gradherd.attach.state import merge_states as merge_states
+    from gradherd.comm.world import World as World
+    from gradherd.ordering.cd_grab import CDGraB as CDGraB
+    from gradherd.ordering.grab import GraB as GraB
+    from gradherd.ordering.pair_grab import PairGraB as PairGraB
+    from gradherd.ordering.registry import POLICIES as POLICIES
+    from gradherd.ordering.sampler import OrderedSampler as OrderedSampler
+    from gradherd.ordering.sign_rules import Greedy as Greedy
+    from gradherd.ordering.sign_rules import Kernel as Kernel
+    from gradherd.ordering.sign_rules import Walk as Walk
+    from gradherd.rows.settings import BatchRows as BatchRows
+    from gradherd.rows.settings import ExactRows as ExactRows
+    from gradherd.rows.settings import SketchRows as SketchRows
+    from gradherd.sparsify.cltk import CLTK as CLTK
+    from gradherd.sparsify.deft import Deft as Deft
+    from gradherd.sparsify.dense import Dense as Dense
+    from gradherd.sparsify.exclusive import Online as Online
+    from gradherd.sparsify.exdyna import ExDyna as ExDyna
+    from gradherd.sparsify.gtopk import GTopK as GTopK
+    from gradherd.sparsify.micro import Micro as Micro
+    from gradherd.sparsify.outer_optimizer import LocalSteps as LocalSteps
+    from gradherd.sparsify.randomk import RandomK as RandomK
+    from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
+    from gradherd.sparsify.sage import Sage as Sage
+    from gradherd.sparsify.settings import Sparsify as Sparsify
+    from gradherd.sparsify.sidco import SIDCo as SIDCo
+    from gradherd.sparsify.threshold import Threshold as Threshold
+    from gradherd.sparsify.topk import TopK as TopK
 
 __version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "attach": "attach.attach",
+    "Herd": "attach.herd",
+    "merge_states": "attach.state",
+    "World": "comm.world",
+    "CDGraB": "ordering.cd_grab",
+    "GraB": "ordering.grab",
+    "PairGraB": "ordering.pair_grab",
+    "POLICIES": "ordering.registry",
+    "OrderedSampler": "ordering.sampler",
+    "Greedy": "ordering.sign_rules",
+    "Kernel": "ordering.sign_rules",
+    "Walk": "ordering.sign_rules",
+    "BatchRows": "rows.settings",
+    "ExactRows": "rows.settings",
+    "SketchRows": "rows.settings",
+    "CLTK": "sparsify.cltk",
+    "Deft": "sparsify.deft",
+    "Dense": "sparsify.dense",
+    "Online": "sparsify.exclusive",
+    "ExDyna": "sparsify.exdyna",
+    "GTopK": "sparsify.gtopk",
+    "Micro": "sparsify.micro",
+    "LocalSteps": "sparsify.outer_optimizer",
+    "RandomK": "sparsify.randomk",
+    "SPARSIFIERS": "sparsify.registry",
+    "Sage": "sparsify.sage",
+    "Sparsify": "sparsify.settings",
+    "SIDCo": "sparsify.sidco",
+    "Threshold": "sparsify.threshold",
+    "TopK": "sparsify.topk",
+}
+"""Public name -> the module of this package that defines it."""
+_ROOMS = ("comm", "ordering", "rows", "sparsify")
+"""Subpackages that `import gradherd` offers as attributes."""
+__all__ = list(_HOMES)
+
+
+class _LazyPackage(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name in _ROOMS:
+            return import_module(f"gradherd.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'gradherd' has no attribute {name!r}")
+        value = getattr(import_module(f"gradherd.{_HOMES[name]}"), name)
+        self.__dict__[name] = value  # the next use finds it without a call
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Importing a subpackage also makes it an attribute, and `attach` is the name of both a
+        # subpackage and our main function. The attribute is the function.
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_HOMES]
+
+
+sys.modules[__name__].__class__ = _LazyPackage

@@ -23,17 +23,17 @@ from gradherd.advise.costs import (
     typical_overheads,
 )
 from gradherd.advise.decide import advise
-from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.launch import join_torchrun, measure_on_ranks
-from gradherd.cli.options import (
+from gradherd.cli.arguments import (
     Flag,
     check_at_least,
     check_name,
     json_help,
     print_json,
     under_torchrun,
-    usable_device,
 )
+from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.launch import join_torchrun, measure_on_ranks
+from gradherd.cli.options import usable_device
 from gradherd.comm.ranks import RankError
 from gradherd.comm.world import World
 

@@ -6,15 +6,10 @@ from typing import Annotated
 import torch
 import tyro
 
+from gradherd.cli.arguments import check_at_least, check_density, json_help, parse_counts
 from gradherd.cli.errors import UsageError
 from gradherd.cli.launch import measure_on_ranks
-from gradherd.cli.options import (
-    check_at_least,
-    check_density,
-    json_help,
-    parse_counts,
-    usable_device,
-)
+from gradherd.cli.options import usable_device
 from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
 from gradherd.lab.bench.bench_coordination import bench_coordination

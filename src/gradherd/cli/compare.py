@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from gradherd.cli.arguments import check_at_least, json_help, parse_names, print_json
 from gradherd.cli.errors import UsageError
 from gradherd.cli.launch import output_folder, train_runs
 from gradherd.cli.options import (
@@ -16,13 +17,9 @@ from gradherd.cli.options import (
     IntByTask,
     TaskArgument,
     TrainingOptions,
-    check_at_least,
     check_data,
     density_for,
-    json_help,
     named_task,
-    parse_names,
-    print_json,
 )
 from gradherd.cli.tables import print_comparison
 from gradherd.comm.world import World

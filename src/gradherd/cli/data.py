@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gradherd.cli.arguments import FolderOption, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.options import FolderOption, check_name, json_help, print_json
 from gradherd.cli.progress import counted_loop
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,

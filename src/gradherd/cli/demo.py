@@ -8,15 +8,10 @@ from typing import Annotated
 from rich.console import Console
 from rich.markup import escape
 
+from gradherd.cli.arguments import FolderOption, check_at_least, json_help, print_json
 from gradherd.cli.compare import report_interrupted
 from gradherd.cli.launch import output_folder, train_runs
-from gradherd.cli.options import (
-    FolderOption,
-    TrainingOptions,
-    check_at_least,
-    json_help,
-    print_json,
-)
+from gradherd.cli.options import TrainingOptions
 from gradherd.cli.tables import print_comparison
 from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.comparison_table import comparison_json

@@ -8,9 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradherd.cli import doctor_checks as checks_of
+from gradherd.cli.arguments import json_help, print_json
 from gradherd.cli.doctor_checks import Check
 from gradherd.cli.errors import CommandFailed
-from gradherd.cli.options import json_help, print_json
 from gradherd.cli.tables import plain_table
 
 _STATUS_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}

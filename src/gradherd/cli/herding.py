@@ -6,8 +6,8 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
+from gradherd.cli.arguments import check_at_least, json_help, parse_names, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.options import check_at_least, json_help, parse_names, print_json
 from gradherd.cli.progress import counted_loop
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.order import random_vectors, replay_order

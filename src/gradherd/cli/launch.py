@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradherd.cli.arguments import under_torchrun
 from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.options import TrainingOptions, under_torchrun
+from gradherd.cli.options import TrainingOptions
 from gradherd.cli.progress import ProgressBar
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World, join_torchrun_group

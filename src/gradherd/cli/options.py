@@ -1,11 +1,8 @@
-"""What commands share: checks of option values, JSON output, and the options of a training."""
+"""Options of commands that train: which task, how, and on which device."""
 
 import importlib.util
-import json
-import math
 import os
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +10,14 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from gradherd.cli.arguments import (
+    Flag,
+    FolderOption,
+    check_at_least,
+    check_density,
+    check_name,
+    under_torchrun,
+)
 from gradherd.cli.errors import UsageError
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.registry import find_task
@@ -27,88 +32,11 @@ METHODS = ", ".join(SPARSIFIERS)
 _BY_TASK = "(default: the task's)"
 IntByTask = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
 FloatByTask = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
-FolderOption = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
-FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 DensityOption = Annotated[
     float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
 ]
 TaskArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
 DEFAULT_DENSITY = 0.001
-
-
-def json_help(text: str) -> Any:
-    """Return the help of --json. A docstring would keep its line breaks, which reads badly."""
-    return tyro.conf.arg(help=text, help_behavior_hint="")
-
-
-def check_at_least(option: str, value: int, least: int) -> None:
-    """Raise UsageError if a number is too small."""
-    if value < least:
-        raise UsageError(f"{option} must be at least {least}, got {value}")
-
-
-def check_density(density: float) -> None:
-    """Raise UsageError if a density is not in (0, 1]."""
-    if not 0 < density <= 1:  # also refuses nan
-        raise UsageError(f"--density must be in (0, 1], got {density}")
-
-
-def check_name(option: str, name: str, known: Iterable[str]) -> str:
-    """Return a name if it is known.
-
-    Args:
-        option: The option that holds it, for the error.
-        name: What the user wrote.
-        known: All valid names.
-
-    Raises:
-        UsageError: It is not known; the message lists those that are.
-    """
-    known = list(known)
-    if name not in known:
-        raise UsageError(f"{option}: unknown {name!r}; choose from {', '.join(known)}")
-    return name
-
-
-def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Split comma-separated names, check each, and drop duplicates.
-
-    >>> parse_names("--orders", "d-rr, cd-grab,d-rr", ["d-rr", "cd-grab"])
-    ['d-rr', 'cd-grab']
-    """
-    # A generator could be read only once, and an error lists all names.
-    known = list(known)
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    for name in names:
-        check_name(option, name, known)
-    if not names:
-        raise UsageError(f"{option} must name at least one of {', '.join(known)}")
-    # A name given twice would train twice, into the same folder.
-    return list(dict.fromkeys(names))
-
-
-def parse_counts(option: str, text: str) -> list[int]:
-    """Split comma-separated positive whole numbers.
-
-    >>> parse_counts("--dim", "4, 1e6")
-    [4, 1000000]
-    """
-    counts = []
-    for word in filter(None, (word.strip() for word in text.split(","))):
-        try:
-            value = float(word)
-        except ValueError:
-            value = 0
-        # 1e400 parses as infinity, which int() refuses with an OverflowError.
-        if not math.isfinite(value) or value < 1 or value != int(value):
-            raise UsageError(f"{option}: {word!r} is not a positive whole number")
-        if value > 2**53:  # larger floats are not exact
-            raise UsageError(f"{option}: {word!r} is too large")
-        counts.append(int(value))
-    if not counts:
-        raise UsageError(f"{option} must name at least one number, got {text!r}")
-    return counts
 
 
 def usable_device(name: str) -> torch.device:
@@ -132,18 +60,6 @@ def usable_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name!r} cannot be used here: {reason}") from None
     return device
-
-
-def under_torchrun() -> bool:
-    """Return whether torchrun started this process."""
-    # RANK and WORLD_SIZE prove nothing: other launchers set them, and shells keep them.
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def print_json(result: dict[str, Any]) -> None:
-    """Print a result as one JSON object on stdout."""
-    json.dump(result, sys.stdout)
-    print()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gradherd.cli.errors import UsageError
-from gradherd.cli.options import (
-    METHODS,
-    ORDERS,
+from gradherd.cli.arguments import (
     FileArgument,
     FolderOption,
     check_at_least,
@@ -22,6 +19,8 @@ from gradherd.cli.options import (
     parse_counts,
     print_json,
 )
+from gradherd.cli.errors import UsageError
+from gradherd.cli.options import METHODS, ORDERS
 from gradherd.cli.progress import counted_loop
 from gradherd.ordering.policy import Start
 from gradherd.ordering.registry import POLICIES, make_policy

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
+from gradherd.cli.arguments import Flag, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.options import Flag, json_help, print_json
 from gradherd.cli.tables import claims_json, print_claims, print_comparison
 from gradherd.lab.report.arms import find_records
 from gradherd.lab.report.comparison import compare_all

@@ -14,19 +14,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.launch import raise_interrupt
-from gradherd.cli.options import (
+from gradherd.cli.arguments import (
     FileArgument,
     Flag,
     FolderOption,
     check_at_least,
-    check_data,
     json_help,
-    named_task,
     print_json,
-    usable_device,
 )
+from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.launch import raise_interrupt
+from gradherd.cli.options import check_data, named_task, usable_device
 from gradherd.cli.progress import ProgressBar
 from gradherd.cli.tables import claims_json, print_claims
 from gradherd.lab.study.file import read_study

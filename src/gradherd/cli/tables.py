@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli.options import print_json
+from gradherd.cli.arguments import print_json
 
 # For annotations only; see above.
 if TYPE_CHECKING:

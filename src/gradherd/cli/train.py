@@ -11,22 +11,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradherd.cli.arguments import Flag, check_at_least, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
 from gradherd.cli.launch import output_folder, train_runs
 from gradherd.cli.options import (
     METHODS,
     ORDERS,
     DensityOption,
-    Flag,
     TaskArgument,
     TrainingOptions,
-    check_at_least,
     check_data,
-    check_name,
     density_for,
-    json_help,
     named_task,
-    print_json,
 )
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig

@@ -29,8 +29,8 @@ import torch.multiprocessing as mp
 # A rank notices at once that a peer has failed. This many seconds it gets to report its own error.
 _GRACE = 3.0
 # Imported once by the server instead of once per rank: DDP's constructor needs torch._dynamo (900
-# modules, 2 s), and every rank needs gradherd (0.25 s).
-_PRELOAD = ["torch._dynamo", "gradherd"]
+# modules, 2 s), and most ranks need what attach imports (0.25 s).
+_PRELOAD = ["torch._dynamo", "gradherd.attach.attach"]
 
 
 class RankError(RuntimeError):
