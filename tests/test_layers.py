@@ -1,6 +1,7 @@
 """The tree's rule: who may import whom, read from the source itself."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -76,13 +77,56 @@ def test_imports_follow_the_flow():
         assert not extra, f"{path.relative_to(ROOT)} imports {extra}"
 
 
-def test_importing_gradherd_loads_nothing_of_the_lab():
-    code = "import sys, gradherd; print(*sys.modules)"
+def modules_after(code: str) -> set[str]:
+    """Return the names of all modules that a program has loaded at its end."""
+    code += "\nimport sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    names = loaded.stdout.split()
+    return set(loaded.stdout.splitlines()[-1].split())
+
+
+def test_importing_gradherd_loads_nothing_of_the_lab():
+    names = modules_after("import gradherd; [getattr(gradherd, name) for name in dir(gradherd)]")
+    assert "gradherd.attach.attach" in names
     assert not [name for name in names if name.startswith(("gradherd.lab", "gradherd.cli"))]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["data", "list"]])
+def test_a_command_that_needs_no_torch_does_not_import_it(words):
+    code = f"""
+from gradherd.cli.main import main
+try:
+    main({words})
+except SystemExit as stop:
+    assert stop.code == 0
+"""
+    heavy = {"torch", "numpy", "scipy", "plotly", "sklearn"}
+    assert not modules_after(code) & heavy
+
+
+@pytest.mark.parametrize("package", ["gradherd", "gradherd.lab.tasks"])
+def test_lazy_names_are_those_that_type_checkers_see(package):
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.asname: node.module.removeprefix(f"{package}.")
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == module._HOMES and set(module.__all__) == set(seen)
+    for name, home in seen.items():
+        expected = getattr(importlib.import_module(f"{package}.{home}"), name)
+        assert getattr(module, name) is expected
+
+
+def test_lazy_names_of_gradherd():
+    assert set(gradherd.__all__) <= set(dir(gradherd))
+    # The package `attach` is imported by now, and does not hide the function.
+    assert gradherd.attach is importlib.import_module("gradherd.attach.attach").attach
+    with pytest.raises(AttributeError, match="'gradherd' has no attribute 'atach'"):
+        gradherd.atach  # noqa: B018
 
 
 def test_the_sampler_sees_the_world_but_no_collective():

@@ -1,4 +1,8 @@
-"""`gradherd data`: list, download and check the data sets that tasks train on."""
+"""`gradherd data`: list, download and check the data sets that tasks train on.
+
+What reads and downloads files is imported inside functions: it needs torch, which
+`gradherd data list` does not.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +18,6 @@ from rich.table import Table
 
 from gradherd.cli.arguments import FolderOption, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.progress import counted_loop
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
     MissingData,
@@ -22,10 +25,7 @@ from gradherd.lab.tasks.data_files import (
     data_dirs,
     find_dataset,
 )
-from gradherd.lab.tasks.datasets import DATASETS
-from gradherd.lab.tasks.download import DownloadError, download_dataset, verify_dataset
-from gradherd.lab.tasks.registry import TASKS
-from gradherd.lab.tasks.safe_readers import DamagedData
+from gradherd.lab.tasks.datasets import DATASETS, TASK_DATA
 
 _STATUS_STYLES = {"ok": "green", "damaged": "bold red", "unchecked": "yellow", "missing": "dim"}
 
@@ -67,7 +67,7 @@ class DataListCommand:
             )
         console = Console()
         console.print(table)
-        without_data = [name for name, make in TASKS.items() if not make().data]
+        without_data = [task for task, data in TASK_DATA.items() if not data]
         console.print(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
 
     def _entry(self, name: str) -> dict[str, Any]:
@@ -105,6 +105,8 @@ class DataGetCommand:
 
     def run(self) -> None:
         """Download the data set."""
+        from gradherd.lab.tasks.download import DownloadError
+
         dataset = DATASETS[check_name("NAME", self.set, DATASETS)]
         # A shell expands ~ only at the start of a word, not in --data-dir=~/data.
         root = (self.data_dir or cache_dir()).expanduser()
@@ -125,6 +127,8 @@ class DataGetCommand:
             print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
 
     def _fetch(self, root: Path) -> LocalDataSet:
+        from gradherd.lab.tasks.download import download_dataset
+
         # One bar per file, in bytes: not the bar of `progress`, which has one for everything.
         console = Console(stderr=True)
         columns = (
@@ -169,6 +173,8 @@ class DataCheckCommand:
 
     def run(self) -> None:
         """Check all data sets."""
+        from gradherd.cli.progress import counted_loop
+
         with counted_loop(len(DATASETS), "sets") as advance:
             sets = [self._entry(name, advance) for name in DATASETS]
         if self.json:
@@ -185,6 +191,9 @@ class DataCheckCommand:
             raise SystemExit(1)
 
     def _entry(self, name: str, advance: Callable[[], None]) -> dict[str, Any]:
+        from gradherd.lab.tasks.download import verify_dataset
+        from gradherd.lab.tasks.safe_readers import DamagedData
+
         local, problem = find_local(name, self.data_dir), None
         status = "missing" if local is None else "ok"
         try:
@@ -233,7 +242,7 @@ def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
 
 def tasks_of(name: str) -> list[str]:
     """Return the names of the tasks that need a data set."""
-    return [task for task, make in TASKS.items() if name in make().data]
+    return [task for task, data in TASK_DATA.items() if name in data]
 
 
 def _how_to_get(name: str) -> str:

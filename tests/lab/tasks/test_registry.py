@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradherd.lab.tasks import TASKS, find_task
+from gradherd.lab.tasks.datasets import TASK_DATA
 
 OWN = '''
 """A task of someone's own."""
@@ -138,3 +139,7 @@ def test_unknown_names_execute_nothing(own, monkeypatch, name):
 
 def test_names_are_those_of_the_tasks():
     assert {make().name for make in TASKS.values()} == set(TASKS)
+
+
+def test_the_table_of_data_says_what_tasks_say():
+    assert {name: make().data for name, make in TASKS.items()} == TASK_DATA

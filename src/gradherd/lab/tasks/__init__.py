@@ -1,9 +1,35 @@
-"""The tasks: data, models, losses and metrics."""
+"""The tasks: data, models, losses and metrics.
 
-from gradherd.lab.tasks.data_files import MissingData as MissingData
-from gradherd.lab.tasks.registry import TASKS as TASKS
-from gradherd.lab.tasks.registry import find_task as find_task
-from gradherd.lab.tasks.safe_readers import DamagedData as DamagedData
-from gradherd.lab.tasks.task import Defaults as Defaults
-from gradherd.lab.tasks.task import Split as Split
-from gradherd.lab.tasks.task import Task as Task
+Names are imported when they are first used: `gradherd data list` reads only the table of data
+sets and does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradherd.lab.tasks.data_files import MissingData as MissingData
+    from gradherd.lab.tasks.registry import TASKS as TASKS
+    from gradherd.lab.tasks.registry import find_task as find_task
+    from gradherd.lab.tasks.safe_readers import DamagedData as DamagedData
+    from gradherd.lab.tasks.task import Defaults as Defaults
+    from gradherd.lab.tasks.task import Split as Split
+    from gradherd.lab.tasks.task import Task as Task
+
+_HOMES = {
+    "MissingData": "data_files",
+    "TASKS": "registry",
+    "find_task": "registry",
+    "DamagedData": "safe_readers",
+    "Defaults": "task",
+    "Split": "task",
+    "Task": "task",
+}
+"""Name -> the module of this package that defines it; says the same as the imports above."""
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradherd.lab.tasks' has no attribute {name!r}")
+    return getattr(import_module(f"gradherd.lab.tasks.{_HOMES[name]}"), name)

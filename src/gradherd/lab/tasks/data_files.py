@@ -1,4 +1,7 @@
-"""Finding data sets on disk: in a given folder, in GRADHERD_DATA, or in the cache folder."""
+"""Finding data sets on disk: in a given folder, in GRADHERD_DATA, or in the cache folder.
+
+`safe_readers` is imported where a file is read: it needs numpy, and finding files does not.
+"""
 
 import hashlib
 import os
@@ -7,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradherd.lab.tasks.datasets import DATASETS, DataFile, DataSet, Form
-from gradherd.lab.tasks.safe_readers import MAX_BYTES, DamagedData, decode_utf8, read_file
 from gradherd.lab.text import printable
 
 # The plain file first: it is the fastest to read.
@@ -37,6 +39,8 @@ class LocalDataSet:
         Raises:
             DamagedData: It cannot be decompressed, or is not the published file.
         """
+        from gradherd.lab.tasks.safe_readers import MAX_BYTES, read_file
+
         file = next(file for file in self.form.files if file.name == name)
         # Text with Windows line ends is larger than published, but never twice as large.
         content = read_file(self.paths[name], MAX_BYTES if file.size is None else 2 * file.size)
@@ -49,6 +53,8 @@ class LocalDataSet:
 
     def text(self, name: str) -> str:
         """Return a text file, decompressed and verified."""
+        from gradherd.lab.tasks.safe_readers import decode_utf8
+
         return decode_utf8(self.read(name), self.paths[name])
 
 
@@ -137,6 +143,8 @@ def verify_file(file: DataFile, content: bytes, location: object) -> None:
     Raises:
         DamagedData: They differ.
     """
+    from gradherd.lab.tasks.safe_readers import DamagedData
+
     # The size first: it tells a download that was cut off from another edition.
     if file.size is not None and len(content) != file.size:
         problem = "truncated" if len(content) < file.size else "not the published file"
