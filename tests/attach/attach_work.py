@@ -24,7 +24,8 @@ from gradherd.attach.bucket_layout import BucketLayout
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.ordering import Ordering
-from gradherd.ordering.coordination import BatchClaim, RowGatherer
+from gradherd.ordering.batch_claims import BatchClaim
+from gradherd.ordering.coordination import RowGatherer
 from tests.ordering.helpers import lists, through_disk
 
 

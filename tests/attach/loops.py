@@ -2,8 +2,10 @@
 
 A loop is composed from a seed: skipped batches, exceptions, early stops, second iterators, looks at
 the data, prefetching workers, accumulation, loops that fetch ahead, forwards without a backward,
-second backwards, overflows of a GradScaler, restores in mid-epoch and frameworks' habits of
-set_epoch. Weights stay as they are, so a batch has the same gradient whenever it is trained on.
+second backwards, overflows of a GradScaler, restores in mid-epoch (skipped by the sampler or by the
+loader) and frameworks' habits of set_epoch; on several ranks also `no_sync`, and ranks that skip
+different batches. Weights stay as they are, so a batch has the same gradient whenever it is trained
+on.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import contextlib
 import copy
 import random
 import sys
+import time
 import warnings
 
 import torch
@@ -20,10 +23,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
-from gradherd import OrderedSampler, attach
+from gradherd import ExactRows, OrderedSampler, attach
+from gradherd.comm import run_ranks
 from gradherd.ordering import Ordering
 
-DIM, CLASSES = 5, 3
+DIM, CLASSES, EPOCHS = 5, 3, 3
+EVENTS = ["train"] * 6 + ["skip", "raise", "forward only", "look", "again", "overflow"]
+NAMING = ["each epoch", "never", "from 0 after a restore", "twice", "counter in iter", "always 0"]
 
 
 class Indexed(Dataset):
@@ -53,6 +59,18 @@ class Model(nn.Module):
         return self.body(x)
 
 
+class CountingLoader:
+    """Names the epoch by a counter of its own when it is iterated, as Accelerate's loader does."""
+
+    def __init__(self, loader, sampler):
+        self.loader, self.sampler, self.passes = loader, sampler, 0
+
+    def __iter__(self):
+        self.sampler.set_epoch(self.passes)
+        self.passes += 1
+        return iter(self.loader)
+
+
 class Reference:
     """Learns the order from true identities: the examples of each gradient are given."""
 
@@ -63,188 +81,252 @@ class Reference:
             ordering.policy, sharding.sizes, seed=ordering.random.seed, length=sharding.length
         )
 
-    def restore(self, saved):
-        self.ordering = copy.deepcopy(saved)
-
-    def train(self, version, batches):
+    def train(self, version, batches, finite=True):
         """Learn from every worker's batch, given by its examples, of a pass with that order."""
         if version != self.ordering.version:
             return  # a batch of an order that is over
         orders = self.ordering.orders
         walks = [self._sharding.indices(w, order).tolist() for w, order in enumerate(orders)]
-        starts = {walk.index(own[0]) for walk, own in zip(walks, batches, strict=True)}
-        assert len(starts) == 1
-        unit, start = self._sharding.unit, starts.pop()
+        starts = [walk.index(own[0]) for walk, own in zip(walks, batches, strict=True)]
+        unit = self._sharding.unit
+        if len(set(starts)) > 1:  # Ranks are at different batches: nothing is learned.
+            ends = (at + len(own) for at, own in zip(starts, batches, strict=True))
+            self.ordering.skip_to(max(self.ordering.steps, min(ends) // unit))
+            return
         for at in range(0, len(batches[0]), unit):
-            step = (start + at) // unit
             rows = torch.stack([self._gradient(own[at : at + unit]) for own in batches])
-            self.ordering.observe(rows.unsqueeze(0), first=step)
+            seen = torch.full((1, len(batches)), finite)
+            self.ordering.observe(rows.unsqueeze(0), seen, first=(starts[0] + at) // unit)
         if self.ordering.steps == self.ordering.length:
             self.ordering.end_epoch()
 
+    def reach(self, epoch):
+        """End epochs until that one."""
+        if self.ordering.epoch < epoch:
+            self.ordering.end_epoch(epoch)
 
-def run_loop(seed, said=None):
-    """Run the loop of a seed on this rank; return a description, its orders, and the true ones."""
-    said = [] if said is None else said
-    pick = random.Random(seed)  # the same on every rank: ranks of DDP take the same path
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    batch = pick.choice([2, 3, 4])
-    unit = pick.choice([1, batch])
-    count = size * batch * pick.choice([3, 5]) + (0 if unit > 1 else pick.choice([0, 1]) * size)
-    workers = pick.choice([0, 0, 0, 1, 2])
-    ahead = pick.choice([0, 0, 0, 1])
-    epochs = 3
-    options = {
-        "batch": batch, "unit": unit, "count": count, "workers": workers, "ahead": ahead,
-        "accumulate": pick.choice([1, 1, 2]), "no_sync": pick.random() < 0.5,
-        "policy": pick.choice(["cd-grab", "cd-grab", "id-grab", "pair-grab"]),
-        "naming": pick.choice(["each epoch", "never", "from 0 after a restore", "twice"]),
-        "part": unit > 1 and size == 1 and pick.random() < 0.2,
-        "persistent": workers > 0 and pick.random() < 0.5,
-    }  # fmt: skip
-    dataset, net = Indexed(count), Model()
-    sampler = OrderedSampler(
-        dataset, options["policy"], batch_size=batch, unit=unit, seed=seed, ahead=ahead
-    )
-    loader = DataLoader(
-        dataset, batch_size=batch, sampler=sampler, num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
-        persistent_workers=options["persistent"],
-    )  # fmt: skip
-    parameters = list(net.parameters())
 
-    apart = copy.deepcopy(net)  # so that the reference's own backwards are not observed
+class Loop:
+    """One loop, composed from a seed; the same on every rank but for what it says."""
 
-    def gradient(indices):
-        loss = F.cross_entropy(apart(dataset.x[indices]), dataset.y[indices])
-        grads = torch.autograd.grad(loss, list(apart.parameters()))
+    def __init__(self, seed):
+        self.pick = pick = random.Random(seed)
+        self.size = size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if size > 1 else 0
+        self.seed, self.batch = seed, pick.choice([2, 3, 4])
+        self.unit = unit = pick.choice([1, self.batch])
+        count = size * self.batch * pick.choice([3, 5])
+        self.count = count + (0 if unit > 1 else pick.choice([0, 1]) * size)
+        self.workers = pick.choice([0, 0, 0, 1, 2]) if size == 1 else 0
+        self.ahead = pick.choice([0, 0, 0, 1])
+        self.accumulate, self.no_sync = pick.choice([1, 1, 2]), pick.random() < 0.5
+        self.policy = pick.choice(["cd-grab", "cd-grab", "id-grab", "pair-grab"])
+        self.naming = pick.choice(NAMING)
+        self.part = size == 1 and pick.random() < 0.2
+        self.scaled = pick.random() < 0.3
+        self.ranks_differ = size > 1 and pick.random() < 0.3
+        if self.ranks_differ:
+            self.ahead = 0
+        self.skipped_by = pick.choice(["sampler", "loader"]) if not self.ahead else "sampler"
+        self.persistent = self.workers > 0 and pick.random() < 0.5
+        hidden = ("pick", "rank")
+        self.said = [str({k: v for k, v in vars(self).items() if k not in hidden})]
+        self.dataset, self.net = Indexed(self.count), Model()
+        self.model = DDP(self.net) if size > 1 else self.net
+        self.call = self.net.body if self.part else self.model
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+        self.apart = copy.deepcopy(self.net)  # the reference's own backwards are not observed
+        self.scaler = None
+        if self.scaled:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        self.make(self.workers)
+        self.reference = Reference(self.sampler, self.gradient)
+        self.named_from, self.restored = 0, False
+
+    def make(self, workers):
+        """Make sampler, loader and herd."""
+        self.workers = workers
+        self.sampler = OrderedSampler(
+            self.dataset, self.policy, batch_size=self.batch, unit=self.unit, seed=self.seed,
+            ahead=self.ahead,
+        )  # fmt: skip
+        self.loader = DataLoader(
+            self.dataset, batch_size=self.batch, sampler=self.sampler, num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            persistent_workers=self.persistent and workers > 0,
+        )  # fmt: skip
+        if self.naming == "counter in iter":
+            self.named_loader = CountingLoader(self.loader, self.sampler)
+        else:
+            self.named_loader = self.loader
+        rows = "batch" if self.unit > 1 else ExactRows(batch_dim=0 if self.part else None)
+        self.herd = attach(self.model, order=self.sampler, rows=rows, scaler=self.scaler)
+
+    def gradient(self, indices):
+        loss = F.cross_entropy(self.apart(self.dataset.x[indices]), self.dataset.y[indices])
+        grads = torch.autograd.grad(loss, list(self.apart.parameters()))
         return torch.cat([grad.flatten() for grad in grads])
 
-    model = DDP(net) if size > 1 else net
-    call = net.body if options["part"] else model
-    reference = Reference(sampler, gradient)
-    herd = attach(model, order=sampler, rows="batch" if unit > 1 else "exact")
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
-    saved = None
-    said.append(str(options))
-    offset = 0
-    for epoch in range(epochs):
-        if options["naming"] in ("each epoch", "twice"):
-            sampler.set_epoch(epoch)
-            _end(reference, epoch)
-            if options["naming"] == "twice":
-                sampler.set_epoch(epoch)
-        elif options["naming"] == "from 0 after a restore":
-            sampler.set_epoch(max(0, epoch - offset))
-            _end(reference, epoch)
-        missing = (reference.ordering.length - reference.ordering.steps) * unit
-        if 0 < missing < batch:
-            reference.ordering.end_epoch()  # a short last batch may be missing
+    def run(self):
+        """Run the loop; return this rank's orders and the true ones."""
+        for epoch in range(EPOCHS):
+            self.name(epoch)
+            missing = (self.reference.ordering.length - self.reference.ordering.steps) * self.unit
+            if 0 < missing < self.batch:
+                self.reference.ordering.end_epoch()  # a short last batch may be missing
+            self.run_epoch(epoch)
+        self.herd.finish()
+        self.sampler.set_epoch(EPOCHS + 10)
+        self.reference.reach(EPOCHS + 10)
+        found = [order.tolist() for order in self.sampler.ordering.orders]
+        wanted = [order.tolist() for order in self.reference.ordering.orders]
+        self.herd.detach()
+        return found, wanted
+
+    def name(self, epoch):
+        """Name the epoch as some framework would."""
+        if self.naming in ("each epoch", "twice"):
+            for _ in range(1 + (self.naming == "twice")):
+                self.sampler.set_epoch(epoch)
+            self.reference.reach(epoch)
+        elif self.naming == "from 0 after a restore":
+            self.sampler.set_epoch(max(0, epoch - self.named_from))
+            self.reference.reach(epoch)
+        elif self.naming == "counter in iter":
+            self.reference.reach(epoch)  # `iter(loader)` follows
+        elif self.naming == "always 0":
+            self.sampler.set_epoch(0)
+
+    def run_epoch(self, epoch):
+        """Iterate over the loader once, perhaps with a restore in between."""
+        pick = self.pick
         stop = pick.choice([None, None, None, 1, 2])
-        if options["naming"] == "never":
+        if self.naming in ("never", "always 0"):
             stop = None  # without a name, a loop that starts over is the same epoch
         restore_at = pick.choice([None, None, 1, 2])
-        batches, waiting, steps = iter(loader), [], 0
-        version = None  # of the order that this pass hands out
-        fetched, left = 0, len(sampler) - sampler.start
-        trained = 0
+        self.begin_pass()
+        steps = trained = 0
         while True:
             with contextlib.suppress(StopIteration):
-                while len(waiting) <= ahead:
-                    waiting.append(next(batches))
-                    fetched += 1
-            if not waiting or (stop is not None and trained >= stop):
+                while len(self.waiting) <= self.ahead:
+                    self.fetch()
+            over = not self.waiting or (stop is not None and trained >= stop)
+            if self.any_rank(over):
                 break
-            version = version or sampler.ordering.version
-            x, y, index = waiting.pop(0)
+            self.version = self.version or self.sampler.ordering.version
+            event = pick.choice(EVENTS)
+            lonely = pick.randrange(self.size) if self.ranks_differ else None
+            x, y, index = self.waiting.pop(0)
             index = index.tolist()
-            every = _all(index, size)
-            event = pick.choice(["train"] * 5 + ["skip", "raise", "forward only", "look", "again"])
-            said.append(f"epoch {epoch} {event} {index}")
-            if event == "skip":
+            self.said.append(
+                f"epoch {epoch} {event} {index} {lonely if lonely is not None else ''}"
+            )
+            if event == "skip" and lonely is not None:
+                # One rank skips: it goes on with its next batch, if all have one.
+                if self.rank == lonely:
+                    with contextlib.suppress(StopIteration):
+                        self.fetch()
+                if self.any_rank(self.rank == lonely and not self.waiting):
+                    break
+                if self.rank == lonely:
+                    x, y, index = self.waiting.pop(0)
+                    index = index.tolist()
+            elif event == "skip":
                 continue
             if event == "raise":
                 with contextlib.suppress(ArithmeticError):
                     with torch.no_grad():
-                        model(x)
+                        self.model(x)
                     raise ArithmeticError
                 continue
             if event == "forward only":
-                if size == 1:
-                    call(x)
+                if self.size == 1:
+                    self.call(x)
                 continue
             if event == "look":
                 with torch.inference_mode():
-                    for other, _, _ in loader if workers == 0 else []:
-                        net(other)
-            synced = (steps + 1) % options["accumulate"] == 0 or not options["no_sync"]
-            with contextlib.nullcontext() if synced or size == 1 else model.no_sync():
-                F.cross_entropy(call(x), y).backward()
-            # Where the loop fetches ahead, its last batches cannot be told apart in all cases: then
-            # nothing is learned from them.
-            tail = ahead and fetched == -(-left // batch)
-            if not (tail and (workers or left % batch)):
-                reference.train(version, every)
-            trained += 1
-            if event == "again" and size == 1:
-                optimizer.step()
-                optimizer.zero_grad()
-                F.cross_entropy(call(x) * 2, y).backward()  # e.g. SAM: the first one counts
-            steps += 1
-            if steps % options["accumulate"] == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            if restore_at == trained and saved is None and reference.ordering.epoch == epoch:
-                saved = True
-                state = copy.deepcopy(herd.state_dict())
-                herd.detach() if size == 1 else None
-                if size == 1:
-                    sampler = OrderedSampler(
-                        dataset,
-                        options["policy"],
-                        batch_size=batch,
-                        unit=unit,
-                        seed=seed,
-                        ahead=ahead,
-                    )
-                    loader = DataLoader(dataset, batch_size=batch, sampler=sampler)
-                    workers = 0
-                    herd = attach(model, order=sampler, rows="batch" if unit > 1 else "exact")
-                    herd.load_state_dict(state)
-                    said.append(f"restored after {index}")
+                    for other, _, _ in self.loader if self.workers == 0 else []:
+                        self.net(other)
+            finite = event != "overflow" or not self.scaled
+            here = lonely in (None, self.rank)  # An overflow on one rank is one for all.
+            synced = (steps + 1) % self.accumulate == 0 or not self.no_sync
+            with contextlib.nullcontext() if synced or self.size == 1 else self.model.no_sync():
+                self.backward(x, y, float("inf") if here and not finite else 1.0)
+            # Where the loop fetches ahead, its last batches cannot be told apart in all cases:
+            # then nothing is learned from them.
+            tail = self.ahead and self.fetched == -(-self.left // self.batch)
+            every = self.gather(index)
+            if not (tail and (self.workers or self.left % self.batch)):
+                self.reference.train(self.version, every, finite)
+            trained, steps = trained + 1, steps + 1
+            if event == "again" and self.size == 1:
+                self.step()
+                self.backward(x, y, 2.0)  # e.g. SAM: the first one counts
+            if steps % self.accumulate == 0:
+                self.step()
+            if restore_at == trained and not self.restored and not self.ranks_differ:
+                if self.reference.ordering.epoch == epoch:
+                    self.restore(epoch)
                     stop = None if stop is None else stop + 1  # something is trained on after it
-                    offset = epoch if options["naming"] == "from 0 after a restore" else 0
-                    if options["naming"] == "from 0 after a restore":
-                        sampler.set_epoch(0)
-                    batches, waiting = iter(loader), []
-                    fetched, left = 0, len(sampler) - sampler.start
-        optimizer.step()
-        optimizer.zero_grad()
-        del batches
-    herd.finish()
-    sampler.set_epoch(epochs)
-    _end(reference, epochs)
-    found = [order.tolist() for order in sampler.ordering.orders]
-    wanted = [order.tolist() for order in reference.ordering.orders]
-    herd.detach()
-    return "\n".join(said), found, wanted
+        self.step()
+        del self.batches
 
+    def begin_pass(self, skip=0):
+        """Begin to iterate, perhaps as a framework that skips the first batches itself."""
+        self.batches, self.waiting, self.fetched = iter(self.named_loader), [], 0
+        for _ in range(skip):
+            next(self.batches)
+        self.left = len(self.sampler) - self.sampler.start
+        self.version = None  # of the order that this pass hands out
 
-def _end(reference, epoch):
-    if reference.ordering.epoch < epoch:
-        reference.ordering.end_epoch(epoch)
+    def fetch(self):
+        self.waiting.append(next(self.batches))
+        self.fetched += 1
 
+    def backward(self, x, y, factor):
+        loss = F.cross_entropy(self.call(x), y) * factor
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
 
-def _all(index, size):
-    """Return the examples of every rank's batch."""
-    if size == 1:
-        return [index]
-    own, every = (
-        torch.tensor(index),
-        [torch.zeros(len(index), dtype=torch.int64) for _ in range(size)],
-    )
-    dist.all_gather(every, own)
-    return [one.tolist() for one in every]
+    def step(self):
+        if self.scaler and any(p.grad is not None for p in self.net.parameters()):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif not self.scaler:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def restore(self, epoch):
+        """Save, begin anew as after a crash, and load."""
+        self.restored = True
+        self.step()
+        state = copy.deepcopy(self.herd.state_dict())
+        self.herd.detach()
+        self.batches = None
+        self.make(0)
+        self.herd.load_state_dict(state, skipped_by=self.skipped_by)
+        self.said.append("restored")
+        if self.naming == "from 0 after a restore":
+            self.named_from = epoch
+            self.sampler.set_epoch(0)
+        by_loader = self.skipped_by == "loader"
+        self.begin_pass(-(-state["sampler"]["position"] // self.batch) if by_loader else 0)
+
+    def any_rank(self, this):
+        """Return whether it is so on any rank."""
+        if not self.ranks_differ:
+            return this
+        flag = torch.tensor(float(this))
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    def gather(self, index):
+        """Return the examples of every rank's batch."""
+        if self.size == 1:
+            return [index]
+        own = torch.tensor(index + [-1] * (self.batch - len(index)))
+        every = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own)
+        return [[i for i in one.tolist() if i >= 0] for one in every]
 
 
 def run_loops(seeds):
@@ -253,23 +335,47 @@ def run_loops(seeds):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
-            said, found, wanted = run_loop(seed)
+            loop = Loop(seed)
+            try:
+                found, wanted = loop.run()
+            except Exception as error:
+                if loop.size > 1:
+                    error.add_note(f"in loop {seed}:\n" + "\n".join(loop.said))
+                    raise
+                found, wanted = repr(error), "no error"
+                loop.herd.detach()
             if found != wanted:
-                wrong.append((seed, said, found, wanted))
+                wrong.append((seed, "\n".join(loop.said), found, wanted))
     return wrong
 
 
 def main():
-    """Run random loops in this process: `python -m tests.attach.loops --loops 2000`."""
+    """Run random loops: `python -m tests.attach.loops --loops 2000`, a fifth of them on ranks."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--loops", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--ranks", type=int, help="run all of them on that many ranks")
     args = parser.parse_args()
-    wrong = run_loops(range(args.first, args.first + args.loops))
-    for seed, said, found, wanted in wrong:
-        print(f"seed {seed}: {found}, wanted {wanted}\n{said}")
-    print(f"{args.loops} loops, {len(wrong)} wrong")
-    return 1 if wrong else 0
+    shares = {args.ranks: args.loops} if args.ranks else {
+        3: args.loops // 10, 2: args.loops // 10, 1: args.loops - 2 * (args.loops // 10)
+    }  # fmt: skip
+    failures, first = 0, args.first
+    for ranks, count in shares.items():
+        begin, wrong = time.monotonic(), []
+        for start in range(first, first + count, 50):
+            seeds = range(start, min(start + 50, first + count))
+            if ranks == 1:
+                found = [run_loops(seeds)]
+            else:
+                found = run_ranks(run_loops, ranks, seeds, timeout=600)
+            wrong += {one[0]: one for each in found for one in each}.values()
+            print(f"{ranks} ranks: {seeds.stop - first} of {count}, {len(wrong)} wrong", flush=True)
+        for seed, said, found, wanted in wrong:
+            print(f"seed {seed} on {ranks} ranks: {found}, wanted {wanted}\n{said}")
+        seconds = time.monotonic() - begin
+        print(f"{ranks} ranks: {count} loops in {seconds:.0f} s, {len(wrong)} wrong", flush=True)
+        failures, first = failures + len(wrong), first + count
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

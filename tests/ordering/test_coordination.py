@@ -7,7 +7,8 @@ from gradherd import CDGraB, OrderedSampler, World
 from gradherd.comm import run_ranks
 from gradherd.comm.script import RankRunner
 from gradherd.ordering import Ordering
-from gradherd.ordering.coordination import BackgroundThread, BatchClaim, RowGatherer
+from gradherd.ordering.batch_claims import BatchClaim
+from gradherd.ordering.coordination import BackgroundThread, RowGatherer
 from tests.attach import attach_work
 from tests.ordering.helpers import lists
 

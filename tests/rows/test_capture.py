@@ -337,10 +337,45 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     model = nn.Sequential(block, head)
     x = values(BATCH, 3).requires_grad_()
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
-    capture = Capture(model)
+    capture = Capture(model, batch_dim=0)  # The loop calls parts of the model, not the model.
     out = head(checkpoint(block, x, use_reentrant=reentrant))
     per_example(out).mean().backward()
     check_operations(capture.pop_rows(BATCH), expected)
+
+
+class PositionsInTheLoop(nn.Module):
+    """A model whose parts a loop calls itself, with as many positions as examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(BATCH, 3)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.double()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.net(x + self.positions(torch.arange(BATCH)))
+
+
+@pytest.mark.parametrize("sketch", [None, (16, 0)])
+def test_loops_that_call_parts_of_the_model(sketch: tuple[int, int] | None) -> None:
+    torch.manual_seed(0)
+    model, x = PositionsInTheLoop(), values(BATCH, BATCH, 3)
+    expected = loop_over_examples(model.net, lambda part: per_example(model.encode(x[part])), BATCH)
+    capture = Capture(model, sketch=sketch)
+    model.encode(x).mean().backward()
+    with pytest.raises(ValueError, match=r"calls parts .*\(positions, net\).* batch_dim=0"):
+        capture.pop_sketch(BATCH, *sketch) if sketch else capture.pop_rows(BATCH)
+    capture.remove_hooks()
+    capture = Capture(model, batch_dim=0, sketch=sketch)
+    for _ in range(5):  # also after the last check
+        per_example(model.encode(x)).mean().backward()
+        if sketch:
+            capture.pop_sketch(BATCH, *sketch)
+        else:
+            rows = capture.pop_rows(BATCH).dense()
+            torch.testing.assert_close(rows[:, model.positions.weight.numel() :], expected)
+    # They may be examples or positions: left out.
+    assert list(capture.left_out) == ["positions.weight"]
 
 
 def test_time_major_model_with_as_many_steps_as_examples() -> None:
@@ -385,7 +420,7 @@ def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
         capture.pop_rows(BATCH, loss_scale=0.0)
     capture.remove_hooks()
-    capture = Capture(model)
+    capture = Capture(model, batch_dim=0)
     model[1](model[0](torch.randn(BATCH, 3))).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match=r"module '1' changed .* before optimizer.step"):

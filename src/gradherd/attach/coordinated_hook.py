@@ -28,10 +28,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.bucket_layout import BucketLayout
 from gradherd.attach.row_sources import ParameterHooks
+from gradherd.attach.transports import StepComparison
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.world import World
-from gradherd.ordering.coordination import BackgroundThread, BatchClaim, observe_slices
+from gradherd.ordering.batch_claims import BatchClaim
+from gradherd.ordering.coordination import BackgroundThread, observe_slices
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
@@ -55,6 +57,7 @@ class CoordinatedHook(BucketHook):
         # their training step, so on DDP's group they could be matched with the wrong ones.
         self._side = world.side_channel()
         self._thread = BackgroundThread("gradherd-signs")
+        self._in_step = StepComparison(sampler)
         self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
         # DDP's buckets also hold parameters that were frozen after it was wrapped.
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
@@ -161,11 +164,11 @@ class CoordinatedHook(BucketHook):
             lambda row: layout.columns(old.gather(row, self.world), self.world)
         )
 
-    def feed(self, claim: BatchClaim, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Start to sign this batch of every worker beside the training loop.
 
         Args:
-            claim: The units that the gradient belongs to.
+            claim: The units that the gradient belongs to; None if it counts for nothing.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
         rows, self._rows = self._rows, None
@@ -174,10 +177,18 @@ class CoordinatedHook(BucketHook):
         # Running sums outlive a change of the scale, so rows must not depend on it.
         if loss_scale != 1:
             rows.div_(loss_scale)
-        script = observe_slices(self._sampler, rows, first=claim.step)
 
         def sign() -> None:
-            self.bytes += run(script, self._side).bytes
+            # Here, not in the training loop, which never waits for a message of this size. A last
+            # unit without a partner is not signed, so nobody would notice that it is not finite.
+            last = claim is not None and claim.step + claim.units == self._sampler.ordering.length
+            finite = not last or bool(rows.sum().isfinite())
+            found = self._in_step.compare(claim, self._side, finite=finite)
+            if not found.same or not found.finite:
+                self._in_step.pass_over(claim, found)
+            elif claim is not None:
+                script = observe_slices(self._sampler, rows, first=claim.step)
+                self.bytes += run(script, self._side).bytes
 
         self._thread.submit(sign)
 

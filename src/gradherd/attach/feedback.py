@@ -21,6 +21,7 @@ from gradherd.attach.state import check_row_length
 from gradherd.attach.transports import RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
+from gradherd.ordering.batch_claims import check_same_version
 from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
@@ -61,7 +62,7 @@ class OrderFeedback:
         self._row_length = (
             rows.size if isinstance(rows, SketchRows) else FlatSpec.of(inner(model)).size
         )
-        self._checked_epoch = -1
+        self._checked_orders = False
         self._paused = False
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop
         self._ticket: BatchTicket | None = None  # the batch of the gradients that are waiting
@@ -122,9 +123,16 @@ class OrderFeedback:
         """Feed back the batch whose backward is done."""
         if self._transport.waiting:
             self._announced = False
-            # This may run inside the autocast of a forward; rows keep their precision.
-            with self._stopwatch, torch.autocast(self._device.type, enabled=False):
+            with self._stopwatch, self._own_context():
                 self._claim_and_feed()
+
+    @contextlib.contextmanager
+    def _own_context(self) -> Iterator[None]:
+        """Leave the contexts of the training loop, which may be anywhere when rows are read."""
+        # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
+        # which somebody iterates over the loader, what is learned could not be changed later.
+        with torch.autocast(self._device.type, enabled=False), torch.inference_mode(False):
+            yield
 
     def _claim_and_feed(self) -> None:
         if self._paused:
@@ -137,14 +145,13 @@ class OrderFeedback:
         except (RuntimeError, ValueError):
             self._transport.forget()  # otherwise the same error would come at every step
             raise
-        if claim is None:
-            self._transport.forget()
-            return
-        if claim.epoch != self._checked_epoch:
-            self._checked_epoch = claim.epoch
+        # All ranks feed back as many batches, whatever each of them is: that is what keeps their
+        # collectives in step. Later orders are compared along with the claims.
+        if not self._checked_orders:
+            self._checked_orders = True
             check_same_orders(self.sampler, self._device)
-        if self.sampler.finishing_rest:
-            self._transport.forget()
+        if claim is not None and self.sampler.finishing_rest:
+            self._transport.feed(None, self._loss_scale)
             self.sampler.skip_rest()
             return
         self._transport.feed(claim, self._loss_scale)
@@ -157,7 +164,7 @@ class OrderFeedback:
 
     def finish(self) -> None:
         """Feed back what is waiting and let the sampler learn it, on all ranks together."""
-        with self._stopwatch, torch.autocast(self._device.type, enabled=False):
+        with self._stopwatch, self._own_context():
             self._feed_back()
             self._transport.finish()
 
@@ -207,7 +214,7 @@ class OrderFeedback:
         self._transport.finish()  # what was fed before must not be learned after
         self._transport.load_ordering_state(state["ordering"])
         self.sampler.load_state_dict(state["sampler"], skipped_by=skipped_by)
-        self._checked_epoch = -1
+        self._checked_orders = False
 
     def detach(self) -> None:
         """Leave model and sampler as they were; the sampler keeps what it has learned."""
@@ -220,17 +227,10 @@ class OrderFeedback:
 
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:
-    """Raise if ranks hold different orders; costs eight bytes per epoch."""
+    """Raise if ranks hold different orders."""
     version = torch.tensor(int(sampler.ordering.version, 16) - 2**63, device=device)
     versions = all_gather(version, sampler.world).value.tolist()
-    if len(set(versions)) > 1:
-        common = max(set(versions), key=versions.count)
-        others = [rank for rank, held in enumerate(versions) if held != common]
-        raise RuntimeError(
-            f"ranks {others} hold another order of epoch {sampler.ordering.epoch} than the other "
-            f"{len(versions) - len(others)}: are dataset length, seed, policy and loaded state "
-            "equal on all ranks?"
-        )
+    check_same_version(versions, sampler.ordering.epoch)
 
 
 def _before_step_of(model: nn.Module, feedback: OrderFeedback) -> Callable[[Any, Any, Any], None]:

@@ -18,6 +18,9 @@ from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows
 from gradherd.rows.sketch import count_sketch
 
+CHECK_FAILED = 2
+"""Stands for every parameter in the mask of a rank whose check raised an error."""
+
 
 class RowSource(Protocol):
     """Reads the rows of one backward after the other."""
@@ -50,6 +53,10 @@ class RowSource(Protocol):
         Returns:
             A byte for each parameter, 1 if it has to be left out; None if no check is due.
         """
+        ...
+
+    def failed_check(self) -> Tensor:
+        """Return the mask of a rank whose check raised an error."""
         ...
 
     def leave_out(self, mask: Tensor) -> None:
@@ -158,6 +165,10 @@ class BatchGradientSource:
         """Return None: the gradient of a batch is what it is."""
         return None
 
+    def failed_check(self) -> Tensor:
+        """Return an empty mask: there are no checks."""
+        return torch.zeros(0, dtype=torch.uint8)
+
     def leave_out(self, mask: Tensor) -> None:
         """Do nothing: there are no checks."""
 
@@ -227,11 +238,16 @@ class ExampleRowSource:
         return GroupedRows(rows, self._unit)
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Do nothing: rows of two batches do not fit one, and are refused."""
+        """Have `began` called before the first gradient of each backward."""
+        self._capture.on_backward(began)
 
     def check(self, examples: int) -> Tensor | None:
         """Compare the rows that wait with the gradient of the batch, if a check is due."""
         return self._capture.check_bitmask(examples)
+
+    def failed_check(self) -> Tensor:
+        """Return the mask of a rank whose check raised an error."""
+        return torch.full((len(self._capture.spec.names),), CHECK_FAILED, dtype=torch.uint8)
 
     def leave_out(self, mask: Tensor) -> None:
         """Leave out the parameters whose byte is not 0."""

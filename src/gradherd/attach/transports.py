@@ -1,17 +1,21 @@
 """How rows get from a row source to the sampler, those of all workers together."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.row_sources import ParameterHooks, RowSource
+from gradherd.attach.row_sources import CHECK_FAILED, ParameterHooks, RowSource
 from gradherd.comm.collectives import all_gather
-from gradherd.comm.script import RankRunner
+from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World
-from gradherd.ordering.coordination import BatchClaim, EpochGatherer, RowGatherer
+from gradherd.ordering.batch_claims import BatchClaim, ClaimComparison, compare_claims
+from gradherd.ordering.coordination import EpochGatherer, RowGatherer
 from gradherd.ordering.sampler import OrderedSampler
+
+log = logging.getLogger("gradherd")
 
 
 class RowTransport(Protocol):
@@ -35,8 +39,11 @@ class RowTransport(Protocol):
         """Get ready for a new batch: a forward begins."""
         ...
 
-    def feed(self, claim: BatchClaim, loss_scale: float) -> None:
-        """Feed back the rows of the backward that was waiting."""
+    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+        """Feed back the rows of the backward that was waiting, or drop them without a claim.
+
+        All ranks must call it after each backward, also those for which nothing counts.
+        """
         ...
 
     def by_index(self) -> None:
@@ -70,6 +77,54 @@ class RowTransport(Protocol):
     def close(self) -> None:
         """Leave the model as it was."""
         ...
+
+
+class StepComparison:
+    """Finds out whether all ranks feed back the same batch of the order.
+
+    A rank that skips a batch which the others train on is ahead of them from then on. Nothing is
+    learned from such steps: their units keep their place, on all ranks alike.
+    """
+
+    def __init__(self, sampler: OrderedSampler) -> None:
+        self._sampler = sampler
+        self._warned = False
+
+    def compare(
+        self, claim: BatchClaim | None, world: World, *, finite: bool = True
+    ) -> ClaimComparison:
+        """Return what all ranks feed back. All ranks must call it together.
+
+        Args:
+            claim: This rank's batch; None if its gradient belongs to none.
+            world: The ranks, with a group for tensors on the CPU.
+            finite: Whether this rank knows of nothing in the gradients that is not finite.
+        """
+        found: ClaimComparison = run(compare_claims(claim, finite=finite), world).value
+        if not found.same and not self._warned:
+            self._warned = True
+            log.warning(
+                "ranks have trained on different batches in the same step (%s), and nothing is "
+                "learned from such steps: skip a batch on all ranks or on none",
+                found.text,
+            )
+        return found
+
+    def pass_over(self, claim: BatchClaim | None, found: ClaimComparison) -> None:
+        """Count what all ranks have visited, although nothing is learned from some of it."""
+        ordering = self._sampler.ordering
+        if claim is not None and claim.epoch == ordering.epoch and found.visited is not None:
+            ordering.skip_to(max(ordering.steps, found.visited))
+            self._sampler.end_if_complete()
+
+    def check_end(self, world: World) -> None:
+        """Raise unless all ranks want all that was fed to be learned now."""
+        found: ClaimComparison = run(compare_claims(None, end=True), world).value
+        if not found.same:
+            raise RuntimeError(
+                f"ranks are at different steps where they must meet, as in set_epoch(): "
+                f"{found.text}; let all ranks train on as many batches"
+            )
 
 
 class _LocalState:
@@ -114,9 +169,11 @@ class CountingTransport(_LocalState):
         """Have `began` called before the first gradient of each backward."""
         self._hooks.began = began
 
-    def feed(self, claim: BatchClaim, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Count the units."""
         self.waiting = False
+        if claim is None:
+            return
         seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
         self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
 
@@ -148,6 +205,9 @@ class GatheringTransport(_LocalState):
         self._runner = RankRunner(world)
         self._gatherer = RowGatherer(sampler, self._runner)
         self._epoch_gatherer: EpochGatherer | None = None
+        # On the CPU, so that a GPU need not catch up with the host at every step.
+        self._side = world.side_channel()
+        self._in_step = StepComparison(sampler)
         # With one worker nothing is sent, so exact rows need not be formed.
         self._alone = world.size == 1
 
@@ -165,31 +225,67 @@ class GatheringTransport(_LocalState):
         """Have `began` called before the first gradient of each backward, if that can be told."""
         self._source.on_backward(began)
 
-    def feed(self, claim: BatchClaim, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
-        # Every rank has fed as many batches, so checks are due on all of them at once.
-        mask = self._source.check(claim.examples)
-        if mask is not None:
-            world = self._sampler.world
-            masks = all_gather(mask.to(self._device), world).value
-            self._source.leave_out(masks.amax(0).cpu())
-        if self._epoch_gatherer is not None:
-            self._epoch_gatherer.add(self._source.take(claim.examples, loss_scale), claim)
+        if self._epoch_gatherer is None and not self._alone:
+            found = self._in_step.compare(claim, self._side)
+            if not found.same:
+                self._source.forget()
+                # Ranks will come to the end of the epoch at different steps, so what waits must
+                # be sent here, where all of them are.
+                self._gatherer.flush()
+                self._in_step.pass_over(claim, found)
+                return
+        if claim is None:
+            self._source.forget()
             return
-        implicit = self._source.take_implicit(claim.examples, loss_scale) if self._alone else None
+        self._check(claim)
+        rows = (claim.examples, loss_scale)
+        if self._epoch_gatherer is not None:
+            self._epoch_gatherer.add(self._source.take(*rows), claim)
+            return
+        implicit = self._source.take_implicit(*rows) if self._alone else None
         if implicit is not None:
             self._sampler.observe(implicit, first=claim.step)
             return
-        self._gatherer.add(self._source.take(claim.examples, loss_scale), claim)
+        self._gatherer.add(self._source.take(*rows), claim)
         left = self._sampler.ordering.length - claim.step - claim.units
         if left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
 
+    def _check(self, claim: BatchClaim) -> None:
+        """Check the rows that wait, if that is due, and leave out the same on all ranks."""
+        # Every rank has fed as many batches, so checks are due on all of them at once.
+        error: Exception | None = None
+        try:
+            mask = self._source.check(claim.examples)
+        except Exception as raised:
+            if self._alone:
+                raise
+            # The others wait for this rank's answer.
+            error, mask = raised, self._source.failed_check()
+        if mask is None:
+            return
+        masks = all_gather(mask.to(self._device), self._sampler.world).value.cpu()
+        if error is not None:
+            raise error
+        failed = [rank for rank, one in enumerate(masks.tolist()) if CHECK_FAILED in one]
+        if failed:
+            self._source.forget()
+            raise RuntimeError(
+                f"rows could not be read on {'rank' if len(failed) == 1 else 'ranks'} "
+                f"{', '.join(map(str, failed))}, which raised an error of its own"
+            )
+        self._source.leave_out(masks.amax(0))
+
     def by_index(self) -> None:
         """Hold rows until the end of the epoch."""
         if self._epoch_gatherer is None:
-            length = self._sampler.ordering.length
-            self._epoch_gatherer = EpochGatherer(self._sampler, self._runner, length)
+            sampler = self._sampler
+            batches = -(-len(sampler) // sampler.batch_size)
+            self._epoch_gatherer = EpochGatherer(
+                sampler, self._runner, sampler.ordering.length, batches
+            )
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out, and the time rows took in backwards."""
@@ -204,7 +300,12 @@ class GatheringTransport(_LocalState):
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""
-        (self._epoch_gatherer or self._gatherer).flush()
+        if self._epoch_gatherer is not None:
+            self._epoch_gatherer.flush()
+            return
+        if self._gatherer.waiting:
+            self._in_step.check_end(self._side)
+        self._gatherer.flush()
 
     def forget(self) -> None:
         """Drop the backward that is waiting."""
@@ -213,3 +314,4 @@ class GatheringTransport(_LocalState):
     def close(self) -> None:
         """Leave the model as it was."""
         self._source.close()
+        self._side.close_side_channel()

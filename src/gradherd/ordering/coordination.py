@@ -17,31 +17,19 @@ Shapes: b units of a batch, R workers, k columns of a row, C columns of this ran
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, Runner, Script
+from gradherd.ordering.batch_claims import BatchClaim
 
 # Rows that wait to be sent take memory, and R times as much on arrival: no more than this.
 _MAX_WAITING_ELEMENTS = 4_000_000
 # A collective has its latency however little it sends: a few dozen batches share one.
 BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered in one collective."""
-
-
-class BatchClaim(NamedTuple):
-    """The units that a gradient belongs to."""
-
-    epoch: int
-    """Epoch in which they are visited."""
-    step: int
-    """Position of the first one in the order of that epoch."""
-    units: int
-    """Number of units."""
-    examples: int
-    """Number of examples in them."""
 
 
 class Learner(Protocol):
@@ -148,6 +136,11 @@ class RowGatherer:
         self._every = every
         self._waiting: list[tuple[BatchClaim | None, Tensor]] = []
 
+    @property
+    def waiting(self) -> bool:
+        """Whether rows wait to be sent; the same on all ranks."""
+        return bool(self._waiting)
+
     def add(self, rows: Tensor, claim: BatchClaim | None = None) -> None:
         """Add the rows of a batch, and send what has accumulated once it is enough.
 
@@ -192,23 +185,27 @@ class EpochGatherer:
     for one row of every unit, which is why batches in order go through `RowGatherer`.
     """
 
-    def __init__(self, learner: Learner, runner: Runner, length: int) -> None:
+    def __init__(self, learner: Learner, runner: Runner, length: int, batches: int) -> None:
         """Start empty.
 
         Args:
             learner: What learns from the rows.
             runner: Runs the script.
             length: Time steps of an epoch.
+            batches: Batches of an epoch.
         """
         self._learner = learner
         self._runner = runner
         self._length = length
+        self._batches = batches
         self._waiting: list[tuple[BatchClaim, Tensor]] = []
 
     def add(self, rows: Tensor, claim: BatchClaim) -> None:
         """Add the (b, k) rows of a batch; the last one of an epoch has them gathered."""
         self._waiting.append((claim, rows))
-        if sum(waiting.units for waiting, _ in self._waiting) >= self._length:
+        # Batches are counted, not units: ranks feed back equally many batches, but one that has
+        # met the short batch of the epoch twice, or not at all, has other units.
+        if len(self._waiting) >= self._batches:
             self.flush()
 
     def flush(self) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gradherd.ordering.coordination import BatchClaim
+from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.iterators import EpochIterator, EpochPass, LoaderPass
 from gradherd.ordering.ordering import Ordering
 
@@ -247,7 +247,8 @@ class EpochClaims:
 
     def _claim(self, first: int, count: int) -> BatchClaim:
         self.position = first + count
-        return BatchClaim(self._epoch, first // self._unit, count // self._unit, count)
+        step, units = first // self._unit, count // self._unit
+        return BatchClaim(self._epoch, step, units, count, self._version)
 
 
 BEFORE_ANY_EXAMPLE = (

@@ -68,8 +68,7 @@ class Ordering:
         self.length = max(sizes) if length is None else length
         if not 0 <= self.length <= max(sizes):
             raise ValueError(f"length must be in [0, {max(sizes)}], got {length}")
-        # Random unless asked otherwise, and independent for each worker. The published HMDA script
-        # starts from the order of the file, all others from a random one.
+        # Published code starts from random orders, except for HMDA (the order of the file).
         if (policy.start or start) == "random":
             self._orders = self.random.permutations(sizes, epoch=0)
         else:
@@ -110,6 +109,7 @@ class Ordering:
             self._version = digest.hexdigest()
         return self._version
 
+    @torch.inference_mode(False)  # the state outlives the block that this may be called in
     def observe(
         self,
         rows: Tensor | ImplicitRows | None,
@@ -171,8 +171,7 @@ class Ordering:
             exact = rows.dtype in (torch.float32, torch.float64)
             rows = rows.detach() if exact else rows.detach().float()
             rows = self._state.align(rows)
-        # A worker that has run out of units repeats one: its row is real, but counts no second
-        # time.
+        # A worker that has run out of units repeats one: its row is real, but counts only once.
         seen = seen & self._state.valid(self.steps, len(seen))
         yield from self.policy.observe(self._state, rows, seen, self.random, sharded=sharded)
 
@@ -232,6 +231,7 @@ class Ordering:
         mean, self._state = self._state.mean, self._new_state(self.epoch, previous=None)
         self._state.mean = mean
 
+    @torch.inference_mode(False)
     def end_epoch(self, next_epoch: int | None = None, *, rest_follows: bool = False) -> None:
         """Adopt the next orders.
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
-from gradherd.ordering.coordination import BatchClaim
+from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.iterators import EpochIterator, EpochPass, find_loader_pass
 from gradherd.ordering.ledger import (
@@ -182,7 +182,8 @@ class OrderedSampler(DistributedSampler[Any]):
         last = self._claims.last_pass or self._ledger.newest
         if last is None or last.version != self.ordering.version or last.alive:
             return False
-        return 0 < len(self) - self._claims.position < self.batch_size
+        # What all ranks have learned, which is the same on all of them, not what this one fed.
+        return 0 < len(self) - self.ordering.steps * self.unit < self.batch_size
 
     def __len__(self) -> int:
         return (self.sharding.length if self._rest is None else len(self._rest)) * self.unit
@@ -248,8 +249,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def current_batch(self) -> BatchTicket | None:
         """Return the batch that a forward which begins now is for; see `BatchLedger.current`."""
-        if not self.ordering.policy.needs_rows:
-            # Which units are counted does not matter: nothing is refused.
+        if not self.ordering.policy.needs_rows:  # Which units count does not matter.
             return None
         return self._ledger.current()
 
@@ -291,14 +291,15 @@ class OrderedSampler(DistributedSampler[Any]):
         After the last unit the next order is adopted: forgetting `set_epoch` does not freeze it.
         """
         self.ordering.observe(rows, seen, first=first)
-        self._end_if_complete()
+        self.end_if_complete()
 
     def observe_sharded(self, rows: Tensor, *, first: int | None = None) -> Script[None]:
         """Learn from this rank's columns of the next units; see `Ordering.observe_sharded`."""
         yield from self.ordering.observe_sharded(rows, first=first)
-        self._end_if_complete()
+        self.end_if_complete()
 
-    def _end_if_complete(self) -> None:
+    def end_if_complete(self) -> None:
+        """Adopt the next order after the last unit."""
         if self.ordering.steps == self.ordering.length:
             self.end_epoch()
 

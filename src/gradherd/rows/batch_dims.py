@@ -41,6 +41,8 @@ class BatchDims:
 
     given: int | None = None
     """The user's setting for all tensors of the model."""
+    by_parts: bool = False
+    """Whether the loop calls parts of the model instead of the model."""
     _model_dim: int | None = None
     _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
@@ -52,6 +54,8 @@ class BatchDims:
         if (name, index, ndim) in self._known:
             dim = self._known[name, index, ndim]
             return BatchDim(examples, label, preferred, dim, is_known=True)
+        if self.by_parts:  # Sizes alone decide nothing here, where no forward sees all inputs.
+            return BatchDim(examples, label, preferred, is_known=True)
         if index != INPUT and ndim >= 3:
             # torch's own layers define their outputs: `batch_first` for the sequence,
             # (layers, B, ...) for states of recurrent layers, (B, ...) for attention weights.
@@ -114,6 +118,10 @@ class BatchDims:
         shape = next((t.shape for t in tensor_leaves((call.args, call.kwargs)) if t.dim()), None)
         if shape is None:
             return False
+        if call.name:  # A part of the model: where its batch is must be given.
+            assert self.given is not None
+            # Indices (T,) may be positions, looked up once for all examples.
+            return len(shape) > max(1, self.given) and shape[self.given] == examples
         dims = [dim for dim, size in enumerate(shape) if size == examples]
         if self.given is None:
             dims = [dim for dim in dims if dim < 2]

@@ -51,7 +51,12 @@ class CallRecorder:
         """Calls whose output gradients have arrived."""
         self.model_calls: list[ModuleCall] = []
         """Calls of the model itself; only while `records_model`."""
+        self.part_calls: list[ModuleCall] = []
+        """Calls of the model's parts since its last own call, likewise: a loop may call them
+        instead of the model."""
         self.records_model = True
+        self.began: Callable[[], None] = lambda: None
+        """Called before the first gradient of each backward."""
         self.last_shapes: tuple[torch.Size, ...] = ()
         """Shapes of the tensors given to the last call of the model."""
         self.create_graph = False
@@ -60,13 +65,16 @@ class CallRecorder:
         self._consume = consume
         # Half precision is for the model; rows keep theirs, also in a backward under autocast.
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
-        self._queued_task = -1
+        self._queued_task = self._last_task = -1
         self._silent = False
         self._shapes: list[tuple[str, Shapes]] | None = None
         self._contexts: dict[str, ForwardContext] = {}
         self._handles: list[Any] = [
             model.register_forward_hook(UncopiedHook(self._after_model), with_kwargs=True)
         ]
+        for name, part in _parts(model):
+            hook = UncopiedHook(partial(self._after_part, name))
+            self._handles.append(part.register_forward_hook(hook, with_kwargs=True))
         for owner in owners:
             self._register(owner)
 
@@ -88,8 +96,8 @@ class CallRecorder:
             outputs = repeat_forward(call, args, kwargs)
         finally:
             self._shapes = None
-        # The model itself was not called as a module, so its own hooks have not run.
-        return [*shapes, ("", call_shapes(args, kwargs, outputs))]
+        # The module itself was not called as one, so its own hooks have not run.
+        return [*shapes, (call.name, call_shapes(args, kwargs, outputs))]
 
     def clear(self) -> None:
         """Forget everything recorded."""
@@ -101,6 +109,7 @@ class CallRecorder:
                 call.args = ()
         self.calls.clear()
         self.model_calls.clear()
+        self.part_calls.clear()
         self.create_graph = False
 
     def remove_hooks(self) -> None:
@@ -131,10 +140,15 @@ class CallRecorder:
         # Not before the forward: the rows of the batch before may be popped then.
         if torch.is_grad_enabled() and not self._silent:
             self.last_shapes = tuple(t.shape for t in tensor_leaves((args, kwargs)))
+            self.part_calls.clear()  # They were calls by the model.
             if self.records_model:
-                args, kwargs = detach_all((args, kwargs))
-                context = ForwardContext.save(module)
-                self.model_calls.append(ModuleCall("", module, args, kwargs, context, (), ()))
+                self.model_calls.append(_whole_call("", module, args, kwargs))
+
+    def _after_part(
+        self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        if self.records_model and torch.is_grad_enabled() and not self._silent:
+            self.part_calls.append(_whole_call(name, module, args, kwargs))
 
     @skip_on_replay
     def _before_forward(self, owner: ParameterOwner, module: nn.Module, args: Any) -> None:
@@ -209,6 +223,10 @@ class CallRecorder:
     def _on_grad(self, call: ModuleCall, index: int, grad: Tensor | None) -> None:
         if grad is None:  # fused recurrent kernels report outputs that nothing uses
             return
+        task = torch._C._current_graph_task_id()
+        if task != self._last_task:
+            self._last_task = task
+            self.began()
         if not call.grads:
             if call.saved is not None:
                 call.args = call.saved.saved_tensors
@@ -222,13 +240,27 @@ class CallRecorder:
         if torch.is_grad_enabled():
             self.create_graph = True
         # A retained graph may run backward several times before the rows are read: add up.
-        task = torch._C._current_graph_task_id()
         if call.context is not None and task != self._queued_task:
             self._queued_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
         key = (task, index)
         before = call.grads.get(key)
         call.grads[key] = grad.detach() if before is None else before + grad.detach()
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a loop may call instead of the model, with their names."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # These cannot be called.
+            yield from ((f"{name}.{inner}", part) for inner, part in _parts(child))
+        else:
+            yield name, child
+
+
+def _whole_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> ModuleCall:
+    """Return a call that can be repeated to see which dimensions hold examples."""
+    args, kwargs = detach_all((args, kwargs))
+    return ModuleCall(name, module, args, kwargs, ForwardContext.save(module), (), ())
 
 
 def _hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:

@@ -3,6 +3,7 @@
 Shapes: B examples, D elements of all trainable parameters, k elements of a sketch.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -76,6 +77,10 @@ class Capture:
             self._like = at_least_float32(parameters[0].detach().new_empty(0))
         self._terms: ParameterTerms | None = None
         self._failures: dict[str, str] = {}
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward."""
+        self._recorder.began = began
 
     @property
     def num_calls(self) -> int:

@@ -138,23 +138,23 @@ class TermReader:
     def _replay_early(self) -> None:
         """Replay at the end of a backward, before an optimizer can change the parameters.
 
-        `optimizer.step(closure)` updates them right after the backward inside.
+        `optimizer.step(closure)` updates them right after the backward inside. The number of
+        examples is a guess until rows are popped, so nothing is decided here: what cannot be
+        replayed is replayed by the pop, which knows the number and raises.
         """
         started = time.perf_counter()
         examples = self._dims.model_examples(self.recorder.last_shapes)
         if examples is None:
             return
-        # The number of examples is a guess until rows are popped; it must not decide anything.
         dims, self._dims = self._dims, copy.deepcopy(self._dims)
         try:
             with self.recorder.silent():
                 for call, grads in self._probed_calls(examples):
                     if grads and call.context is not None:
-                        # Left for the pop, which names the module.
                         with suppress(UnbatchedError, RuntimeError):
                             self._replayed(call, grads, examples)
-        except ValueError:
-            pass
+        except ValueError as error:
+            log.debug("rows wait for the end of the step: %s", error)
         finally:
             self._dims = dims
             self.seconds += time.perf_counter() - started
@@ -162,8 +162,17 @@ class TermReader:
     def _probed_calls(self, examples: int) -> list[tuple[ModuleCall, dict[int, Tensor]]]:
         """Return the calls with their gradients, after their batch dimensions were found."""
         calls = [(call, self._accumulated_grads(call)) for call in self.recorder.calls]
-        if not self.recorder.model_calls:
+        whole, parts = self.recorder.model_calls, self.recorder.part_calls
+        if not whole and not parts:
             return calls
+        self._dims.by_parts = not whole
+        if not whole and self._dims.given is None:
+            named = ", ".join(dict.fromkeys(call.name for call in parts))
+            raise ValueError(
+                f"the loop calls parts of the attached model ({named}), not the model itself, so "
+                "it is not known which dimension of their inputs holds the examples: call the "
+                "model, or give ExactRows or SketchRows batch_dim=0 if it is the first one"
+            )
         shapes: dict[str, list[Shapes]] = {}
         for call, grads in calls:
             # The gradients of outputs have the shapes of the outputs.
@@ -171,7 +180,7 @@ class TermReader:
             of_call |= {index: grad.shape for index, grad in grads.items()}
             shapes.setdefault(call.name, []).append(of_call)
         if self._dims.unknown(shapes):
-            for model_call in self.recorder.model_calls:
+            for model_call in whole or parts:
                 self._dims.probe(model_call, examples, shapes, self.recorder.shapes_of)
         return calls
 
