@@ -36,6 +36,8 @@ class EpochPass:
     """Examples of the epoch."""
     version: str
     """Version of the order that it hands out."""
+    skipped: int = 0
+    """Batches at its start that the loader skips, since they were trained on before a restart."""
     handed_out: int = 0
     """Position up to which it has handed out examples."""
     stamp: int = 0
@@ -168,7 +170,7 @@ def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderP
                 break
             between.append(source)
             source = getattr(source, "sampler", None) or getattr(source, "batch_sampler", None)
-        if source is not sampler:
+        if source is not sampler and not _reaches(candidate._sampler_iter, iterator):
             continue
         for wrapper in between:
             if "shard" in type(wrapper).__name__.lower():
@@ -186,3 +188,18 @@ def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderP
         batches = between[0] if between and isinstance(between[0], BatchSampler) else None
         passes.append(LoaderPass(candidate, getattr(batches, "batch_size", None)))
     return passes[0] if len(passes) == 1 else None
+
+
+def _reaches(indices: object, iterator: EpochIterator | None) -> bool:
+    """Return whether an iterator over batches draws from the sampler's, through any wrapper.
+
+    Batch samplers of a user's own need not tell what they draw from, but their generators hold it.
+    """
+    if iterator is None:
+        return False
+    near: list[object] = [indices]
+    for _ in range(4):
+        near = [one for each in near for one in gc.get_referents(each)][:1000]
+        if any(one is iterator for one in near):
+            return True
+    return False

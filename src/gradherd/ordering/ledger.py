@@ -29,6 +29,13 @@ class BatchTicket(NamedTuple):
     number: int
     """Number of the batch in its pass, from 0; or `UNKNOWN`."""
 
+    def end(self, batch_size: int) -> int:
+        """Return the position in the epoch at which the batch ends; 0 if it cannot be told."""
+        if self.number == UNKNOWN:
+            return 0
+        begin, length = self.epoch_pass.begin, self.epoch_pass.length
+        return min(begin + (self.number + 1) * batch_size, length)
+
 
 class BatchLedger:
     """Knows which batches loops have received, and so which one a forward is for."""
@@ -85,9 +92,10 @@ class BatchLedger:
             return None
         newest = self._log[-1]
         if self._ahead is None:
-            if newest.number > 0:
+            unexplained = newest.number - newest.epoch_pass.skipped
+            if unexplained > 0:
                 raise RuntimeError(
-                    f"the loop has received {newest.number + 1} batches before the first forward, "
+                    f"the loop has received {unexplained + 1} batches before the first forward, "
                     "and gradherd cannot tell whether it skips batches or fetches them ahead: say "
                     "which with OrderedSampler(..., ahead=0) if it skips, or ahead=1 if it is one "
                     "batch ahead"
@@ -129,17 +137,28 @@ class BatchLedger:
     def _look_up(self, one: EpochPass) -> None:
         """Find the loader of a pass that has handed out more than one batch since the last look.
 
-        Either its loader prefetches, or its loop has received several batches.
+        Either its loader prefetches, or its loop has received several batches. Likewise while
+        another loader prefetches, which may have begun this pass, too.
         """
         handed_out = one.handed_out - one.begin
-        if one.looked_up or handed_out <= (one.logged + 1) * self._batch_size:
+        loaders = [other.loader for other in self._passes if other is not one and other.loader]
+        expected = one.logged + (not any(each.prefetches and each.alive for each in loaders))
+        if one.looked_up or handed_out <= expected * self._batch_size:
             return
         iterator = one.iterator() if one.iterator is not None else None
         if iterator is None and one.handed_out < one.length:
             return  # a loop that was broken off
         loader, one.looked_up = self._find_loader(iterator), True
         known = (other.loader for other in self._passes if other.loader is not None)
-        if loader is None or any(loader.is_same_pass(other) for other in known):
+        if loader is None:
+            return
+        if any(loader.is_same_pass(other) for other in known):
+            if iterator is not None and loader.prefetches:
+                raise ValueError(
+                    "the loader's batch sampler goes over this sampler again before the last "
+                    "gradients of an epoch are in, which the next order needs: let it end with the "
+                    "epoch, and iterate over the loader once per epoch"
+                )
             return  # It belongs to another pass: that of this one is gone.
         one.loader = loader
         if one.loader.batch_size not in (None, self._batch_size):

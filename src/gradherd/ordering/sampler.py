@@ -69,7 +69,6 @@ class OrderedSampler(DistributedSampler[Any]):
             ahead: Batches that the loop itself fetches before it trains on the one at hand: 0 in a
                 plain loop, 1 if it copies the next batch to the GPU. Needed only if several
                 batches arrive before the first forward.
-
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -167,18 +166,17 @@ class OrderedSampler(DistributedSampler[Any]):
         self._call_read_hooks("iterate")
         if self._ended_short():
             self.end_epoch()
-        begin = 0 if self._loader_skips else self.start
-        epoch_pass = EpochPass(begin, len(self), self.ordering.version)
+        begin, skipped = self.start, 0
+        if self._loader_skips:
+            begin, skipped = 0, begin // self.batch_size
+        epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped)
         iterator = EpochIterator(self, epoch_pass, self._clock)
         epoch_pass.iterator = weakref.ref(iterator)
         self._ledger.begin(epoch_pass)
         return iterator
 
     def _ended_short(self) -> bool:
-        """Return whether a loop has ended with less than a batch missing.
-
-        Then the loader drops incomplete batches, and the epoch is over.
-        """
+        """Return whether a loop has ended with less than a batch missing: the loader drops it."""
         last = self._claims.last_pass or self._ledger.newest
         if last is None or last.version != self.ordering.version or last.alive:
             return False
@@ -340,7 +338,7 @@ class OrderedSampler(DistributedSampler[Any]):
         self._named_epoch = None
         self._resumed = (state["epoch"], self.position_of(state))
         self._begin_epoch()
-        if self.finishing_rest and not len(self):  # Less than a round was left, and is dropped.
+        if self.finishing_rest and not len(self):  # less than a round, which is dropped
             self.end_epoch()
 
     def position_of(self, state: Mapping[str, Any]) -> int:
