@@ -28,30 +28,52 @@ from tests.attach.attach_work import examples, network
 SPARSE = gh.Sparsify(method=gh.ExDyna(density=0.05), dense_below=8)
 
 
+DIFFERENT = {
+    "batch_size": {"batch_size": 8},
+    "policy": {"policy": "id-grab"},
+    "unit": {"unit": 2},
+    "seed": {"seed": 1},
+    "length": {"dataset": examples(40)},
+}
+
+
 def train(kind: str, rank: int, fault_file: str) -> None:
-    """Train on two ranks; something happens to rank 1 in its third step."""
-    ddp, data = DDP(network()), examples(48)
-    if kind in ("alone", "differing"):
+    """Train on two ranks; something happens to rank 1 in its third step, or earlier.
+
+    Kinds with "rows" order single examples, others whole batches.
+    """
+    ddp = DDP(network())
+    settings = {"dataset": examples(48), "policy": "cd-grab", "batch_size": 4, "unit": 4, "seed": 0}
+    if "rows" in kind:
+        settings["unit"] = 1
+    fault, _, setting = kind.partition(": ")
+    if fault in ("alone", "differing"):
         open(fault_file, "w").close()
-    batch = 8 if kind == "differing" and rank else 4
-    sampler = gh.OrderedSampler(data, "cd-grab", batch_size=batch, unit=4)
+    if fault == "differing" and rank:
+        settings |= DIFFERENT[setting]
+    data = settings["dataset"]
+    sampler = gh.OrderedSampler(**settings)
     if "plain" not in kind and (kind != "alone" or rank == 0):
         gh.attach(ddp, order=sampler, sparsify=SPARSE if "sparse" in kind else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    loader = DataLoader(data, batch_size=batch, sampler=sampler)
+    loader = DataLoader(data, batch_size=settings["batch_size"], sampler=sampler)
     last = len(loader) - 1
     for step, (x, y) in enumerate(chain(loader, loader)):
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(x), y)
         if rank == 1 and step == (last if "after" in kind else 2):
             open(fault_file, "w").close()
-            if "after" in kind:
-                # Rank 0 needs the order of the next epoch, and its thread waits for rank 1.
+            if "after" in kind or "check" in kind:
+                # Rank 0 needs the order of the next epoch, and its thread waits for rank 1; or it
+                # waits for the result of rank 1's check.
                 loss.backward()
             if "stalled" in kind:
                 time.sleep(600)
             elif "killed" in kind:
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif "check" in kind:
+                x.zero_()
+                optimizer.step()
             elif "raising" in kind:
                 raise RuntimeError("a fault on rank 1")
         loss.backward()
