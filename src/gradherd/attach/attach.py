@@ -1,9 +1,8 @@
 """attach(model, order=..., sparsify=...): the one place where both halves meet a model."""
 
 import logging
-import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +16,9 @@ from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.flat_weights import float_buffers, local_parameters, stepping_optimizer
+from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_sharding
+from gradherd.attach.fsdp_coordination import ShardedCoordination
+from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.row_sources import make_row_source
@@ -32,6 +34,9 @@ from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 log = logging.getLogger("gradherd")
 
 
@@ -44,15 +49,18 @@ def attach(
     optimizer: Optimizer | None = None,
     rows: str | RowSettings = "auto",
     scaler: GradScaler | None = None,
+    mesh: "DeviceMesh | None" = None,
 ) -> Herd:
     """Let `order` learn from the gradients of `model`, and `sparsify` exchange them.
 
     Args:
-        model: Any module, or one in DistributedDataParallel. Attach after wrapping it; before
-            torch.compile if single examples are ordered.
+        model: Any module, one in DistributedDataParallel, or one that `fully_shard` was called
+            on. Attach after wrapping or sharding it; before torch.compile if single examples are
+            ordered.
         order: The sampler of the training loader.
         sparsify: A method such as `ExDyna(density=1e-3)`, its name, or `Sparsify` with further
-            settings. It uses the communication hook of DDP.
+            settings. It uses the communication hook of DDP; of a sharded model it exchanges
+            gradients between replicas.
         local: Instead of exchanging gradients, let each rank take steps on its own and exchange
             what they have changed, as `LocalSteps` says. The model is then a plain module; all
             ranks start with rank 0's weights.
@@ -61,6 +69,8 @@ def attach(
             `BatchRows`, `ExactRows`, `SketchRows` with their settings.
         scaler: The GradScaler of the loop, if there is one: rows and residuals are divided by its
             scale.
+        mesh: With `sparsify` and a sharded model: the mesh of ("replicate", "shard") whose "shard"
+            dimension `fully_shard` was given. Gradients are averaged over the other one.
 
     Returns:
         A handle for metrics, checkpoints and detaching.
@@ -73,12 +83,19 @@ def attach(
     if order is None and sparsify is None and local is None:
         raise ValueError("nothing to attach: give an order, a sparsifier or local steps, or both")
     bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
-    meeting = RankMeeting(_model_world(bare, order))
     try:
         check_parameters(bare)
+        worlds = ShardedWorlds(bare, mesh) if fsdp_modules(bare) else None
+        world = _model_world(bare, order, worlds)
+    except Exception as error:
+        RankMeeting(_model_world(bare, order, None)).refuse(error)
+        raise
+    meeting = RankMeeting(world)
+    try:
         stepping = _check_local(bare, local, optimizer, sparsify is not None, scaler)
-        settings = _sparsify_settings(bare, sparsify)
-        plan = None if order is None else _plan_rows(model, order, rows, settings is not None)
+        settings = _sparsify_settings(bare, sparsify, worlds, mesh)
+        sparsifies = settings is not None
+        plan = None if order is None else _plan_rows(model, order, rows, sparsifies, worlds)
     except Exception as error:
         meeting.refuse(error)
         raise
@@ -98,7 +115,7 @@ def attach(
                 stacklevel=2,
             )
     if local is not None and stepping is not None:
-        sparse = LocalExchange(bare, stepping, local, _model_world(bare, order))
+        sparse = LocalExchange(bare, stepping, local, world)
         log.info("local steps: %s", local)
     feedback = None
     if order is not None and plan is not None:
@@ -107,8 +124,12 @@ def attach(
     return Herd(feedback, sparse)
 
 
-def _model_world(model: nn.Module, order: OrderedSampler | None) -> World:
+def _model_world(
+    model: nn.Module, order: OrderedSampler | None, worlds: ShardedWorlds | None
+) -> World:
     """Return the ranks that train the model together."""
+    if worlds is not None:
+        return worlds.all_workers(order)
     if isinstance(model, DDP):
         return world_of(model)
     if order is not None and order.world.group is not None:
@@ -146,25 +167,11 @@ def _shared_settings(
 
 def check_parameters(model: nn.Module) -> None:
     """Refuse models of which this process does not hold every gradient whole."""
-    # These imports take seconds, and a model cannot be of a class that was not imported.
-    fsdp, tensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    for path, module in model.named_modules():
-        if fsdp and isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
-            raise ValueError(
-                f"{f'module {path!r}' if path else 'model'} is sharded by FSDP, which reduces "
-                "gradients before they can be read; gradherd does not support it yet: wrap the "
-                "model in DistributedDataParallel instead"
-            )
+    check_sharding(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("model has no trainable parameter, so no gradient to learn from")
     for name, parameter in trained.items():
-        if tensor and isinstance(parameter, tensor.DTensor):
-            raise ValueError(
-                f"parameter {name!r} is a DTensor, of which this rank holds a part; gradherd does "
-                "not support tensor parallelism yet: use whole parameters and "
-                "DistributedDataParallel"
-            )
         if is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run a forward before attach()")
     empty = sum(not parameter.numel() for parameter in trained.values())
@@ -178,11 +185,22 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def _sparsify_settings(
-    model: nn.Module, sparsify: str | Selector | Sparsify | None
+    model: nn.Module,
+    sparsify: str | Selector | Sparsify | None,
+    worlds: ShardedWorlds | None,
+    mesh: "DeviceMesh | None",
 ) -> Sparsify | None:
     """Return the settings, or raise if they cannot be used with this model."""
+    if mesh is not None and (sparsify is None or worlds is None):
+        raise ValueError(
+            "mesh goes with sparsify and a model that fully_shard was called on with mesh['shard']"
+        )
     if sparsify is None:
         return None
+    if worlds is not None:
+        worlds.check_sparsify(model, mesh)
+        check_device(model, worlds.replicate)
+        return _as_settings(sparsify)
     if not isinstance(model, DDP):
         raise ValueError(
             f"sparsify works in the communication hook of DistributedDataParallel, got a "
@@ -192,6 +210,10 @@ def _sparsify_settings(
         raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
     sparsifiable(model)
     check_device(model, world_of(model))
+    return _as_settings(sparsify)
+
+
+def _as_settings(sparsify: str | Selector | Sparsify) -> Sparsify:
     if isinstance(sparsify, Sparsify):
         return sparsify
     return Sparsify(method=make_sparsifier(sparsify) if isinstance(sparsify, str) else sparsify)
@@ -216,6 +238,11 @@ def _check_local(
             "local steps need a plain module: DistributedDataParallel averages the gradients of "
             "every step; attach the module before or instead of wrapping it"
         )
+    if fsdp_modules(model):
+        raise ValueError(
+            "local steps need a plain module: fully_shard averages the gradients of every step; "
+            "exchange them between replicas with sparsify=... and mesh=mesh instead"
+        )
     if sparsifies:
         raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
     if scaler is not None:
@@ -228,7 +255,11 @@ def _check_local(
 
 
 def _plan_rows(
-    model: nn.Module, order: OrderedSampler, rows: str | RowSettings, sparsifies: bool
+    model: nn.Module,
+    order: OrderedSampler,
+    rows: str | RowSettings,
+    sparsifies: bool,
+    worlds: ShardedWorlds | None,
 ) -> RowSettings:
     """Return how to read rows, or raise if this model cannot be used with this sampler."""
     bare = getattr(model, "_orig_mod", model)
@@ -240,13 +271,22 @@ def _plan_rows(
         )
     if isinstance(bare, DDP):
         _share_group(order, world_of(bare))
+    elif worlds is not None:
+        _share_group(order, worlds.all_workers(order))
     if order.attached:
         raise ValueError("order is attached already: call its herd's detach() first")
     check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
         unwrap_model(model)  # raises if compiled: hooks of its modules would not be called
-    free = isinstance(bare, DDP) and hook_is_free(bare) and not sparsifies
-    settings, why = _choose(bare, order, rows, free)
+    if worlds is not None:
+        free = worlds.rides(order.world) and FlatSpec.of(bare).size < WHOLE_ROWS_BELOW
+    else:
+        free = isinstance(bare, DDP) and hook_is_free(bare)
+    settings, why = _choose(bare, order, rows, free and not sparsifies)
+    if worlds is not None and isinstance(settings, BatchRows) and sparsifies:
+        raise ValueError(
+            "rows='batch' would exchange whole gradients beside the sparse ones: use 'sketch'"
+        )
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return settings
 
@@ -258,7 +298,7 @@ def _share_group(order: OrderedSampler, world: World) -> None:
     """
     if order.world.ranks() != world.ranks():
         raise ValueError(
-            f"order was made for ranks {order.world.ranks()}, but DistributedDataParallel averages "
+            f"order was made for ranks {order.world.ranks()}, but the model averages gradients "
             f"over ranks {world.ranks()}: create the sampler with world=gh.World(rank, size, "
             "group) of the model's process group"
         )
@@ -296,6 +336,8 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
         return CountingTransport(bare, order)
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
         return CoordinatedHook(model, order, world)
+    if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):
+        return ShardedCoordination(model, order, world)
     source = make_row_source(bare, settings, order.unit, order.batch_size)
     return GatheringTransport(source, order, world, next(bare.parameters()).device)
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from gradherd.attach.fsdp_torch import fsdp_modules, gradient_registrar
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
@@ -110,8 +111,9 @@ class ParameterHooks:
 
             return on_grad
 
+        register = gradient_registrar(model)
         self._handles = [
-            parameter.register_hook(hook(name))
+            register(parameter, hook(name))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -204,6 +206,7 @@ class ExampleRowSource:
             batch_dim=settings.batch_dim,
             strict=settings.strict,
             sketch=(settings.size, settings.seed) if isinstance(settings, SketchRows) else None,
+            sharded=gradient_registrar(model) if fsdp_modules(model) else None,
         )
 
     @property

@@ -30,7 +30,7 @@ ONE_BUCKET_ELEMENTS = 2_000_000
 """Up to this many elements, sending one copy of all buckets is cheaper than one message each."""
 
 
-def mean_of_rows(block: Tensor, out: Tensor) -> Tensor:
+def mean_of_rows(block: Tensor, out: Tensor, *, share: float | None = None) -> Tensor:
     """Write the mean over the rows of (R, n) into `out` (n,), accumulated in at least float32.
 
     Rows are added in the order of ranks, so virtual workers get the same bits. Row by row is also
@@ -39,11 +39,12 @@ def mean_of_rows(block: Tensor, out: Tensor) -> Tensor:
     Args:
         block: (R, n), a row from each rank.
         out: (n,), may be a view of where the mean belongs.
+        share: Factor of each row; None is 1 / R, the mean.
 
     Returns:
         `out`.
     """
-    share = 1 / len(block)
+    share = 1 / len(block) if share is None else share
     wide = torch.promote_types(block.dtype, torch.float32)
     total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
     torch.mul(block[0].to(wide), share, out=total)  # half times a float would round to half

@@ -43,6 +43,8 @@ class BatchDims:
     """The user's setting for all tensors of the model."""
     by_parts: bool = False
     """Whether the loop calls parts of the model instead of the model."""
+    sharded: bool = False
+    """Whether modules hold shards of their parameters between passes (FSDP)."""
     _model_dim: int | None = None
     _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
@@ -106,9 +108,14 @@ class BatchDims:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     # In evaluation, torch's transformers take other paths without gradients.
-                    with torch.set_grad_enabled(not call.module.training):
+                    with torch.set_grad_enabled(not call.module.training and not self.sharded):
                         probed = run(call, args, kwargs)
-            except Exception:
+            except Exception as error:
+                if self.sharded:  # parameters may have stayed gathered, and go stale
+                    raise RuntimeError(
+                        "rows of single examples need a run of the model with one more example, "
+                        f"which failed ({error}): order whole batches (unit=batch_size)"
+                    ) from error
                 continue
             self._learn(examples, calls, probed)
             return

@@ -36,6 +36,8 @@ class CallRecorder:
         owners: Iterable[ParameterOwner],
         backward_done: Callable[[], None],
         consume: Callable[[ModuleCall, Tensor], bool],
+        *,
+        sharded: bool = False,
     ) -> None:
         """Register the hooks.
 
@@ -46,6 +48,7 @@ class CallRecorder:
                 module without a rule.
             consume: Is called with each output gradient of a module with a rule. If it returns
                 True, nothing of the call is held.
+            sharded: Whether modules hold shards of their parameters between passes.
         """
         self.calls: list[ModuleCall] = []
         """Calls whose output gradients have arrived."""
@@ -63,6 +66,7 @@ class CallRecorder:
         """Whether a backward was run with create_graph=True."""
         self._backward_done = backward_done
         self._consume = consume
+        self._sharded = sharded
         # Half precision is for the model; rows keep theirs, also in a backward under autocast.
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._queued_task = self._last_task = -1
@@ -93,7 +97,7 @@ class CallRecorder:
         shapes: list[tuple[str, Shapes]] = []
         self._shapes = shapes
         try:
-            outputs = repeat_forward(call, args, kwargs)
+            outputs = repeat_forward(call, args, kwargs, hooks=self._sharded)
         finally:
             self._shapes = None
         # The module itself was not called as one, so its own hooks have not run.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradherd.rows.exact_rows import FactoredRows
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import ParameterOwner, unwrap_model
-from gradherd.rows.row_check import RowCheck
+from gradherd.rows.row_check import Registrar, RowCheck
 from gradherd.rows.row_terms import ParameterTerms, TermReader
 from gradherd.rows.sketch import check_size, count_sketch
 from gradherd.rows.terms import OuterTerm, Term, at_least_float32
@@ -44,6 +44,7 @@ class Capture:
         batch_dim: int | None = None,
         strict: bool = False,
         sketch: tuple[int, int] | None = None,
+        sharded: Registrar | None = None,
     ) -> None:
         """Register the hooks.
 
@@ -55,12 +56,15 @@ class Capture:
             strict: Raise where a parameter would be left out.
             sketch: Size k and seed of sketches, if rows are popped as these sketches only. Layers
                 are then sketched as their gradients arrive, and nothing else is held of them.
+            sharded: For a model whose modules hold shards of their parameters between passes
+                (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
+                rule: those are run again, for which their parameters would have to be gathered.
         """
         model = unwrap_model(model)
         self.spec = FlatSpec.of(model)
         self._model = model
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self._check = RowCheck(self.spec, parameters, strict=strict)
+        self._check = RowCheck(self.spec, parameters, strict=strict, register=sharded)
         self._early = sketch
         self._reader = TermReader(
             model,
@@ -68,13 +72,15 @@ class Capture:
             self._check,
             batch_dim,
             None if sketch is None else partial(self._sketch, *sketch),
+            sharded=sharded is not None,
         )
         self._recorder = self._reader.recorder
         self._factored = _only_outer_terms(self._reader.owners, self._reader.index)
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if parameters:
-            self._like = at_least_float32(parameters[0].detach().new_empty(0))
+            first = parameters[0]  # not new_empty: a shard's would be a DTensor
+            self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
         self._terms: ParameterTerms | None = None
         self._failures: dict[str, str] = {}
 

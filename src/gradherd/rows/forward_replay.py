@@ -168,10 +168,15 @@ def replay(
     return {name: DenseTerm(row) for name, row in zip(parameters, rows, strict=True)}
 
 
-def repeat_forward(call: ModuleCall, args: Any, kwargs: Any) -> Any:
-    """Run a module again with other arguments but the same random state, modes and precision."""
+def repeat_forward(call: ModuleCall, args: Any, kwargs: Any, *, hooks: bool = False) -> Any:
+    """Run a module again with other arguments but the same random state, modes and precision.
+
+    With `hooks` it is called as the user calls it: FSDP gathers parameters and frees them in hooks.
+    """
     assert call.context is not None
     with _restored(call.module, call.context):
+        if hooks:
+            return call.module(*args, **kwargs)
         return _forward(call.module, args, kwargs)
 
 

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,20 @@ _RELEVANT_SHARE = 1e-2
 """Share of the whole row below which errors are measured against the whole row."""
 
 
+Registrar = Callable[[nn.Parameter, Callable[[Tensor], None]], Any]
+"""Has a function called with each gradient of a parameter; returns what removes it."""
+
+
 class RowCheck:
     """Compares rows with gradients when a check is due, and remembers which parameters failed."""
 
     def __init__(
-        self, spec: FlatSpec, parameters: Sequence[nn.Parameter], *, strict: bool = False
+        self,
+        spec: FlatSpec,
+        parameters: Sequence[nn.Parameter],
+        *,
+        strict: bool = False,
+        register: Registrar | None = None,
     ) -> None:
         """Register a hook on each parameter.
 
@@ -55,6 +65,8 @@ class RowCheck:
             spec: Names and sizes of the parameters.
             parameters: The parameters, in the order of `spec`.
             strict: Raise when a parameter would be left out.
+            register: Registers a hook for a parameter's gradient; None is torch's own way, in
+                front of the user's hooks.
         """
         self.left_out: dict[str, str] = {}
         """Names of the parameters that are left out, with the reason."""
@@ -70,7 +82,8 @@ class RowCheck:
         self._batches = 0
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
-        self._handles = [_register_first(p, self._hook(i)) for i, p in enumerate(parameters)]
+        register = register or _register_first
+        self._handles = [register(p, self._hook(i)) for i, p in enumerate(parameters)]
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         tasks = self.tasks[index]

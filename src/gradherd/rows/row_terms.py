@@ -62,6 +62,8 @@ class TermReader:
         check: RowCheck,
         batch_dim: int | None,
         sketch: Callable[[int, Term], Tensor] | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         """Record the modules of `model` that own trainable parameters.
 
@@ -71,13 +73,15 @@ class TermReader:
             check: Knows which backwards reached which parameter, and which are left out.
             batch_dim: Batch dimension of the model's inputs, if it is given.
             sketch: Turns a term of a parameter, given by its index, into a sketch (B, k).
+            sharded: Whether modules hold shards of their parameters between passes.
         """
-        self.owners = {owner.name: owner for owner in parameter_owners(model)}
+        owners = list(parameter_owners(model))
+        self.owners = {o.name: o for o in owners if o.rule is not None or not sharded}
         # By parameter, not by name: modules that share a weight know it under different names.
         parameters = (p for p in model.parameters() if p.requires_grad)
         self.index = {parameter: index for index, parameter in enumerate(parameters)}
         self.recorder = CallRecorder(
-            model, self.owners.values(), self._replay_early, self._sketch_early
+            model, self.owners.values(), self._replay_early, self._sketch_early, sharded=sharded
         )
         self.sketched: list[EarlySketch] = []
         """Sketches made during the backward, in the order of the calls."""
@@ -86,8 +90,12 @@ class TermReader:
         self._sketch = sketch
         self._spec = spec
         self._check = check
-        self._dims = BatchDims(batch_dim)
+        self._dims = BatchDims(batch_dim, sharded)
         self._unfrozen: set[str] = set()
+        why = "its module has no rule, and a sharded one cannot be run again"
+        replayed = (o for o in owners if o.name not in self.owners)
+        names = (spec.names[self.index[p]] for o in replayed for p in o.parameters.values())
+        check.leave_out(dict.fromkeys(names, why))
 
     def read(self, examples: int) -> ParameterTerms:
         """Return the terms of a batch of B examples."""

@@ -96,7 +96,7 @@ def choose_rows(
     if whole_batches and free:
         return BatchRows(), f"units are whole batches, {size:,} parameters"
     if whole_batches:
-        return SketchRows(), "units are whole batches, and there is no DDP hook to read them from"
+        return SketchRows(), "units are whole batches, and whole gradients would have to be sent for ordering alone"
     if size <= _SMALL_MODEL:
         return ExactRows(), f"{size:,} parameters are few"
     return SketchRows(), f"{size:,} parameters are many"

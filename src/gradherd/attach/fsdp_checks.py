@@ -1,0 +1,171 @@
+"""Which sharded models can be attached to, between which ranks, and what to do about the others."""
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from gradherd.attach.fsdp_coordination import rides
+from gradherd.attach.fsdp_torch import (
+    ShardedGroup,
+    check_torch,
+    fsdp_modules,
+    is_fsdp1,
+    sharded_groups,
+)
+from gradherd.comm.world import World
+from gradherd.ordering.sampler import OrderedSampler
+
+WHOLE_ROWS_BELOW = 2**28
+"""Parameters up to which rows="auto" takes whole gradients: they fill four vectors of this length
+on every rank, which a model that does not fit one card may not have."""
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Refuse sharded models whose gradients cannot be read.
+
+    Raises:
+        ValueError: It is one; the message says what to do.
+    """
+    for path, module in model.named_modules():
+        if is_fsdp1(module):
+            raise ValueError(
+                f"{f'module {path!r}' if path else 'model'} is wrapped in "
+                "FullyShardedDataParallel, which reduces gradients before they can be read: use "
+                "torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
+            )
+    if fsdp_modules(model):
+        check_torch(model)
+        _check_groups(model, sharded_groups(model))
+    tensor = sys.modules.get("torch.distributed.tensor")
+    sharded = {name for g in sharded_groups(model) for name in (p.name for p in g.parameters)}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or name in sharded:
+            continue
+        if tensor and isinstance(parameter, tensor.DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, of which this rank holds a part; gradherd does "
+                "not support tensor parallelism: use whole parameters and "
+                "DistributedDataParallel or fully_shard"
+            )
+        if sharded:
+            raise ValueError(
+                f"parameter {name!r} is not sharded, so FSDP does not average its gradient: call "
+                "fully_shard(model) on the whole model, too"
+            )
+
+
+def _check_groups(model: nn.Module, groups: list[ShardedGroup]) -> None:
+    ranks = None
+    for group in groups:
+        where = f"module {group.path!r}" if group.path else "the model"
+        for parameter in group.parameters:
+            if parameter.sharded.device_mesh.ndim != group.mesh_dims:
+                raise ValueError(
+                    f"parameter {parameter.name!r} is split by tensor parallelism as well as by "
+                    "fully_shard, which gradherd does not support: use fully_shard alone"
+                )
+            if parameter.sharded.device.type != group.device.type:
+                raise ValueError(
+                    f"parameters of {where} are offloaded to the {parameter.sharded.device.type}, "
+                    "which gradherd does not support: use fully_shard without offload_policy"
+                )
+        if not group.parameters:
+            continue
+        own = group.shard_world.ranks(), group.replicate_world.ranks()
+        if ranks is not None and own != ranks:
+            raise ValueError(
+                f"{where} is sharded over other ranks than the rest of the model ({own[0]} and "
+                f"{ranks[0]}): call fully_shard with one mesh"
+            )
+        ranks = own
+
+
+class ShardedWorlds:
+    """Between which ranks a sharded model's gradients are averaged, and how."""
+
+    def __init__(self, model: nn.Module, mesh: Any = None) -> None:
+        """Find the ranks.
+
+        Args:
+            model: A model that `fully_shard` was called on.
+            mesh: The mesh that was given to `attach`, if gradherd averages over its replicas.
+
+        Raises:
+            ValueError: The mesh does not fit the model.
+        """
+        self.groups = [group for group in sharded_groups(model) if group.parameters]
+        self.shard = self.groups[0].shard_world
+        """The ranks that hold one copy of the model."""
+        self.native = self.groups[0].replicate_world
+        """The ranks that torch itself averages over after the reduce-scatter."""
+        self.replicate = World.single() if mesh is None else _replicas(mesh, self.shard)
+        """The ranks that gradherd averages over."""
+        self._foreign = any(group.has_all_reduce_hook() for group in self.groups)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.shard.size * self.native.size * self.replicate.size
+
+    def all_workers(self, order: OrderedSampler | None) -> World:
+        """Return the ranks that train together.
+
+        Raises:
+            ValueError: The order was made for others, or they are not all ranks and have no group.
+        """
+        if order is not None and order.world.group is not None:
+            world = order.world
+        elif self.size == self.shard.size and not self._foreign:
+            world = self.shard
+        else:
+            world = World.detect()
+        # With an all-reduce hook of the user's, only the user knows the replicas.
+        if not self._foreign and world.size != self.size:
+            raise ValueError(
+                f"the model is trained by {self.size} ranks, but the process group has "
+                f"{world.size}: create the sampler with world=gh.World(rank, size, group) of the "
+                "ranks that train it"
+            )
+        return world
+
+    def rides(self, world: World) -> bool:
+        """Return whether ordering whole batches costs no bytes of its own."""
+        return not self._foreign and rides(self.groups, world)
+
+    def check_sparsify(self, model: nn.Module, mesh: Any) -> None:
+        """Raise ValueError unless gradients can be exchanged sparsely between replicas."""
+        how = "call fully_shard(model, mesh=mesh['shard']) and attach(..., mesh=mesh)"
+        if self.native.size > 1 or self.groups[0].mesh_dims > 1:
+            raise ValueError(
+                "the model is sharded over a mesh of two dimensions, so torch averages over "
+                f"replicas before anything could be exchanged sparsely: {how}"
+            )
+        if mesh is None:
+            raise ValueError(
+                "sparsify exchanges the gradients of a sharded model between its replicas, and "
+                f"needs to know them: {how}, with a mesh of ('replicate', 'shard')"
+            )
+        if self._foreign:
+            raise ValueError("sparsify needs the all-reduce hook of FSDP, and there is one already")
+        if not fsdp_modules(model) or fsdp_modules(model)[0][0]:
+            raise ValueError("sparsify needs fully_shard(model) on the whole model, too")
+
+
+def _replicas(mesh: Any, shard: World) -> World:
+    """Return the ranks of a mesh that hold the same shard as this one."""
+    if mesh.ndim == 1:
+        groups = [mesh.get_group()]
+    else:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        groups = [g for g in groups if dist.get_process_group_ranks(g) != shard.ranks()]
+        if mesh.ndim == 2 and not groups:  # both dimensions have this rank alone
+            groups = [mesh.get_group(0)]
+        if mesh.ndim != 2 or len(groups) != 1:
+            raise ValueError(
+                f"mesh must have two dimensions, one of which is the mesh that fully_shard was "
+                f"given (ranks {shard.ranks()} here), got {mesh}"
+            )
+    group = groups[0]
+    return World(dist.get_rank(group), dist.get_world_size(group), group)

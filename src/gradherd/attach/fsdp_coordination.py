@@ -1,0 +1,338 @@
+"""Coordination under FSDP2: the reduce-scatter and the ordering of whole batches share an exchange.
+
+FSDP reduces gradients by a reduce-scatter. Here it is an all-to-all: this rank receives its slice
+of every worker's gradient, for the bytes of a ring reduce-scatter. Their mean is the shard of the
+gradient that FSDP wants, and the slices are what coordinated balancing needs.
+
+Where the slices do not come for free, the gradient is exchanged separately when the batch is fed
+back: under `set_requires_gradient_sync(False)` and in the backward that ends it, which reduces the
+sum of several batches, and with replicas (HSDP), where a reduce-scatter sees some workers only.
+
+Shapes: R ranks (the workers), C columns of this rank over all parameters.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
+from gradherd.attach.row_sources import ParameterHooks
+from gradherd.comm.collectives import all_gather, all_to_all
+from gradherd.comm.script import run
+from gradherd.comm.sliced_mean import mean_of_rows
+from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.world import World
+from gradherd.ordering.coordination import BackgroundThread, BatchClaim, observe_slices
+from gradherd.ordering.policy import COLUMNS
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.flat import FlatSpec
+
+
+class ShardSpan(NamedTuple):
+    """A parameter that is cut into equal shards along one dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+
+    def width(self, ranks: int) -> int:
+        """Return the columns of each rank; shards at the end are padded."""
+        rows = -(-self.shape[self.dim] // ranks)
+        return rows * math.prod(self.shape) // max(1, self.shape[self.dim])
+
+    def cut(self, whole: Tensor, ranks: int) -> Tensor:
+        """Return the shards of all ranks, (R, width), padded with zeros, as FSDP sends them.
+
+        >>> ShardSpan("w", (3, 2), 0).cut(torch.arange(6), 2).tolist()
+        [[0, 1, 2, 3], [4, 5, 0, 0]]
+        """
+        front = whole.reshape(self.shape).movedim(self.dim, 0)
+        rows = -(-len(front) // ranks)
+        padded = F.pad(front, [0, 0] * (front.dim() - 1) + [0, rows * ranks - len(front)])
+        shards = padded.view(ranks, rows, *front.shape[1:]).movedim(1, self.dim + 1)
+        return shards.reshape(ranks, -1)
+
+    def join(self, shards: Tensor) -> Tensor:
+        """Return the flat parameter of its (R, width) shards."""
+        ranks, size = len(shards), self.shape[self.dim]
+        rows = -(-size // ranks)
+        inside = (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+        front = shards.reshape(ranks, *inside).movedim(self.dim + 1, 1).flatten(0, 1)[:size]
+        return front.movedim(0, self.dim).reshape(-1)
+
+
+class ShardLayout(NamedTuple):
+    """Which columns a rank holds: its shard of one parameter after the other."""
+
+    spans: tuple[ShardSpan, ...]
+
+    def starts(self, ranks: int) -> dict[str, slice]:
+        """Return where the columns of each parameter are."""
+        found, at = {}, 0
+        for span in self.spans:
+            found[span.name] = slice(at, at + span.width(ranks))
+            at += span.width(ranks)
+        return found
+
+    def columns(self, ranks: int) -> int:
+        """Return C."""
+        return sum(span.width(ranks) for span in self.spans)
+
+    def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
+        """Return the columns of all ranks, (R, C); zero where a parameter is missing."""
+        like = next(iter(by_name.values()), torch.zeros(()))
+        missing = {s.name: like.new_zeros(s.shape) for s in self.spans if s.name not in by_name}
+        whole = {**missing, **by_name}
+        return torch.cat([span.cut(whole[span.name], ranks) for span in self.spans], dim=1)
+
+    def gather(self, columns: Tensor, world: World) -> dict[str, Tensor]:
+        """Gather a row of which every rank holds its (C,) columns. All ranks must call it."""
+        shards = torch.split(
+            all_gather(columns, world).value, [s.width(world.size) for s in self.spans], dim=1
+        )
+        return {span.name: span.join(own) for span, own in zip(self.spans, shards, strict=True)}
+
+
+class SlicingReduceScatter:
+    """A reduce-scatter for FSDP that keeps this rank's slice of every rank's gradient."""
+
+    def __init__(self, owner: "ShardedCoordination", group: ShardedGroup, before: Any) -> None:
+        self._owner, self._group, self._before = owner, group, before
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Allocate memory as torch does."""
+        memory: Tensor = self._before.allocate(*args, **kwargs)
+        return memory
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's part of the reduced (N,) input to the (N / R,) output."""
+        world = World(dist.get_rank(group), dist.get_world_size(group), group)
+        with self._owner.stopwatch:
+            block, sent = all_to_all(input_tensor.view(world.size, -1), world)
+            # Rows are added in float32 or better, whatever the dtype of the reduction.
+            mean_of_rows(block, output_tensor, share=self._group.share(op))
+        self._owner.total_bytes += sent
+        self._owner.keep(self._group, block)
+
+
+class ShardedCoordination:
+    """Lets FSDP average its gradients, and the sampler learn from whole batches of all workers."""
+
+    def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
+        """Hook into the model's groups. All ranks must do so at the same point.
+
+        Args:
+            model: A model that `fully_shard` was called on.
+            sampler: The sampler that learns.
+            world: The ranks that train.
+        """
+        self._model, self._sampler, self.world = model, sampler, world
+        self._groups = sharded_groups(model)
+        self._rides = rides(self._groups, world)
+        self.layout = ShardLayout(
+            tuple(
+                # Without the reduce-scatter any cut would do; a flat one pads least.
+                ShardSpan(p.name, *((p.shape, p.dim) if self._rides else ((_numel(p),), 0)))
+                for group in self._groups
+                for p in group.parameters
+            )
+        )
+        # A group of its own for the thread: ranks reach its collectives at different points of
+        # their training step, so on the model's group they could be matched with the wrong ones.
+        self._side = world.side_channel()
+        self._thread = BackgroundThread("gradherd-signs")
+        self.bytes = 0
+        """Bytes that this rank has sent for ordering alone."""
+        self.total_bytes = 0
+        """Bytes that this rank has sent to reduce gradients, where ordering rides with them."""
+        self.stopwatch = Stopwatch()
+        """Time spent in the reduce-scatter."""
+        self.waiting = False
+        """Whether a gradient has arrived that was not fed back yet."""
+        self._blocks: list[tuple[Sequence[ShardedParameter | None], Tensor, float]] = []
+        self._present: dict[int, Sequence[ShardedParameter | None]] = {}
+        self._separate: dict[str, Tensor] = {}
+        self._decided = self._coordinates = False
+        # Two sets: signs are computed from one beside the training loop while the other is filled.
+        self._buffers: list[Tensor | None] = [None, None]
+        self._hooks = ParameterHooks(model, self._arrived)
+        self._handles: list[Any] = []
+        for group in self._groups if self._rides else []:
+            self._handles.append(group.watch().before_reduce(self._noting(group)))
+            self._handles.append(
+                group.set_reduce_scatter(lambda old, g=group: SlicingReduceScatter(self, g, old))
+            )
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward."""
+        self._hooks.began = began
+
+    def prepare(self) -> None:
+        """Get ready for a backward, also after one that broke off."""
+        self._drop()
+
+    def _drop(self) -> None:
+        self._blocks, self._separate = [], {}
+        self._decided = self.waiting = False
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        if not self._decided:
+            # At the first gradient of a backward: what waits now is of earlier ones.
+            alone = all(group.reduces and not group.accumulates for group in self._groups)
+            self._coordinates, self._decided = self._rides and alone, True
+        self.waiting = True
+        if not self._coordinates:
+            # A parameter may have several gradients: two backwards of one forward are one batch.
+            before = self._separate.get(name)
+            self._separate[name] = grad.clone() if before is None else before.add_(grad)
+
+    def _noting(self, group: ShardedGroup) -> Callable[[], None]:
+        """Return a hook that notes which parameters the next reduce-scatter contains."""
+
+        def note() -> None:
+            self._present[id(group)] = group.present()
+
+        return note
+
+    def keep(self, group: ShardedGroup, block: Tensor) -> None:
+        """Keep the (R, n) slices of one reduce-scatter until the batch is fed back."""
+        if self._decided and self._coordinates:
+            factor = group.predivide_factor(block.dtype)
+            self._blocks.append((self._present[id(group)], block, factor))
+
+    def feed(self, claim: BatchClaim, loss_scale: float) -> None:
+        """Start to sign this batch of every worker beside the training loop.
+
+        Args:
+            claim: The units that the gradient belongs to.
+            loss_scale: What the loss was multiplied by (GradScaler).
+        """
+        rows = self._joined_blocks() if self._coordinates else self._exchange_separately()
+        self._drop()
+        # Running sums outlive a change of the scale, so rows must not depend on it.
+        if loss_scale != 1:
+            rows.div_(loss_scale)
+        script = observe_slices(self._sampler, rows, first=claim.step)
+
+        def sign() -> None:
+            self.bytes += run(script, self._side).bytes
+
+        self._thread.submit(sign)
+
+    def _joined_blocks(self) -> Tensor:
+        """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""
+        size = self.world.size
+        wide = torch.promote_types(self._blocks[0][1].dtype, torch.float32)
+        rows = self._buffers.pop(0)
+        if rows is None or rows.dtype != wide:
+            device = self._blocks[0][1].device
+            rows = torch.empty(size, self.layout.columns(size), dtype=wide, device=device)
+        self._buffers.append(rows)
+        rows.zero_()
+        starts = self.layout.starts(size)
+        for present, block, factor in self._blocks:
+            at = 0
+            for parameter in present:
+                assert parameter is not None
+                width = parameter.padded_numel(size)
+                if parameter.name in starts:  # else it was frozen when this was attached
+                    rows[:, starts[parameter.name]].add_(block[:, at : at + width], alpha=factor)
+                at += width
+        return rows
+
+    def _exchange_separately(self) -> Tensor:
+        """Return (R, C) slices of a gradient that no reduce-scatter held alone."""
+        grads = {name: grad for name, grad in self._separate.items()}
+        rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
+        self.bytes += sent
+        return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+    def by_index(self) -> None:
+        """Refuse batches that are given by their examples.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "whole batches that are exchanged with FSDP's gradients cannot be given by index: "
+            "their order would differ between ranks; attach with rows='sketch'"
+        )
+
+    def wait(self) -> None:
+        """Return when the signs of all batches are computed."""
+        self._thread.wait()
+
+    def finish(self) -> None:
+        """Return when the signs of all batches are computed."""
+        self._thread.wait()
+
+    def forget(self) -> None:
+        """Drop a gradient that was not fed back yet."""
+        self._drop()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what reducing gradients has cost, where ordering rides with it."""
+        if not self._rides:
+            return {}
+        return {"exchange_seconds": self.stopwatch.seconds, "total_bytes": self.total_bytes}
+
+    def close(self) -> None:
+        """Leave the model, and give back the thread and the group beside the training loop."""
+        for handle in self._handles:
+            handle.remove()
+        self._hooks.remove()
+        self._thread.close()
+        self._side.close_side_channel()
+
+    def ordering_state(self) -> dict[str, Any]:
+        """Return the state of the ordering with the columns of all ranks. All ranks must call it.
+
+        Columns are in the order of the model's parameters, as under DDP: the state depends neither
+        on the mesh nor on the number of ranks.
+        """
+        state = self._sampler.ordering.state_dict()
+        names, balance = FlatSpec.of(self._model).names, state["balance"]
+        for key in COLUMNS:
+            if key in balance:
+                gathered = [self.layout.gather(row, self.world) for row in balance[key]]
+                rows = [torch.cat([by_name[name] for name in names]) for by_name in gathered]
+                balance[key] = torch.stack(rows)
+        return state
+
+    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the ordering and cut out this rank's columns."""
+        self._sampler.ordering.load_state_dict(state)
+        spec = FlatSpec.of(self._model)
+
+        def columns(row: Tensor) -> Tensor:
+            by_name = dict(zip(spec.names, spec.split(row), strict=True))
+            return self.layout.cut(by_name, self.world.size)[self.world.rank]
+
+        self._sampler.ordering.map_columns(columns)
+
+
+def rides(groups: Sequence[ShardedGroup], world: World) -> bool:
+    """Return whether every reduce-scatter is between all workers and may be replaced."""
+    return world.size > 1 and all(
+        group.shard_world.ranks() == world.ranks()
+        and group.replicate_world.size == 1
+        and not group.has_own_reduce_scatter()
+        for group in groups
+        if group.parameters
+    )
+
+
+def _numel(parameter: ShardedParameter) -> int:
+    return math.prod(parameter.shape)

@@ -1,0 +1,382 @@
+"""What FSDP2 does not offer through its public interface: every private name of torch, here.
+
+`fully_shard` has no communication hook. It keeps its parameters in groups, one for each call, that
+gather them before a forward and reduce their gradients after a backward. This file reaches into
+those groups: for the gradient of every parameter before it is reduced, for the reduce-scatter, for
+the all-reduce hook, and for the end of a backward. Written against torch 2.13; `check_torch` says
+in one sentence which name another version lacks.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradherd.comm.world import World
+
+# Read or replaced on torch's FSDPParamGroup, FSDPParam and FSDPState objects.
+GROUP_NAMES = (
+    "fsdp_params",
+    "mesh_info",
+    "device",
+    "modules",
+    "reduce_grads",
+    "all_reduce_grads",
+    "gradient_divide_factor",
+    "wait_for_unshard",
+    "post_backward",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+)
+PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad")
+STATE_NAMES = ("_is_root", "_root_post_backward_final_callback")
+# Absent in some versions, and then off: sums that are forced, gradients of unused parameters.
+OPTIONAL_NAMES = ("force_sum_reduction_for_comms", "reduce_scatter_unused_params")
+
+GradientHook = Callable[[Tensor], None]
+
+
+class Handle(NamedTuple):
+    """Removes a hook, like torch's RemovableHandle."""
+
+    undo: Callable[[], Any]
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self.undo()
+
+
+def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return path and module of each part of the model that `fully_shard` was called on."""
+    # Importing FSDP takes seconds, and a model cannot be of a class that was not imported.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return []
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Return whether a module is wrapped by the first FSDP, FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+class ShardedParameter:
+    """A trainable parameter of which every rank holds a shard."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+        sharded = handle.sharded_param
+        self.shape = tuple(sharded.shape)
+        """Shape of the whole parameter."""
+        self.dim = next((p.dim for p in sharded.placements if p.is_shard()), 0)
+        """Dimension that it is sharded along."""
+
+    @property
+    def sharded(self) -> Any:
+        """The parameter as the optimizer sees it: a DTensor."""
+        return self._handle.sharded_param
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of this rank's shard."""
+        return math.prod(self._handle.sharded_size)
+
+    def padded_numel(self, ranks: int) -> int:
+        """Return the elements that the reduce-scatter sends each rank: shards are padded."""
+        rows = -(-self.shape[self.dim] // ranks)
+        return rows * math.prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        """The whole parameter, which autograd sees; None before the first forward."""
+        # Its memory comes and goes with every forward; the object stays the same.
+        return getattr(self._handle, "_unsharded_param", None)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient waits to be reduced, from this backward or earlier ones."""
+        whole = self.unsharded
+        accumulated = self._handle.unsharded_accumulated_grad is not None
+        return whole is not None and (accumulated or whole.grad is not None)
+
+
+class ShardedGroup:
+    """A group of parameters that are gathered and reduced together: one call of `fully_shard`."""
+
+    def __init__(self, path: str, group: Any, names: dict[int, str]) -> None:
+        self.path = path
+        """Name of the module, for errors."""
+        self._group = group
+        self.parameters = [
+            ShardedParameter(names[id(handle.sharded_param)], handle)
+            for handle in group.fsdp_params
+            if handle.sharded_param.requires_grad and id(handle.sharded_param) in names
+        ]
+        """Those that were trainable when this was made."""
+        self._known = {id(p._handle): p for p in self.parameters}
+
+    @property
+    def shard_world(self) -> World:
+        """The ranks that hold the shards."""
+        return _world_of(getattr(self._group.mesh_info, "shard_process_group", None))
+
+    @property
+    def replicate_world(self) -> World:
+        """The ranks that torch averages over after the reduce-scatter (native HSDP)."""
+        return _world_of(getattr(self._group.mesh_info, "replicate_process_group", None))
+
+    @property
+    def mesh_dims(self) -> int:
+        """Dimensions of the mesh that `fully_shard` was given."""
+        dims: int = self._group.mesh_info.mesh.ndim
+        return dims
+
+    @property
+    def device(self) -> torch.device:
+        """Where the whole parameters are computed with."""
+        device: torch.device = self._group.device
+        return device
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this backward reduces gradients; False after set_requires_gradient_sync(False)."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether this backward averages over replicas: set_requires_all_reduce."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced."""
+        return any(p.has_gradient for p in self.parameters)
+
+    def present(self) -> list[ShardedParameter | None]:
+        """Return the parameters that the next reduce-scatter contains; None for unknown ones."""
+        zeros = getattr(self._group, "reduce_scatter_unused_params", False)
+        found: list[ShardedParameter | None] = []
+        for handle in self._group.fsdp_params:
+            whole = getattr(handle, "_unsharded_param", None)
+            if whole is None:
+                continue
+            waits = handle.unsharded_accumulated_grad is not None or whole.grad is not None
+            if waits or (zeros and whole.requires_grad):
+                known = self._known.get(id(handle))
+                found.append(known or ShardedParameter("", handle))
+        return found
+
+    def predivide_factor(self, dtype: torch.dtype) -> float:
+        """Return what torch divides gradients by before it reduces them."""
+        return self._divide_factors(dtype)[0]
+
+    def postdivide_factor(self, dtype: torch.dtype) -> float:
+        """Return what torch divides gradients by after the all-reduce hook."""
+        return self._divide_factors(dtype)[1]
+
+    def _divide_factors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return the factors before and after the reduction, as torch's foreach_reduce has them."""
+        forced = getattr(self._group, "force_sum_reduction_for_comms", False)
+        narrow = dtype not in (torch.float32, torch.bfloat16)
+        if not narrow and not forced:
+            return 1.0, 1.0  # The operation of the collective divides.
+        size = self.shard_world.size * self.replicate_world.size
+        factor = self._group.gradient_divide_factor or float(size)
+        if not narrow:
+            return 1.0, factor
+        before = 1
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return float(before), factor / before
+
+    def share(self, op: Any) -> float:
+        """Return the factor of every rank's gradient in a reduce-scatter with this operation."""
+        if op == dist.ReduceOp.AVG:
+            return 1 / self.shard_world.size
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        # PREMUL_SUM holds its factor where Python cannot read it: torch made it from this one.
+        return 1 / float(self._group.gradient_divide_factor)
+
+    # --- Hooks ---
+
+    def has_own_reduce_scatter(self) -> bool:
+        """Return whether the user has set a reduce-scatter that must not be replaced."""
+        return not type(self._group._reduce_scatter_comm).__name__.startswith("Default")
+
+    def set_reduce_scatter(self, make: Callable[[Any], Any]) -> Handle:
+        """Replace the reduce-scatter by `make(before)`."""
+        before = self._group._reduce_scatter_comm
+        self._group._reduce_scatter_comm = make(before)
+        return Handle(lambda: setattr(self._group, "_reduce_scatter_comm", before))
+
+    def has_all_reduce_hook(self) -> bool:
+        """Return whether there is an all-reduce hook."""
+        return self._group._all_reduce_hook is not None
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> Handle:
+        """Have `hook` called with the flat result of each reduce-scatter."""
+        self._group._all_reduce_hook = hook
+        return Handle(lambda: setattr(self._group, "_all_reduce_hook", None))
+
+    def watch(self) -> "GroupWatch":
+        """Return the one watch of this group."""
+        watch = self._group.__dict__.get("_gradherd_watch")
+        if watch is None:
+            watch = self._group._gradherd_watch = GroupWatch(self._group)
+        assert isinstance(watch, GroupWatch)
+        return watch
+
+
+class GroupWatch:
+    """Calls back when a group's gradients arrive, and before they are reduced.
+
+    Several parts of gradherd may watch one group, so it is wrapped once.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._hooks: dict[int, list[GradientHook]] = {}
+        self._hooked: dict[int, nn.Parameter] = {}
+        self._before_reduce: list[Callable[[], None]] = []
+        self._handles: list[Any] = []
+        wait, reduce = group.wait_for_unshard, group.post_backward
+
+        # Whole parameters exist from their first gathering on; no earlier moment would do.
+        def wait_for_unshard(*args: Any, **kwargs: Any) -> Any:
+            result = wait(*args, **kwargs)
+            for handle in group.fsdp_params:
+                self._hook_whole(handle)
+            return result
+
+        def post_backward(*args: Any, **kwargs: Any) -> Any:
+            for hook in list(self._before_reduce):
+                hook()
+            return reduce(*args, **kwargs)
+
+        group.wait_for_unshard, group.post_backward = wait_for_unshard, post_backward
+
+    def _hook_whole(self, handle: Any) -> None:
+        whole = getattr(handle, "_unsharded_param", None)
+        if id(handle) not in self._hooks or whole is None or not whole.requires_grad:
+            return
+        if self._hooked.get(id(handle)) is not whole:
+            self._hooked[id(handle)] = whole
+            hooks = self._hooks[id(handle)]
+
+            def on_grad(grad: Tensor) -> None:
+                for hook in list(hooks):
+                    hook(grad)
+
+            self._handles.append(whole.register_hook(on_grad))
+
+    def on_gradient(self, handle: Any, hook: GradientHook) -> Handle:
+        """Call `hook` with each gradient of a whole parameter, before it is accumulated."""
+        hooks = self._hooks.setdefault(id(handle), [])
+        hooks.append(hook)
+        self._hook_whole(handle)  # it may have been gathered before
+        return Handle(lambda: hooks.remove(hook))
+
+    def before_reduce(self, hook: Callable[[], None]) -> Handle:
+        """Call `hook` when all gradients of the group have arrived, before they are reduced."""
+        self._before_reduce.append(hook)
+        return Handle(lambda: self._before_reduce.remove(hook))
+
+
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """Return all groups of the model; [] if `fully_shard` was not called on any part of it."""
+    modules = fsdp_modules(model)
+    for _, module in modules:
+        module.reshard()  # The model's parameters are then DTensors, whatever ran before.
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups, seen = [], set()
+    for path, module in modules:
+        for group in _param_groups(module):
+            if id(group) not in seen:  # fully_shard([a, b]) makes one group of two modules
+                seen.add(id(group))
+                groups.append(ShardedGroup(path, group, names))
+    return groups
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
+
+
+def gradient_registrar(model: nn.Module) -> Callable[[nn.Parameter, GradientHook], Any]:
+    """Return a function that hooks a parameter's gradient, be the model sharded or not.
+
+    Hooks on a sharded parameter itself never run: autograd sees the whole one.
+    """
+    owners = {
+        id(parameter.sharded): (group.watch(), parameter._handle)
+        for group in sharded_groups(model)
+        for parameter in group.parameters
+    }
+
+    def register(parameter: nn.Parameter, hook: GradientHook) -> Any:
+        if id(parameter) in owners:
+            watch, handle = owners[id(parameter)]
+            return watch.on_gradient(handle, hook)
+        return parameter.register_hook(hook)
+
+    return register
+
+
+def on_backward_end(root: Any, hook: Callable[[], None]) -> Handle:
+    """Call `hook` after each backward of a sharded model, when all its gradients are reduced."""
+    state = root._get_fsdp_state()
+    final = state._root_post_backward_final_callback
+
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        result = final(*args, **kwargs)
+        hook()
+        return result
+
+    state._root_post_backward_final_callback = callback
+    return Handle(lambda: delattr(state, "_root_post_backward_final_callback"))
+
+
+def is_inner(module: Any) -> bool:
+    """Return whether a sharded module has turned out to be part of a larger sharded model."""
+    return module._get_fsdp_state()._is_root is False
+
+
+def missing_names(model: nn.Module) -> list[str]:
+    """Return the private names that this version of torch lacks."""
+    missing: list[str] = []
+    for _, module in fsdp_modules(model):
+        if not hasattr(module, "_get_fsdp_state"):
+            return ["FSDPModule._get_fsdp_state"]
+        missing += _lacking("FSDPState", module._get_fsdp_state(), STATE_NAMES)
+        for group in _param_groups(module):
+            missing += _lacking("FSDPParamGroup", group, GROUP_NAMES)
+            for handle in getattr(group, "fsdp_params", ()):
+                missing += _lacking("FSDPParam", handle, PARAMETER_NAMES)
+    return sorted(set(missing))
+
+
+def _lacking(kind: str, item: Any, names: tuple[str, ...]) -> Iterator[str]:
+    return (f"{kind}.{name}" for name in names if not hasattr(item, name))
+
+
+def check_torch(model: nn.Module) -> None:
+    """Raise ValueError if this version of torch lacks what gradherd uses of FSDP."""
+    if missing := missing_names(model):
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
+            "fully_shard: use a version that docs/fsdp.md lists, or DistributedDataParallel"
+        )
+
+
+def _world_of(group: dist.ProcessGroup | None) -> World:
+    if group is None:
+        return World.single()
+    return World(dist.get_rank(group), dist.get_world_size(group), group)
