@@ -147,10 +147,10 @@ def sharded(kind):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    if kind == "fsdp2":
-        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    elif kind == "hsdp":
-        fully_shard(net, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")))
+    if kind == "both":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel()})
+        fully_shard(net, mesh=mesh["data"])
     elif kind == "part":
         fully_shard(net[0], mesh=init_device_mesh("cpu", (2,)))
     elif kind == "fsdp1":

@@ -98,10 +98,9 @@ def test_a_sampler_takes_over_the_group_of_the_model():
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("fsdp2", "model is sharded by FSDP"),
-        ("hsdp", "model is sharded by FSDP"),
-        ("part", "module '0' is sharded by FSDP"),
-        ("fsdp1", "model is sharded by FSDP"),
+        ("part", "parameter '2.weight' is not sharded, so FSDP does not average its gradient"),
+        ("fsdp1", "model is wrapped in FullyShardedDataParallel"),
+        ("both", "parameter '0.weight' is split by tensor parallelism as well"),
         ("dtensor", "parameter '0.weight' is a DTensor"),
         ("zero3", "parameter '0.weight' has no elements, as under ZeRO stage 3"),
         ("zero3 in part", "parameter '2.weight' has no elements, as under ZeRO stage 3"),
