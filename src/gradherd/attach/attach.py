@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradherd.attach.agreement import RankMeeting
@@ -16,8 +15,9 @@ from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.flat_weights import float_buffers, local_parameters, stepping_optimizer
-from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_sharding
+from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
+from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.local_steps import LocalExchange
@@ -104,7 +104,10 @@ def attach(
         buffers = sum(b.numel() for b in float_buffers(bare).values())
         shared |= {"local": local, "elements of buffers": buffers}
     meeting.compare(shared)
-    sparse: SparseHook | LocalExchange | None = None
+    sparse: SparseHook | ShardedSparseHook | LocalExchange | None = None
+    if settings is not None and worlds is not None:
+        sparse = ShardedSparseHook(bare, settings, worlds, world, scaler)
+        log.info("sparsifying between %d replicas by %s", worlds.replicate.size, settings)
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
         log.info("sparsifying by %s", settings)
@@ -163,25 +166,6 @@ def _shared_settings(
             "drop_last": order.drop_last,
         }
     return shared
-
-
-def check_parameters(model: nn.Module) -> None:
-    """Refuse models of which this process does not hold every gradient whole."""
-    check_sharding(model)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ValueError("model has no trainable parameter, so no gradient to learn from")
-    for name, parameter in trained.items():
-        if is_lazy(parameter):
-            raise ValueError(f"parameter {name!r} has no shape yet: run a forward before attach()")
-    empty = sum(not parameter.numel() for parameter in trained.values())
-    for name, parameter in trained.items():
-        # DeepSpeed keeps parameters of stage 3 on other ranks; a model's own may well be empty.
-        if not parameter.numel() and (hasattr(parameter, "ds_id") or len(trained) == empty):
-            raise ValueError(
-                f"parameter {name!r} has no elements, as under ZeRO stage 3, which keeps them on "
-                "other ranks: use stage 0, 1 or 2, or DistributedDataParallel"
-            )
 
 
 def _sparsify_settings(

@@ -1,17 +1,18 @@
-"""Which sharded models can be attached to, between which ranks, and what to do about the others."""
+"""Which models can be attached to, what to do about others, and between which ranks FSDP works."""
 
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradherd.attach.fsdp_coordination import rides
 from gradherd.attach.fsdp_torch import (
     ShardedGroup,
-    check_torch,
     fsdp_modules,
-    is_fsdp1,
+    missing_names,
     sharded_groups,
 )
 from gradherd.comm.world import World
@@ -20,6 +21,40 @@ from gradherd.ordering.sampler import OrderedSampler
 WHOLE_ROWS_BELOW = 2**28
 """Parameters up to which rows="auto" takes whole gradients: they fill four vectors of this length
 on every rank, which a model that does not fit one card may not have."""
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Return whether a module is wrapped by the first FSDP, FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def check_torch(model: nn.Module) -> None:
+    """Raise ValueError if this version of torch lacks what gradherd uses of FSDP."""
+    if missing := missing_names(model):
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
+            "fully_shard: use a version that docs/fsdp.md lists, or DistributedDataParallel"
+        )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse models of which this process does not hold every gradient whole."""
+    check_sharding(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("model has no trainable parameter, so no gradient to learn from")
+    for name, parameter in trained.items():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run a forward before attach()")
+    empty = sum(not parameter.numel() for parameter in trained.values())
+    for name, parameter in trained.items():
+        # DeepSpeed keeps parameters of stage 3 on other ranks; a model's own may well be empty.
+        if not parameter.numel() and (hasattr(parameter, "ds_id") or len(trained) == empty):
+            raise ValueError(
+                f"parameter {name!r} has no elements, as under ZeRO stage 3, which keeps them on "
+                "other ranks: use stage 0, 1 or 2, or DistributedDataParallel"
+            )
 
 
 def check_sharding(model: nn.Module) -> None:
@@ -100,7 +135,8 @@ class ShardedWorlds:
         """The ranks that hold one copy of the model."""
         self.native = self.groups[0].replicate_world
         """The ranks that torch itself averages over after the reduce-scatter."""
-        self.replicate = World.single() if mesh is None else _replicas(mesh, self.shard)
+        one_dim = mesh is not None and self.groups[0].mesh_dims == 1
+        self.replicate = _replicas(mesh, self.shard) if one_dim else World.single()
         """The ranks that gradherd averages over."""
         self._foreign = any(group.has_all_reduce_hook() for group in self.groups)
 

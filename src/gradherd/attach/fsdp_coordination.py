@@ -13,16 +13,17 @@ Shapes: R ranks (the workers), C columns of this rank over all parameters.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.attach.fsdp_layout import ShardLayout, ShardSpan
 from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.attach.row_sources import ParameterHooks
-from gradherd.comm.collectives import all_gather, all_to_all
+from gradherd.comm.collectives import all_to_all
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
@@ -31,71 +32,6 @@ from gradherd.ordering.coordination import BackgroundThread, BatchClaim, observe
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
-
-
-class ShardSpan(NamedTuple):
-    """A parameter that is cut into equal shards along one dimension."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-
-    def width(self, ranks: int) -> int:
-        """Return the columns of each rank; shards at the end are padded."""
-        rows = -(-self.shape[self.dim] // ranks)
-        return rows * math.prod(self.shape) // max(1, self.shape[self.dim])
-
-    def cut(self, whole: Tensor, ranks: int) -> Tensor:
-        """Return the shards of all ranks, (R, width), padded with zeros, as FSDP sends them.
-
-        >>> ShardSpan("w", (3, 2), 0).cut(torch.arange(6), 2).tolist()
-        [[0, 1, 2, 3], [4, 5, 0, 0]]
-        """
-        front = whole.reshape(self.shape).movedim(self.dim, 0)
-        rows = -(-len(front) // ranks)
-        padded = F.pad(front, [0, 0] * (front.dim() - 1) + [0, rows * ranks - len(front)])
-        shards = padded.view(ranks, rows, *front.shape[1:]).movedim(1, self.dim + 1)
-        return shards.reshape(ranks, -1)
-
-    def join(self, shards: Tensor) -> Tensor:
-        """Return the flat parameter of its (R, width) shards."""
-        ranks, size = len(shards), self.shape[self.dim]
-        rows = -(-size // ranks)
-        inside = (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
-        front = shards.reshape(ranks, *inside).movedim(self.dim + 1, 1).flatten(0, 1)[:size]
-        return front.movedim(0, self.dim).reshape(-1)
-
-
-class ShardLayout(NamedTuple):
-    """Which columns a rank holds: its shard of one parameter after the other."""
-
-    spans: tuple[ShardSpan, ...]
-
-    def starts(self, ranks: int) -> dict[str, slice]:
-        """Return where the columns of each parameter are."""
-        found, at = {}, 0
-        for span in self.spans:
-            found[span.name] = slice(at, at + span.width(ranks))
-            at += span.width(ranks)
-        return found
-
-    def columns(self, ranks: int) -> int:
-        """Return C."""
-        return sum(span.width(ranks) for span in self.spans)
-
-    def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
-        """Return the columns of all ranks, (R, C); zero where a parameter is missing."""
-        like = next(iter(by_name.values()), torch.zeros(()))
-        missing = {s.name: like.new_zeros(s.shape) for s in self.spans if s.name not in by_name}
-        whole = {**missing, **by_name}
-        return torch.cat([span.cut(whole[span.name], ranks) for span in self.spans], dim=1)
-
-    def gather(self, columns: Tensor, world: World) -> dict[str, Tensor]:
-        """Gather a row of which every rank holds its (C,) columns. All ranks must call it."""
-        shards = torch.split(
-            all_gather(columns, world).value, [s.width(world.size) for s in self.spans], dim=1
-        )
-        return {span.name: span.join(own) for span, own in zip(self.spans, shards, strict=True)}
 
 
 class SlicingReduceScatter:
@@ -161,8 +97,8 @@ class ShardedCoordination:
         """Time spent in the reduce-scatter."""
         self.waiting = False
         """Whether a gradient has arrived that was not fed back yet."""
-        self._blocks: list[tuple[Sequence[ShardedParameter | None], Tensor, float]] = []
-        self._present: dict[int, Sequence[ShardedParameter | None]] = {}
+        self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
+        self._present: dict[int, Sequence[ShardedParameter]] = {}
         self._separate: dict[str, Tensor] = {}
         self._decided = self._coordinates = False
         # Two sets: signs are computed from one beside the training loop while the other is filled.
@@ -172,7 +108,7 @@ class ShardedCoordination:
         for group in self._groups if self._rides else []:
             self._handles.append(group.watch().before_reduce(self._noting(group)))
             self._handles.append(
-                group.set_reduce_scatter(lambda old, g=group: SlicingReduceScatter(self, g, old))
+                group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
             )
 
     def on_backward(self, began: Callable[[], None]) -> None:
@@ -209,7 +145,7 @@ class ShardedCoordination:
     def keep(self, group: ShardedGroup, block: Tensor) -> None:
         """Keep the (R, n) slices of one reduce-scatter until the batch is fed back."""
         if self._decided and self._coordinates:
-            factor = group.predivide_factor(block.dtype)
+            factor, _ = group.divide_factors(block.dtype)
             self._blocks.append((self._present[id(group)], block, factor))
 
     def feed(self, claim: BatchClaim, loss_scale: float) -> None:
@@ -245,7 +181,6 @@ class ShardedCoordination:
         for present, block, factor in self._blocks:
             at = 0
             for parameter in present:
-                assert parameter is not None
                 width = parameter.padded_numel(size)
                 if parameter.name in starts:  # else it was frozen when this was attached
                     rows[:, starts[parameter.name]].add_(block[:, at : at + width], alpha=factor)

@@ -3,8 +3,8 @@
 `fully_shard` has no communication hook. It keeps its parameters in groups, one for each call, that
 gather them before a forward and reduce their gradients after a backward. This file reaches into
 those groups: for the gradient of every parameter before it is reduced, for the reduce-scatter, for
-the all-reduce hook, and for the end of a backward. Written against torch 2.13; `check_torch` says
-in one sentence which name another version lacks.
+the all-reduce hook, and for the end of a backward. Written against torch 2.13; `missing_names`
+says which of them another version lacks.
 """
 
 import math
@@ -23,7 +23,6 @@ GROUP_NAMES = (
     "fsdp_params",
     "mesh_info",
     "device",
-    "modules",
     "reduce_grads",
     "all_reduce_grads",
     "gradient_divide_factor",
@@ -34,8 +33,6 @@ GROUP_NAMES = (
 )
 PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad")
 STATE_NAMES = ("_is_root", "_root_post_backward_final_callback")
-# Absent in some versions, and then off: sums that are forced, gradients of unused parameters.
-OPTIONAL_NAMES = ("force_sum_reduction_for_comms", "reduce_scatter_unused_params")
 
 GradientHook = Callable[[Tensor], None]
 
@@ -59,12 +56,6 @@ def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)]
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Return whether a module is wrapped by the first FSDP, FullyShardedDataParallel."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
 class ShardedParameter:
     """A trainable parameter of which every rank holds a shard."""
 
@@ -72,9 +63,9 @@ class ShardedParameter:
         self.name = name
         self._handle = handle
         sharded = handle.sharded_param
-        self.shape = tuple(sharded.shape)
+        self.shape: tuple[int, ...] = tuple(sharded.shape)
         """Shape of the whole parameter."""
-        self.dim = next((p.dim for p in sharded.placements if p.is_shard()), 0)
+        self.dim: int = next((p.dim for p in sharded.placements if p.is_shard()), 0)
         """Dimension that it is sharded along."""
 
     @property
@@ -85,12 +76,12 @@ class ShardedParameter:
     @property
     def local_numel(self) -> int:
         """Elements of this rank's shard."""
-        return math.prod(self._handle.sharded_size)
+        return int(math.prod(self._handle.sharded_size))
 
     def padded_numel(self, ranks: int) -> int:
         """Return the elements that the reduce-scatter sends each rank: shards are padded."""
-        rows = -(-self.shape[self.dim] // ranks)
-        return rows * math.prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
+        others = math.prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
+        return -(-self.shape[self.dim] // ranks) * others
 
     @property
     def unsharded(self) -> nn.Parameter | None:
@@ -145,7 +136,7 @@ class ShardedGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether this backward reduces gradients; False after set_requires_gradient_sync(False)."""
+        """Whether this backward reduces gradients; set_requires_gradient_sync."""
         return bool(self._group.reduce_grads)
 
     @property
@@ -158,30 +149,20 @@ class ShardedGroup:
         """Whether gradients of earlier backwards wait to be reduced."""
         return any(p.has_gradient for p in self.parameters)
 
-    def present(self) -> list[ShardedParameter | None]:
-        """Return the parameters that the next reduce-scatter contains; None for unknown ones."""
+    def present(self) -> list[ShardedParameter]:
+        """Return the parameters that the next reduce-scatter contains; new ones have no name."""
         zeros = getattr(self._group, "reduce_scatter_unused_params", False)
-        found: list[ShardedParameter | None] = []
+        found = []
         for handle in self._group.fsdp_params:
-            whole = getattr(handle, "_unsharded_param", None)
-            if whole is None:
-                continue
-            waits = handle.unsharded_accumulated_grad is not None or whole.grad is not None
-            if waits or (zeros and whole.requires_grad):
-                known = self._known.get(id(handle))
-                found.append(known or ShardedParameter("", handle))
+            one = self._known.get(id(handle)) or ShardedParameter("", handle)
+            whole = one.unsharded
+            if one.has_gradient or (zeros and whole is not None and whole.requires_grad):
+                found.append(one)
         return found
 
-    def predivide_factor(self, dtype: torch.dtype) -> float:
-        """Return what torch divides gradients by before it reduces them."""
-        return self._divide_factors(dtype)[0]
-
-    def postdivide_factor(self, dtype: torch.dtype) -> float:
-        """Return what torch divides gradients by after the all-reduce hook."""
-        return self._divide_factors(dtype)[1]
-
-    def _divide_factors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return the factors before and after the reduction, as torch's foreach_reduce has them."""
+    def divide_factors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return what torch divides by before it reduces, and after the all-reduce hook."""
+        # Older versions lack this setting, and `reduce_scatter_unused_params`: they are then off.
         forced = getattr(self._group, "force_sum_reduction_for_comms", False)
         narrow = dtype not in (torch.float32, torch.bfloat16)
         if not narrow and not forced:
@@ -203,8 +184,6 @@ class ShardedGroup:
             return 1.0
         # PREMUL_SUM holds its factor where Python cannot read it: torch made it from this one.
         return 1 / float(self._group.gradient_divide_factor)
-
-    # --- Hooks ---
 
     def has_own_reduce_scatter(self) -> bool:
         """Return whether the user has set a reduce-scatter that must not be replaced."""
@@ -365,15 +344,6 @@ def missing_names(model: nn.Module) -> list[str]:
 
 def _lacking(kind: str, item: Any, names: tuple[str, ...]) -> Iterator[str]:
     return (f"{kind}.{name}" for name in names if not hasattr(item, name))
-
-
-def check_torch(model: nn.Module) -> None:
-    """Raise ValueError if this version of torch lacks what gradherd uses of FSDP."""
-    if missing := missing_names(model):
-        raise ValueError(
-            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
-            "fully_shard: use a version that docs/fsdp.md lists, or DistributedDataParallel"
-        )
 
 
 def _world_of(group: dist.ProcessGroup | None) -> World:

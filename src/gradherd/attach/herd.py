@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gradherd.attach.feedback import OrderFeedback
+from gradherd.attach.fsdp_sparse import ShardedSparseHook
+from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.attach.state import HerdState, part_of_rank
@@ -23,7 +26,9 @@ class Herd:
     """Connects a model with its order, its sparsifier or local steps, or both. Made by `attach`."""
 
     def __init__(
-        self, feedback: OrderFeedback | None, sparse: SparseHook | LocalExchange | None
+        self,
+        feedback: OrderFeedback | None,
+        sparse: SparseHook | ShardedSparseHook | LocalExchange | None,
     ) -> None:
         self._feedback = feedback
         self._sparse = sparse
@@ -158,14 +163,20 @@ class Herd:
                 raise ValueError(f"state has no {key!r}: it was saved without {what}")
             part = part_of_rank(state[key], self._sparse.world)
             self._sparse.check_state(part)
-        if self._feedback is not None:
-            if "ordering" not in state:
-                raise ValueError("state has no 'ordering': it was saved without an order")
-            self._feedback.load_state_dict(state, skipped_by)
+        self.load_shared(state, skipped_by=skipped_by)
         if self._sparse is not None:
             self._sparse.load_state_dict(part)
         if self.world.rank == 0:
             self._warn_of_new_world(state)
+
+    def load_shared(
+        self, state: Mapping[str, Any], *, skipped_by: Literal["sampler", "loader"] = "sampler"
+    ) -> None:
+        """Load the part of a state that is equal on all ranks: what was learned of the order."""
+        if self._feedback is not None:
+            if "ordering" not in state:
+                raise ValueError("state has no 'ordering': it was saved without an order")
+            self._feedback.load_state_dict(state, skipped_by)
 
     def _warn_of_new_world(self, state: Mapping[str, Any]) -> None:
         """Warn once of what differs from a run that kept its number of ranks."""
@@ -191,12 +202,19 @@ class Herd:
                 "; ".join(changes),
             )
 
-    def stateful(self, saved_by: int | None = None) -> HerdState:
+    def stateful(
+        self, saved_by: int | tuple[int, int] | None = None
+    ) -> HerdState | ShardedHerdState:
         """Return this herd in the form that torch.distributed.checkpoint saves and loads.
 
         Args:
-            saved_by: Number of ranks that saved what is to be loaded, if it was another number.
+            saved_by: Number of ranks that saved what is to be loaded, if it was another number;
+                with the residuals of a sharded model, (replicas, shards) of the mesh.
         """
+        if isinstance(self._sparse, ShardedSparseHook):
+            return ShardedHerdState(self, self._sparse, saved_by)
+        if isinstance(saved_by, tuple):
+            saved_by = math.prod(saved_by)
         return HerdState(self, saved_by)
 
     def detach(self) -> None:

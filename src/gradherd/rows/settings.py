@@ -96,7 +96,10 @@ def choose_rows(
     if whole_batches and free:
         return BatchRows(), f"units are whole batches, {size:,} parameters"
     if whole_batches:
-        return SketchRows(), "units are whole batches, and whole gradients would have to be sent for ordering alone"
+        return (
+            SketchRows(),
+            "units are whole batches, and whole gradients would be sent for it alone",
+        )
     if size <= _SMALL_MODEL:
         return ExactRows(), f"{size:,} parameters are few"
     return SketchRows(), f"{size:,} parameters are many"

@@ -1,0 +1,312 @@
+"""The sparse exchange between replicas of a sharded model (HSDP of our own).
+
+Inside a replica `fully_shard` reduces gradients as ever: a reduce-scatter gives every rank its
+shard. Its all-reduce hook adds the shard to a vector of this rank's and leaves zeros in its place.
+At the end of the backward the vector is exchanged with the ranks that hold the same shard in other
+replicas, sparsely and with error feedback, and the mean is added to p.grad. Selection needs the
+whole vector, so it cannot begin earlier.
+
+Shapes: D elements of this rank's shards, K of them that are sent.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from gradherd.attach.fsdp_checks import ShardedWorlds
+from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, is_inner, on_backward_end
+from gradherd.comm.collectives import all_gather, all_reduce
+from gradherd.comm.script import run
+from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.world import World
+from gradherd.sparsify.residuals import FlatLayout
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.workers import Worker
+
+
+class ShardedSparseHook:
+    """Exchanges a sharded model's gradients sparsely between its replicas."""
+
+    key = "sparsify"
+    """Name of this part in a herd's state."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Sparsify,
+        worlds: ShardedWorlds,
+        world: World,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        """Hook into the model's groups. All ranks must do so at the same point.
+
+        Args:
+            model: The model, on which `fully_shard` was called with the shard dimension alone.
+            settings: The method, its density and what else it needs.
+            worlds: Which ranks hold the shards, and which the replicas.
+            world: All of them.
+            scaler: The GradScaler of the loop, if there is one: residuals are divided by its scale.
+
+        Raises:
+            ValueError: The gradients of a parameter cannot be sparsified.
+        """
+        self.world, self._shard, self._replicate = world, worlds.shard, worlds.replicate
+        self._model, self._scaler = model, scaler
+        named = {p.name: p for group in worlds.groups for p in group.parameters}
+        # In the order of the model, which does not depend on how it was sharded.
+        order = [name for name, _ in model.named_parameters() if name in named]
+        self.parameters = {name: named[name] for name in order}
+        for name, parameter in self.parameters.items():
+            if not parameter.sharded.is_floating_point():
+                raise ValueError(
+                    f"{name} holds {parameter.sharded.dtype}; only real numbers can be sparsified"
+                )
+        self.layout = shard_layout(self.parameters, settings.dense_below)
+        self._slices = self.layout.slices()
+        dtypes = {p.sharded.dtype for p in self.parameters.values()}
+        self._worker = Worker(
+            settings,
+            self.layout.size,
+            rank=self._replicate.rank,
+            size=self._replicate.size,
+            sparse=self.layout.sparse,
+            layers=self.layout.layers,
+            # At least float32, also for half-precision parameters: a residual sums up many
+            # gradients, each of them small against it.
+            dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
+            device=worlds.groups[0].device,
+        )
+        # Groups may be reduced several times before an exchange: layers that are used twice, and
+        # set_requires_all_reduce(False).
+        self._grad = torch.zeros_like(self._worker.feedback.residual)
+        self._touched: set[str] = set()
+        self._averages = True
+        self._present: dict[int, Sequence[ShardedParameter]] = {}
+        self._metrics: dict[str, Any] = {}
+        self.total_bytes = 0
+        """Bytes that this rank has sent to its peers in other replicas so far."""
+        self.stopwatch = Stopwatch()
+        """Time that the backward has spent here."""
+        self._handles: list[Any] = [on_backward_end(model, self._end_of_backward)]
+        for group in worlds.groups:
+            self._handles.append(group.watch().before_reduce(self._noting(group)))
+            self._handles.append(group.set_all_reduce_hook(self._collecting(group)))
+
+    def _noting(self, group: ShardedGroup) -> Callable[[], None]:
+        """Return a hook that notes which parameters the next reduce-scatter contains."""
+
+        def note() -> None:
+            self._present[id(group)] = group.present()
+
+        return note
+
+    def _collecting(self, group: ShardedGroup) -> Callable[[Tensor], None]:
+        """Return FSDP's all-reduce hook for a group."""
+
+        def collect(reduced: Tensor) -> None:
+            with self.stopwatch:
+                self._collect(group, reduced)
+
+        return collect
+
+    def _collect(self, group: ShardedGroup, reduced: Tensor) -> None:
+        """Add the flat result of a reduce-scatter to this rank's vector, and clear it."""
+        if is_inner(self._model):
+            raise RuntimeError(
+                "the model is part of a larger one that fully_shard was called on: attach to that"
+            )
+        self._averages = group.averages_replicas
+        # Torch divides after this hook, but what is cleared here never gets there.
+        _, divisor = group.divide_factors(reduced.dtype)
+        at = 0
+        for parameter in self._present[id(group)]:
+            piece = reduced[at : at + parameter.local_numel]
+            if parameter.name in self._slices:
+                self._grad[self._slices[parameter.name]].add_(piece, alpha=1 / divisor)
+                self._touched.add(parameter.name)
+                piece.zero_()
+            else:  # It was frozen when the hook was attached, so it has no residual.
+                mean, sent = all_reduce(piece / self._replicate.size, self._replicate)
+                piece.copy_(mean)
+                self.total_bytes += sent
+            at += parameter.padded_numel(self._shard.size)
+
+    def _end_of_backward(self) -> None:
+        """Exchange what this backward has reduced, and add the mean to p.grad."""
+        # Without a reduction (set_requires_gradient_sync), or to be averaged over replicas later.
+        if not self._touched or not self._averages:
+            return
+        with self.stopwatch, torch.no_grad():
+            touched, self._touched = self._touched, set()
+            self._exchange(touched)
+
+    def _exchange(self, touched: set[str]) -> None:
+        # Once per exchange: the loss scale and the learning rate may change between steps, and
+        # residuals of earlier steps must stay comparable.
+        self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
+        self._worker.add(0, self._grad, clear=True)
+        if self._worker.weightless:  # The learning rate is zero: nothing to add, nothing to send.
+            return
+        # Torch leaves the gradients of unused parameters as they are. All ranks use the same ones,
+        # or the reduce-scatter itself would fail.
+        unused = [
+            (span.start, span.stop) for name, span in self._slices.items() if name not in touched
+        ]
+        for begin, end in unused:
+            self._worker.feedback.exclude(begin, end)
+        outcome, sent = run(self._worker.script(), self._replicate)
+        self.total_bytes += sent
+        if not self._all_shards(outcome is not None):
+            # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
+            # skips the step on all of them; residuals stay what they were before the step.
+            self._worker.commit(None)
+            for name in touched:
+                self._local_grad(name).fill_(torch.nan)
+            return
+        written = self._write(outcome.indices, self._worker.mean_of(outcome), touched)
+        self._worker.commit(outcome, written=written, excluded=unused)
+        self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+
+    def _all_shards(self, finite: bool) -> bool:
+        """Return whether the exchange of every shard succeeded: a step is taken whole or not."""
+        flag = torch.tensor([int(finite)], dtype=torch.int32, device=self._grad.device)
+        flags, sent = all_gather(flag, self._shard)
+        self.total_bytes += sent
+        return bool(flags.all())
+
+    def _local_grad(self, name: str) -> Tensor:
+        """Return this rank's shard of p.grad, flat."""
+        local: Tensor = self.parameters[name].sharded.grad.to_local()
+        return local.view(-1)
+
+    def _write(self, indices: Tensor, mean: Tensor, touched: set[str]) -> Tensor:
+        """Add the (K,) mean to p.grad; return (K,) what the dtypes of the gradients could hold."""
+        self._grad.index_copy_(0, indices, mean)  # it was cleared, and is again below
+        for name in touched:
+            part, grad = self._grad[self._slices[name]], self._local_grad(name)
+            if grad.dtype != part.dtype:
+                limit = torch.finfo(grad.dtype).max
+                part.copy_(part.clamp(-limit, limit).to(grad.dtype))
+            grad.add_(part.to(grad.dtype))
+        written = self._grad[indices]
+        self._grad.index_fill_(0, indices, 0)
+        return written
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last step, and totals so far."""
+        residual = self._worker.feedback.residual
+        return self._metrics | {
+            "residual_norm": float(torch.linalg.vector_norm(residual)),
+            "steps": self._worker.step,
+            "skipped_steps": self._worker.skipped,
+            "always_sent": self.layout.size - self.layout.sparse,
+            "total_bytes": self.total_bytes,
+            "exchange_seconds": self.stopwatch.seconds,
+        }
+
+    def last_step(self) -> dict[str, Any]:
+        """Return the metrics of the last step that need no computation."""
+        return self._metrics
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """Number of replicas, and of shards of each."""
+        return self._replicate.size, self._shard.size
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which replica and which shard this rank holds."""
+        return self._replicate.rank, self._shard.rank
+
+    def state_dict(self, gather: bool = True) -> dict[str, Any]:
+        """Return this rank's residuals by parameter, and the state of the method.
+
+        Raises:
+            RuntimeError: `gather` is set: shards of all ranks do not belong on one of them.
+        """
+        if gather and self.world.size > 1:
+            raise RuntimeError(
+                "every rank of a sharded model saves its own residuals: use herd.stateful() with "
+                "torch.distributed.checkpoint, or herd.state_dict(gather=False) on each rank"
+            )
+        return {
+            "rank": self.world.rank,
+            "workers": self.world.size,
+            "mesh": list(self.mesh),
+            "worker": self._worker.state_dict(),
+            **self.vectors(),
+        }
+
+    def vectors(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of what is kept for each parameter, in the shapes of its shards."""
+        feedback = self._worker.feedback
+        kept = {"residual": feedback.residual, "partial": self._grad}
+        if feedback.velocity is not None:
+            kept["velocity"] = feedback.velocity
+        return {
+            key: {
+                name: flat[self._slices[name]].view(p.sharded.to_local().shape).clone()
+                for name, p in self.parameters.items()
+            }
+            for key, flat in kept.items()
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a state is of this model, method and place in the mesh."""
+        if state.get("mesh") != list(self.mesh):
+            raise ValueError(
+                f"sparsify state has mesh {state.get('mesh')}, expected {list(self.mesh)}: save "
+                "and load herd.stateful(saved_by=...) with torch.distributed.checkpoint, which "
+                "reshards"
+            )
+        own = self.vectors()
+        for key in own.keys() | {"velocity"} & state.keys():
+            if key not in own or state.get(key, {}).keys() != own[key].keys():
+                raise ValueError(f"sparsify state has other {key!r} than this model and momentum")
+            for name, tensor in own[key].items():
+                if state[key][name].shape != tensor.shape:
+                    shapes = f"{tuple(state[key][name].shape)}, expected {tuple(tensor.shape)}"
+                    raise ValueError(f"{key} of {name!r} has shape {shapes}")
+        self._worker.check_state(state["worker"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on the same place in the same mesh."""
+        self.check_state(state)  # before anything changes
+        self.load_vectors({key: state[key] for key in self.vectors()})
+        self._worker.load_state_dict(state["worker"])
+
+    def load_vectors(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Load what `vectors` returned, or what it would have been on this mesh."""
+        feedback = self._worker.feedback
+        flats = {"residual": feedback.residual, "partial": self._grad}
+        if feedback.velocity is not None:
+            flats["velocity"] = feedback.velocity
+        for key, flat in flats.items():
+            for name, span in self._slices.items():
+                flat[span].copy_(saved[key][name].reshape(-1))
+        partial = any(bool(tensor.any()) for tensor in saved["partial"].values())
+        self._touched = set(self.parameters) if partial else set()
+
+    def load_worker(self, state: Mapping[str, Any], *, merged: bool) -> None:
+        """Load the state of the method, or start it again on another mesh."""
+        if merged:
+            state = {**state, "rank": None, "method": None, "dim": self.layout.sparse}
+        self._worker.load_state_dict(state)
+
+    def close(self) -> None:
+        """Leave the model, whose replicas nobody averages from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def shard_layout(parameters: Mapping[str, ShardedParameter], dense_below: int) -> FlatLayout:
+    """Lay out this rank's shards; a parameter is small if the whole of it is."""
+    small = {name for name, p in parameters.items() if math.prod(p.shape) < dense_below}
+    names = [*(n for n in parameters if n not in small), *(n for n in parameters if n in small)]
+    counts = tuple(parameters[name].local_numel for name in names)
+    sparse = sum(parameters[name].local_numel for name in names if name not in small)
+    return FlatLayout(tuple(names), counts, sparse)
