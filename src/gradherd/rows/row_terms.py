@@ -90,7 +90,7 @@ class TermReader:
         self._sketch = sketch
         self._spec = spec
         self._check = check
-        self._dims = BatchDims(batch_dim, sharded)
+        self._dims = BatchDims(batch_dim, sharded=sharded)
         self._unfrozen: set[str] = set()
         why = "its module has no rule, and a sharded one cannot be run again"
         replayed = (o for o in owners if o.name not in self.owners)
