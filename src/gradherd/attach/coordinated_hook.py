@@ -28,12 +28,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.bucket_layout import BucketLayout
 from gradherd.attach.row_sources import ParameterHooks
-from gradherd.attach.transports import StepComparison
-from gradherd.comm.script import run
+from gradherd.attach.slice_signs import SliceSigner
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.coordination import BackgroundThread, observe_slices
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
@@ -53,11 +51,7 @@ class CoordinatedHook(BucketHook):
         super().__init__(ddp, world)
         self._ddp = ddp
         self._sampler = sampler
-        # A group of its own for the thread: ranks reach its collectives at different points of
-        # their training step, so on DDP's group they could be matched with the wrong ones.
-        self._side = world.side_channel()
-        self._thread = BackgroundThread("gradherd-signs")
-        self._in_step = StepComparison(sampler)
+        self._signer = SliceSigner(sampler, world)
         self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
         # DDP's buckets also hold parameters that were frozen after it was wrapped.
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
@@ -77,9 +71,13 @@ class CoordinatedHook(BucketHook):
         self._separate: dict[str, Tensor] = {}  # gradient of a backward that did not
         self._coordinates = True  # whether the buckets of this backward hold its gradient alone
         self._decided = False
-        self.bytes = 0
-        """Bytes that this rank has sent for ordering alone."""
+        self._separate_bytes = 0
         self._hooks = ParameterHooks(ddp.module, self._arrived)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank has sent for ordering alone."""
+        return self._separate_bytes + self._signer.bytes
 
     @property
     def waiting(self) -> bool:
@@ -158,7 +156,7 @@ class CoordinatedHook(BucketHook):
             return
         # The thread writes what is converted here. All ranks get here in the same step, since DDP
         # rebuilds its buckets on all ranks alike, so they can gather.
-        self._thread.wait()
+        self._signer.wait()
         old, self.layout = self.layout, layout
         self._sampler.ordering.map_columns(
             lambda row: layout.columns(old.gather(row, self.world), self.world)
@@ -174,23 +172,7 @@ class CoordinatedHook(BucketHook):
         rows, self._rows = self._rows, None
         if rows is None:
             rows = self._exchange_separately()
-        # Running sums outlive a change of the scale, so rows must not depend on it.
-        if loss_scale != 1:
-            rows.div_(loss_scale)
-
-        def sign() -> None:
-            # Here, not in the training loop, which never waits for a message of this size. A last
-            # unit without a partner is not signed, so nobody would notice that it is not finite.
-            last = claim is not None and claim.step + claim.units == self._sampler.ordering.length
-            finite = not last or bool(rows.sum().isfinite())
-            found = self._in_step.compare(claim, self._side, finite=finite)
-            if not found.same or not found.finite:
-                self._in_step.pass_over(claim, found)
-            elif claim is not None:
-                script = observe_slices(self._sampler, rows, first=claim.step)
-                self.bytes += run(script, self._side).bytes
-
-        self._thread.submit(sign)
+        self._signer.submit(rows, claim, loss_scale)
 
     def _exchange_separately(self) -> Tensor:
         """Return (R, C) slices of a gradient that the buckets did not hold alone.
@@ -206,7 +188,7 @@ class CoordinatedHook(BucketHook):
                 )
             )
         rows = self._mean.finish(write_back=False, columns=True)
-        self.bytes += self._mean.bytes - before
+        self._separate_bytes += self._mean.bytes - before
         assert rows is not None
         return rows
 
@@ -223,11 +205,11 @@ class CoordinatedHook(BucketHook):
 
     def wait(self) -> None:
         """Return when the signs of all batches are computed."""
-        self._thread.wait()
+        self._signer.wait()
 
     def finish(self) -> None:
         """Return when the signs of all batches are computed."""
-        self._thread.wait()
+        self._signer.wait()
 
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
@@ -242,8 +224,7 @@ class CoordinatedHook(BucketHook):
         """Leave the model, and give back the thread and the group beside the training loop."""
         super().close()
         self._hooks.remove()
-        self._thread.close()
-        self._side.close_side_channel()
+        self._signer.close()
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with the columns of all ranks. All ranks must call it.

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from gradherd.attach.fsdp_layout import ShardLayout, ShardSpan
 from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.attach.row_sources import ParameterHooks
+from gradherd.attach.slice_signs import SliceSigner
 from gradherd.comm.collectives import all_to_all
-from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.ordering.coordination import BackgroundThread, BatchClaim, observe_slices
+from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
@@ -85,12 +85,8 @@ class ShardedCoordination:
                 for p in group.parameters
             )
         )
-        # A group of its own for the thread: ranks reach its collectives at different points of
-        # their training step, so on the model's group they could be matched with the wrong ones.
-        self._side = world.side_channel()
-        self._thread = BackgroundThread("gradherd-signs")
-        self.bytes = 0
-        """Bytes that this rank has sent for ordering alone."""
+        self._signer = SliceSigner(sampler, world)
+        self._separate_bytes = 0
         self.total_bytes = 0
         """Bytes that this rank has sent to reduce gradients, where ordering rides with them."""
         self.stopwatch = Stopwatch()
@@ -110,6 +106,11 @@ class ShardedCoordination:
             self._handles.append(
                 group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
             )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank has sent for ordering alone."""
+        return self._separate_bytes + self._signer.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Have `began` called before the first gradient of each backward."""
@@ -148,28 +149,21 @@ class ShardedCoordination:
             factor, _ = group.divide_factors(block.dtype)
             self._blocks.append((self._present[id(group)], block, factor))
 
-    def feed(self, claim: BatchClaim, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Start to sign this batch of every worker beside the training loop.
 
         Args:
-            claim: The units that the gradient belongs to.
+            claim: The units that the gradient belongs to; None if it counts for nothing.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
         rows = self._joined_blocks() if self._coordinates else self._exchange_separately()
         self._drop()
-        # Running sums outlive a change of the scale, so rows must not depend on it.
-        if loss_scale != 1:
-            rows.div_(loss_scale)
-        script = observe_slices(self._sampler, rows, first=claim.step)
-
-        def sign() -> None:
-            self.bytes += run(script, self._side).bytes
-
-        self._thread.submit(sign)
+        self._signer.submit(rows, claim, loss_scale)
 
     def _joined_blocks(self) -> Tensor:
         """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""
         size = self.world.size
+        assert self._blocks, "every backward that coordinates ends with a reduce-scatter"
         wide = torch.promote_types(self._blocks[0][1].dtype, torch.float32)
         rows = self._buffers.pop(0)
         if rows is None or rows.dtype != wide:
@@ -191,7 +185,7 @@ class ShardedCoordination:
         """Return (R, C) slices of a gradient that no reduce-scatter held alone."""
         grads = {name: grad for name, grad in self._separate.items()}
         rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
-        self.bytes += sent
+        self._separate_bytes += sent
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
     def by_index(self) -> None:
@@ -207,11 +201,11 @@ class ShardedCoordination:
 
     def wait(self) -> None:
         """Return when the signs of all batches are computed."""
-        self._thread.wait()
+        self._signer.wait()
 
     def finish(self) -> None:
         """Return when the signs of all batches are computed."""
-        self._thread.wait()
+        self._signer.wait()
 
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
@@ -228,8 +222,7 @@ class ShardedCoordination:
         for handle in self._handles:
             handle.remove()
         self._hooks.remove()
-        self._thread.close()
-        self._side.close_side_channel()
+        self._signer.close()
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with the columns of all ranks. All ranks must call it.
