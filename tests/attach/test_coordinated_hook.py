@@ -151,7 +151,7 @@ def test_detach_leaves_plain_ddp():
     ("rows", "unit", "hooked", "says"),
     [
         ("auto", 2, False, "BatchRows"),
-        ("auto", 2, True, "there is no DDP hook"),
+        ("auto", 2, True, "whole gradients would be sent for it alone"),
         ("auto", 1, False, "ExactRows"),
         ("batch", 2, True, "needs the communication hook of DDP"),
     ],
