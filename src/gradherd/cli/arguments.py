@@ -9,13 +9,15 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import tyro
 
 from gradherd.cli.errors import UsageError
 
-FolderOption = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
+# Not `Path | None`: to check a default of that form tyro imports typeguard, which takes longer than
+# all of `gradherd data list`.
+FolderOption = Annotated[Optional[Path], tyro.conf.arg(metavar="DIR", help_behavior_hint="")]  # noqa: UP045
 FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 

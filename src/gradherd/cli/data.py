@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gradherd.cli.arguments import FolderOption, check_name, json_help, print_json
@@ -127,6 +126,14 @@ class DataGetCommand:
             print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
 
     def _fetch(self, root: Path) -> LocalDataSet:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         from gradherd.lab.tasks.download import download_dataset
 
         # One bar per file, in bytes: not the bar of `progress`, which has one for everything.
