@@ -1,15 +1,17 @@
 """`gradherd compare`: train a task with several orders or sparsifiers, over several seeds."""
 
-import sys
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from gradherd.cli.arguments import check_at_least, json_help, parse_names, print_json
+from gradherd.cli.arguments import Flag, check_at_least, json_help, parse_names, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.launch import output_folder, train_runs
+from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
+from gradherd.cli.launch import train_missing
 from gradherd.cli.options import (
     METHODS,
     ORDERS,
@@ -71,6 +73,8 @@ class CompareCommand:
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     seeds: IntByTask = None
     """Number of seeds: 3 means seeds 0, 1 and 2."""
+    resume: Flag = False
+    """Keep the finished runs in --out and train only the others; the settings must be the same."""
     json: Annotated[
         bool,
         json_help(
@@ -86,16 +90,15 @@ class CompareCommand:
         """Train all arms and compare them."""
         # Before the folder: a wrong call must not create one.
         configs = self._configs()
-        with output_folder(self.training.out, f"compare-{named_task(self.task).name}") as out:
-            try:
-                records = train_runs(configs, out, self.training)
-            except KeyboardInterrupt:
-                # The arms of a seed run next to each other, so the finished runs can be compared.
-                report_interrupted(out, len(configs))
-                raise
+        if self.resume and self.training.out is None:
+            raise UsageError("--resume needs --out, the folder of the comparison to continue")
+        name = f"compare-{named_task(self.task).name}"
+        with output_folder(self.training.out, name, resume=self.resume, many=True) as out:
+            with reporting_what_is_left(out, len(configs)):
+                records = train_missing(configs, out, self.training, resume=self.resume)
             # All ranks have the records, one prints them.
             if World.detect().rank == 0:
-                self._print(records, out / "report.html")
+                self._print(records, out / PAGE_FILE)
 
     def _print(self, records: list[RunRecord], page: Path) -> None:
         comparison = compare(records)
@@ -137,20 +140,22 @@ class CompareCommand:
         return configs
 
 
-def report_interrupted(out: Path, planned: int) -> None:
-    """Write a page about the runs that have finished an epoch, if there are any.
+@contextlib.contextmanager
+def reporting_what_is_left(out: Path, planned: int) -> Iterator[None]:
+    """If training is interrupted or fails, write a page about what there is, and say so.
 
     Args:
         out: Folder with the records.
         planned: Number of runs there would have been.
     """
-    if not out.is_dir() or World.detect().rank > 0:
-        return
-    # A run that was stopped within its first epoch has no point on any curve.
-    records = [record for _, record in find_records([out]) if record.epochs]
-    if not records:
-        return
-    done = sum(record.status == "done" for record in records)
-    page = out / "report.html"
-    write_report(records, page)
-    print(f"gradherd: {done} of {planned} runs finished; report so far: {page}", file=sys.stderr)
+    with telling_survivors(out, planned):
+        try:
+            yield
+        except KeyboardInterrupt:
+            # The arms of a seed run next to each other, so the finished runs can be compared. A run
+            # that was stopped within its first epoch has no point on any curve.
+            if out.is_dir() and World.detect().rank == 0:
+                records = [record for _, record in find_records([out]) if record.epochs]
+                if records:
+                    write_report(records, out / PAGE_FILE)
+            raise

@@ -8,9 +8,11 @@ from typing import Annotated
 from rich.console import Console
 from rich.markup import escape
 
-from gradherd.cli.arguments import FolderOption, check_at_least, json_help, print_json
-from gradherd.cli.compare import report_interrupted
-from gradherd.cli.launch import output_folder, train_runs
+from gradherd.cli.arguments import Flag, FolderOption, check_at_least, json_help, print_json
+from gradherd.cli.compare import reporting_what_is_left
+from gradherd.cli.errors import UsageError
+from gradherd.cli.folders import PAGE_FILE, output_folder
+from gradherd.cli.launch import train_missing
 from gradherd.cli.options import TrainingOptions
 from gradherd.cli.tables import print_comparison
 from gradherd.lab.report.comparison import compare
@@ -40,6 +42,8 @@ class DemoCommand:
     """Number of seeds of every arm."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
+    resume: Flag = False
+    """Keep the finished runs in --out and train only the others."""
     json: Annotated[
         bool,
         json_help(
@@ -51,7 +55,9 @@ class DemoCommand:
         """Train both parts, print the comparisons, and write the page."""
         check_at_least("--workers", self.workers, 1)
         check_at_least("--seeds", self.seeds, 1)
-        with output_folder(self.out, "demo") as out:
+        if self.resume and self.out is None:
+            raise UsageError("--resume needs --out, the folder of the demo to continue")
+        with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
             self._compare(out)
 
     def _compare(self, out: Path) -> None:
@@ -59,16 +65,15 @@ class DemoCommand:
         console = Console(quiet=self.json)
         begin, comparisons = time.monotonic(), []
         records: list[RunRecord] = []
-        page = out / "report.html"
+        page = out / PAGE_FILE
         for part in _PARTS:
             console.print(f"[bold]{part.title}[/bold] ({self.workers} worker processes)")
             configs = part.configs(self.workers, self.seeds)
-            try:
+            with reporting_what_is_left(out, len(_PARTS) * len(configs)):
                 # Each part in a folder of its own: both parts have an arm of d-rr and dense.
-                part_records = train_runs(configs, out / part.task, TrainingOptions())
-            except KeyboardInterrupt:
-                report_interrupted(out, len(_PARTS) * len(configs))
-                raise
+                part_records = train_missing(
+                    configs, out / part.task, TrainingOptions(), resume=self.resume
+                )
             comparisons.append(compare(part_records))
             records += part_records
             if not self.json:

@@ -1,12 +1,9 @@
-"""Start a training in this process, on local ranks or on torchrun's; manage its output folder."""
+"""Start a training in this process, on local ranks or on torchrun's."""
 
 import contextlib
-import dataclasses
 import os
-import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,15 +12,16 @@ import torch
 import torch.distributed as dist
 
 from gradherd.cli.arguments import under_torchrun
-from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.errors import CommandFailed
+from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
 from gradherd.cli.progress import ProgressBar
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
-from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
+from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.runner import CheckpointOptions, run_all
 
 # Deadlines only guard against hangs: training takes as long as it takes, and so does a benchmark
 # of large sizes on few cores.
@@ -107,6 +105,33 @@ def train_runs(
         signal.signal(signal.SIGTERM, previous)
 
 
+def train_missing(
+    configs: Sequence[RunConfig], out: Path, options: TrainingOptions, *, resume: bool
+) -> list[RunRecord]:
+    """Train the runs of a comparison, except those that a resumed folder already holds.
+
+    A run that was interrupted is trained again from its start: runs of a comparison are many and
+    short, and save no checkpoints.
+
+    Args:
+        configs: Settings of all runs.
+        out: Folder for records, one folder for each run.
+        options: Where to train.
+        resume: Whether finished runs in `out` count.
+
+    Returns:
+        The records of all runs, in the order of `configs`.
+    """
+    # All ranks of torchrun read before any of them trains: none writes before all have joined.
+    known = [
+        finished_record(out / config.folder(), config, changeable=()) if resume else None
+        for config in configs
+    ]
+    missing = [config for config, record in zip(configs, known, strict=True) if record is None]
+    trained = iter(train_runs(missing, out, options) if missing else [])
+    return [next(trained) if record is None else record for record in known]
+
+
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
     """Handle a signal as Ctrl-C."""
     raise KeyboardInterrupt
@@ -186,72 +211,3 @@ def train_on_this_rank(
             tensorboard=tensorboard,
             saving=saving,
         )
-
-
-@contextlib.contextmanager
-def output_folder(out: Path | None, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Provide a folder that no other run writes to, and remove it again if it stays empty.
-
-    Args:
-        out: The folder to use; it must be empty or new. None: a new one in gradherd-runs.
-        name: What a new folder is named after; the time is added.
-        resume: Also accept a folder that holds a run.
-    """
-    if out is None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)  # a user's own task may have any name
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        out = Path("gradherd-runs") / f"{name}-{stamp}"
-        if out.exists():  # another run started within the same second
-            out = out.with_name(f"{out.name}-{os.getpid()}")
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {str(out)!r} is a file, not a folder")
-    # Noted before anything is created: only these may be removed again.
-    created = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        # A run may have been stopped before its first record or its first checkpoint.
-        resumable = resume and ((out / RECORD_FILE).exists() or (out / CHECKPOINT_FOLDER).exists())
-        if out.exists() and any(out.iterdir()) and not resumable:
-            has_checkpoint = not resume and (out / CHECKPOINT_FOLDER).exists()
-            hint = "; --resume continues its run" if has_checkpoint else ""
-            raise UsageError(
-                f"--out {str(out)!r} is not empty: name a new folder, or remove it{hint}"
-            )
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
-    try:
-        yield out
-    finally:
-        # A call that fails early leaves no trace. Ranks share the folder, so one of them cleans up.
-        if World.detect().rank == 0:
-            remove_empty(out, created)
-
-
-def mark_unfinished(out: Path, status: str) -> None:
-    """Write into the records of runs that have not ended why they never will.
-
-    Args:
-        out: Folder with the records, at any depth.
-        status: interrupted or failed.
-    """
-    if World.detect().rank > 0:
-        return
-    # A comparison has a record per run, each in its own folder.
-    for path in out.rglob(RECORD_FILE):
-        record = read_record(path)
-        if record.status == "running":
-            write_record(dataclasses.replace(record, status=status), path.parent)
-
-
-def remove_empty(folder: Path, created: Sequence[Path]) -> None:
-    """Remove empty folders.
-
-    Args:
-        folder: All empty folders below it are removed.
-        created: The folder itself and its parents, as far as they were created for it.
-    """
-    below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
-    for path in [*below, *created]:  # the deepest first
-        if path.is_dir() and not any(path.iterdir()):
-            # Never a tree: rmdir refuses a folder that another process has just written to.
-            path.rmdir()

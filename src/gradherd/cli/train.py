@@ -1,9 +1,7 @@
 """`gradherd train`: train a task once."""
 
-import dataclasses
 import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -13,7 +11,8 @@ from rich.table import Table
 
 from gradherd.cli.arguments import Flag, check_at_least, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.launch import output_folder, train_runs
+from gradherd.cli.folders import finished_record, output_folder, telling_survivors
+from gradherd.cli.launch import train_runs
 from gradherd.cli.options import (
     METHODS,
     ORDERS,
@@ -26,8 +25,8 @@ from gradherd.cli.options import (
 )
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
-from gradherd.lab.train.runner import CHANGEABLE_SETTINGS, CheckpointOptions
+from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.runner import CheckpointOptions
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
@@ -100,7 +99,8 @@ class TrainCommand:
             # command.
             record = finished_record(out, config) if self.resume else None
             if record is None:
-                (record,) = train_runs([config], out, self.training, saving=saving)
+                with telling_survivors(out, 1):
+                    (record,) = train_runs([config], out, self.training, saving=saving)
         if World.detect().rank == 0:
             self._print(record, str(out))
         if record.status == "stopped":
@@ -148,36 +148,6 @@ class TrainCommand:
         ):
             table.add_row(escape(label), escape(value))
         Console().print(table)
-
-
-def finished_record(out: Path, config: RunConfig) -> RunRecord | None:
-    """Return the record in a folder if its run needs no more training: complete or diverged.
-
-    Args:
-        out: Folder of the run.
-        config: Settings that it should have; only those in CHANGEABLE_SETTINGS may differ.
-
-    Raises:
-        UsageError: It is the record of a run with other settings, or it is damaged.
-    """
-    if not (out / RECORD_FILE).exists():
-        return None
-    try:
-        record = read_record(out / RECORD_FILE)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    # --epochs may have been raised since.
-    complete = record.status == "done" and len(record.epochs) >= config.epochs
-    if not complete and record.status != "diverged":
-        return None
-    for key, value in dataclasses.asdict(config).items():
-        recorded = record.config.get(key)
-        if key not in CHANGEABLE_SETTINGS and recorded != value:
-            raise UsageError(
-                f"--out {str(out)!r} holds a run with {key} {recorded!r}, not {value!r}: "
-                "resume it with its own settings, or name a new folder"
-            )
-    return record
 
 
 def _change(start: float | None, end: float | None) -> str:

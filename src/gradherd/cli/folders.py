@@ -1,0 +1,228 @@
+"""Output folders: new or resumed, locked while in use, tidied up, and what is left in them."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.comm.world import World
+from gradherd.lab.text import printable
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
+from gradherd.lab.train.runner import CHANGEABLE_SETTINGS, CHECKPOINT_FOLDER
+
+LOCK_FILE = ".lock"
+"""Name of the file that a command holds locked while it writes to its folder."""
+PAGE_FILE = "report.html"
+"""Name of the page about the runs in a folder."""
+
+
+@contextlib.contextmanager
+def output_folder(
+    out: Path | None, name: str, *, resume: bool = False, many: bool = False
+) -> Iterator[Path]:
+    """Provide a folder that no other command writes to, and remove it again if it stays empty.
+
+    Args:
+        out: The folder to use; it must be empty or new. None: a new one in gradherd-runs.
+        name: What a new folder is named after; the time is added.
+        resume: Also accept a folder that holds what this call would write.
+        many: Whether that is many runs, each in a folder of its own; else it is one.
+
+    Raises:
+        UsageError: The folder cannot be used, or another command is using it.
+    """
+    if out is None:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)  # a user's own task may have any name
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        out = Path("gradherd-runs") / f"{name}-{stamp}"
+        if out.exists():  # another run started within the same second
+            out = out.with_name(f"{out.name}-{os.getpid()}")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {str(out)!r} is a file, not a folder")
+    # Noted before anything is created: only these may be removed again.
+    created = [folder for folder in (out, *out.parents) if not folder.exists()]
+    # Ranks share the folder, so one of them locks it and cleans up.
+    first = World.detect().rank == 0
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = _lock(out) if first else None
+    except OSError as error:
+        raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
+    try:
+        _check_contents(out, resume=resume, many=many)
+        yield out
+    finally:
+        if lock is not None:
+            # Removed before it is released: whoever waits for it must not lock a file without name.
+            (out / LOCK_FILE).unlink(missing_ok=True)
+            lock.close()
+        # A call that fails early leaves no trace.
+        if first:
+            remove_empty(out, created)
+
+
+def _check_contents(out: Path, *, resume: bool, many: bool) -> None:
+    """Raise UsageError if a folder holds something that this call would not continue."""
+    names = {path.name for path in out.iterdir()} - {LOCK_FILE}
+    if many:
+        resumable = RECORD_FILE not in names and any(out.rglob(RECORD_FILE))
+        hint = "; --resume keeps its finished runs and trains the others" if resumable else ""
+    else:
+        # A run may have been stopped before its first record or its first checkpoint.
+        resumable = RECORD_FILE in names or CHECKPOINT_FOLDER in names
+        hint = "; --resume continues its run" if CHECKPOINT_FOLDER in names else ""
+    if names and not (resume and resumable):
+        hint = "" if resume else hint
+        raise UsageError(f"--out {str(out)!r} is not empty: name a new folder, or remove it{hint}")
+
+
+def _lock(out: Path) -> IO[str] | None:
+    """Lock a folder until the file that this returns is closed, or the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    path = out / LOCK_FILE
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise UsageError(
+            f"--out {str(out)!r} is in use by {owner or 'another process'}: wait until it ends, or "
+            "name another folder"
+        ) from None
+    except OSError:  # A file system without locks: better to train than to refuse.
+        file.close()
+        path.unlink(missing_ok=True)
+        return None
+    # For the message above only; a full disk is reported by what needs the room.
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    return file
+
+
+def finished_record(
+    out: Path, config: RunConfig, *, changeable: Sequence[str] = CHANGEABLE_SETTINGS
+) -> RunRecord | None:
+    """Return the record in a folder if its run needs no more training: complete or diverged.
+
+    Args:
+        out: Folder of the run.
+        config: Settings that it should have.
+        changeable: Settings that may differ.
+
+    Raises:
+        UsageError: It is the record of a run with other settings, or it is damaged.
+    """
+    if not (out / RECORD_FILE).exists():
+        return None
+    try:
+        record = read_record(out / RECORD_FILE)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    # --epochs may have been raised since.
+    complete = record.status == "done" and len(record.epochs) >= config.epochs
+    if not complete and record.status != "diverged":
+        return None
+    for key, value in dataclasses.asdict(config).items():
+        recorded = record.config.get(key)
+        if key not in changeable and recorded != value:
+            raise UsageError(
+                f"--out {str(out)!r} holds a run with {key} {recorded!r}, not {value!r}: "
+                "resume it with its own settings, or name a new folder"
+            )
+    return record
+
+
+@contextlib.contextmanager
+def telling_survivors(out: Path, planned: int) -> Iterator[None]:
+    """If the work inside is interrupted or fails, also say what is left and how to continue.
+
+    Args:
+        out: Folder of the command.
+        planned: Number of runs that it trains.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = describe_survivors(out, planned)
+        if left and World.detect().rank == 0:
+            print(f"gradherd: {printable(left)}", file=sys.stderr)
+        raise
+    except (CommandFailed, OSError) as error:
+        left = describe_survivors(out, planned)
+        if not left or os.environ.get("GRADHERD_TRACEBACK"):
+            raise
+        raise CommandFailed(f"{error}; {left}") from error
+
+
+def describe_survivors(out: Path, planned: int) -> str:
+    """Say what an interrupted or failed command has left, and how to continue; "" if nothing.
+
+    Args:
+        out: Its folder.
+        planned: Number of runs that there would have been.
+    """
+    records = []
+    for path in out.rglob(RECORD_FILE) if out.is_dir() else []:
+        with contextlib.suppress(ValueError):  # damaged, so it did not survive
+            records.append(read_record(path))
+    again = f"repeat the command with --out {out} --resume to continue"
+    parts = []
+    if planned > 1:
+        done = sum(record.status in ("done", "diverged") for record in records)
+        if any(record.epochs for record in records):
+            parts.append(f"{done} of {planned} runs finished")
+        if (out / PAGE_FILE).exists():
+            parts.append(f"report so far: {out / PAGE_FILE}")
+        return "; ".join([*parts, again] if done else parts)
+    epochs = sum(len(record.epochs) for record in records)
+    if epochs:
+        count = "1 epoch is" if epochs == 1 else f"{epochs} epochs are"
+        parts.append(f"{count} on record in {out}")
+    if any((out / CHECKPOINT_FOLDER).glob("step-*")):
+        parts.append(f"a checkpoint is kept: {again}")
+    return "; ".join(parts)
+
+
+def mark_unfinished(out: Path, status: str) -> None:
+    """Write into the records of runs that have not ended why they never will.
+
+    Args:
+        out: Folder with the records, at any depth.
+        status: interrupted or failed.
+    """
+    if World.detect().rank > 0:
+        return
+    # A comparison has a record per run, each in its own folder.
+    for path in out.rglob(RECORD_FILE):
+        record = read_record(path)
+        if record.status == "running":
+            write_record(dataclasses.replace(record, status=status), path.parent)
+
+
+def remove_empty(folder: Path, created: Sequence[Path]) -> None:
+    """Remove empty folders.
+
+    Args:
+        folder: All empty folders below it are removed.
+        created: The folder itself and its parents, as far as they were created for it.
+    """
+    below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    for path in [*below, *created]:  # the deepest first
+        if path.is_dir() and not any(path.iterdir()):
+            # Never a tree: rmdir refuses a folder that another process has just written to.
+            path.rmdir()
