@@ -16,6 +16,20 @@ settings.load_profile("gradherd")
 
 collect_ignore_glob = [] if find_spec("triton") else ["src/gradherd/*/triton_*.py"]
 
+# Files are handed out to test processes in this order. Long ones first, or one process would work
+# on the last of them while the other has nothing left to do.
+_SHORT_TESTS = ("src", "tests/ordering", "tests/replay", "tests/rows", "tests/sparsify")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Move the tests that start no processes to the end."""
+
+    def is_short(item: pytest.Item) -> bool:
+        return item.path.relative_to(config.rootpath).as_posix().startswith(_SHORT_TESTS)
+
+    items.sort(key=is_short)  # stable: files keep their order otherwise
+
+
 # What functions that run on ranks import. Test files themselves are not listed: importing one may
 # skip it, which would end the server.
 _RANK_MODULES = [

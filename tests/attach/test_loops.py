@@ -7,9 +7,9 @@ from tests.attach import loops
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", range(0, 40, 20))  # `make stress` runs 2,000
 def test_random_loops(first):
-    assert loops.run_loops(range(first, first + 25)) == []
+    assert loops.run_loops(range(first, first + 20)) == []
 
 
 @pytest.mark.timeout(300)

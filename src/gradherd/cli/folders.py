@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.comm.world import World
@@ -18,8 +16,6 @@ from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
 from gradherd.lab.train.runner import CHANGEABLE_SETTINGS, CHECKPOINT_FOLDER
 
-LOCK_FILE = ".lock"
-"""Name of the file that a command holds locked while it writes to its folder."""
 PAGE_FILE = "report.html"
 """Name of the page about the runs in a folder."""
 
@@ -60,18 +56,16 @@ def output_folder(
         _check_contents(out, resume=resume, many=many)
         yield out
     finally:
-        if lock is not None:
-            # Removed before it is released: whoever waits for it must not lock a file without name.
-            (out / LOCK_FILE).unlink(missing_ok=True)
-            lock.close()
         # A call that fails early leaves no trace.
         if first:
             remove_empty(out, created)
+        if lock is not None:
+            os.close(lock)
 
 
 def _check_contents(out: Path, *, resume: bool, many: bool) -> None:
     """Raise UsageError if a folder holds something that this call would not continue."""
-    names = {path.name for path in out.iterdir()} - {LOCK_FILE}
+    names = {path.name for path in out.iterdir()}
     if many:
         resumable = RECORD_FILE not in names and any(out.rglob(RECORD_FILE))
         hint = "; --resume keeps its finished runs and trains the others" if resumable else ""
@@ -84,34 +78,41 @@ def _check_contents(out: Path, *, resume: bool, many: bool) -> None:
         raise UsageError(f"--out {str(out)!r} is not empty: name a new folder, or remove it{hint}")
 
 
-def _lock(out: Path) -> IO[str] | None:
-    """Lock a folder until the file that this returns is closed, or the process ends."""
+def _lock(out: Path) -> int | None:
+    """Lock a folder until the descriptor that this returns is closed, or the process ends.
+
+    The folder itself is locked, not a file in it: nothing is left behind by a process that is
+    killed, and a full disk has room for it.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
         return None
-    path = out / LOCK_FILE
-    file = path.open("a+", encoding="utf-8")
+    folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
+        inode = os.fstat(folder).st_ino
+        os.close(folder)
         raise UsageError(
-            f"--out {str(out)!r} is in use by {owner or 'another process'}: wait until it ends, or "
-            "name another folder"
+            f"--out {str(out)!r} is in use by {_lock_owner(inode)}: wait until it ends, or name "
+            "another folder"
         ) from None
     except OSError:  # A file system without locks: better to train than to refuse.
-        file.close()
-        path.unlink(missing_ok=True)
+        os.close(folder)
         return None
-    # For the message above only; a full disk is reported by what needs the room.
+    return folder
+
+
+def _lock_owner(inode: int) -> str:
+    """Name the process that holds a lock, as far as Linux tells."""
     with contextlib.suppress(OSError):
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-    return file
+        for line in Path("/proc/locks").read_text().splitlines():
+            # "1: FLOCK  ADVISORY  WRITE 4711 08:01:131073 0 EOF"
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}") and int(fields[4]) > 0:
+                return f"process {fields[4]}"
+    return "another process"
 
 
 def finished_record(

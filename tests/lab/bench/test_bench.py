@@ -26,7 +26,9 @@ def result(capsys, *args) -> dict:
 
 
 def test_coordination_shows_all_schemes_and_their_bytes(capsys):
-    output = result(capsys, "bench", "coordination", "--workers", "2,3", "--dim", 3001)
+    output = result(
+        capsys, "bench", "coordination", "--workers", "2,3", "--dim", 3001, "--repeats", 1
+    )
     rows = output["rows"]
     assert output["bench"] == "coordination" and output["device"] == "cpu"
     assert [(row["workers"], row["case"]) for row in rows] == [
@@ -45,12 +47,15 @@ def test_coordination_shows_all_schemes_and_their_bytes(capsys):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
 def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
     dim = 2_000_000
-    output = result(
-        capsys, "bench", "coordination", "--workers", "2,4", "--dim", dim, "--repeats", 1
-    )
-    peaks = [row["peak_bytes"] / (4 * dim) for row in output["rows"] if row["case"] == "sharded"]
-    # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `PeakMemory`.
-    assert all(1 < peak < 3.2 for peak in peaks)
+
+    def peaks() -> list[float]:
+        options = ("--workers", "2,4", "--dim", dim, "--repeats", 1)
+        rows = result(capsys, "bench", "coordination", *options)["rows"]
+        return [row["peak_bytes"] / (4 * dim) for row in rows if row["case"] == "sharded"]
+
+    # In gradients, 2.5 and 2.25 are taken; some allocators show less, see `PeakMemory`. The mark is
+    # that of the whole process: on a busy machine another thread may add to it, but not each time.
+    assert any(all(1 < peak < 3.2 for peak in peaks()) for _ in range(4))
 
 
 def test_rows_shows_every_way_to_them(capsys):
@@ -86,14 +91,14 @@ def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
     # On the CPU a graph is traced run by run: nine take 17 seconds, twice.
     monkeypatch.setattr(virtual, "_SEEDS", 1)
     output = result(
-        capsys, "bench", "virtual", "--workers", 4, "--batch", 2, "--steps", 2, "--repeats", 1
+        capsys, "bench", "virtual", "--workers", 2, "--batch", 1, "--steps", 2, "--repeats", 1
     )
     rows = output["rows"]
     assert output["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
     cases = ["plain loop", "turns", "one run", "nine runs", "nine runs, d-rr"]
     assert [row["case"] for row in rows] == cases and rows[0]["ratio"] == 1
     assert [row["runs"] for row in rows] == [1, 1, 1, 3, 3]
-    assert {(row["workers"], row["dim"], row["batch"]) for row in rows} == {(4, 62_006, 2)}
+    assert {(row["workers"], row["dim"], row["batch"]) for row in rows} == {(2, 62_006, 1)}
     for row in rows:
         assert row["steps_per_second"] * row["seconds"] == pytest.approx(1)
 
@@ -140,8 +145,19 @@ def test_one_worker_alone_keeps_its_gradient(name):
     assert torch.equal(grad, torch.arange(7.0)) and case.bytes == 0
 
 
+@pytest.mark.timeout(180)  # a start of torch, on a machine that may be busy
 def test_the_module_runs_as_a_program():
-    command = [sys.executable, "-m", "gradherd", "bench", "coordination", "--dim", "64", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    command = [
+        sys.executable,
+        "-m",
+        "gradherd",
+        "herding",
+        "--units",
+        "6",
+        "--rounds",
+        "1",
+        "--json",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert len(json.loads(ran.stdout)["rows"]) == 6
+    assert json.loads(ran.stdout)["units"] == 6
