@@ -89,6 +89,26 @@ def replicas_after(shape, name, steps, lr=0.1):
     return all(torch.equal(peer, after) for peer in peers), float((after - before).norm())
 
 
+def all_in_children(shape=(2, 2)):
+    """Return gradients of a model whose root holds no parameter, here and without an exchange."""
+    mesh, found = mesh_of(shape), []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh["shard"] if ours else mesh)
+        fully_shard(model, mesh=mesh["shard"] if ours else mesh)
+        if ours:
+            gh.attach(model, sparsify=settings("dense"), mesh=mesh)
+        for step in range(2):
+            if step == 0:
+                model.set_is_last_backward(False)
+            backward(model, step)
+            model.set_is_last_backward(True)
+        found.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+    return found
+
+
 def native(shape):
     """Return gradients with the dense method, and those of torch's own HSDP."""
     found = []
@@ -250,7 +270,7 @@ def everything(folder):
         "unused": conserved((2, 2), "exdyna", "unused"),
         "bf16": conserved((2, 2), "topk", values="bf16"),
         "replicas": {name: replicas_after((2, 2), name, 20) for name in METHODS},
-        "native": {shape: native(shape) for shape in meshes},
+        "native": {shape: native(shape) for shape in meshes} | {"children": all_in_children()},
         "delayed": {how: delayed(how) for how in ("sync", "all-reduce")},
         "not finite": not_finite(),
         "continued": continued(folder / "same"),

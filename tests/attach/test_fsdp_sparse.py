@@ -47,7 +47,7 @@ def test_replicas_stay_equal_to_the_bit(ranks, name):
         assert moved > 0.01
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), "children"])
 def test_the_dense_method_gives_the_gradients_of_hsdp(ranks, shape):
     for rank in ranks:
         ours, torchs = rank["native"][shape]

@@ -267,7 +267,8 @@ def _plan_rows(
     else:
         free = isinstance(bare, DDP) and hook_is_free(bare)
     settings, why = _choose(bare, order, rows, free and not sparsifies)
-    if worlds is not None and isinstance(settings, BatchRows) and sparsifies:
+    needed = isinstance(settings, BatchRows) and order.ordering.policy.needs_rows
+    if worlds is not None and needed and sparsifies:
         raise ValueError(
             "rows='batch' would exchange whole gradients beside the sparse ones: use 'sketch'"
         )

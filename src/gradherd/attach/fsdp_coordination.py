@@ -102,7 +102,7 @@ class ShardedCoordination:
         self._hooks = ParameterHooks(model, self._arrived)
         self._handles: list[Any] = []
         for group in self._groups if self._rides else []:
-            self._handles.append(group.watch().before_reduce(self._noting(group)))
+            self._handles.append(group.before_reduce(self._noting(group)))
             self._handles.append(
                 group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
             )

@@ -93,7 +93,7 @@ class ShardedSparseHook:
         """Time that the backward has spent here."""
         self._handles: list[Any] = [on_backward_end(model, self._end_of_backward)]
         for group in worlds.groups:
-            self._handles.append(group.watch().before_reduce(self._noting(group)))
+            self._handles.append(group.before_reduce(self._noting(group)))
             self._handles.append(group.set_all_reduce_hook(self._collecting(group)))
 
     def _noting(self, group: ShardedGroup) -> Callable[[], None]:

@@ -32,7 +32,7 @@ GROUP_NAMES = (
     "_all_reduce_hook",
 )
 PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad")
-STATE_NAMES = ("_is_root", "_root_post_backward_final_callback")
+STATE_NAMES = ("_is_root", "_state_ctx", "_root_post_backward_final_callback")
 
 GradientHook = Callable[[Tensor], None]
 
@@ -204,8 +204,15 @@ class ShardedGroup:
         self._group._all_reduce_hook = hook
         return Handle(lambda: setattr(self._group, "_all_reduce_hook", None))
 
-    def watch(self) -> "GroupWatch":
-        """Return the one watch of this group."""
+    def on_gradient(self, parameter: ShardedParameter, hook: GradientHook) -> Handle:
+        """Call `hook` with each gradient of the whole parameter, before it is accumulated."""
+        return self._watch().on_gradient(parameter._handle, hook)
+
+    def before_reduce(self, hook: Callable[[], None]) -> Handle:
+        """Call `hook` when all gradients of the group have arrived, before they are reduced."""
+        return self._watch().before_reduce(hook)
+
+    def _watch(self) -> "GroupWatch":
         watch = self._group.__dict__.get("_gradherd_watch")
         if watch is None:
             watch = self._group._gradherd_watch = GroupWatch(self._group)
@@ -255,7 +262,7 @@ class GroupWatch:
             self._handles.append(whole.register_hook(on_grad))
 
     def on_gradient(self, handle: Any, hook: GradientHook) -> Handle:
-        """Call `hook` with each gradient of a whole parameter, before it is accumulated."""
+        """Call `hook` with each gradient of a parameter, given as torch's own object."""
         hooks = self._hooks.setdefault(id(handle), [])
         hooks.append(hook)
         self._hook_whole(handle)  # it may have been gathered before
@@ -289,38 +296,33 @@ def _param_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
 
 
-def gradient_registrar(model: nn.Module) -> Callable[[nn.Parameter, GradientHook], Any]:
-    """Return a function that hooks a parameter's gradient, be the model sharded or not.
+def on_backward_end(model: nn.Module, hook: Callable[[], None]) -> Handle:
+    """Call `hook` after each backward of a sharded model, when all its gradients are reduced.
 
-    Hooks on a sharded parameter itself never run: autograd sees the whole one.
+    Not after those that set_is_last_backward(False) announces: torch leaves them unfinished.
     """
-    owners = {
-        id(parameter.sharded): (group.watch(), parameter._handle)
-        for group in sharded_groups(model)
-        for parameter in group.parameters
-    }
+    # The module whose backward begins first has its callback called, on behalf of all.
+    states = [module._get_fsdp_state() for _, module in fsdp_modules(model)]
+    for state in states:
+        state._root_post_backward_final_callback = _then(state, hook)
 
-    def register(parameter: nn.Parameter, hook: GradientHook) -> Any:
-        if id(parameter) in owners:
-            watch, handle = owners[id(parameter)]
-            return watch.on_gradient(handle, hook)
-        return parameter.register_hook(hook)
+    def undo() -> None:
+        for state in states:
+            del state._root_post_backward_final_callback
 
-    return register
+    return Handle(undo)
 
 
-def on_backward_end(root: Any, hook: Callable[[], None]) -> Handle:
-    """Call `hook` after each backward of a sharded model, when all its gradients are reduced."""
-    state = root._get_fsdp_state()
+def _then(state: Any, hook: Callable[[], None]) -> Callable[..., Any]:
     final = state._root_post_backward_final_callback
 
     def callback(*args: Any, **kwargs: Any) -> Any:
         result = final(*args, **kwargs)
-        hook()
+        if state._state_ctx.is_last_backward:
+            hook()
         return result
 
-    state._root_post_backward_final_callback = callback
-    return Handle(lambda: delattr(state, "_root_post_backward_final_callback"))
+    return callback
 
 
 def is_inner(module: Any) -> bool:

@@ -7,15 +7,16 @@ Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.fsdp_torch import fsdp_modules, gradient_registrar
+from gradherd.attach.fsdp_torch import fsdp_modules, sharded_groups
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.row_check import Registrar
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows
 from gradherd.rows.sketch import count_sketch
 
@@ -84,6 +85,26 @@ class RowSource(Protocol):
     def close(self) -> None:
         """Leave the model as it was."""
         ...
+
+
+def gradient_registrar(model: nn.Module) -> Registrar:
+    """Return a function that hooks a parameter's gradient, be the model sharded or not.
+
+    Hooks on a sharded parameter itself never run: autograd sees the whole one.
+    """
+    owners = {
+        id(parameter.sharded): (group, parameter)
+        for group in sharded_groups(model)
+        for parameter in group.parameters
+    }
+
+    def register(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+        if id(parameter) in owners:
+            group, sharded = owners[id(parameter)]
+            return group.on_gradient(sharded, hook)
+        return parameter.register_hook(hook)
+
+    return register
 
 
 class ParameterHooks:

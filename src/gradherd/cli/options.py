@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -91,6 +91,9 @@ class TrainingOptions:
         int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
     ] = None
     """Use only this many examples of the training set and of the test set."""
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """How workers hold the model: whole (ddp), in shards (fsdp), or in two replicas of shards
+    (hsdp), between which a sparsifier works."""
     virtual: Flag = False
     """Run all workers in this process: the same results, and room for a thousand workers."""
     device: str = "cpu"
@@ -131,6 +134,8 @@ class TrainingOptions:
         by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
         others = ("rows", "sketch_size", "limit", "virtual", "device")
         settings = {key: getattr(self, key) for key in (*by_task, *others)}
+        # None, as in records of before there was a choice.
+        settings["parallel"] = None if self.parallel == "ddp" else self.parallel
         return settings | self._world_size()
 
     def _world_size(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from gradherd.comm.ranks import run_ranks
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS as SMALL
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
-from gradherd.lab.train.rank_trainer import MeanHook
+from gradherd.lab.train.parallel_models import MeanHook
 from gradherd.lab.train.virtual_exchange import mean_of
 
 

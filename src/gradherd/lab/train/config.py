@@ -67,6 +67,9 @@ class RunConfig:
     """Whether all workers run in one process."""
     device: str = "cpu"
     """Device: cpu or cuda."""
+    parallel: Literal["fsdp", "hsdp"] | None = None
+    """How real workers hold the model: None is whole (DDP), "fsdp" in shards, "hsdp" in two
+    replicas of shards."""
 
     def __post_init__(self) -> None:
         _check_known("order", self.order, tuple(POLICIES))
@@ -96,6 +99,7 @@ class RunConfig:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1 or None, got {self.limit}")
+        self._check_parallel()
         settings = dataclasses.asdict(self)
         # A run must satisfy the same constraints as a task's defaults.
         shared = {
@@ -103,6 +107,20 @@ class RunConfig:
         }
         # Built only to be checked.
         Defaults(**shared, seeds=1, source="a run")
+
+    def _check_parallel(self) -> None:
+        if self.parallel is None:
+            return
+        _check_known("parallel", self.parallel, ("fsdp", "hsdp"))
+        if self.virtual:
+            raise ValueError(f"parallel {self.parallel!r} shards a model over real workers, and "
+                             "virtual ones share a process")  # fmt: skip
+        if self.parallel == "fsdp" and self.density is not None:
+            raise ValueError(
+                f"sparsify {self.sparsify!r} works between replicas, and fsdp has one: use hsdp"
+            )
+        if self.parallel == "hsdp" and (self.workers < 2 or self.workers % 2):
+            raise ValueError(f"hsdp needs an even number of workers, got {self.workers}")
 
     @classmethod
     def of(cls, task: str, defaults: Defaults, **chosen: Any) -> "RunConfig":

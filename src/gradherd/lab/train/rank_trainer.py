@@ -1,26 +1,20 @@
-"""Training on real ranks with DDP: this process is one of them."""
+"""Training on real ranks, with DDP or FSDP2: this process is one of them."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gradherd.attach.attach import attach
-from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.herd import Herd
 from gradherd.attach.state import merge_states
 from gradherd.comm.collectives import all_gather
-from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean, padded_length
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task, Tensors
-from gradherd.lab.train.checkpoint import LoadedCheckpoint
+from gradherd.lab.train.checkpoint import LoadedCheckpoint, NoUsableCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
@@ -33,11 +27,11 @@ from gradherd.lab.train.optimizers import (
     set_rng_states,
     worker_seed,
 )
+from gradherd.lab.train.parallel_models import make_parallel_model
 from gradherd.lab.train.trainer import (
     EpochCounters,
     Evaluation,
     StepCallback,
-    broadcast_buffers,
     evaluation_chunk,
     finite_metric,
     full_loss,
@@ -68,57 +62,6 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-class MeanHook(BucketHook):
-    """Averages a DDP model's gradients in a hook, and counts what that costs.
-
-    Small models are averaged as one vector by slices (`comm.sliced_mean`): each element is summed
-    by one rank in the order of ranks, so workers in one process get the same bits. Large ones are
-    averaged bucket by bucket with all-reduce while the backward runs, as DDP does by itself.
-    """
-
-    def __init__(self, ddp: DDP, world: World) -> None:
-        super().__init__(ddp, world)
-        parameters = [p for p in ddp.module.parameters() if p.requires_grad]
-        size = sum(p.numel() for p in parameters)
-        alike = len({(p.dtype, p.device) for p in parameters}) == 1
-        # As one vector only while that is cheap: it waits for the whole backward.
-        self._one_bucket = size <= ONE_BUCKET_ELEMENTS and alike and world.size > 1
-        # Padded to whole slices per rank, once: the padding stays zero.
-        length = padded_length(size, world.size) if self._one_bucket else 0
-        self._flat = parameters[0].detach().new_zeros(length)
-        self._mean = SlicedMean(world)
-
-    def collects(self) -> bool:
-        """Return whether the model is averaged as one vector."""
-        return self.active and self._one_bucket
-
-    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Average a bucket by all-reduce; count the wait after the last one."""
-        begin, future = time.perf_counter(), super().average(bucket)
-        if not bucket.is_last() or self.world.size == 1:
-            return future
-
-        def arrived(done: Future[Tensor]) -> Tensor:
-            self.stopwatch.seconds += time.perf_counter() - begin
-            return done.value()
-
-        # Only the wait after the last bucket: earlier ones overlap with the backward.
-        return future.then(arrived)
-
-    def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
-        """Average all buckets as one vector."""
-        buffers = [bucket.buffer() for bucket in buckets]
-        flats = self._flat[: sum(map(len, buffers))].split([len(buffer) for buffer in buffers])
-        for flat, buffer in zip(flats, buffers, strict=True):
-            flat.copy_(buffer)
-        before = self._mean.bytes
-        self._mean.start(self._flat)
-        self._mean.finish()
-        self.total_bytes += self._mean.bytes - before
-        for flat, buffer in zip(flats, buffers, strict=True):
-            buffer.copy_(flat)
-
-
 class RankTrainer:
     """One rank of a DDP training with gradherd attached: the loop that a user would write.
 
@@ -138,10 +81,11 @@ class RankTrainer:
         self.model = task.model().to(self._device)
         # From here on every rank draws its own random numbers, such as dropout masks.
         torch.manual_seed(worker_seed(config.seed, world.rank))
+        self._parallel = make_parallel_model(self.model, config, world)
         self._parameters: list[nn.Parameter] = [
-            p for p in self.model.parameters() if p.requires_grad
+            p for p in self._parallel.module.parameters() if p.requires_grad
         ]
-        self._ddp = DDP(self.model)
+        self._steps = 0  # since this process started
         dataset = InMemoryDataset(self._split.train)
         self.sampler = OrderedSampler(
             dataset,
@@ -151,7 +95,7 @@ class RankTrainer:
             seed=config.seed,
             world=world,
         )
-        self._herd, self._mean_hook = self._attach()
+        self._herd = self._attach()
         self._loader = DataLoader(
             dataset,
             batch_size=config.batch_size,
@@ -172,19 +116,16 @@ class RankTrainer:
         # Averaged gradients are equal on all ranks, so one of them is enough.
         self._tracks_prefix_sums = (
             config.sparsify == "dense"
+            and config.parallel is None  # else no rank has the whole gradient
             and world.rank == 0
             and can_track_prefix_sums(len(self._loader), size)
         )
 
-    def _attach(self) -> tuple[Herd, MeanHook | None]:
-        config = self._config
-        sparsify = None
+    def _attach(self) -> Herd:
+        config, sparsify = self._config, None
         if config.density is not None:
             sparsify = make_settings(config.sparsify, config.density, **(config.method or {}))
-        herd = attach(self._ddp, order=self.sampler, sparsify=sparsify, rows=config.row_choice())
-        # Ordering whole batches and sparsifying register a hook of their own.
-        has_hook = bool(self._ddp._comm_hooks)
-        return herd, None if has_hook else MeanHook(self._ddp, self._world)
+        return self._parallel.attach(self.sampler, sparsify)
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch, or what is left of it after resuming."""
@@ -201,7 +142,7 @@ class RankTrainer:
         set_lr(self._optimizer, self._config.lr_at(number))
         # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
-        self._ddp.train()
+        self._parallel.module.train()
         batches = iter(self._loader)
         while True:
             fetch = time.perf_counter()
@@ -210,13 +151,14 @@ class RankTrainer:
             if batch is None:
                 break
             self._optimizer.zero_grad()
-            self._task.loss(self._ddp, *batch).backward()
+            self._task.loss(self._parallel.module, *batch).backward()
             if self._tracks_prefix_sums:
                 # Before clipping, which scales the gradient in place: the bound is about what was
                 # averaged.
                 means.append(flat_grad(self._parameters))
             clip_and_step(self._optimizer, self._parameters, self._config.clip)
             counters.steps += 1
+            self._steps += 1
             if self._config.density is not None:
                 metrics = self._herd.last_step()
                 counters.add_sparse(metrics)
@@ -248,14 +190,14 @@ class RankTrainer:
             itself: its generators and residuals.
         """
         herd = self._herd.state_dict(gather=False)  # every rank saves its own
-        own = {"generators": get_rng_states(self._device), "sparsify": herd.pop("sparsify", None)}
+        model, own = self._parallel.state(self._optimizer)
+        own |= {"generators": get_rng_states(self._device), "sparsify": herd.pop("sparsify", None)}
 
         def shared() -> dict[str, Any]:
             return {
                 "epoch": number,
                 "counters": asdict(counters),
-                "model": dict(self.model.state_dict()),
-                "optimizer": self._optimizer.state_dict(),
+                **model,
                 "herd": herd,
                 "series": self.series[0].state_dict(),
                 "record": None if self.record is None else self.record(),
@@ -266,8 +208,13 @@ class RankTrainer:
     def load(self, checkpoint: LoadedCheckpoint) -> int:
         """Continue from a checkpoint; return the epoch to continue with."""
         shared, size = checkpoint.shared, self._world.size
-        self.model.load_state_dict(shared["model"])
-        self._optimizer.load_state_dict(shared["optimizer"])
+        if self._config.parallel is not None and checkpoint.workers != size:
+            raise NoUsableCheckpoint(
+                f"it was saved by {checkpoint.workers} workers, this run has {size}: shards of a "
+                "model can be continued by as many workers only"
+            )
+        part = checkpoint.part(self._world.rank) if checkpoint.workers == size else {}
+        self._parallel.load(shared, part, self._optimizer)
         self.counters = EpochCounters(**shared["counters"])
         self.series = [BinnedSeries.from_state_dict(shared["series"])]
         if checkpoint.workers == size:
@@ -289,14 +236,15 @@ class RankTrainer:
 
     def _costs(self) -> dict[str, float]:
         """Return what was spent since this process started."""
-        metrics, hook = self._herd.metrics(), self._mean_hook
+        metrics = self._herd.metrics()
+        seconds, sent = self._parallel.exchange_costs(metrics, self._steps)
         saving = 0.0 if self.checkpointer is None else self.checkpointer.stopwatch.seconds
         return {
             "ordering_seconds": metrics["ordering_seconds"],
             "ordering_bytes": metrics["bytes_for_ordering"],
-            "exchange_seconds": hook.stopwatch.seconds if hook else metrics["exchange_seconds"],
+            "exchange_seconds": seconds,
             "saving_seconds": saving,
-            "exchange_bytes": hook.total_bytes if hook else metrics["total_bytes"],
+            "exchange_bytes": sent,
             "skipped_steps": metrics.get("skipped_steps", 0),
             "residual_norm": metrics.get("residual_norm", 0.0),
         }
@@ -322,7 +270,7 @@ class RankTrainer:
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model, all ranks together."""
-        broadcast_buffers(self.model, self._world)
+        self._parallel.refresh()
         chunk = evaluation_chunk(self.model, self._config.batch_size)
         # Evaluation calls the model, too: its hooks must not take that for training.
         with self._herd.pause():
