@@ -1,4 +1,4 @@
-"""Collect doctests from all modules (Triton kernels only with Triton), and set up hypothesis.
+"""Collect doctests (those of extras only if they are installed), and set up hypothesis.
 
 Ranks of the tests are forks of one server process per test process. It imports what they need, so
 that they do not: importing takes longer than most of what they are asked to do.
@@ -15,6 +15,17 @@ settings.register_profile("gradherd", deadline=None)
 settings.load_profile("gradherd")
 
 collect_ignore_glob = [] if find_spec("triton") else ["src/gradherd/*/triton_*.py"]
+_NEEDS = {
+    "accelerate": ["accelerate"],
+    "lightning": ["lightning"],
+    "ray": ["ray"],
+    "transformers": ["accelerate", "transformers"],
+}
+collect_ignore_glob += [
+    f"src/gradherd/integrations/{module}.py"
+    for module, needed in _NEEDS.items()
+    if not all(find_spec(name) for name in needed)
+]
 
 # Files are handed out to test processes in this order. Long ones first, or one process would work
 # on the last of them while the other has nothing left to do.

@@ -23,6 +23,7 @@ ALLOWED = {
     "ordering": {"ordering", "comm"},
     "sparsify": {"sparsify", "comm"},
     "attach": CORE,
+    "integrations": {"integrations", *CORE},
     "replay": {"replay", "ordering", "sparsify", "lab.text"},
     "advise": {"advise", "comm", "sparsify", "ordering"},
     "lab": {"lab", "replay", "advise", *CORE},

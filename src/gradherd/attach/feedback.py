@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradherd.attach.state import check_row_length
 from gradherd.attach.transports import RowTransport
@@ -72,7 +75,9 @@ class OrderFeedback:
         self._by_index = False
         self._handles = [
             model.register_forward_pre_hook(UncopiedHook(self._before_forward)),
-            register_optimizer_step_pre_hook(_before_step_of(model, self)),
+            register_optimizer_step_pre_hook(_around_step_of(model, self)),
+            # A closure (Lightning, L-BFGS) runs its backward inside the step, after the hook above.
+            register_optimizer_step_post_hook(_around_step_of(model, self)),
             sampler.register_read_hook(_before_read_of(self)),
         ]
         transport.on_backward(self.before_backward)
@@ -105,8 +110,8 @@ class OrderFeedback:
             self._feed_back()
         self._take_ticket()
 
-    def before_step(self) -> None:
-        """Feed back before the optimizer changes the parameters that rows are read from."""
+    def around_step(self) -> None:
+        """Feed back what is waiting before the optimizer steps, or from inside its step."""
         self._feed_back()
 
     def before_read(self, what: str) -> None:
@@ -239,19 +244,19 @@ def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:
     check_same_version(versions, sampler.ordering.epoch)
 
 
-def _before_step_of(model: nn.Module, feedback: OrderFeedback) -> Callable[[Any, Any, Any], None]:
-    """Return a hook for all optimizers that acts before one of this model's parameters changes.
+def _around_step_of(model: nn.Module, feedback: OrderFeedback) -> Callable[[Any, Any, Any], None]:
+    """Return a hook for all optimizers that acts when one of this model's parameters changes.
 
     The hook is global, so it must not keep the model alive.
     """
     alive, parameters = weakref.ref(feedback), {id(p) for p in model.parameters()}
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def around_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         target, groups = alive(), optimizer.param_groups
         if target is not None and any(id(p) in parameters for g in groups for p in g["params"]):
-            target.before_step()
+            target.around_step()
 
-    return before_step
+    return around_step
 
 
 def _before_read_of(feedback: OrderFeedback) -> Callable[[str], None]:

@@ -106,6 +106,46 @@ class Herd:
             metrics |= self._sparse.metrics()
         return metrics
 
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers among the metrics, for any logger, with the prefix "herd/".
+
+        This is the call that computes them (the residual's norm, for example): what nobody asks
+        for is not computed. Every rank may call it on its own.
+
+        Returns:
+            Numbers only. Loggers refuse texts and lists, and frameworks own a key such as "epoch".
+        """
+        return {
+            f"herd/{name}": float(value)
+            for name, value in self.metrics().items()
+            if isinstance(value, int | float)
+        }
+
+    def log_to(self, writer: Any, step: int | None = None) -> None:
+        """Send `scalars()` to a logger.
+
+        Args:
+            writer: TensorBoard's SummaryWriter, a W&B run, the modules wandb, trackio or mlflow,
+                an Accelerator, or any object with `add_scalar`, `log_metrics` or `log`.
+            step: The logger's step; by default the logger counts itself.
+
+        Raises:
+            ValueError: The writer has none of these methods.
+        """
+        methods = ("add_scalar", "log_metrics", "log")
+        method = next((name for name in methods if callable(getattr(writer, name, None))), None)
+        if method is None:
+            raise ValueError(
+                f"writer must have one of the methods {', '.join(methods)}, got a "
+                f"{type(writer).__name__}"
+            )
+        if method == "add_scalar":
+            for name, value in self.scalars().items():
+                writer.add_scalar(name, value, step)
+            return
+        # mlflow, W&B and trackio take a dict; only some of them accept step=None.
+        getattr(writer, method)(self.scalars(), **({} if step is None else {"step": step}))
+
     def last_step(self) -> dict[str, Any]:
         """Return the figures of the last exchange that cost nothing; {} without a sparsifier."""
         return {} if self._sparse is None else self._sparse.last_step()

@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
@@ -50,7 +50,7 @@ class EpochPass:
     """Batches that a gradient was credited to."""
     iterator: "weakref.ref[EpochIterator] | None" = None
     """The iterator itself, as long as a loader holds it."""
-    loader: "LoaderPass | None" = None
+    loader: "LoaderPass | CountedPass | None" = None
     """The pass of a loader that prefetches, if it does and could be found."""
     looked_up: bool = False
     """Whether `loader` was looked up."""
@@ -132,9 +132,9 @@ class LoaderPass:
         iterator = self._iterator()
         return iterator is not None and iterator._sampler_iter is self._indices()
 
-    def is_same_pass(self, other: "LoaderPass") -> bool:
+    def is_same_pass(self, other: object) -> bool:
         """Return whether both are the same pass of the same loader."""
-        return self._indices() is other._indices()
+        return isinstance(other, LoaderPass) and self._indices() is other._indices()
 
     def received(self, resumed_at: int) -> int:
         """Return the batches that its loop has received, where it was resumed after some."""
@@ -142,6 +142,30 @@ class LoaderPass:
         if iterator is not None and iterator._sampler_iter is self._indices():
             self._last = iterator._num_yielded
         return self._last - (resumed_at if self._counts_on else 0)
+
+
+@dataclass(eq=False)
+class CountedPass:
+    """A pass whose loop itself counts the batches it receives, however many are fetched ahead.
+
+    Wrappers of frameworks set it as `sampler.counted_pass` before a pass begins.
+    """
+
+    delivered: int = 0
+    """Batches that the loop has received; also those it has skipped, where a loader skips."""
+    alive: bool = True
+    """Whether the loop may continue."""
+    in_order: ClassVar[bool] = True
+    prefetches: ClassVar[bool] = False
+    batch_size: ClassVar[int | None] = None
+
+    def is_same_pass(self, other: object) -> bool:
+        """Return whether both are the same pass."""
+        return self is other
+
+    def received(self, resumed_at: int) -> int:
+        """Return the batches that the loop has received."""
+        return self.delivered
 
 
 def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderPass | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.iterators import EpochIterator, EpochPass, LoaderPass
+from gradherd.ordering.iterators import CountedPass, EpochIterator, EpochPass, LoaderPass
 from gradherd.ordering.ordering import Ordering
 
 _REMEMBERED_PASSES = 4
@@ -44,7 +44,9 @@ class BatchLedger:
         self,
         batch_size: int,
         ahead: int | None = None,
-        find_loader: Callable[[EpochIterator | None], LoaderPass | None] = lambda iterator: None,
+        find_loader: Callable[
+            [EpochIterator | None], LoaderPass | CountedPass | None
+        ] = lambda iterator: None,
     ) -> None:
         """Start empty.
 
@@ -91,6 +93,8 @@ class BatchLedger:
         if not self._log:
             return None
         newest = self._log[-1]
+        if isinstance(newest.epoch_pass.loader, CountedPass):
+            return newest  # The loop itself says which batch it has received.
         if self._ahead is None:
             unexplained = newest.number - newest.epoch_pass.skipped
             if unexplained > 0:

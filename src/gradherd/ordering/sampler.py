@@ -20,7 +20,7 @@ from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.implicit_rows import ImplicitRows
-from gradherd.ordering.iterators import EpochIterator, EpochPass, find_loader_pass
+from gradherd.ordering.iterators import CountedPass, EpochIterator, EpochPass, find_loader_pass
 from gradherd.ordering.ledger import (
     BEFORE_ANY_EXAMPLE,
     BatchLedger,
@@ -102,6 +102,7 @@ class OrderedSampler(DistributedSampler[Any]):
         )
         self._read_hooks: OrderedDict[int, Callable[[str], None]] = OrderedDict()
         self._ahead = ahead
+        self.counted_pass: CountedPass | None = None  # set by wrappers that count for the loop
         self._begin_ledger()
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._loader_skips = False  # whether the loader skips to that position by itself
@@ -110,7 +111,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _begin_ledger(self) -> None:
         self._ledger = BatchLedger(
-            self.batch_size, self._ahead, lambda iterator: find_loader_pass(self, iterator)
+            self.batch_size, self._ahead, lambda it: self.counted_pass or find_loader_pass(self, it)
         )
         self._clock = itertools.count(1)
 

@@ -1,0 +1,1 @@
+"""gradherd in training frameworks: one module for each, imported only when you use it."""

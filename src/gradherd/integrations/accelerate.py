@@ -1,0 +1,188 @@
+"""Accelerate: prepare a model and its loader so that examples are sharded once and skipped once.
+
+    model, optimizer, loader, herd = prepare(accelerator, model, optimizer, loader, order="cd-grab")
+
+`accelerator.prepare` would shard the loader of an ordered sampler a second time. So the loader is
+built here, from Accelerate's own class: it moves batches to the device, ends accumulation at the
+end of the data, and is known to `accelerator.save_state` and `load_state`.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils.data import BatchSampler
+
+from gradherd.integrations.loaders import HerdSettings, counted
+from gradherd.ordering.policy import Policy
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.settings import RowSettings
+from gradherd.sparsify.selector import Selector
+from gradherd.sparsify.settings import Sparsify
+
+_UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+# What a user may have set on the loader, besides its data, batches and order.
+_OPTIONS = (
+    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
+    "prefetch_factor persistent_workers"
+).split()
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    *others: Any,
+    order: str | Policy | None = None,
+    unit: int | str = "batch",
+    sparsify: str | Selector | Sparsify | None = None,
+    rows: str | RowSettings = "auto",
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """Do what `accelerator.prepare` does, with an order and a sparsifier.
+
+    The herd is registered with the accelerator: `save_state` saves it, and after `load_state` the
+    loader continues where the epoch was interrupted, with or without
+    `accelerator.skip_first_batches`.
+
+    Args:
+        accelerator: The accelerator.
+        model: The model, not prepared yet.
+        optimizer: Its optimizer, not prepared yet.
+        loader: The training loader, not prepared yet, without shuffle.
+        *others: What else to prepare: schedulers, evaluation loaders.
+        order: Order of the training examples, such as "cd-grab"; None leaves it to Accelerate.
+        unit: Examples that are ordered as one; whole batches by default.
+        sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
+        rows: How gradients are read for ordering; see `gradherd.attach`.
+        seed: Seed of the order.
+
+    Returns:
+        Model, optimizer, loader and the others, prepared; then the herd.
+
+    Raises:
+        ValueError: The set-up would train on wrong examples, or is not supported.
+    """
+    settings = HerdSettings(order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed)
+    check_accelerator(accelerator, ordered=order is not None)
+    sampler = None
+    if order is None:
+        model, optimizer, loader, *others = accelerator.prepare(model, optimizer, loader, *others)
+    else:
+        if getattr(loader, "_is_accelerate_prepared", False):
+            raise ValueError(
+                "loader is prepared already, so its examples would be sharded twice: give the "
+                "loader as it was before accelerator.prepare"
+            )
+        sampler = settings.make_sampler(loader)
+        model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
+        loader = ordered_shard(accelerator, loader, sampler)
+        _skip_once(accelerator, loader)
+    herd = settings.attach(model, sampler, accelerator.scaler)
+    accelerator.register_for_checkpointing(herd)
+    return (model, optimizer, loader, *others, herd)
+
+
+def check_accelerator(accelerator: Accelerator, *, ordered: bool) -> None:
+    """Refuse set-ups in which gradients or examples do not arrive as they are expected.
+
+    Args:
+        accelerator: The accelerator.
+        ordered: Whether examples are ordered.
+
+    Raises:
+        ValueError: One of its settings is not supported.
+    """
+    kind = accelerator.distributed_type
+    if kind in [getattr(DistributedType, name) for name in _UNSUPPORTED]:
+        raise ValueError(
+            f"Accelerate runs with {kind.value}, which gradherd does not support: use DDP"
+        )
+    if not ordered:
+        return
+    config = accelerator.dataloader_config
+    for name in ("split_batches", "dispatch_batches", "use_stateful_dataloader"):
+        if getattr(config, name):
+            raise ValueError(
+                f"DataLoaderConfiguration({name}=True) does not go with an order: every rank draws "
+                "its own batches, and the herd's state knows the position; leave it at its default"
+            )
+
+
+class OrderedDataLoader(DataLoaderShard):
+    """Accelerate's loader of one rank, for batches that are this rank's own already."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # Accelerate's loader is one batch ahead of the loop, so batches are counted here.
+        return counted(super().__iter__(), self.batch_sampler.sampler)
+
+
+class OrderedBatches(BatchSampler):
+    """The batches of an ordered sampler; refuses to be skipped a second time."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Whoever draws the first batch stands one frame above this generator's.
+        if isinstance(sys._getframe(1).f_locals.get("self"), SkipBatchSampler):
+            raise ValueError(
+                "skip_first_batches would skip batches of an ordered loader twice: call "
+                "accelerator.skip_first_batches(loader, n), or just iterate over the loader, which "
+                "continues where the loaded state was saved"
+            )
+        yield from super().__iter__()
+
+
+def ordered_shard(
+    accelerator: Accelerator,
+    loader: Any,
+    sampler: OrderedSampler,
+    *,
+    kind: type[Any] = OrderedDataLoader,
+    batches: type[BatchSampler] = OrderedBatches,
+) -> Any:
+    """Return a prepared loader that draws from `sampler`; the rest as the user set it.
+
+    Args:
+        accelerator: The accelerator, which gets to know the loader.
+        loader: The user's loader.
+        sampler: Made for this loader and rank.
+        kind: Class of the result, a DataLoaderShard.
+        batches: Class of its batch sampler.
+    """
+    prepared = kind(
+        loader.dataset,
+        device=accelerator.device if accelerator.device_placement else None,
+        batch_sampler=batches(sampler, sampler.batch_size, loader.drop_last),
+        # Otherwise gather_for_metrics cuts off what the last batch repeats, which it takes to be
+        # at the end of the data set: an order repeats other examples.
+        _drop_last=True,
+        _non_blocking=accelerator.non_blocking,
+        **{name: getattr(loader, name) for name in _OPTIONS},
+    )
+    prepared._is_accelerate_prepared = True  # accelerator.prepare leaves it alone from now on
+    accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def _skip_once(accelerator: Accelerator, loader: OrderedDataLoader) -> None:
+    """Let `accelerator.skip_first_batches` leave an ordered loader to skip by itself."""
+    skip = accelerator.skip_first_batches
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if dataloader is not loader:
+            return skip(dataloader, num_batches)
+        sampler = loader.batch_sampler.sampler
+        position = sampler.start // sampler.batch_size
+        if num_batches != position:
+            raise ValueError(
+                f"num_batches is {num_batches}, but the herd's state was saved after {position} "
+                "batches of this epoch: call accelerator.load_state first, and skip as many "
+                "batches as were trained on"
+            )
+        return loader
+
+    accelerator.skip_first_batches = skip_first_batches

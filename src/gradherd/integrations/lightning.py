@@ -1,0 +1,144 @@
+"""Lightning: a callback that orders the training loader, sparsifies DDP, saves and logs.
+
+    trainer = Trainer(strategy="ddp", callbacks=[GradherdCallback(order="cd-grab")])
+
+What happens when, inside `Trainer.fit`: the callback's `setup` puts itself between the trainer and
+the training loader. When the trainer asks for that loader, the strategy has wrapped the model: the
+loader gets its sampler, the herd is attached, and a state from the checkpoint is loaded, all before
+the loader is iterated for the first time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from gradherd.attach.herd import Herd
+from gradherd.integrations.loaders import HerdSettings, with_sampler
+from gradherd.ordering.policy import Policy
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.settings import RowSettings
+from gradherd.sparsify.selector import Selector
+from gradherd.sparsify.settings import Sparsify
+
+
+class GradherdCallback(Callback):
+    """Order the training examples and sparsify the gradient exchange of a LightningModule."""
+
+    def __init__(
+        self,
+        order: str | Policy | None = None,
+        *,
+        unit: int | str = "batch",
+        sparsify: str | Selector | Sparsify | None = None,
+        rows: str | RowSettings = "auto",
+        seed: int = 0,
+    ) -> None:
+        """Note the settings; nothing happens before `Trainer.fit`.
+
+        Args:
+            order: Order of the training examples, such as "cd-grab"; None keeps Lightning's.
+            unit: Examples that are ordered as one; whole batches by default.
+            sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
+            rows: How gradients are read for ordering; see `gradherd.attach`.
+            seed: Seed of the order.
+
+        Raises:
+            ValueError: Neither an order nor a sparsifier is given.
+        """
+        self._settings = HerdSettings(
+            order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed
+        )
+        self._herd: Herd | None = None
+        self._sampler: OrderedSampler | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def herd(self) -> Herd:
+        """The herd of the current fit, for its metrics and its sampler."""
+        if self._herd is None:
+            raise RuntimeError("there is no herd yet: it is attached while Trainer.fit runs")
+        return self._herd
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the strategy, and wait for the training loader."""
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+            raise ValueError(
+                f"GradherdCallback works with strategy='ddp' or a single device, got "
+                f"{type(strategy).__name__}"
+            )
+        self._herd = self._sampler = None
+        if self._settings.order is not None:
+            # Earlier than any other hook: `trainer.estimated_stepping_batches`, which many a
+            # configure_optimizers reads, asks for the loader while the strategy is set up.
+            source = trainer.fit_loop._data_source
+            source.dataloader = self._ordering(trainer, source.dataloader)
+
+    def _ordering(self, trainer: Trainer, request: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that requests the training loader and gives it the sampler."""
+
+        def ordered() -> Any:
+            if trainer.overfit_batches:
+                raise ValueError(
+                    "overfit_batches replaces the sampler, so nothing can be ordered: remove "
+                    "GradherdCallback or overfit_batches"
+                )
+            loader = request()
+            if self._sampler is None:
+                self._sampler = self._settings.make_sampler(loader)
+                self._attach(trainer)
+            elif len(loader.dataset) != self._sampler.sharding.examples:
+                # reload_dataloaders_every_n_epochs
+                raise ValueError(
+                    f"the reloaded training data has {len(loader.dataset)} examples, before it had "
+                    f"{self._sampler.sharding.examples}: an order needs the same examples in every "
+                    "epoch"
+                )
+            return with_sampler(loader, self._sampler)
+
+        return ordered
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach a sparsifier; the strategy has wrapped the model by now."""
+        if self._settings.order is None:
+            self._attach(trainer)
+
+    def _attach(self, trainer: Trainer) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._herd = self._settings.attach(trainer.strategy.model, self._sampler, scaler)
+        if self._loaded is not None:
+            # Lightning does not skip batches of an epoch it resumes: it counts them and takes
+            # what the loader gives. So it is the sampler that starts where the epoch continues.
+            self._herd.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the herd's numbers, at those steps at which the trainer logs."""
+        if trainer._logger_connector.should_update_logs:
+            self.log_dict(self.herd.scalars())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the herd; Lightning asks on all ranks and saves rank 0's."""
+        if self._herd is None:
+            return {} if self._loaded is None else self._loaded
+        return self._herd.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint, as soon as the model and the loader are there."""
+        if not state_dict:
+            return
+        if self._herd is not None:  # a strategy that restores after it was set up
+            self._herd.load_state_dict(state_dict)
+        else:
+            self._loaded = dict(state_dict)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the model as it was."""
+        if stage == "fit" and self._herd is not None:
+            self._herd.detach()

@@ -1,0 +1,167 @@
+"""What all integrations share: the settings, and a training loader with one sampler.
+
+A framework has habits of its own with a loader: it replaces the sampler, shards once more, fetches
+batches ahead or skips some on resume. Whatever would change which examples a rank visits is
+refused here in one sentence. Batches that are fetched ahead are no obstacle: `CountedLoader` tells
+the sampler which batch the loop has received.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from gradherd.attach.attach import attach
+from gradherd.attach.herd import Herd
+from gradherd.ordering.iterators import CountedPass
+from gradherd.ordering.policy import Policy
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.settings import RowSettings
+from gradherd.sparsify.selector import Selector
+from gradherd.sparsify.settings import Sparsify
+
+
+@dataclass(frozen=True, kw_only=True)
+class HerdSettings:
+    """What a user gives an integration, whatever the framework."""
+
+    order: str | Policy | None = None
+    """Order of the training examples: a name from `POLICIES` or a policy; None keeps the
+    framework's own."""
+    unit: int | str = "batch"
+    """Consecutive examples that are ordered as one; whole batches work with every model."""
+    sparsify: str | Selector | Sparsify | None = None
+    """How DDP exchanges gradients; None leaves that to DDP."""
+    rows: str | RowSettings = "auto"
+    """How gradients are read for ordering; see `attach`."""
+    seed: int = 0
+    """Seed of the order."""
+
+    def __post_init__(self) -> None:
+        if self.order is None and self.sparsify is None:
+            raise ValueError("nothing to do: give an order, a sparsifier, or both")
+        if isinstance(self.unit, str) and self.unit != "batch":
+            raise ValueError(f"unit must be 'batch' or a number of examples, got {self.unit!r}")
+
+    def make_sampler(self, loader: Any) -> OrderedSampler:
+        """Return the sampler for a training loader.
+
+        Args:
+            loader: A DataLoader that leaves the order to us: without shuffle and without a sampler.
+
+        Raises:
+            ValueError: The loader decides on the order itself, or cannot be ordered.
+        """
+        check_loader(loader)
+        return self.sampler_of(loader.dataset, loader.batch_size)
+
+    def sampler_of(self, dataset: Any, batch_size: int) -> OrderedSampler:
+        """Return the sampler for a data set and the batch size of one rank."""
+        assert self.order is not None
+        unit = batch_size if isinstance(self.unit, str) else self.unit
+        return OrderedSampler(dataset, self.order, batch_size=batch_size, unit=unit, seed=self.seed)
+
+    def attach(
+        self, model: nn.Module, sampler: OrderedSampler | None, scaler: GradScaler | None = None
+    ) -> Herd:
+        """Attach to a model that the framework has wrapped."""
+        return attach(model, order=sampler, sparsify=self.sparsify, rows=self.rows, scaler=scaler)
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse a training loader whose order is not ours to decide.
+
+    Args:
+        loader: What a framework's user passes as training loader.
+
+    Raises:
+        ValueError: It shuffles, shards, delivers out of order, or makes batches of its own.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"order needs one torch DataLoader for training, got a {type(loader).__name__}"
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError(
+            f"the training loader makes its batches with {type(loader.batch_sampler).__name__}: "
+            "give it batch_size instead, because the order decides what a batch holds"
+        )
+    if not getattr(loader, "in_order", True):
+        raise ValueError("the training loader has in_order=False: gradients need batches in order")
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler):
+        return
+    if isinstance(sampler, RandomSampler):
+        raise ValueError(
+            "the training loader has shuffle=True, but the order decides: remove shuffle=True"
+        )
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            f"the training loader has a {type(sampler).__name__}, and examples would be sharded "
+            "over ranks twice: remove it, the order shards by itself"
+        )
+    raise ValueError(
+        f"the training loader has the sampler {type(sampler).__name__}, but the order decides: "
+        "remove it"
+    )
+
+
+def with_sampler(loader: Any, sampler: OrderedSampler) -> Any:
+    """Return a copy of a loader that draws from `sampler`; the rest stays as the user set it.
+
+    Args:
+        loader: A DataLoader, or an object of a subclass such as StatefulDataLoader.
+        sampler: Made by `HerdSettings.make_sampler` for this loader.
+    """
+    # A copy, not a new object: a subclass may take other arguments than DataLoader does.
+    ordered = copy.copy(loader)
+    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    # DataLoader forbids these assignments, because a running iterator would not notice them. The
+    # copy has none yet.
+    object.__setattr__(ordered, "sampler", sampler)
+    object.__setattr__(ordered, "batch_sampler", batches)
+    return ordered
+
+
+class CountedLoader:
+    """A loader that fetches ahead, and tells the sampler which batch the loop has received."""
+
+    def __init__(self, loader: Any, sampler: OrderedSampler) -> None:
+        """Wrap a framework's loader.
+
+        Args:
+            loader: The loader as the framework has prepared it; it draws from `sampler`.
+            sampler: The sampler that learns.
+        """
+        self._loader, self._sampler = loader, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from counted(iter(self._loader), self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+def counted(batches: Iterator[Any], sampler: OrderedSampler) -> Iterator[Any]:
+    """Yield batches, and count for the sampler how many the loop has received."""
+    sampler.counted_pass = counter = CountedPass()
+    try:
+        for batch in batches:
+            counter.delivered += 1
+            yield batch
+    finally:
+        # Now the loop is over, or was broken off.
+        counter.alive = False

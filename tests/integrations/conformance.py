@@ -1,0 +1,179 @@
+"""What gradherd demands of itself in every framework, and the table of docs/integrations.md.
+
+python -m tests.integrations.conformance runs all frameworks and writes the table: no cell of it is
+typed by hand.
+"""
+
+import importlib
+import importlib.metadata
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integrations.task import DENSITY, EPOCHS, EXAMPLES, RANKS, STEPS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "integrations.md"
+BEGIN, END = "<!-- conformance: made by tests.integrations.conformance -->", "<!-- end -->"
+# Those in `make test`, which are small; then those that `make integrations` adds.
+SMALL = ("plain", "stateful", "accelerate", "transformers")
+ALL = (*SMALL, "lightning", "ray")
+
+
+class Results:
+    """What a framework's runs have left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.refused: dict[str, str | None] = torch.load(folder / "refused.pt")
+
+    def __call__(self, plan: str, rank: int) -> dict[str, Any]:
+        return torch.load(self.folder / f"{plan}-rank{rank}.pt", weights_only=False)
+
+
+def visits(own: Results, plain: Results) -> bool:
+    """Check that all ranks together visit each example once in every epoch."""
+    for plan in ("whole", "both"):
+        for epoch in range(EPOCHS):
+            steps = slice(epoch * STEPS, (epoch + 1) * STEPS)
+            seen = [i for r in range(RANKS) for b in own(plan, r)["batches"][steps] for i in b]
+            if sorted(seen) != list(range(EXAMPLES)):
+                return False
+    return True
+
+
+def same_orders(own: Results, plain: Results) -> bool:
+    """Check batches, next order and parameters against the plain loop, to the bit."""
+    return all(_same(own(plan, r), plain(plan, r)) for plan in ("whole", "both") for r in _ranks())
+
+
+def credited(own: Results, plain: Results) -> bool:
+    """Check that each gradient was credited to the examples of its backward."""
+    for plan in ("whole", "both", "accumulated"):
+        for rank in _ranks():
+            credits = own(plan, rank)["credits"]
+            if len(credits) != EPOCHS * STEPS or any(claimed != seen for claimed, seen in credits):
+                return False
+    return True
+
+
+def resumed(own: Results, plain: Results) -> bool:
+    """Check that stopping in mid-epoch and resuming changes nothing."""
+    for plan in ("whole", "both"):
+        for rank in _ranks():
+            first, rest = own(f"{plan}-first", rank), own(f"{plan}-rest", rank)
+            rest["batches"] = first["batches"] + rest["batches"]
+            if not _same(rest, own(plan, rank)) or len(first["batches"]) % STEPS == 0:
+                return False
+    return True
+
+
+def accumulated(own: Results, plain: Results) -> bool:
+    """Check two batches to an optimizer step against the plain loop."""
+    return all(_same(own("accumulated", r), plain("accumulated", r)) for r in _ranks())
+
+
+def sparse(own: Results, plain: Results) -> bool:
+    """Check the density that was logged, and parameters to the bit."""
+    logged = [own("both", rank)["logged"]["herd/density"] for rank in _ranks()]
+    same = all(_same(own("both", rank), plain("both", rank)) for rank in _ranks())
+    return same and all(math.isclose(d, DENSITY, rel_tol=1e-5) for d in logged)
+
+
+def metrics(own: Results, plain: Results) -> bool:
+    """Check that all numbers have arrived in the framework's log of rank 0."""
+    logged = {k: v for k, v in own("both", 0)["logged"].items() if k.startswith("herd/")}
+    return logged.keys() == plain("both", 0)["logged"].keys() and all(
+        math.isfinite(value) for value in logged.values()
+    )
+
+
+def refused(own: Results, plain: Results) -> bool:
+    """Check that every wrong set-up was refused in one sentence."""
+    sentences = own.refused.values()
+    return bool(sentences) and all(text and "\n" not in text for text in sentences)
+
+
+DEMANDS: dict[str, Callable[[Results, Results], bool]] = {
+    "each example once per epoch": visits,
+    "orders and parameters of the plain loop": same_orders,
+    "gradients credited to their examples": credited,
+    "two batches to a step": accumulated,
+    "resumed in mid-epoch, to the bit": resumed,
+    "sparse exchange: density and bits": sparse,
+    "metrics arrive": metrics,
+    "wrong set-ups refused": refused,
+}
+
+
+def _ranks() -> range:
+    return range(RANKS)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    keys = ("batches", "next_order")
+    return all(one[k] == other[k] for k in keys) and torch.equal(one["weights"], other["weights"])
+
+
+def module_of(name: str) -> Any:
+    return importlib.import_module(f"tests.integrations.{name}_run")
+
+
+def run(names: Sequence[str], folder: Path) -> None:
+    """Run frameworks at two ranks; those under torchrun in the same processes."""
+    together = [name for name in names if name != "ray"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    work = "tests.integrations.run"
+    if together:
+        _start([*launch, "-m", work, ",".join(together), str(folder)])
+    if "ray" in names:
+        _start(["-m", work, "ray", str(folder)])
+
+
+def _start(command: list[str]) -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-8000:]
+
+
+def table(names: Sequence[str], folder: Path) -> str:
+    """Return the table of frameworks and demands."""
+    plain = Results(folder / "plain")
+    columns, rows = [], [["demand"]]
+    for name in names:
+        module, own = module_of(name), Results(folder / name)
+        version = importlib.metadata.version(module.PACKAGE).split("+")[0]
+        rows[0].append(f"{module.NAME} {version}")
+        columns.append(["yes" if demand(own, plain) else "**no**" for demand in DEMANDS.values()])
+    rows.append(["---"] * len(rows[0]))
+    rows += [[name, *cells] for name, *cells in zip(DEMANDS, *columns, strict=True)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    where = f"Python {platform.python_version()}, torch {torch.__version__.split('+')[0]}"
+    made = f"Made by `make integrations` at {RANKS} gloo ranks on the CPU ({where})."
+    return "\n".join([BEGIN, "", *lines, "", made, "", END])
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run(ALL, Path(folder))
+        made = table(ALL, Path(folder))
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(before + made + rest.split(END)[1])
+    print(made)
+    sys.exit("no" in made.replace("None", "").split("**"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Every framework meets every demand; the page shows that, and nothing else."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integrations import conformance
+from tests.integrations.conformance import ALL, BEGIN, DEMANDS, END, PAGE, SMALL, Results
+
+NEEDS = {"plain": (), "stateful": ("torchdata",), "transformers": ("transformers", "accelerate")}
+NAMES = [
+    name
+    for name in (ALL if os.environ.get("GRADHERD_INTEGRATIONS") == "all" else SMALL)
+    if all(find_spec(package) for package in NEEDS.get(name, (name,)))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("integrations")
+    conformance.run(NAMES, found)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("demand", DEMANDS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("name", NAMES)
+def test_demands(folder, name, demand):
+    own = Results(folder / name)
+    assert DEMANDS[demand](own, Results(folder / "plain")), own.refused
+
+
+def test_the_page_shows_all_frameworks_and_all_demands():
+    text = PAGE.read_text()
+    lines = text.split(BEGIN)[1].split(END)[0].strip().splitlines()
+    header = lines[0].strip("| ").split(" | ")
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2 : 2 + len(DEMANDS)]] == [*DEMANDS]
+    names = [cell.rsplit(" ", 1)[0] for cell in header[1:]]
+    installed = {name: conformance.module_of(name).NAME for name in NAMES}
+    assert len(names) == len(ALL)
+    assert all(names[ALL.index(name)] == shown for name, shown in installed.items())
+    cells = [cell for line in lines[2 : 2 + len(DEMANDS)] for cell in line.split(" | ")[1:]]
+    assert {cell.strip("| ") for cell in cells} == {"yes"}
