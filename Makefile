@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Most tests wait for child processes, so running two at a time halves the time.
 JOBS ?= 2
 
-.PHONY: help demo test stress lint format example bench evidence clean
+.PHONY: help demo test integrations docs stress lint format example bench evidence clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -26,6 +26,28 @@ demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a rep
 
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+# Lightning and Ray are large, and mkdocs is of no use to the tests: environments of their own.
+.venv-integrations/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv --clear .venv-integrations
+	@.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev,lightning,accelerate,transformers,ray]'
+	@touch $@
+
+integrations: .venv-integrations/.installed ## Run the conformance suite in every framework, and write its table
+	@GRADHERD_INTEGRATIONS=all .venv-integrations/bin/python -m pytest -p no:cacheprovider \
+		tests/integrations/test_elastic.py tests/integrations/test_pages.py
+	@.venv-integrations/bin/python -m tests.integrations.conformance
+
+.venv-docs/.installed: constraints.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		mkdocs-material 'mkdocstrings[python]'
+	@touch $@
+
+docs: .venv-docs/.installed ## Build the documentation site in site/
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged files, 2,000 loops (one hour)
 	@$(BIN)/python -m tests.attach.loops --loops 2000
@@ -56,4 +78,4 @@ evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and writ
 	@$(BIN)/gradherd report --evidence
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-integrations .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis

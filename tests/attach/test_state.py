@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradherd.attach.state import HerdState, unpack
+from gradherd.attach.state import HerdState, part_of_rank, unpack
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from tests.attach.stateful_work import (
@@ -85,6 +85,16 @@ def test_rank_0_saves_for_all_ranks(tmp_path):
         for name, residual in loaded.items():
             mean = (parts[0][name].double() + parts[1][name].double()) / 2
             assert torch.equal(residual, mean.to(residual))
+
+
+def test_what_one_rank_has_saved_is_the_state_of_all():
+    residual = {"w": torch.tensor([1.0, 2.0])}
+    alone = {"rank": 0, "workers": 1, "step": 3, "residual": residual, "method": {"threshold": 1.0}}
+    for rank in (0, 1):
+        part = part_of_rank(alone, World(rank, 2))
+        assert torch.equal(part["residual"]["w"], residual["w"])
+        assert part["rank"] is None and part["method"] is None  # as merged from several ranks
+    assert part_of_rank(alone, World(0, 1)) is alone
 
 
 def test_a_herd_itself_is_refused_by_dcp(tmp_path):

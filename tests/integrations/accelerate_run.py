@@ -1,5 +1,7 @@
 """The suite's training in Accelerate."""
 
+from itertools import islice
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
@@ -27,7 +29,7 @@ def train(plan: Plan) -> Trace:
     record_credits(trace, model)
     accelerator = fresh(gradient_accumulation_steps=plan.accumulate)
     ddp, optimizer, loader, herd = prepare(
-        accelerator, model, optimizer, make_loader(), **plan.options
+        accelerator, model, optimizer, make_loader(num_workers=plan.workers), **plan.options
     )
     folder, step, epoch = checkpoint_file(plan).with_suffix(""), 0, 0
     if plan.resume:
@@ -38,7 +40,7 @@ def train(plan: Plan) -> Trace:
         if plan.resume and current == epoch and plan.name.startswith("both"):
             # As Accelerate's own examples do; "whole" shows that it may be left out.
             batches = accelerator.skip_first_batches(loader, step)
-        for batch in batches:
+        for batch in islice(batches, plan.limit):
             with accelerator.accumulate(ddp):
                 loss = ddp(**batch)["loss"]
                 accelerator.backward(loss)

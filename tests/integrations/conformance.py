@@ -65,6 +65,21 @@ def credited(own: Results, plain: Results) -> bool:
     return True
 
 
+def with_workers(own: Results, plain: Results) -> bool:
+    """Check a loader whose worker processes fetch ahead: they change nothing."""
+    ranks = [(own("workers", r), own("whole", r)) for r in _ranks()]
+    return all(_same(one, other) and one["credits"] == other["credits"] for one, other in ranks)
+
+
+def cut_short(own: Results, plain: Results) -> bool:
+    """Check epochs that end half-way: two of them visit every example once."""
+    for rank in _ranks():
+        if not _same(own("short", rank), plain("short", rank)):
+            return False
+    seen = [i for r in _ranks() for b in own("short", r)["batches"][:STEPS] for i in b]
+    return sorted(seen) == list(range(EXAMPLES))
+
+
 def resumed(own: Results, plain: Results) -> bool:
     """Check that stopping in mid-epoch and resuming changes nothing."""
     for plan in ("whole", "both"):
@@ -107,6 +122,8 @@ DEMANDS: dict[str, Callable[[Results, Results], bool]] = {
     "orders and parameters of the plain loop": same_orders,
     "gradients credited to their examples": credited,
     "two batches to a step": accumulated,
+    "loader with worker processes": with_workers,
+    "epochs cut short starve no example": cut_short,
     "resumed in mid-epoch, to the bit": resumed,
     "sparse exchange: density and bits": sparse,
     "metrics arrive": metrics,

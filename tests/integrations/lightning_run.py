@@ -76,7 +76,7 @@ class Finish(GradherdCallback):
 
 def train(plan: Plan) -> Trace:
     trace = Trace()
-    lit = Lit(reads_steps=plan.name.startswith("whole"))
+    lit = Lit(make_loader(num_workers=plan.workers), reads_steps=plan.name.startswith("whole"))
     record_credits(trace, lit.inner)
     callback = Finish(**plan.options)
     callback.trace = trace
@@ -90,6 +90,7 @@ def train(plan: Plan) -> Trace:
         max_epochs=EPOCHS,
         max_steps=plan.stop or -1,
         accumulate_grad_batches=plan.accumulate,
+        limit_train_batches=plan.limit,
         logger=Log(trace),
     )
     own.fit(lit, ckpt_path=str(folder / "last.ckpt") if plan.resume else None, weights_only=False)

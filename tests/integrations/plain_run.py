@@ -1,5 +1,7 @@
 """The plain DDP loop that all frameworks are compared with."""
 
+from itertools import islice
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,7 +31,7 @@ def train(plan: Plan, kind: type = DataLoader) -> Trace:
     options = dict(plan.options)
     unit = options.pop("unit", BATCH)
     sampler = gh.OrderedSampler(Points(), options.pop("order"), batch_size=BATCH, unit=unit)
-    loader = make_loader(kind, sampler=sampler)
+    loader = make_loader(kind, sampler=sampler, num_workers=plan.workers)
     ddp = DDP(model)
     herd = gh.attach(ddp, order=sampler, **options)
     epoch, step = 0, 0
@@ -44,7 +46,7 @@ def train(plan: Plan, kind: type = DataLoader) -> Trace:
     since = 0
     for current in range(epoch, EPOCHS):
         sampler.set_epoch(current)
-        for batch in loader:
+        for batch in islice(loader, plan.limit):
             since += 1
             if since < plan.accumulate:
                 with ddp.no_sync():

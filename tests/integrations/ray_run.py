@@ -1,6 +1,7 @@
 """The suite's training in Ray Train."""
 
 import tempfile
+from itertools import islice
 from pathlib import Path
 
 import ray
@@ -47,7 +48,7 @@ def train_one(plan: Plan, rank: int) -> Trace:
     model, optimizer = make()
     trace = Trace()
     record_credits(trace, model)
-    ddp, loader, herd = prepare(model, make_loader(), **plan.options)
+    ddp, loader, herd = prepare(model, make_loader(num_workers=plan.workers), **plan.options)
     step, epoch, folder = 0, 0, checkpoint_file(plan).with_suffix("")
     if plan.resume:
         loaded = torch.load(folder / "state.pt", weights_only=False)
@@ -58,7 +59,7 @@ def train_one(plan: Plan, rank: int) -> Trace:
         epoch = step // STEPS
     for current in range(epoch, EPOCHS):
         loader.sampler.set_epoch(current)
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(islice(loader, plan.limit)):
             if (number + 1) % plan.accumulate:
                 with ddp.no_sync():
                     (ddp(**batch)["loss"] / plan.accumulate).backward()

@@ -30,6 +30,10 @@ class Plan:
     """Whether to continue from that checkpoint."""
     accumulate: int = 1
     """Batches of one optimizer step."""
+    workers: int = 0
+    """Worker processes of the loader, which fetch ahead."""
+    limit: int | None = None
+    """Batches after which every epoch is cut short."""
 
 
 def plans(folder: str) -> list[Plan]:
@@ -44,7 +48,12 @@ def plans(folder: str) -> list[Plan]:
             Plan(f"{name}-first", folder, options, stop=STOP),
             Plan(f"{name}-rest", folder, options, resume=True),
         ]
-    return [*found, Plan("accumulated", folder, whole, accumulate=2)]
+    return [
+        *found,
+        Plan("accumulated", folder, whole, accumulate=2),
+        Plan("workers", folder, whole, workers=1),
+        Plan("short", folder, whole, limit=STEPS // 2),
+    ]
 
 
 @dataclass

@@ -23,8 +23,12 @@ NAME, PACKAGE, TORCHRUN = "transformers Trainer", "transformers", True
 class Finish(TrainerCallback):
     """Notes the end of a training before the herd is detached."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace, self.trainer = trace, None
+    def __init__(self, trace: Trace, limit: int | None) -> None:
+        self.trace, self.limit, self.trainer = trace, limit, None
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.limit and state.global_step % self.limit == 0:
+            control.should_epoch_stop = True
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.trace.finish(self.trainer.model, self.trainer.herd)
@@ -64,9 +68,10 @@ def train(plan: Plan) -> Trace:
     trace = Trace()
     folder = checkpoint_file(plan).with_suffix("")
     options: dict = dict(gradient_accumulation_steps=plan.accumulate, seed=0)
+    options |= dict(dataloader_num_workers=plan.workers)
     if plan.stop:
         options |= dict(max_steps=plan.stop, save_strategy="steps", save_steps=plan.stop)
-    finish = Finish(trace)
+    finish = Finish(trace, plan.limit)
     trainer = build(arguments(folder, **options), plan.options, [finish])
     finish.trainer = trainer
     record_credits(trace, trainer.model)

@@ -138,7 +138,9 @@ def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
     Raises:
         ValueError: It is the state of another rank alone.
     """
-    if "other_ranks" in state:
+    # One rank alone has no others, and its state is that of all ranks.
+    alone = (state.get("rank"), state.get("workers")) == (0, 1)
+    if "other_ranks" in state or (alone and world.size > 1):
         parts = all_parts(state)
         return parts[world.rank] if len(parts) == world.size else merge_residuals(parts)
     saved, size = state.get("rank"), state.get("workers")
@@ -165,7 +167,7 @@ def all_parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the states of all ranks in a gathered state, by rank."""
     own = {key: value for key, value in state.items() if key != "other_ranks"}
     common = {key: own[key] for key in COMMON_KEYS if key in own}
-    return [own, *({**other, **common} for other in state["other_ranks"])]
+    return [own, *({**other, **common} for other in state.get("other_ranks", []))]
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

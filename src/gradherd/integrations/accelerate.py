@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import BatchSampler
 
+from gradherd.attach.herd import Herd
 from gradherd.integrations.loaders import HerdSettings, counted
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
@@ -84,7 +85,7 @@ def prepare(
         loader = ordered_shard(accelerator, loader, sampler)
         _skip_once(accelerator, loader)
     herd = settings.attach(model, sampler, accelerator.scaler)
-    accelerator.register_for_checkpointing(herd)
+    accelerator.register_for_checkpointing(SavedHerd(herd, None if sampler is None else loader))
     return (model, optimizer, loader, *others, herd)
 
 
@@ -118,8 +119,17 @@ class OrderedDataLoader(DataLoaderShard):
     """Accelerate's loader of one rank, for batches that are this rank's own already."""
 
     def __iter__(self) -> Iterator[Any]:
-        # Accelerate's loader is one batch ahead of the loop, so batches are counted here.
-        return counted(super().__iter__(), self.batch_sampler.sampler)
+        sampler = self.batch_sampler.sampler
+        number, epoch = self.iteration, sampler.epoch
+        try:
+            # Accelerate's loader is one batch ahead of the loop, so batches are counted here.
+            yield from counted(super().__iter__(), sampler)
+        finally:
+            # Accelerate counts no epoch that was broken off. It would be named to the sampler
+            # again, which then began it anew: the same examples for ever.
+            trained = sampler.epoch != epoch or sampler.state_dict()["position"] > sampler.start
+            if trained and self.iteration == number:
+                self.iteration += 1
 
 
 class OrderedBatches(BatchSampler):
@@ -166,6 +176,31 @@ def ordered_shard(
     prepared._is_accelerate_prepared = True  # accelerator.prepare leaves it alone from now on
     accelerator._dataloaders.append(prepared)
     return prepared
+
+
+class SavedHerd:
+    """What `accelerator.save_state` saves, asking on all ranks, and `load_state` loads."""
+
+    def __init__(self, herd: Herd, loader: Any) -> None:
+        """Wrap a herd.
+
+        Args:
+            herd: The herd.
+            loader: Its ordered loader, if there is one.
+        """
+        self._herd, self._loader = herd, loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the herd's state; rank 0's, which is the one saved, holds those of all ranks."""
+        return self._herd.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was saved, also in a process that has trained further."""
+        self._herd.load_state_dict(state)
+        if self._loader is not None:
+            # The loader counts epochs by itself and names them to the sampler. A number beyond
+            # the restored epoch would end that epoch at once.
+            self._loader.iteration = self._herd.sampler.epoch
 
 
 def _skip_once(accelerator: Accelerator, loader: OrderedDataLoader) -> None:

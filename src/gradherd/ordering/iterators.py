@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import Any, ClassVar, Protocol
 
 from torch.utils.data import BatchSampler
@@ -205,10 +206,12 @@ def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderP
                     "accelerator.prepare)"
                 )
         indices = candidate._sampler_iter
-        # The generator of a batch sampler has no frame any more once it is exhausted.
-        exhausted = indices is not iterator and getattr(indices, "gi_frame", None) is None
-        if exhausted != (iterator is None):
-            continue
+        if isinstance(indices, GeneratorType):
+            # The generator of a batch sampler has no frame any more once it is exhausted.
+            if (indices.gi_frame is None) != (iterator is None):
+                continue
+        elif iterator not in (None, indices) and not _reaches(indices, iterator):
+            continue  # torchdata's batch sampler: an iterator that is no generator
         batches = between[0] if between and isinstance(between[0], BatchSampler) else None
         passes.append(LoaderPass(candidate, getattr(batches, "batch_size", None)))
     return passes[0] if len(passes) == 1 else None
