@@ -189,7 +189,7 @@ def main() -> None:
     before, rest = text.split(BEGIN)
     PAGE.write_text(before + made + rest.split(END)[1])
     print(made)
-    sys.exit("no" in made.replace("None", "").split("**"))
+    sys.exit("**no**" in made)
 
 
 if __name__ == "__main__":
