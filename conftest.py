@@ -21,6 +21,7 @@ _NEEDS = {
     "ray": ["ray"],
     "transformers": ["accelerate", "transformers"],
 }
+collect_ignore_glob += ["tests/integrations/*_run.py"]  # programs, which import the frameworks
 collect_ignore_glob += [
     f"src/gradherd/integrations/{module}.py"
     for module, needed in _NEEDS.items()
