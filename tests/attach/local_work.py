@@ -9,8 +9,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
+from gradherd.attach import local_steps
 from gradherd.attach.state import pack, unpack
 from gradherd.comm.script import AllGather
+from gradherd.sparsify.outer_optimizer import exchange_script
 
 CASES = {
     "diloco": gh.LocalSteps(
@@ -67,8 +69,14 @@ def train(settings, steps, rank):
     for _, batch in zip(range(steps), batches(rank), strict=False):
         step(net, optimizer, batch)
         path.append(vector(net))
+    with herd.shared_weights():
+        shared = vector(net)
+    assert torch.equal(vector(net), path[-1]), "own weights again"
     herd.sync()
     path.append(vector(net))
+    with herd.shared_weights():
+        assert torch.equal(vector(net), path[-1])
+    assert not torch.equal(shared, path[-1])
     metrics = herd.metrics()
     herd.detach()
     step(net, optimizer, batch)  # After detach, steps are the optimizer's alone.
@@ -267,7 +275,7 @@ def dies_in_an_exchange(folder, how, die_at):
         herd.load_state_dict(herd_state)
     for at, batch in zip(range(start, 8), batches(rank, start=start), strict=False):
         if at == die_at and rank == 1:
-            _fail_in_the_second_collective(herd._sparse, how)
+            _fail_in_the_second_collective(how)
         try:
             step(net, optimizer, batch)
         except RuntimeError as error:
@@ -281,11 +289,11 @@ def dies_in_an_exchange(folder, how, die_at):
     return vector(net)
 
 
-def _fail_in_the_second_collective(local, how):
-    script = local._script
+def _fail_in_the_second_collective(how):
+    """Let this rank's next exchange stop between its messages."""
 
-    def failing(at, buffers):
-        inside = script(at, buffers)
+    def failing(worker, position, buffers):
+        inside = exchange_script(worker, position, buffers)
         answer = yield next(inside)
         request = inside.send(answer)
         assert isinstance(request, AllGather)
@@ -294,4 +302,4 @@ def _fail_in_the_second_collective(local, how):
         time.sleep(30)
         yield request
 
-    local._script = failing
+    local_steps.exchange_script = failing

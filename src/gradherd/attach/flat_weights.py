@@ -3,7 +3,8 @@
 Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,20 @@ class FlatWeights:
             if parameter.dtype != self.dtype:
                 flat[part] = flat[part].to(parameter.dtype).to(self.dtype)
         return flat
+
+    @contextlib.contextmanager
+    def replaced_by(self, flat: Tensor) -> Iterator[None]:
+        """Let the parameters be those of a (D,) vector inside; restore them and all buffers."""
+        own = self.read()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        self.write(flat)
+        try:
+            yield
+        finally:
+            self.write(own)
+            # What runs inside may have changed them: statistics, or a broadcast for evaluation.
+            for buffer, before in buffers:
+                buffer.detach().copy_(before)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the floating-point buffers by name, if they are exchanged."""

@@ -88,6 +88,18 @@ class Herd:
             raise RuntimeError("sync() needs local steps: attach(model, optimizer=..., local=...)")
         self._sparse.sync()
 
+    @contextlib.contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Let parameters be the weights that all ranks share, inside: to evaluate or save them.
+
+        Without an exchange: these are the weights after the last one. Afterwards the parameters
+        are this rank's own again, and so are all buffers.
+        """
+        with contextlib.ExitStack() as stack:
+            if isinstance(self._sparse, LocalExchange):
+                stack.enter_context(self._sparse.shared_weights())
+            yield
+
     def metrics(self) -> dict[str, Any]:
         """Return the figures of both halves.
 

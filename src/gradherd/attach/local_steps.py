@@ -8,6 +8,7 @@ added to the new shared weights.
 Shapes: D elements of all parameters in the flat vector.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,17 +21,27 @@ from torch.optim import Optimizer
 
 from gradherd.attach.flat_weights import FlatWeights
 from gradherd.attach.state import gather_states
-from gradherd.comm.script import AllGather, Script, run
+from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.ordering.coordination import BackgroundThread
-from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.outer_optimizer import LocalSteps, OuterOptimizer, mean_of_buffers
+from gradherd.sparsify.outer_optimizer import (
+    LocalOutcome,
+    LocalSteps,
+    OuterOptimizer,
+    commit_difference,
+    exchange_script,
+)
 from gradherd.sparsify.workers import Worker
 
 log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
-_MAX_CALLED_OFF = 3
+MAX_CALLED_OFF = 3
+"""Exchanges in a row that may be called off."""
+
+
+class TrainingDiverged(RuntimeError):
+    """Weights were not finite in several exchanges in a row, on all ranks alike."""
 
 
 @dataclass
@@ -40,6 +51,7 @@ class _Arrival:
     mean: Tensor | None
     """(D,) mean difference of all ranks; None if the exchange was called off."""
     buffers: Tensor | None
+    metrics: dict[str, Any]
 
 
 class LocalExchange:
@@ -138,7 +150,6 @@ class LocalExchange:
         worker, buffers = self._worker, self._weights.read_buffers()
         worker.set_unit(1.0)
         worker.add(0, self._weights.rounded(self._outer.shared) - own)
-        # Ranks that have lost count of their steps would take one message for another.
         at = torch.tensor([self._steps, int(forced)], device=self._weights.device)
         if self._thread is None:
             self._exchange(at, buffers)
@@ -149,7 +160,7 @@ class LocalExchange:
     def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
         """Run the exchange, here or in the thread, and keep its result until it is applied."""
         try:
-            (outcome, means, everyone), sent = run(self._script(at, buffers), self._channel)
+            value, sent = run(exchange_script(self._worker, at, buffers), self._channel)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise RuntimeError(
@@ -157,35 +168,18 @@ class LocalExchange:
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
                 f"({reason})"
             ) from error
-        if everyone is not None:
+        result: LocalOutcome = value
+        if result.positions is not None:
             raise RuntimeError(
                 "ranks have taken different numbers of steps, or not all of them have called "
-                f"sync(): [steps, sync()] of each rank are {everyone}"
+                f"sync(): [steps, sync()] of each rank are {result.positions}"
             )
         self.total_bytes += sent
-        mean = None
-        if outcome is not None:
-            mean = torch.zeros_like(self._outer.shared)
-            mean.index_copy_(0, outcome.indices, outcome.mean)
-            self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        self._worker.commit(outcome)
-        if outcome is not None and self._settings.decay != 1:
-            # Now, not before the next sum: an exchange that is called off must not decay twice.
-            self._worker.feedback.residual.mul_(self._settings.decay)
-        self._arrival = _Arrival(mean, means)
-
-    def _script(
-        self, at: Tensor, buffers: Tensor | None
-    ) -> Script[tuple[Outcome | None, Tensor | None, list[list[int]] | None]]:
-        """Exchange the difference, then buffers; return also where ranks are, if they differ."""
-        everyone: Tensor = yield AllGather(at)
-        if not bool((everyone == everyone[0]).all()):
-            return None, None, everyone.tolist()
-        outcome = yield from self._worker.script()
-        if outcome is None or buffers is None:
-            return outcome, None, None
-        rows: Tensor = yield AllGather(buffers)
-        return outcome, mean_of_buffers(rows), None
+        metrics: dict[str, Any] = {}
+        if result.outcome is not None:
+            metrics = result.outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        mean = commit_difference(self._worker, result.outcome, self._settings.decay)
+        self._arrival = _Arrival(mean, result.buffers, metrics)
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -197,6 +191,7 @@ class LocalExchange:
         if arrival.mean is None:
             self._go_on_alone()
             return
+        self._metrics = arrival.metrics | {"exchanges": self._worker.step}
         self._called_off = 0
         self._outer.step(arrival.mean)
         new = self._weights.rounded(self._outer.shared)
@@ -211,8 +206,8 @@ class LocalExchange:
     def _go_on_alone(self) -> None:
         """Leave the shared weights: some rank's difference was not finite."""
         self._called_off += 1
-        if self._called_off >= _MAX_CALLED_OFF:
-            raise RuntimeError(
+        if self._called_off >= MAX_CALLED_OFF:
+            raise TrainingDiverged(
                 f"differences were not finite in {self._called_off} exchanges in a row: training "
                 "has diverged; try a lower learning rate, a warm-up or gradient clipping"
             )
@@ -225,6 +220,10 @@ class LocalExchange:
             self._steps,
         )
         self._weights.write(self._weights.rounded(self._outer.shared))
+
+    def shared_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which parameters are the shared weights."""
+        return self._weights.replaced_by(self._outer.shared)
 
     def _wait(self) -> None:
         if self._thread is None:
@@ -280,7 +279,7 @@ class LocalExchange:
             assert self._arrival is not None
             state["snapshot"] = self._weights.by_name(self._snapshot)
             # Equal on all ranks, as the shared weights are.
-            state["arrival"] = {"mean": self._arrival.mean, "buffers": self._arrival.buffers}
+            state["arrival"] = vars(self._arrival).copy()
         if gather and self.world.size > 1:
             others = gather_states(state, self.world)
             if self.world.rank == 0:

@@ -80,6 +80,14 @@ class TrainingOptions:
     """Momentum of SGD."""
     weight_decay: FloatByTask = None
     """Weight decay."""
+    lr_warmup: Annotated[
+        float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: none)")
+    ] = None
+    """Share of all steps over which the learning rate rises from zero, such as 0.05."""
+    lr_schedule: Annotated[
+        str, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: constant)")
+    ] = "constant"
+    """How the learning rate goes on: constant (with the task's drops, if it has any) or cosine."""
     rows: Annotated[
         str, tyro.conf.arg(help=f"How gradients are read for ordering; one of {', '.join(ROWS)}.")
     ] = "auto"
@@ -108,6 +116,9 @@ class TrainingOptions:
     def checked(self) -> dict[str, Any]:
         """Return the settings for RunConfig, or raise UsageError; None means the task's value."""
         check_name("--rows", self.rows, ROWS)
+        check_name("--lr-schedule", self.lr_schedule, ("constant", "cosine"))
+        if self.lr_warmup is not None and not 0 <= self.lr_warmup < 1:
+            raise UsageError(f"--lr-warmup must be in [0, 1), got {self.lr_warmup}")
         for option, value in (
             ("--workers", self.workers),
             ("--epochs", self.epochs),
@@ -133,9 +144,10 @@ class TrainingOptions:
         # None in these means the default of the task; the others have a default of their own.
         by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
         others = ("rows", "sketch_size", "limit", "virtual", "device")
-        settings = {key: getattr(self, key) for key in (*by_task, *others)}
+        settings = {key: getattr(self, key) for key in (*by_task, *others, "lr_warmup")}
         # None, as in records of before there was a choice.
         settings["parallel"] = None if self.parallel == "ddp" else self.parallel
+        settings["lr_schedule"] = None if self.lr_schedule == "constant" else self.lr_schedule
         return settings | self._world_size()
 
     def _world_size(self) -> dict[str, int]:

@@ -118,5 +118,5 @@ def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
 
 
 def _run_name(config: RunConfig) -> str:
-    sparse = "" if config.density is None else f" + {config.sparsify} {config.density:g}"
+    sparse = "" if config.density is None else f" + {config.exchange} {config.density:g}"
     return f"{config.order}{sparse}, seed {config.seed}"

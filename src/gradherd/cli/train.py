@@ -52,6 +52,10 @@ class TrainCommand:
     ] = "dense"
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
+    local_steps: Annotated[
+        int | None, tyro.conf.arg(metavar="H", help_behavior_hint="(default: none)")
+    ] = None
+    """Let workers take H steps on their own, then exchange what these have changed."""
     seed: int = 0
     """Seed of the model and the order."""
     checkpoint_every: Annotated[
@@ -76,6 +80,8 @@ class TrainCommand:
         check_name("--sparsify", self.sparsify, SPARSIFIERS)
         density = density_for([self.sparsify], self.density)
         check_at_least("--seed", self.seed, 0)
+        if self.local_steps is not None:
+            check_at_least("--local-steps", self.local_steps, 1)
         # RunConfig checks this as well, but does not know the name of the option.
         if self.seed >= 2**31:
             raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
@@ -88,6 +94,7 @@ class TrainCommand:
                 sparsify=self.sparsify,
                 density=density,
                 seed=self.seed,
+                local_steps=self.local_steps,
                 **settings,
             )
         except ValueError as error:

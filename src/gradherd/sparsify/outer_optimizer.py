@@ -9,14 +9,17 @@ Letters: D coordinates, R workers, B elements of buffers.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradherd.comm.script import AllGather, Script
+from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.workers import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +132,60 @@ class OuterOptimizer:
             if settings.nesterov:
                 direction = mean.add(self.momentum, alpha=settings.outer_momentum)
         self.shared.add_(direction, alpha=-settings.outer_lr)
+
+
+class LocalOutcome(NamedTuple):
+    """Result of an exchange of local steps on one worker."""
+
+    outcome: Outcome | None
+    """None if the exchange was called off."""
+    buffers: Tensor | None
+    """(B,) means of the buffers, where there are any."""
+    positions: list[list[int]] | None
+    """Where each worker is, if they differ: nothing was exchanged then."""
+
+
+def exchange_script(worker: Worker, position: Tensor, buffers: Tensor | None) -> Script[Any]:
+    """Exchange the difference that was added to a worker, then buffers.
+
+    Args:
+        worker: The worker; `add` has been called.
+        position: (n,) integers that must be equal on all workers. Workers that have lost count of
+            their steps would take one message for another.
+        buffers: (B,) this worker's buffers; None without any.
+
+    Returns:
+        A `LocalOutcome`.
+    """
+    positions: Tensor = yield AllGather(position)
+    if not bool((positions == positions[0]).all()):
+        return LocalOutcome(None, None, positions.tolist())
+    outcome = yield from worker.script()
+    if outcome is None or buffers is None:
+        return LocalOutcome(outcome, None, None)
+    rows: Tensor = yield AllGather(buffers)
+    return LocalOutcome(outcome, mean_of_buffers(rows), None)
+
+
+def commit_difference(worker: Worker, outcome: Outcome | None, decay: float) -> Tensor | None:
+    """Keep what was not sent, times `decay`; return the (D,) mean difference that was sent.
+
+    Args:
+        worker: The worker.
+        outcome: What `exchange_script` returned for it; None was called off.
+        decay: Factor of the new residual.
+
+    Returns:
+        (D,) zero where nothing was sent; None if the exchange was called off.
+    """
+    worker.commit(outcome)
+    if outcome is None:
+        return None
+    # Now, not before the next sum: an exchange that is called off must not decay it twice.
+    residual = worker.feedback.residual
+    if decay != 1:
+        residual.mul_(decay)
+    return torch.zeros_like(residual).index_copy_(0, outcome.indices, outcome.mean)
 
 
 def mean_of_buffers(rows: Tensor) -> Tensor:

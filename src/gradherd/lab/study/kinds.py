@@ -144,6 +144,9 @@ class CompareStudy:
         "clip": NUMBER,
         "lr_drop": NUMBER,
         "lr_drop_every": int,
+        "lr_warmup": NUMBER,
+        "lr_schedule": str,
+        "local_steps": int,
         "limit": int,
     }
 

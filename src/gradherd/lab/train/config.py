@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from gradherd.lab.tasks.task import Defaults
 from gradherd.ordering.registry import POLICIES
 from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.settings import RowSettings, SketchRows
+from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
@@ -61,6 +63,13 @@ class RunConfig:
     """Factor by which the learning rate drops; None keeps it constant."""
     lr_drop_every: int | None
     """Epochs between two drops."""
+    lr_warmup: float | None = None
+    """Share of all steps over which the learning rate rises linearly from zero; None is none."""
+    lr_schedule: Literal["constant", "cosine"] | None = None
+    """How the learning rate goes on after that: constant (also None) or cosine, to zero."""
+    local_steps: int | None = None
+    """Steps that workers take on their own between two exchanges; None exchanges gradients at every
+    step. Further settings of `LocalSteps` go into `method`."""
     limit: int | None = None
     """Number of examples used of each part; None uses all."""
     virtual: bool = False
@@ -87,8 +96,12 @@ class RunConfig:
             )
         if self.density is not None:
             check_density(self.density)
-        if self.method is not None:
+        _check_schedule(self)
+        if self.local_steps is not None:
+            self.local()  # built only to be checked
+        elif self.method is not None:
             _check_method(self.sparsify, self.density, self.method)
+        if self.method is not None:
             if self.method.get("momentum") and (self.momentum or self.optimizer != "sgd"):
                 raise ValueError(
                     f"method has momentum {self.method['momentum']}, which replaces that of the "
@@ -112,6 +125,8 @@ class RunConfig:
         if self.parallel is None:
             return
         _check_known("parallel", self.parallel, ("fsdp", "hsdp"))
+        if self.local_steps is not None:
+            raise ValueError(f"local_steps need whole models, got parallel {self.parallel!r}")
         if self.virtual:
             raise ValueError(f"parallel {self.parallel!r} shards a model over real workers, and "
                              "virtual ones share a process")  # fmt: skip
@@ -143,19 +158,50 @@ class RunConfig:
         # Else a smaller batch size would fail, and a larger one would silently order half batches.
         if "batch_size" in given and "unit" not in given and defaults.unit == defaults.batch_size:
             given["unit"] = given["batch_size"]
+        if given.get("lr_schedule") == "cosine" and "lr_drop" not in given:
+            base |= {"lr_drop": None, "lr_drop_every": None}  # Cosine takes the place of drops.
         return cls(**{**base, "task": task, **given})
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange in records: the sparsifier, and how often it runs if not always."""
+        local = "" if self.local_steps is None else f" every {self.local_steps}"
+        return f"{self.sparsify}{local}"
 
     @property
     def arm(self) -> tuple[str, str, float | None]:
         """What is compared: order, sparsifier and density."""
-        return self.order, self.sparsify, self.density
+        return self.order, self.exchange, self.density
 
     def row_choice(self) -> str | RowSettings:
         """Return the `rows` argument of `attach`: a name, or settings."""
         return self.rows if self.sketch_size is None else SketchRows(size=self.sketch_size)
 
-    def lr_at(self, epoch: int) -> float:
-        """Return the learning rate of an epoch, counted from 1.
+    def local(self) -> LocalSteps:
+        """Return the settings of local steps; `local_steps` is not None.
+
+        Raises:
+            ValueError: `method` has a setting that local steps do not have, or it is out of range.
+        """
+        settings = dict(self.method or {})
+        names = {f.name for f in dataclasses.fields(LocalSteps)} - {"every", "method"}
+        own = {key: settings.pop(key) for key in names.intersection(settings)}
+        if odd := sorted({"momentum", "warmup_steps", "warmup_from"}.intersection(settings)):
+            raise ValueError(f"method has {odd[0]}, which local steps do not have")
+        _check_json(own)
+        method = make_settings(self.sparsify, self.density, **settings).method
+        try:
+            return LocalSteps(every=self.local_steps, method=method, **own)  # type: ignore[arg-type]
+        except TypeError as error:  # Checks compare values, which fails for a str and a number.
+            raise ValueError(f"local steps cannot be run with {own}: {error}") from None
+
+    def lr_at(self, epoch: int, step: int = 0, steps: int = 1) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+            epoch: The epoch, counted from 1.
+            step: The step within it, counted from 0.
+            steps: Steps of an epoch.
 
         >>> defaults = Defaults(workers=1, batch_size=1, lr=1.0, lr_drop=0.1, lr_drop_every=10,
         ...                     epochs=20, seeds=1, source="ours")
@@ -163,9 +209,19 @@ class RunConfig:
         >>> [config.lr_at(epoch) for epoch in (1, 10, 11)]
         [1.0, 1.0, 0.1]
         """
-        if self.lr_drop is None or self.lr_drop_every is None:
-            return self.lr
-        return float(self.lr * self.lr_drop ** ((epoch - 1) // self.lr_drop_every))
+        factor = 1.0
+        if self.lr_drop is not None and self.lr_drop_every is not None:
+            factor = self.lr_drop ** ((epoch - 1) // self.lr_drop_every)
+        if self.lr_warmup is None and self.lr_schedule in (None, "constant"):
+            return float(self.lr * factor)
+        done, total = (epoch - 1) * steps + step, self.epochs * steps
+        warmup = round((self.lr_warmup or 0.0) * total)
+        if done < warmup:
+            # The first step has a rate above zero, or it would be wasted.
+            return float(self.lr * factor * (done + 1) / warmup)
+        if self.lr_schedule == "cosine":
+            factor *= 0.5 * (1 + math.cos(math.pi * (done - warmup) / (total - warmup)))
+        return float(self.lr * factor)
 
     def folder(self) -> Path:
         """Return a folder name that is unique among the runs of a comparison.
@@ -174,7 +230,9 @@ class RunConfig:
         >>> RunConfig.of("digits", defaults, sparsify="topk", density=0.01, seed=3).folder()
         PosixPath('d-rr_topk-0.01/seed-3')
         """
-        method = self.sparsify if self.density is None else f"{self.sparsify}-{self.density:g}"
+        method = self.exchange.replace(" ", "-")
+        if self.density is not None:
+            method += f"-{self.density:g}"
         return Path(f"{self.order}_{method}") / f"seed-{self.seed}"
 
 
@@ -231,13 +289,29 @@ def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any
     """Raise ValueError unless the sparsifier accepts the settings and a record can hold them."""
     if density is None:
         raise ValueError(f"method goes with a sparsifier, got {method} with {sparsify}")
+    _check_json(method)
+    # Built only to be checked: a study should fail when it is read, not hours later.
+    make_settings(sparsify, density, **method)
+
+
+def _check_json(method: Mapping[str, Any]) -> None:
     try:
         # The record is JSON, and NaN is not.
         json.dumps(method, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
-    # Built only to be checked: a study should fail when it is read, not hours later.
-    make_settings(sparsify, density, **method)
+
+
+def _check_schedule(config: RunConfig) -> None:
+    if config.lr_warmup is not None and not 0 <= config.lr_warmup < 1:
+        raise ValueError(f"lr_warmup must be in [0, 1), got {config.lr_warmup}")
+    if config.lr_schedule not in (None, "constant", "cosine"):
+        raise ValueError(f"lr_schedule must be constant or cosine, got {config.lr_schedule!r}")
+    if config.lr_schedule == "cosine" and config.lr_drop is not None:
+        raise ValueError(
+            f"lr_schedule 'cosine' and lr_drop {config.lr_drop} both lower the learning rate: "
+            "choose one (a task's drop goes with lr_schedule 'constant')"
+        )
 
 
 def _check_known(what: str, name: str, known: tuple[str, ...]) -> None:

@@ -174,7 +174,7 @@ def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> 
         task=task.name,
         description=task.description,
         order=config.order,
-        sparsify=config.sparsify,
+        sparsify=config.exchange,
         density=config.density,
         seed=config.seed,
         metric_name=task.metric_name,

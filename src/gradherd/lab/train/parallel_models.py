@@ -1,6 +1,6 @@
-"""A task's model on real ranks: whole on each of them (DDP), or in shards (FSDP2, HSDP).
+"""A task's model on real ranks: whole (DDP, local steps), or in shards (FSDP2, HSDP).
 
-Both offer the same: a module to train, a whole model to evaluate, and a state to save.
+All offer the same: a module to train, a whole model to evaluate, and a state to save.
 """
 
 import copy
@@ -33,7 +33,9 @@ class ParallelModel(Protocol):
     module: Any
     """What is trained."""
 
-    def attach(self, order: OrderedSampler, sparsify: Sparsify | None) -> Herd:
+    def attach(
+        self, order: OrderedSampler, sparsify: Sparsify | None, optimizer: torch.optim.Optimizer
+    ) -> Herd:
         """Attach gradherd."""
         ...
 
@@ -58,6 +60,8 @@ class ParallelModel(Protocol):
 
 def make_parallel_model(model: nn.Module, config: RunConfig, world: World) -> ParallelModel:
     """Return the model as the settings ask for."""
+    if config.local_steps is not None:
+        return LocalModel(model, config, world)
     if config.parallel is None:
         return ReplicatedModel(model, config, world)
     return ShardedModel(model, config, world)
@@ -122,7 +126,9 @@ class ReplicatedModel:
         self._config, self._world = config, world
         self._mean_hook: MeanHook | None = None
 
-    def attach(self, order: OrderedSampler, sparsify: Sparsify | None) -> Herd:
+    def attach(
+        self, order: OrderedSampler, sparsify: Sparsify | None, optimizer: torch.optim.Optimizer
+    ) -> Herd:
         """Attach gradherd, and average in a hook of ours if it registers none."""
         rows = self._config.row_choice()
         herd = attach(self.module, order=order, sparsify=sparsify, rows=rows)
@@ -154,6 +160,41 @@ class ReplicatedModel:
         optimizer.load_state_dict(shared["optimizer"])
 
 
+class LocalModel:
+    """A model that every rank trains on its own between two exchanges."""
+
+    def __init__(self, model: nn.Module, config: RunConfig, world: World) -> None:
+        self.whole = self.module = model
+        self._config, self._world = config, world
+
+    def attach(
+        self, order: OrderedSampler, sparsify: Sparsify | None, optimizer: torch.optim.Optimizer
+    ) -> Herd:
+        """Attach gradherd, which counts the steps of the optimizer."""
+        rows, local = self._config.row_choice(), self._config.local()
+        return attach(self.module, order=order, optimizer=optimizer, local=local, rows=rows)
+
+    def refresh(self) -> None:
+        """Give all ranks rank 0's buffers."""
+        broadcast_buffers(self.whole, self._world)
+
+    def exchange_costs(self, metrics: Mapping[str, Any], steps: int) -> tuple[float, float]:
+        """Return seconds and bytes of the exchanges so far."""
+        return metrics["exchange_seconds"], metrics["total_bytes"]
+
+    def state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return rank 0's model, and each rank's optimizer; weights of ranks are the herd's."""
+        saved = optimizer.state_dict()
+        return {"model": dict(self.whole.state_dict()), "optimizer": saved}, {"optimizer": saved}
+
+    def load(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Load what `state` returned; with another number of ranks, rank 0's optimizer."""
+        self.whole.load_state_dict(shared["model"])
+        optimizer.load_state_dict(own.get("optimizer", shared["optimizer"]))
+
+
 class ShardedModel:
     """A model in shards: over all ranks ("fsdp"), or in two replicas ("hsdp")."""
 
@@ -183,7 +224,9 @@ class ShardedModel:
         if native:
             self._bytes_of_step += 8 * elements / shape[1] * (replicas - 1) / replicas
 
-    def attach(self, order: OrderedSampler, sparsify: Sparsify | None) -> Herd:
+    def attach(
+        self, order: OrderedSampler, sparsify: Sparsify | None, optimizer: torch.optim.Optimizer
+    ) -> Herd:
         """Attach gradherd."""
         mesh = None if sparsify is None else self._mesh
         rows = self._config.row_choice()

@@ -1,5 +1,6 @@
 """Training on real ranks, with DDP or FSDP2: this process is one of them."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -10,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from gradherd.attach.herd import Herd
-from gradherd.attach.state import merge_states
+from gradherd.attach.local_steps import TrainingDiverged
+from gradherd.attach.state import EXCHANGES, merge_states
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task, Tensors
@@ -38,6 +40,8 @@ from gradherd.lab.train.trainer import (
 )
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.sparsify.settings import make_settings
+
+log = logging.getLogger("gradherd")
 
 
 class InMemoryDataset(Dataset[Tensors]):
@@ -95,6 +99,7 @@ class RankTrainer:
             seed=config.seed,
             world=world,
         )
+        self._optimizer = make_optimizer(self._parameters, config)
         self._herd = self._attach()
         self._loader = DataLoader(
             dataset,
@@ -104,7 +109,8 @@ class RankTrainer:
             # Its own generator: else the loader would draw from the model's random numbers.
             generator=torch.Generator(),
         )
-        self._optimizer = make_optimizer(self._parameters, config)
+        self._exchanges = 0  # of local steps
+        self._diverged = False
         size = sum(p.numel() for p in self._parameters)
         self.series = [BinnedSeries()]
         self.checkpointer: Checkpointer | None = None
@@ -117,15 +123,16 @@ class RankTrainer:
         self._tracks_prefix_sums = (
             config.sparsify == "dense"
             and config.parallel is None  # else no rank has the whole gradient
+            and config.local_steps is None
             and world.rank == 0
             and can_track_prefix_sums(len(self._loader), size)
         )
 
     def _attach(self) -> Herd:
         config, sparsify = self._config, None
-        if config.density is not None:
+        if config.density is not None and config.local_steps is None:
             sparsify = make_settings(config.sparsify, config.density, **(config.method or {}))
-        return self._parallel.attach(self.sampler, sparsify)
+        return self._parallel.attach(self.sampler, sparsify, self._optimizer)
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch, or what is left of it after resuming."""
@@ -139,7 +146,6 @@ class RankTrainer:
         before, earlier_seconds, means = self._costs(), counters.seconds, []
         whole_epoch = counters.steps == 0
         begin = time.perf_counter()
-        set_lr(self._optimizer, self._config.lr_at(number))
         # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
         self._parallel.module.train()
@@ -150,19 +156,19 @@ class RankTrainer:
             counters.data_seconds += time.perf_counter() - fetch
             if batch is None:
                 break
+            lr = self._config.lr_at(number, counters.steps, len(self._loader))
+            set_lr(self._optimizer, lr)
             self._optimizer.zero_grad()
             self._task.loss(self._parallel.module, *batch).backward()
             if self._tracks_prefix_sums:
                 # Before clipping, which scales the gradient in place: the bound is about what was
                 # averaged.
                 means.append(flat_grad(self._parameters))
-            clip_and_step(self._optimizer, self._parameters, self._config.clip)
+            if not self._take_step():
+                break
             counters.steps += 1
             self._steps += 1
-            if self._config.density is not None:
-                metrics = self._herd.last_step()
-                counters.add_sparse(metrics)
-                self.series[0].add(metrics.get("density", 0.0))
+            self._count_exchange(counters)
             on_step()
             if self.checkpointer is not None:
 
@@ -173,6 +179,11 @@ class RankTrainer:
                     return self.state(number, so_far)
 
                 self.checkpointer.after_step(state)
+        if self._config.local_steps is not None and number == self._config.epochs:
+            # What the last steps have changed belongs to the result.
+            if not self._diverged:
+                self._herd.sync()
+                self._count_exchange(counters)
         # Hands over the rows that still wait, so that the time of ordering belongs to this epoch.
         self._herd.finish()
         counters.seconds = earlier_seconds + time.perf_counter() - begin
@@ -181,6 +192,28 @@ class RankTrainer:
         if means and whole_epoch:
             examples = self._config.batch_size * self._world.size
             counters.herding_bound = herding_bound(torch.stack(means), examples)
+
+    def _take_step(self) -> bool:
+        """Clip and step; return False if training has diverged."""
+        try:
+            clip_and_step(self._optimizer, self._parameters, self._config.clip)
+        except TrainingDiverged as error:  # on all ranks alike
+            log.warning("%s", error)
+            self._diverged = True
+        return not self._diverged
+
+    def _count_exchange(self, counters: EpochCounters) -> None:
+        """Count the exchange of the last step, if there was one."""
+        metrics = self._herd.last_step()
+        if self._config.local_steps is not None:
+            done = metrics.get("exchanges", 0)
+            if done == self._exchanges:
+                return
+            self._exchanges = done
+        elif self._config.density is None:
+            return
+        counters.add_sparse(metrics)
+        self.series[0].add(metrics.get("density", 0.0))
 
     def state(self, number: int, counters: EpochCounters) -> tuple[Callable[[], Any], Any]:
         """Return what determines the rest of the run.
@@ -191,7 +224,8 @@ class RankTrainer:
         """
         herd = self._herd.state_dict(gather=False)  # every rank saves its own
         model, own = self._parallel.state(self._optimizer)
-        own |= {"generators": get_rng_states(self._device), "sparsify": herd.pop("sparsify", None)}
+        own |= {"generators": get_rng_states(self._device)}
+        own |= {key: herd.pop(key, None) for key in EXCHANGES}
 
         def shared() -> dict[str, Any]:
             return {
@@ -270,10 +304,14 @@ class RankTrainer:
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model, all ranks together."""
-        self._parallel.refresh()
         chunk = evaluation_chunk(self.model, self._config.batch_size)
-        # Evaluation calls the model, too: its hooks must not take that for training.
-        with self._herd.pause():
+        # Evaluation calls the model, too: its hooks must not take that for training. Local steps
+        # are evaluated at the weights that all ranks share.
+        with self._herd.pause(), self._herd.shared_weights():
+            self._parallel.refresh()
+            if self._diverged:  # The loss in the record says so.
+                for parameter in self._parameters:
+                    parameter.detach().fill_(torch.nan)
             loss = full_loss(self._task, self.model, self._split.train, self._world, chunk)
             metric = None
             if not self._world.rank:
@@ -287,5 +325,4 @@ class RankTrainer:
 
 def _herd_state(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of one rank's herd."""
-    sparse = own["sparsify"]
-    return dict(shared["herd"]) | ({} if sparse is None else {"sparsify": sparse})
+    return dict(shared["herd"]) | {key: own[key] for key in EXCHANGES if own.get(key) is not None}

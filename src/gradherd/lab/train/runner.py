@@ -18,6 +18,7 @@ from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig, count_steps
+from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
 from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import RunRecord
@@ -148,6 +149,8 @@ def _make_trainer(
 ) -> Trainer:
     if stacked:
         return StackedTrainer(group, task, split)
+    if group[0].virtual and group[0].local_steps is not None:
+        return LocalTrainer(group[0], task, split)
     if group[0].virtual:
         return VirtualTrainer(group[0], task, split)
     return RankTrainer(group[0], task, split, world)

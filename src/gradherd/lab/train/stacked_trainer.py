@@ -159,14 +159,17 @@ class StackedTrainer:
         counters = [EpochCounters() for _ in self._configs]
         begin = time.perf_counter()
         batches = self._indices().split(config.batch_size, dim=2)
-        lrs = [[config.lr_at(number)] for config in self._configs]
-        lr = torch.tensor(lrs, device=self._parameters.device)
+        # All of an epoch at once: on a GPU each copy from the host would delay the step.
+        steps = range(len(batches))
+        lrs = torch.tensor(
+            [[[one.lr_at(number, at, len(batches))] for one in self._configs] for at in steps]
+        ).to(self._parameters.device)
         means: list[Tensor] = []
         sent_before = [one.bytes for one in self._coordination]
         data_seconds = time.perf_counter() - begin
         buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
         for done, batch in enumerate(batches, 1):
-            rows_of_buffers, mean = self._advance(lr, batch, counters)
+            rows_of_buffers, mean = self._advance(lrs[done - 1], batch, counters)
             if self._tracks_prefix_sums:
                 # The next replay of the graph overwrites it.
                 means.append(mean.clone())

@@ -61,10 +61,13 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
         ValueError: `attach` would refuse these settings.
     """
     named = resolve_rows(config.row_choice(), config.unit, config.batch_size)
-    free = config.workers == 1 or config.density is None
+    # Local steps have no DDP whose hook could deliver whole gradients.
+    free = config.workers == 1 or (config.density is None and config.local_steps is None)
     if isinstance(named, BatchRows) and not free:
         # The same refusal as by `attach`: a virtual run must not accept what real ranks do not.
-        raise ValueError("rows='batch' does not work with a sparsifier: use 'sketch'")
+        raise ValueError(
+            "rows='batch' does not work with a sparsifier or local steps: use 'sketch'"
+        )
     if named is not None:
         return named
     whole_batches = config.unit == config.batch_size
@@ -127,15 +130,15 @@ class VirtualTrainer:
         """Train one epoch."""
         config, counters, means = self._config, EpochCounters(), []
         begin = time.perf_counter()
-        set_lr(self._optimizer, config.lr_at(number))
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
         self.model.train()
         self._turns.restore_rng()
         sent_before = self._coordination.bytes
-        for at in range(0, indices.shape[1], config.batch_size):
-            batch = indices[:, at : at + config.batch_size]
+        batches = indices.split(config.batch_size, dim=1)
+        for at, batch in enumerate(batches):
+            set_lr(self._optimizer, config.lr_at(number, at, len(batches)))
             grads, rows = self._gradients(batch, counters)
             with self._exchange_timer.measure():
                 self._averager.average(grads, counters)
