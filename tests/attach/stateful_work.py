@@ -179,13 +179,40 @@ def continued_elsewhere(folder):
     return residual
 
 
+class OwnState:
+    """A user's own Stateful around a herd."""
+
+    def __init__(self, herd, packed):
+        self.herd, self.packed = herd, packed
+
+    def state_dict(self):
+        herd = self.herd.stateful() if self.packed else self.herd
+        return {"step": 3, "herd": herd.state_dict()}
+
+    def load_state_dict(self, state):
+        (self.herd.stateful() if self.packed else self.herd).load_state_dict(state["herd"])
+
+
 def bare_herd(folder):
     """Return what DCP is told when it is given a herd itself."""
     _, _, herd, _, _ = made()
     errors = []
-    for call in (dcp.save, dcp.load):
-        try:
-            call({"herd": herd}, checkpoint_id=folder)
-        except Exception as error:  # DCP wraps what ranks raise
-            errors.append(str(error))
+    for thing in (herd, OwnState(herd, packed=False)):
+        for call in (dcp.save, dcp.load):
+            try:
+                call({"herd": thing}, checkpoint_id=folder)
+            except Exception as error:  # DCP wraps what ranks raise
+                errors.append(str(error))
     return errors
+
+
+def in_an_own_stateful(folder):
+    """Save in mid-epoch through a Stateful of one's own, and load into a fresh herd."""
+    _, ddp, herd, loader, optimizer = made()
+    go_on(ddp, loader, optimizer, 0, 5)
+    dcp.save({"app": OwnState(herd, packed=True)}, checkpoint_id=folder)
+    want = herd.state_dict()
+    herd.detach()
+    _, _, fresh, _, _ = made()
+    dcp.load({"app": OwnState(fresh, packed=True)}, checkpoint_id=folder)
+    return pack(want), pack(fresh.state_dict())

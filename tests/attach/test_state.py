@@ -9,6 +9,7 @@ from gradherd.comm.world import World
 from tests.attach.stateful_work import (
     bare_herd,
     continued_elsewhere,
+    in_an_own_stateful,
     load_elsewhere,
     one_bad_gradient,
     save_and_load,
@@ -99,8 +100,13 @@ def test_what_one_rank_has_saved_is_the_state_of_all():
 
 def test_a_herd_itself_is_refused_by_dcp(tmp_path):
     for errors in run_ranks(bare_herd, 2, tmp_path):
-        assert len(errors) == 2
+        assert len(errors) == 4
         assert all("give it herd.stateful()" in error for error in errors)
+
+
+def test_a_stateful_of_one_s_own(tmp_path):
+    for want, found in run_ranks(in_an_own_stateful, 2, tmp_path):
+        assert found == want
 
 
 class Stub:

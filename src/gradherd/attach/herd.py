@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -180,10 +181,10 @@ class Herd:
         """
         # DCP takes any object with these methods, drops what a fresh herd's state does not have,
         # and takes equal names on different ranks for equal tensors. None of it fits.
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(_DCP):
+        if _asked_by_dcp():
             raise RuntimeError(
                 "torch.distributed.checkpoint cannot save or load a Herd itself: give it "
-                "herd.stateful()"
+                "herd.stateful(), or return herd.stateful().state_dict() from a Stateful of your own"
             )
         state: dict[str, Any] = {}
         if self._feedback is not None:
@@ -279,3 +280,16 @@ class Herd:
             self._feedback.detach()
         if self._sparse is not None:
             self._sparse.close()
+
+
+def _asked_by_dcp() -> bool:
+    """Return whether DCP asks for a herd's state, directly or through an object of the user's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == HerdState.__module__:
+            return False  # `stateful()` packs the state as DCP needs it.
+        if module.startswith(_DCP):
+            return True
+        frame = frame.f_back
+    return False
