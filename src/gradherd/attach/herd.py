@@ -184,7 +184,7 @@ class Herd:
         if _asked_by_dcp():
             raise RuntimeError(
                 "torch.distributed.checkpoint cannot save or load a Herd itself: give it "
-                "herd.stateful(), or return herd.stateful().state_dict() from a Stateful of your own"
+                "herd.stateful(), or return herd.stateful().state_dict() from your own Stateful"
             )
         state: dict[str, Any] = {}
         if self._feedback is not None:

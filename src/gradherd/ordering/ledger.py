@@ -71,12 +71,17 @@ class BatchLedger:
         """The pass that began last."""
         return self._passes[-1] if self._passes else None
 
-    def received(self, version: str) -> int:
-        """Return the batches of an order that the loop which began last has received."""
+    def loop_ran(self, version: str) -> bool:
+        """Return whether the loop that began last went through an order, or at least began to.
+
+        One batch may be a look at the data, unless there are no more.
+        """
         newest = self.newest
         if newest is None or newest.version != version:
-            return 0
-        return newest.received(self._batch_size)
+            return False
+        received = newest.received(self._batch_size)
+        left = newest.num_batches(self._batch_size) - newest.skipped
+        return received - newest.skipped >= min(2, max(1, left))
 
     def current(self) -> BatchTicket | None:
         """Return the batch that a forward which begins now is for; None before the first one.

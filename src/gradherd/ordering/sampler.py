@@ -145,7 +145,7 @@ class OrderedSampler(DistributedSampler[Any]):
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
         """Have `hook(what)` called before the order is read or advanced.
 
-        Whoever feeds gradients back hands in what is still under way. `what` is "iterate" before an
+        Whoever feeds gradients back hands in what is under way. `what` is "iterate" before an
         iterator starts, "end" before the epoch may end (on all ranks at the same point), and "read"
         before the order or its position is read, perhaps on this rank only.
         """
@@ -167,9 +167,8 @@ class OrderedSampler(DistributedSampler[Any]):
         self._call_read_hooks("iterate")
         if self._ended_short():
             self.end_epoch()
-        begin, skipped = self.start, 0
-        if self._loader_skips:
-            begin, skipped = 0, begin // self.batch_size
+        begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
+        skipped //= self.batch_size
         epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped)
         iterator = EpochIterator(self, epoch_pass, self._clock)
         epoch_pass.iterator = weakref.ref(iterator)
@@ -209,12 +208,10 @@ class OrderedSampler(DistributedSampler[Any]):
     def indices(self) -> list[int]:
         """Return the examples this rank visits in the current epoch, in order."""
         self._call_read_hooks("read")
-        if (units := self._rest) is not None:
-            examples = self.sharding.examples_of(units)
-        else:
-            examples = self.sharding.indices(self.world.rank, self.ordering.orders[self.world.rank])
-        indices: list[int] = examples.tolist()
-        return indices
+        rank, units = self.world.rank, self._rest
+        if units is not None:
+            return list(self.sharding.examples_of(units).tolist())
+        return list(self.sharding.indices(rank, self.ordering.orders[rank]).tolist())
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that comes next. Setting the current one again changes nothing.
@@ -228,15 +225,19 @@ class OrderedSampler(DistributedSampler[Any]):
         if not self.ordering.policy.needs_rows:
             if epoch != self.ordering.epoch:
                 self.end_epoch(epoch)
-        elif named is not None and epoch > named and self._claims.last_pass is not None:
+        elif (
+            named is not None
+            and epoch > named
+            and (self._claims.last_pass is not None or self._ledger.loop_ran(self.ordering.version))
+        ):
             self.end_epoch(max(epoch, self.ordering.epoch + 1))
         elif epoch > self.ordering.epoch:
             self.end_epoch(epoch)
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
         """Adopt the next order."""
-        received = self._ledger.received(self.ordering.version)
-        if self.attached and not self.ordering.steps and received > 1:  # one may be a look at it
+        ordering = self.ordering
+        if self.attached and not ordering.steps and self._ledger.loop_ran(ordering.version):
             warnings.warn(
                 f"epoch {self.epoch} was handed out, but no gradient came back, so nothing was "
                 "learned from it: is the attached model the one that is trained?",
