@@ -120,7 +120,7 @@ class Loop:
         self.unit = unit = pick.choice([1, self.batch])
         count = size * self.batch * pick.choice([3, 5])
         self.count = count + (0 if unit > 1 else pick.choice([0, 1]) * size)
-        self.workers = pick.choice([0, 0, 0, 1, 2]) if size == 1 else 0
+        self.workers = pick.choice([0, 0, 0, 0, 0, 1, 2]) if size == 1 else 0
         self.ahead = pick.choice([0, 0, 0, 1])
         self.accumulate, self.no_sync = pick.choice([1, 1, 2]), pick.random() < 0.5
         self.policy = pick.choice(["cd-grab", "cd-grab", "id-grab", "pair-grab"])
