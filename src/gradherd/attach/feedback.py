@@ -187,16 +187,10 @@ class OrderFeedback:
     def metrics(self) -> dict[str, Any]:
         """Return the epoch, how much of it was fed back, and what ordering alone has cost."""
         cursor = self.sampler.state_dict()
-        position, ticket = cursor["position"], self._ticket
-        # The batch that is waiting counts: in `optimizer.step(closure)` it waits until the next
-        # forward, and its figures would come one step late.
-        if self._transport.waiting and ticket is not None and not self._paused:
-            if ticket.epoch_pass.version == self.sampler.ordering.version:
-                position = max(position, ticket.end(self.sampler.batch_size))
         own = self._transport.metrics()
         return {
             "epoch": cursor["epoch"],
-            "examples_fed_back": position,
+            "examples_fed_back": cursor["position"],
             "examples": len(self.sampler),
             "rows": repr(self.rows),
             "bytes_for_ordering": self._transport.bytes,

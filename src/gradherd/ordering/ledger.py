@@ -29,13 +29,6 @@ class BatchTicket(NamedTuple):
     number: int
     """Number of the batch in its pass, from 0; or `UNKNOWN`."""
 
-    def end(self, batch_size: int) -> int:
-        """Return the position in the epoch at which the batch ends; 0 if it cannot be told."""
-        if self.number == UNKNOWN:
-            return 0
-        begin, length = self.epoch_pass.begin, self.epoch_pass.length
-        return min(begin + (self.number + 1) * batch_size, length)
-
 
 class BatchLedger:
     """Knows which batches loops have received, and so which one a forward is for."""
