@@ -7,13 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradherd.sparsify.kernels import (
-    BINS,
-    MagnitudeHistogram,
+    Marks,
     add,
-    add_select,
+    add_marked,
+    copy_unless,
+    count_marks,
+    fill_unless,
     indices_above,
+    marked,
     scatter_to_bucket,
-    select,
     topk_indices,
 )
 from tests.sparsify.rank_work import normal
@@ -74,52 +76,42 @@ def test_the_largest_of_a_few(values, data):
 
 
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_residual_and_gradient_are_added_counted_and_picked(grads):
+def test_residual_and_gradient_are_added_checked_and_marked(grads):
     for seed, in_place in ((1, False), (2, True)):
         old, new = normal(seed, 3001), normal(seed + 9, 3001).to(grads)
         residual, grad = old.clone(), new.clone()
         out = residual if in_place else torch.full_like(residual, torch.nan)
-        histogram, threshold = MagnitudeHistogram.around(torch.tensor(2.0)), torch.tensor(2.0)
-        selections = add_select(
-            residual, grad, 0.5, out, threshold, 40, histogram=histogram, clear=True
-        )
+        level, bad = torch.tensor(2.0), torch.zeros(1, dtype=torch.int32)
+        marks = Marks.of(out)
+        scale = torch.tensor(0.5)
+        add_marked(residual, grad, scale, out, threshold=level, bad=bad, marks=marks)
         total = old + 0.5 * new.float()
-        actual = np.flatnonzero(np.abs(total.numpy()) >= 2)
-        assert int(selections.total) == len(actual) > 40
-        assert selections.indices.tolist() == actual[:40].tolist()
-        assert torch.equal(selections.values, total[actual[:40]])
-        left = total.clone()
-        left[actual[:40]] = 0  # What did not fit stays.
-        assert torch.equal(out, left) and not grad.any()
+        assert torch.equal(out, total) and not grad.any() and not bad.any()
         assert in_place or torch.equal(residual, old)
-        assert int(histogram.counts.sum()) == 3001 and histogram.finite()
-        rest = select(out, threshold, len(actual))
-        assert int(rest.total) == len(actual) - 40
-        assert rest.indices[: len(actual) - 40].tolist() == actual[40:].tolist()
-        assert not rest.indices[len(actual) - 40 :].any() and torch.equal(out, left)
+        wanted = np.flatnonzero(np.abs(total.numpy()) >= 2)
+        assert int(count_marks(out, level, marks)) == len(wanted) > 40
+        for room in (40, len(wanted) + 5):
+            positions, count = marked(out, level, marks, room)
+            assert int(count) == len(wanted)
+            assert positions[: len(wanted)].tolist() == wanted[:room].tolist()
+            assert not positions[len(wanted) :].any()
 
 
-@pytest.mark.parametrize("k", [1, 10, 100, 600])
-def test_a_histogram_gives_a_threshold_that_leaves_enough(k):
-    values, histogram = normal(3, 1000), MagnitudeHistogram.around(torch.tensor(0.5))
-    add(torch.zeros(1000), values, 1.0, torch.empty(1000), histogram=histogram)
-    threshold = float(histogram.topk_threshold(k))
-    assert threshold > 0
-    assert (values.abs() >= threshold).sum() >= k > (values.abs() >= threshold * 17 / 16).sum()
-    assert float(histogram.topk_threshold(1001)) == 0
-    for bad in (torch.nan, torch.inf):
-        histogram.add(torch.tensor([bad]))
-    assert not histogram.finite() and int(histogram.counts[BINS - 1]) == 2
-    assert float(histogram.topk_threshold(k)) == threshold
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_noted_and_stays_so(value):
+    bad = torch.zeros(1, dtype=torch.int32)
+    for grads in (torch.ones(5), torch.tensor([1.0, value]), torch.ones(3)):
+        add(torch.zeros(len(grads)), grads, 1.0, torch.empty(len(grads)), bad=bad)
+        assert bool(bad) is not bool(len(grads) == 5)
 
 
-def test_values_far_from_a_threshold_stay_in_the_outer_bins():
-    histogram = MagnitudeHistogram.around(torch.tensor(1.0))
-    histogram.add(torch.tensor([0.0, 1e-30, 0.0624, 17.0, 1e30]))
-    assert int(histogram.counts[0]) == 3 and int(histogram.counts[BINS - 2]) == 2
-    tiny = MagnitudeHistogram.around(torch.tensor(0.0))
-    tiny.add(torch.tensor([0.0, 1e-45, 1.0]))
-    assert int(tiny.counts.sum()) == 3 and float(tiny.topk_threshold(1)) > 0
+def test_copies_and_fills_happen_unless_all_is_well():
+    for ok in (True, False):
+        source, target = torch.arange(5.0), torch.full((5,), 7.0)
+        copy_unless(torch.tensor(ok), source, target)
+        assert target.tolist() == ([7.0] * 5 if ok else source.tolist())
+        fill_unless(torch.tensor(ok), target, torch.nan)
+        assert bool(target.isnan().all()) is not ok
 
 
 def test_a_mean_goes_to_its_bucket_as_far_as_its_type_holds_it():

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from gradherd.sparsify import kernels, triton_kernels
-from gradherd.sparsify.kernels import BINS, SHIFT, MagnitudeHistogram
+from gradherd.sparsify.kernels import Marks
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
 pytestmark = MARKS
@@ -48,79 +48,91 @@ def fresh(length):
     return torch.randn(length)  # a new draw each time: the seed is nobody's
 
 
-def counted(values, histogram):
-    """Count magnitudes by bin in float64, by comparing with the edges."""
-    window = int(histogram.window)
-    bits = (np.arange(window + 1, window + BINS - 1, dtype=np.int64) << SHIFT).astype(np.int32)
-    borders = bits.view(np.float32).astype(np.float64)
-    sizes = np.abs(values.cpu().numpy().astype(np.float64))
-    real = sizes[np.isfinite(sizes)]
-    bins = np.searchsorted(borders, real, side="right")
-    counts = np.bincount(bins, minlength=BINS)
-    counts[-1] += len(sizes) - len(real)
-    return counts
+def new_marks(values):
+    tiles = -(-len(values) // TILE)
+    words = torch.full((tiles * TILE // 32,), -1, dtype=torch.int32, device=DEVICE)
+    return Marks(words, torch.full((tiles,), -1, dtype=torch.int32, device=DEVICE))
+
+
+def new_bad():
+    return torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize(("length", "dtype"), SIZES, ids=str)
-def test_one_pass_adds_counts_marks_and_clears(length, dtype):
+def test_one_pass_adds_checks_marks_and_clears(length, dtype):
     for offset, unit, in_place, level in CASES:
         old, new = fresh(length), fresh(length).to(dtype)
         residual, kept_memory = inside(length, offset, values=old)
         grad, grad_memory = inside(length, 2 * offset, dtype, new)
         out, out_memory = (residual, kept_memory) if in_place else inside(length, offset)
-        threshold = torch.tensor(level, device=DEVICE)
-        histogram = MagnitudeHistogram.around(threshold)
-        bitmap = triton_kernels.add(residual, grad, unit, out, histogram, threshold, clear=True)
+        threshold, scale = torch.tensor(level, device=DEVICE), torch.tensor(unit, device=DEVICE)
+        marks, bad = new_marks(out), new_bad()
+        triton_kernels.add(
+            residual, grad, scale, out, bad=bad, clear=True, threshold=threshold, marks=marks
+        )
         wanted = old.double() + unit * new.double()
         torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-6, atol=1e-7)
         assert not grad.any() and untouched(grad, grad_memory, 2 * offset)
-        assert untouched(out, out_memory, offset)
-        assert np.array_equal(histogram.counts.cpu().numpy(), counted(out, histogram))
+        assert untouched(out, out_memory, offset) and not bad.any()
         actual = np.flatnonzero(np.abs(out.cpu().numpy()) >= np.float32(level))
         assert np.array_equal(triton_kernels.indices_above(out, level).cpu().numpy(), actual)
-        check_compact(out, out_memory, offset, bitmap, actual)
+        check_compact(out, marks, actual)
 
 
-def check_compact(values, memory, offset, bitmap, actual):
-    """Take with room for some, for all, for more."""
-    before = values.clone()
+def check_compact(values, marks, actual):
+    """Read marks with room for some, for all, for more."""
     for room in (len(actual) // 2, len(actual) + 3, *([0, len(actual)] if GPU else [])):
-        values.copy_(before)
-        indices, selected, count = triton_kernels.compact(values, bitmap, room, clear=True)
+        indices, count = triton_kernels.compact(values, marks, room)
         expected = torch.from_numpy(actual[:room]).to(DEVICE)
-        assert int(count) == len(actual) and len(indices) == len(selected) == room
+        assert int(count) == len(actual) and len(indices) == room
         assert torch.equal(indices[: len(expected)], expected)
-        assert torch.equal(selected[: len(expected)], before[expected])
-        assert not indices[len(expected) :].any() and not selected[len(expected) :].any()
-        left = before.clone()
-        left[expected] = 0
-        assert torch.equal(values, left)  # what did not fit is unchanged
-        assert untouched(values, memory, offset)
+        assert not indices[len(expected) :].any()
 
 
-def test_without_a_tally_and_a_floor_it_only_adds():
+def test_without_marks_it_only_adds():
     residual, grad = fresh(TILE + 5).to(DEVICE), fresh(TILE + 5).to(DEVICE)
     before, out = grad.clone(), torch.full_like(residual, torch.nan)
-    assert triton_kernels.add(residual, grad, 1.0, out, None, None, clear=False) is None
+    triton_kernels.add(residual, grad, 1.0, out)
     assert torch.equal(out, residual + grad) and torch.equal(grad, before)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_counted_and_nan_is_not_picked(bad):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_noted_and_nan_is_not_marked(value):
     residual, grad = torch.zeros(TILE + 9, device=DEVICE), fresh(TILE + 9).to(DEVICE)
+    threshold, bad, marks = torch.tensor(0.0, device=DEVICE), new_bad(), new_marks(residual)
+    out = torch.empty_like(residual)
+    triton_kernels.add(residual, grad, 1.0, out, bad=bad, threshold=threshold, marks=marks)
+    triton_kernels.add(residual, grad, 1.0, out, bad=bad)
+    assert not bad.any()
     for at in (3, TILE + 8):
-        grad[at] = bad
-        threshold = torch.tensor(0.0, device=DEVICE)
-        histogram = MagnitudeHistogram.around(torch.tensor(1.0, device=DEVICE))
-        out = torch.empty_like(residual)
-        bitmap = triton_kernels.add(residual, grad, 1.0, out, histogram, threshold, clear=False)
-        assert not histogram.finite()
-        _, _, actual = triton_kernels.compact(out, bitmap, 1, clear=False)
-        assert int(actual) == int((out.abs() >= 0).sum())
+        grad[at] = value
+        for options in ({"threshold": threshold, "marks": marks}, {}):
+            bad.zero_()
+            triton_kernels.add(residual, grad, 1.0, out, bad=bad, **options)
+            assert bool(bad)
+        _, count = triton_kernels.compact(out, marks, 1)
+        assert int(count) == int((out.abs() >= 0).sum())
         grad[at] = 1.0
-    histogram.counts.zero_()
-    triton_kernels.add(residual, grad, 1.0, out, histogram, None, clear=False)
-    assert histogram.finite()
+
+
+@pytest.mark.parametrize("length", [1, 1500, TILE + 1])
+def test_what_hangs_on_a_condition_happens_only_then(length):
+    values, level = fresh(length).to(DEVICE), torch.tensor(0.5, device=DEVICE)
+    for condition in (True, False):
+        flag = torch.tensor(condition, device=DEVICE)
+        marks = new_marks(values)
+        triton_kernels.mark(values, level, marks, flag)
+        wanted = int((values.abs() >= 0.5).sum()) if condition else -len(marks.counts)
+        assert int(marks.counts.sum()) == wanted
+        target, memory = inside(length, 3, values=torch.zeros(length))
+        triton_kernels.copy_unless(flag, values, target)
+        assert torch.equal(target, torch.zeros_like(values) if condition else values)
+        assert untouched(target, memory, 3)
+        for kind in KINDS:
+            filled = torch.ones(length + 1, dtype=kind, device=DEVICE)
+            triton_kernels.fill_unless(flag, filled[:length], torch.nan)
+            assert filled[:length].isnan().all() == (not condition)
+            assert float(filled[length]) == 1
 
 
 def test_floors_at_the_ends_of_the_range():
@@ -131,23 +143,6 @@ def test_floors_at_the_ends_of_the_range():
         assert triton_kernels.indices_above(values, threshold).tolist() == wanted.tolist(), (
             threshold
         )
-
-
-@pytest.mark.parametrize("k", [1, 5, 100, TILE - 3, 10_000])
-def test_the_floor_leaves_at_least_k(k):
-    values = fresh(TILE + 1).to(DEVICE)
-    histogram = MagnitudeHistogram.around(torch.tensor(0.9, device=DEVICE))
-    out = torch.empty_like(values)
-    triton_kernels.add(torch.zeros_like(values), values, 1.0, out, histogram, None, clear=False)
-    threshold = triton_kernels.topk_threshold(histogram, k)
-    on_cpu = MagnitudeHistogram(histogram.counts.cpu(), histogram.window.cpu())
-    assert threshold.cpu() == on_cpu.topk_threshold(k)
-    reach = int((out.abs() >= threshold).sum())
-    assert reach >= min(k, len(values))
-    if threshold > 0:  # and at the next border there are fewer
-        following = (threshold.view(torch.int32) + (1 << SHIFT)).view(torch.float32)
-        assert int((out.abs() >= following).sum()) < k
-    assert (threshold > 0) == (k < TILE - 3)
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -174,48 +169,24 @@ def test_a_mean_is_scattered_to_its_bucket(dtype):
 @only_gpu
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_the_gpu_does_what_the_twin_does(dtype):
-    length = 1_000_003
+    length = 122 * kernels.TILE
     old, new = fresh(length), fresh(length).to(dtype)
     results = []
     for device in ("cpu", "cuda", "cuda"):
         residual, grad = old.to(device, copy=True), new.to(device, copy=True)
-        threshold = torch.tensor(2.5, device=device)
-        histogram = MagnitudeHistogram.around(threshold)
-        selections = kernels.add_select(
-            residual, grad, 1.0, residual, threshold, 9000, histogram=histogram, clear=True
+        threshold, scale = torch.tensor(2.5, device=device), torch.tensor(1.0, device=device)
+        bad = torch.zeros(1, dtype=torch.int32, device=device)
+        marks = Marks.of(residual)
+        kernels.add_marked(
+            residual, grad, scale, residual, threshold=threshold, bad=bad, marks=marks
         )
-        again = kernels.select(residual, threshold, 9000, clear=True)
-        state = [
-            *selections,
-            *again,
-            residual,
-            histogram.counts,
-            kernels.topk_threshold(histogram, 1000),
-            histogram.finite(),
-        ]
-        results.append([one.cpu() for one in state])
-        assert not grad.any() and int(selections.total) > 9000
+        positions, total = kernels.marked(residual, threshold, marks, 9000)
+        count = kernels.count_marks(residual, threshold, marks)
+        results.append([one.cpu() for one in (residual, positions, total, count, bad)])
+        assert not grad.any() and int(total) > 9000
     for one in results[1:]:
         for mine, twin in zip(one, results[0], strict=True):
             assert torch.equal(mine, twin.to(mine.dtype))
-
-
-@only_gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_host():
-    residual, grad = torch.randn(2, 1_000_003, device=DEVICE)
-    threshold = torch.tensor(2.5, device=DEVICE)
-    for mode in (0, "error"):  # the first time Triton compiles
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            histogram = MagnitudeHistogram.around(threshold)
-            kernels.add_select(
-                residual, grad, 1.0, residual, threshold, 9000, histogram=histogram, clear=True
-            )
-            kernels.add(residual, grad, 1.0, residual, histogram=histogram, clear=True)
-            kernels.select(residual, kernels.topk_threshold(histogram, 1000), 2000, clear=True)
-        finally:
-            torch.cuda.set_sync_debug_mode(0)
 
 
 @only_gpu

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.bucket_map import BucketMap, pieces
+from gradherd.attach.device_exchange import DeviceExchange, runs_on_device
+from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
-from gradherd.rows.forward_replay import UncopiedHook
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.settings import Sparsify
@@ -74,10 +75,19 @@ class SparseHook(BucketHook):
             p: slices[name] for name, p in self._parameters.items()
         }
         self._metrics: dict[str, Any] = {}
-        self._usage = _ParameterUsage(ddp, self._parameters) if _tracks_usage(ddp) else None
+        self._device: DeviceExchange | None = None
+        if not tracks_usage(ddp) and runs_on_device(settings, self._worker, self.world.size):
+            self._device = DeviceExchange(settings, self._worker, self._slices, self.world, scaler)
+        self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
 
     def add(self, bucket: dist.GradBucket) -> None:
         """Add a bucket to the residual."""
+        if self._device is not None:
+            self._device.add(bucket)
+        else:
+            self._add(bucket)
+
+    def _add(self, bucket: dist.GradBucket) -> None:
         if bucket.index() == 0:
             # Once per backward: the loss scale and the learning rate may change between steps,
             # and residuals of earlier steps must stay comparable.
@@ -97,6 +107,16 @@ class SparseHook(BucketHook):
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Exchange what the method selects, and write the mean into the buckets."""
+        if self._device is not None and self._device.takes(buckets):
+            sent = self._device.exchange(buckets)
+            self.total_bytes += sent
+            self._metrics = {"bytes": sent}
+            return
+        if self._device is not None:
+            # Before anything was added: a parameter was frozen when the hook was attached, say.
+            self._device = None
+            for bucket in buckets:
+                self._add(bucket)
         if self._worker.weightless:
             # The learning rate is zero: residuals are in the unit of parameters, so this gradient
             # adds nothing to them. The buckets are zero, as `add` has left them.
@@ -145,7 +165,10 @@ class SparseHook(BucketHook):
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last step, and totals so far."""
         residual = self._worker.feedback.residual
-        return self._metrics | {
+        if self._device is not None:
+            self._device.pull()
+            residual = self._device.residual
+        return self.last_step() | {
             "residual_norm": float(torch.linalg.vector_norm(residual)),
             "steps": self._worker.step,
             "skipped_steps": self._worker.skipped,
@@ -156,6 +179,8 @@ class SparseHook(BucketHook):
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last step that need no computation."""
+        if self._device is not None:
+            return self._device.metrics() | self._metrics
         return self._metrics
 
     def state_dict(self, gather: bool = True) -> dict[str, Any]:
@@ -173,18 +198,31 @@ class SparseHook(BucketHook):
 
     def _own_state(self) -> dict[str, Any]:
         feedback = self._worker.feedback
+        parts = None
+        if self._device is not None:
+            self._device.pull()
+            parts = self._device.residual_parts()
         state = self._worker.state_dict()
-        state["residual"] = self._by_name(feedback.residual)
+        state["residual"] = self._by_name(feedback.residual if parts is None else parts)
         if feedback.velocity is not None:
             state["velocity"] = self._by_name(feedback.velocity)
         return state
 
-    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
-        slices = self.layout.slices()
-        return {
-            name: _shaped(flat[slices[name]], p).clone() for name, p in self._parameters.items()
-        }
+    def _by_name(self, flat: Tensor | dict[int, Tensor]) -> dict[str, Tensor]:
+        """Return copies of a (D,) vector's parts, in the shapes of the parameters.
+
+        Args:
+            flat: The vector, or its parts by their first coordinate.
+        """
+        parts = {}
+        for name, part in self.layout.slices().items():
+            if isinstance(flat, Tensor):
+                own = flat[part]
+            else:  # An empty parameter begins where another one does, and has no part.
+                own = flat[part.start] if part.stop > part.start else torch.zeros(0)
+            parts[name] = _shaped(own, self._parameters[name]).clone()
+        # In the order of the model.
+        return {name: parts[name] for name in self._parameters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was saved, on the same rank, or from a merged state.
@@ -193,6 +231,8 @@ class SparseHook(BucketHook):
             ValueError: The state is of another model, method or rank.
         """
         self.check_state(state)  # before anything changes
+        if self._device is not None:
+            self._device.reset(self.layout.size)
         feedback = self._worker.feedback
         self._restore(feedback.residual, state["residual"])
         if feedback.velocity is not None:
@@ -267,11 +307,6 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def _tracks_usage(ddp: DDP) -> bool:
-    """Return whether a backward may leave parameters unused; DDP itself tracks that only then."""
-    return bool(ddp.find_unused_parameters or ddp.static_graph)
-
-
 def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
     """Return (n,) elements as a view in the parameter's shape.
 
@@ -280,51 +315,3 @@ def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
     """
     dense = torch.empty_like(parameter, device="meta")  # keeps strides where they are dense
     return flat.as_strided(parameter.shape, dense.stride(), flat.storage_offset())
-
-
-class _ParameterUsage:
-    """Records which parameters had a gradient in the backwards of one exchange.
-
-    DDP tracks this itself, but does not say so to its hook: in the bucket, a parameter that was
-    not used is zero like one whose gradient is zero.
-    """
-
-    def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._ddp = ddp
-        self._accumulating = False
-        self._device = next(iter(parameters.values())).device
-        self._flags = [False] * len(parameters)
-        self._handles = [
-            parameter.register_hook(self._mark(at))
-            for at, parameter in enumerate(parameters.values())
-        ]
-        self._handles.append(ddp.register_forward_pre_hook(UncopiedHook(self._forward)))
-
-    def _forward(self, module: nn.Module, args: Any) -> None:
-        """Start again, unless earlier backwards wait to be exchanged (no_sync)."""
-        if not torch.is_grad_enabled():
-            return
-        if not self._accumulating:
-            self._flags = [False] * len(self._flags)
-        if not self._ddp.require_backward_grad_sync:
-            self._accumulating = True
-
-    def _mark(self, at: int) -> Any:
-        """Return a hook for the parameter with that number."""
-
-        def mark(grad: Tensor) -> None:
-            self._flags[at] = True
-
-        return mark
-
-    def take(self) -> Tensor:
-        """Return one uint8 flag for each parameter, and reset them."""
-        flags = torch.tensor(self._flags, dtype=torch.uint8, device=self._device)
-        self._flags = [False] * len(self._flags)
-        self._accumulating = False
-        return flags
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()

@@ -13,6 +13,7 @@ from gradherd.cli.options import usable_device
 from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
 from gradherd.lab.bench.bench_coordination import bench_coordination
+from gradherd.lab.bench.bench_hook import bench_hook, one_rank
 from gradherd.lab.bench.bench_rows import bench_rows
 from gradherd.lab.bench.bench_signs import bench_signs
 from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
@@ -130,9 +131,10 @@ class BenchSparsifyCommand:
 
     Selection (workers = 1): copy reads and writes every element once; eager adds the residual,
     selects above a threshold and clears, as one would write it in torch; topk does so with
-    torch.topk; fused is gradherd's. On a GPU, tally is fused plus a histogram of all magnitudes.
-    Exchange: torch's own hooks dense (all-reduce), fp16 and powersgd (rank 1), and exdyna with
-    everything it does. Ratios are relative to copy and to dense.
+    torch.topk; fused is gradherd's. Steps (workers = 1): a whole DDP step of an MLP, dense and with
+    the hooks of exdyna and topk; sync_free says that a step never waits for the GPU. Exchange:
+    torch's own hooks dense (all-reduce), fp16 and powersgd (rank 1), and exdyna with everything it
+    does. Ratios are relative to copy, to the dense step and to dense.
 
     Example: gradherd bench sparsify --workers 4 --dim 1e7
     """
@@ -146,7 +148,7 @@ class BenchSparsifyCommand:
     repeats: int = 15
     """Exchanges to measure; the median counts."""
     device: str = "cpu"
-    """Where to measure selection, cpu or cuda; exchanges are measured on the CPU only."""
+    """Where to measure selection and steps, cpu or cuda; exchanges are measured on the CPU only."""
     json: Annotated[
         bool,
         json_help('Print {"bench", "device", "rows": [...]}.'),
@@ -165,6 +167,8 @@ class BenchSparsifyCommand:
         with counted_loop(len(dims) * (1 + len(counts)), "sizes") as advance:
             for dim in dims:
                 rows += _bench_select_on_one_core(dim, self.density, device)
+                with one_rank(device):
+                    rows += bench_hook(dim, self.density, device, self.repeats)
                 advance()
                 for count in counts:
                     rows += measure_on_ranks(bench_exchange, count, dim, self.density, self.repeats)

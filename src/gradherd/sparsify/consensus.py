@@ -129,6 +129,22 @@ def unpack(
     return unpack_indices(torch.from_numpy(packed), count, span, bits).numpy(), magnitudes
 
 
+def unpack_rows(
+    messages: Tensor, count: int, span: tuple[int, int], compact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Do what `unpack` does for the (R, length) messages of all workers, on their device.
+
+    Returns:
+        (R, M) int64 indices, and (R, M) int32 leading bits of magnitudes.
+    """
+    bits = _index_bits(count, span, compact)
+    words, half = _index_words(count, span, bits), (count + 1) // 2
+    packed = messages[:, :words].contiguous().view(torch.uint8)[:, : index_bytes(count, span, bits)]
+    pairs = messages[:, words : words + half]
+    magnitudes = torch.stack([pairs & 0xFFFF, (pairs >> 16) & 0xFFFF], dim=-1)
+    return unpack_indices(packed, count, span, bits), magnitudes.flatten(1)[:, :count]
+
+
 def accept_largest(
     offers: Sequence[tuple[NDArray[np.int64], NDArray[np.uint16]]], k: int
 ) -> AcceptedOffers:

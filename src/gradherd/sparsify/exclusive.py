@@ -77,7 +77,7 @@ A plain tuple, so that checkpoints can hold it."""
 
 # By consensus, the search keeps the number of candidates between these multiples of k: fewer may
 # not fill all capacities, which costs a search of the whole partition; more take longer to rank.
-_MIN_CANDIDATES, _MAX_CANDIDATES = 2, 4
+MIN_CANDIDATES, MAX_CANDIDATES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class ExclusiveStep:
         # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
         # and from 1, where the threshold of the next step may be below the start.
         ratio = self.start[1] if self.start else 0.9
-        if self.start and candidates < _MIN_CANDIDATES * self.k:
+        if self.start and candidates < MIN_CANDIDATES * self.k:
             ratio = max(0.3, ratio * 0.97)
-        if candidates > _MAX_CANDIDATES * self.k:
+        if candidates > MAX_CANDIDATES * self.k:
             ratio = min(0.995, ratio * 1.02)
         return threshold * ratio, ratio

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify.device_consensus import DeviceRule
 from gradherd.sparsify.exclusive import (
     ExclusiveResult,
     ExclusiveStep,
@@ -163,6 +164,21 @@ class ExDyna:
             by_partition = dict(zip(partitions, result.loads, strict=True))
             cuts = diffuse(cuts, [by_partition[part] for part in range(context.size)])
         return ExDynaState(result.next_start, cuts, loads)
+
+    def device_rule(self, dim: int, state: ExDynaState) -> DeviceRule | None:
+        """Return what a step in fixed shapes needs; None if the rules of this step vary."""
+        if self.threshold != "consensus" or self.balance == "diffusive":
+            return None
+        loads = state.loads if self.balance == "recut" else None
+        blocks = Blocks.of(dim, self.blocks)
+        return DeviceRule(
+            self.capacity, blocks, state.cuts, state.start, loads, self.memory, self.rotate
+        )
+
+    def after(self, state: ExDynaState, rule: DeviceRule) -> ExDynaState:
+        """Return the state that a step in fixed shapes has left."""
+        loads = state.loads if rule.loads is None else rule.loads
+        return ExDynaState(rule.start, rule.cuts, loads)
 
     def rescale(self, state: ExDynaState, factor: float) -> ExDynaState:
         """Multiply the start of the search by `factor`."""

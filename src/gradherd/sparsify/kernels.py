@@ -19,75 +19,34 @@ _HAS_TRITON = find_spec("triton") is not None
 _SAMPLES = 8192
 # Elements to compare at a time: both buffers fit a core's cache and are allocated once.
 _CHUNK = 131_072
-BINS = 128
-"""The first bin also counts everything below the others; the last counts what is not finite."""
-SHIFT = 19
-"""Low bits of a float32 that bins ignore; the exponent and four bits of the mantissa remain."""
-_INFINITY_BITS = 0x7F800000  # As integers, the bits of NaN are larger, those of numbers smaller.
+TILE = 8192
+"""Coordinates whose marks are counted together (`triton_kernels`)."""
 
 
-class MagnitudeHistogram(NamedTuple):
-    """Count magnitudes, for a threshold of the next step without sorting or waiting for the host.
+class Marks(NamedTuple):
+    """Which values reach a threshold: memory that `add_marked` and `mark_if` write.
 
-    Bins are a sixteenth of an octave wide and reach four octaves below and above a threshold, so
-    the histogram of one step gives a good threshold for the next. Everything stays on the device.
-
-    >>> histogram = MagnitudeHistogram.around(torch.tensor(1.0))
-    >>> histogram.add(torch.tensor([1.5, -0.3, 3.0]))
-    >>> histogram.topk_threshold(2)
-    tensor(1.5000)
+    Empty where there is no Triton: `marked` then compares again, which is slow on a GPU.
     """
 
+    words: Tensor
+    """(D / 32,) int32, one bit for each value."""
     counts: Tensor
-    """(BINS,) int32."""
-    window: Tensor
-    """() int32, not negative: leading bits of the magnitudes in the first bin."""
-    shift: int = SHIFT
-    """Low bits that bins ignore; a field because the Triton kernels get the fields only."""
+    """(D / TILE,) int32 bits set in each tile."""
 
     @classmethod
-    def around(cls, threshold: Tensor) -> "MagnitudeHistogram":
-        """Return an empty histogram with bins around a () threshold, on the same device."""
-        # The bits of a float that is not negative, as an integer, sort as the float does. Cut
-        # short, they number bins whose width grows with the magnitude.
-        middle = threshold.abs().float().view(torch.int32) >> SHIFT
-        counts = torch.zeros(BINS, dtype=torch.int32, device=threshold.device)
-        return cls(counts, (middle - BINS // 2).clamp_(min=0))
+    def of(cls, values: Tensor) -> "Marks":
+        """Return memory for the marks of (D,) values; D is a multiple of TILE."""
+        size = len(values) if _triton_for(values) else 0
+        words = torch.zeros(size // 32, dtype=torch.int32, device=values.device)
+        return cls(words, torch.zeros(size // TILE, dtype=torch.int32, device=values.device))
 
-    def add(self, values: Tensor) -> None:
-        """Count (D,) values; on a GPU, `kernels.add` does this while it adds."""
-        bits = values.abs().float().view(torch.int32)
-        bins = ((bits >> self.shift) - self.window).clamp_(0, BINS - 2)
-        bins = torch.where(bits >= _INFINITY_BITS, BINS - 1, bins)
-        self.counts.add_(torch.bincount(bins, minlength=BINS).int())
-
-    def topk_threshold(self, k: int) -> Tensor:
-        """Return the highest lower edge of a bin that at least k finite magnitudes reach.
-
-        `kernels.topk_threshold` does the same in one kernel on a GPU.
-
-        Returns:
-            () float32; zero if fewer than k magnitudes are in the bins above the first.
-        """
-        reach = self.counts[:-1].flip(0).cumsum(0).flip(0)
-        at = (reach >= k).sum() - 1  # `reach` never grows, so this is the last bin with enough.
-        edge = ((at + self.window) << self.shift).int().view(torch.float32)
-        return torch.where(at > 0, edge, torch.zeros_like(edge))
-
-    def finite(self) -> Tensor:
-        """Return whether everything that was counted is finite: () bool."""
-        return self.counts[-1] == 0
-
-
-class FixedSizeSelection(NamedTuple):
-    """Selected coordinates in memory of a fixed size, so that the host need not know the count."""
-
-    indices: Tensor
-    """(C,) int64, ascending; zeros beyond `total`."""
-    values: Tensor
-    """(C,) their values; zeros beyond `total`."""
-    total: Tensor
-    """() integer, how many reached the threshold; if more than C, the last did not fit."""
+    def part(self, begin: int, count: int) -> "Marks":
+        """Return the marks of `count` values from `begin` on, which is a multiple of TILE."""
+        tiles = slice(begin // TILE, -(-(begin + count) // TILE))
+        return Marks(
+            self.words[tiles.start * TILE // 32 : tiles.stop * TILE // 32], self.counts[tiles]
+        )
 
 
 def add(
@@ -96,7 +55,7 @@ def add(
     scale: float,
     out: Tensor,
     *,
-    histogram: MagnitudeHistogram | None = None,
+    bad: Tensor | None = None,
     clear: bool = False,
 ) -> None:
     """Write residual + scale * grad to `out`; one kernel on a GPU.
@@ -106,72 +65,106 @@ def add(
         grad: (D,) gradient, of the same or a narrower dtype.
         scale: Factor of the gradient.
         out: (D,) result, may be `residual`.
-        histogram: Counts the magnitudes of the result.
+        bad: (1,) int32 that becomes 1 if the result is not finite everywhere.
         clear: Whether to set `grad` to zero.
     """
     if triton := _triton_for(residual, grad, out):
-        triton.add(residual, grad, scale, out, histogram, None, clear=clear)
+        triton.add(residual, grad, scale, out, bad=bad, clear=clear)
         return
     torch.add(residual, grad, alpha=scale, out=out)
-    if histogram is not None:
-        histogram.add(out)
+    _note_bad(out, bad)
     if clear:
         grad.zero_()
 
 
-def select(
-    values: Tensor, threshold: Tensor, capacity: int, *, clear: bool = False
-) -> FixedSizeSelection:
-    """Select the first of (D,) values whose magnitude reaches the threshold.
+def add_marked(
+    residual: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    *,
+    threshold: Tensor,
+    bad: Tensor,
+    marks: Marks,
+) -> None:
+    """Do `add`, clear `grad`, and mark where the result reaches a threshold: one pass on a GPU.
+
+    Args:
+        residual: (D,) float32.
+        grad: (D,) gradient, of the same or a narrower dtype.
+        scale: () factor of the gradient, on the device.
+        out: (D,) result.
+        threshold: () on the device.
+        bad: As in `add`.
+        marks: Those of `out`.
+    """
+    if triton := _triton_for(residual, grad, out):
+        triton.add(
+            residual, grad, scale, out, bad=bad, clear=True, threshold=threshold, marks=marks
+        )
+        return
+    torch.add(residual, grad.to(residual.dtype) * scale, out=out)
+    _note_bad(out, bad)
+    grad.zero_()
+
+
+def _note_bad(values: Tensor, bad: Tensor | None) -> None:
+    if bad is not None:
+        bad.copy_(torch.maximum(bad, (~values.isfinite().all()).int()))
+
+
+def mark_if(condition: Tensor, values: Tensor, threshold: Tensor, marks: Marks) -> None:
+    """Mark (D,) values anew if the () bool is true; otherwise the kernel returns at once."""
+    if triton := _triton_for(values):
+        triton.mark(values, threshold, marks, condition)
+
+
+def count_marks(values: Tensor, threshold: Tensor, marks: Marks) -> Tensor:
+    """Return how many of (D,) values are marked: () integer."""
+    if len(marks.counts):
+        return marks.counts.sum()
+    return (values.abs() >= threshold).sum()
+
+
+def marked(values: Tensor, threshold: Tensor, marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return where the first marked values are, and how many are marked.
 
     Args:
         values: (D,).
-        threshold: () of the same dtype, on the same device.
-        capacity: C. What does not fit is left alone.
-        clear: Whether to set the selected values to zero.
+        threshold: () with which they were marked.
+        marks: From `add_marked` or `mark_if`.
+        capacity: C. If more are marked, the last are left out; if fewer, zeros follow.
+
+    Returns:
+        (C,) int64 ascending positions, () integer.
     """
     if triton := _triton_for(values):
-        bitmap = triton.mark(values, threshold)
-        return FixedSizeSelection(*triton.compact(values, bitmap, capacity, clear=clear))
-    # On a GPU `nonzero` waits for the device, but only where there is no Triton.
+        found: tuple[Tensor, Tensor] = triton.compact(values, marks, capacity)
+        return found
+    # `nonzero` waits for a GPU, but on one there is Triton.
     reaching = (values.abs() >= threshold).nonzero().view(-1)
-    fitting = reaching[:capacity]
-    indices, selected = reaching.new_zeros(capacity), values.new_zeros(capacity)
-    indices[: len(fitting)], selected[: len(fitting)] = fitting, values[fitting]
-    if clear:
-        values[fitting] = 0
-    count = torch.tensor(len(reaching), device=values.device)
-    return FixedSizeSelection(indices, selected, count)
+    positions = reaching.new_zeros(capacity)
+    positions[: len(reaching)] = reaching[:capacity]
+    return positions, torch.tensor(len(reaching), device=values.device)
 
 
-def add_select(
-    residual: Tensor,
-    grad: Tensor,
-    scale: float,
-    out: Tensor,
-    threshold: Tensor,
-    capacity: int,
-    *,
-    histogram: MagnitudeHistogram | None = None,
-    clear: bool = False,
-) -> FixedSizeSelection:
-    """Do `add`, then `select` from its result and clear what was selected; one pass on a GPU."""
-    if triton := _triton_for(residual, grad, out):
-        bitmap = triton.add(residual, grad, scale, out, histogram, threshold, clear=clear)
-        return FixedSizeSelection(*triton.compact(out, bitmap, capacity, clear=True))
-    add(residual, grad, scale, out, histogram=histogram, clear=clear)
-    return select(out, threshold, capacity, clear=True)
+def copy_unless(ok: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy (D,) `source` to `target` unless the () bool is true.
+
+    If it is true, the kernel returns at once.
+    """
+    if triton := _triton_for(source, target):
+        triton.copy_unless(ok, source, target)
+        return
+    target.copy_(torch.where(ok, target, source))
 
 
-def topk_threshold(histogram: MagnitudeHistogram, k: int) -> Tensor:
-    """Return `histogram.topk_threshold(k)`, with one kernel instead of a dozen on a GPU."""
-    counts = histogram.counts
-    # Not `_triton_for`, which asks for float32: counts are int32.
-    if _HAS_TRITON and counts.is_cuda and counts.get_device() == torch.cuda.current_device():
-        from gradherd.sparsify import triton_kernels
-
-        return triton_kernels.topk_threshold(histogram, k)
-    return histogram.topk_threshold(k)
+def fill_unless(ok: Tensor, flat: Tensor, value: float) -> None:
+    """Fill a vector with `value` unless the () bool is true; see `copy_unless`."""
+    if flat.is_cuda and (triton := _triton()) and flat.is_contiguous():
+        triton.fill_unless(ok, flat, value)
+        return
+    flat.copy_(torch.where(ok, flat, value))
 
 
 def scatter_to_bucket(
@@ -255,13 +248,25 @@ def topk_indices(values: Tensor, k: int) -> Tensor:
     return values.abs().topk(k).indices.sort().values
 
 
+def has_triton() -> bool:
+    """Return whether vectors on a GPU are worked on by Triton's kernels."""
+    return _HAS_TRITON
+
+
 def _triton_for(*vectors: Tensor) -> Any:
     """Return the module `triton_kernels` if it can work on these vectors, else None."""
-    ready = _HAS_TRITON and vectors[0].is_cuda and vectors[0].dtype == torch.float32
-    if not ready or not all(vector.is_contiguous() for vector in vectors):
+    if not vectors[0].is_cuda or vectors[0].dtype != torch.float32:
+        return None
+    if not all(vector.is_contiguous() for vector in vectors):
         return None
     # Triton launches kernels on the current device, wherever the tensors are.
     if any(vector.get_device() != torch.cuda.current_device() for vector in vectors):
+        return None
+    return _triton()
+
+
+def _triton() -> Any:
+    if not _HAS_TRITON:
         return None
     # Imported late: it takes a second, and machines without Triton cannot.
     from gradherd.sparsify import triton_kernels

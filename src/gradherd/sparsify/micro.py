@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify.device_consensus import DeviceRule
 from gradherd.sparsify.exclusive import (
     ExclusiveResult,
     ExclusiveStep,
@@ -19,7 +20,7 @@ from gradherd.sparsify.exclusive import (
     check_threshold_rule,
     rescale_start,
 )
-from gradherd.sparsify.partitions import even_cuts
+from gradherd.sparsify.partitions import Blocks, even_cuts
 from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 
@@ -82,6 +83,16 @@ class Micro:
         # In single coordinates: without moving borders there is no need for blocks.
         bounds = even_cuts(len(acc), context.size)
         return ExclusiveStep(self.threshold, self.capacity, state.start, bounds, k, context)
+
+    def device_rule(self, dim: int, state: MicroState) -> DeviceRule | None:
+        """Return what a step in fixed shapes needs; None if the rules of this step vary."""
+        if self.threshold != "consensus":
+            return None
+        return DeviceRule(self.capacity, Blocks(dim, 1), [], state.start)
+
+    def after(self, state: MicroState, rule: DeviceRule) -> MicroState:
+        """Return the state that a step in fixed shapes has left."""
+        return MicroState(rule.start)
 
     def rescale(self, state: MicroState, factor: float) -> MicroState:
         """Multiply the start of the search by `factor`."""

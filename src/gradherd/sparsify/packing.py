@@ -132,26 +132,36 @@ def pack_indices(indices: Tensor, span: tuple[int, int], bits: IndexBits) -> Ten
 
 
 def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: IndexBits) -> Tensor:
-    """Return the (count,) int64 indices that `pack_indices` wrote into (bytes,) uint8."""
+    """Return the (..., count) int64 indices that `pack_indices` wrote into (..., bytes) uint8.
+
+    Rows must have `index_bytes(count, span, bits)` bytes; nothing here waits for a device.
+    """
     if not count:
         return packed.long()
-    if bits == 32:
-        return packed.clone().view(torch.int32).long()
     pages = pages_of(span, bits)
     size = -(-bits * count // 8)
-    head, body = packed[:-size], packed[len(packed) - size :]
+    head, body = packed[..., : packed.shape[-1] - size], packed[..., packed.shape[-1] - size :]
     if bits == CHUNK_BITS:
         low = _unpack_12(body, count)
     else:
-        pairs = body.view(-1, 2).long()
-        low = pairs[:, 0] + (pairs[:, 1] << 8)
+        body = body.reshape(*packed.shape[:-1], count, bits // 8).long()
+        low = body[..., 0] | (body[..., 1] << 8)
+        if bits == 32:
+            return low | (body[..., 2] << 16) | (body[..., 3] << 24)
     if len(pages) == 1:
         return low + (pages.start << bits)
     # Cloned, because a view as integers needs aligned memory.
-    counts = head.clone().view(torch.int16 if bits == CHUNK_BITS else torch.int32)
-    numbers = torch.arange(pages.start, pages.stop, device=packed.device)
-    # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
-    return low + (torch.repeat_interleave(numbers, counts.int(), output_size=count) << bits)
+    counts = head.clone(memory_format=torch.contiguous_format)
+    counts = counts.view(torch.int16 if bits == CHUNK_BITS else torch.int32).int()
+    if counts.dim() == 1:
+        numbers = torch.arange(pages.start, pages.stop, device=packed.device)
+        # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
+        return low + (torch.repeat_interleave(numbers, counts, output_size=count) << bits)
+    # The page of index i is the first whose counts up to there are above i.
+    ends = counts.cumsum(-1, dtype=torch.int32)
+    places = torch.arange(count, dtype=torch.int32, device=packed.device).expand(low.shape)
+    page = torch.searchsorted(ends, places.contiguous(), right=True)
+    return low + ((page + pages.start) << bits)
 
 
 def _pack_12(offsets: Tensor) -> Tensor:
@@ -164,11 +174,12 @@ def _pack_12(offsets: Tensor) -> Tensor:
 
 
 def _unpack_12(packed: Tensor, count: int) -> Tensor:
-    padded = torch.cat([packed, packed.new_zeros(1)]) if count % 2 else packed
-    three = padded.view(-1, 3).long()
-    low = three[:, 0] | ((three[:, 1] & 0xF) << 8)
-    high = (three[:, 1] >> 4) | (three[:, 2] << 4)
-    return torch.stack([low, high], dim=1).view(-1)[:count]
+    padded = torch.nn.functional.pad(packed, (0, count % 2))
+    three = padded.reshape(*packed.shape[:-1], -1, 3).long()
+    low = three[..., 0] | ((three[..., 1] & 0xF) << 8)
+    high = (three[..., 1] >> 4) | (three[..., 2] << 4)
+    pairs = torch.stack([low, high], dim=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)[..., :count]
 
 
 # --- Values ------------------------------------------------------------------------------------

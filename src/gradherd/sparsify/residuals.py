@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gradherd.sparsify import kernels
-from gradherd.sparsify.kernels import MagnitudeHistogram
 
 
 @dataclass(frozen=True)
@@ -90,20 +89,28 @@ class ErrorFeedback:
     ) -> None:
         self.residual = torch.zeros(dim, dtype=dtype, device=device)
         self.acc = torch.zeros_like(self.residual)
-        # The histogram tells whether everything is finite. On a GPU the kernel that adds fills it
-        # for free; on a CPU it would take a pass of its own.
+        # Whether something was not finite. On a GPU the kernel that adds notes it for free; on a
+        # CPU it would take a pass of its own.
         fused = self.residual.is_cuda and dtype == torch.float32 and not momentum
-        # Only the bin of what is not finite is read, so any window will do.
-        ones = self.residual.new_ones(())
-        self._histogram = MagnitudeHistogram.around(ones) if fused else None
+        self._bad = torch.zeros(1, dtype=torch.int32, device=device) if fused else None
         self._momentum = momentum
         self.velocity = torch.zeros_like(self.residual) if momentum else None
         self._next_velocity = torch.zeros_like(self.residual) if momentum else None
 
+    def release(self) -> None:
+        """Free the vectors: a `DeviceWorker` has taken over what they held."""
+        self.residual = self.residual.new_zeros(0)
+        self.acc = self.residual
+
+    def restore(self, dim: int) -> None:
+        """Hold D zeros again."""
+        self.residual = self.residual.new_zeros(dim)
+        self.acc = torch.zeros_like(self.residual)
+
     def begin(self) -> None:
         """Start a step; the last one may have been called off."""
-        if self._histogram is not None:
-            self._histogram.counts.zero_()
+        if self._bad is not None:
+            self._bad.zero_()
 
     def add(self, begin: int, grad: Tensor, scale: float, *, clear: bool = False) -> None:
         """Write residual + `scale` * gradient to `acc`, from coordinate `begin` on.
@@ -121,7 +128,7 @@ class ErrorFeedback:
                 grad,
                 scale,
                 self.acc[part],
-                histogram=self._histogram,
+                bad=self._bad,
                 clear=clear,
             )
             return
@@ -143,8 +150,8 @@ class ErrorFeedback:
 
     def finite(self) -> bool:
         """Return whether residual + gradient is finite everywhere."""
-        if self._histogram is not None:
-            return bool(self._histogram.finite())
+        if self._bad is not None:
+            return not bool(self._bad)
         # A finite sum is proof, in one pass. If it is not finite, it may just have overflowed.
         return bool(self.acc.sum().isfinite()) or bool(self.acc.isfinite().all())
 
@@ -153,7 +160,7 @@ class ErrorFeedback:
         indices: Tensor,
         remainder: Tensor | None,
         *,
-        sent: Tensor | None = None,
+        restarted: Tensor | None = None,
         low_pass: float = 1.0,
         excluded: list[tuple[int, int]] | None = None,
     ) -> None:
@@ -162,14 +169,12 @@ class ErrorFeedback:
         Args:
             indices: (K,) coordinates that were sent.
             remainder: (K,) what this worker keeps at those coordinates; None is nothing.
-            sent: (K,) whether this worker's value was part of what was sent; None is all.
+            restarted: Coordinates whose velocity restarts; None is none.
             low_pass: Weight of the new residual against the old one.
             excluded: The ranges that `exclude` was called for; they stay as they were.
         """
-        if self._next_velocity is not None:
-            # Momentum factor masking (section 3.3 of the paper): the velocity restarts where it
-            # was sent, so that stale momentum does not carry on.
-            self._next_velocity.index_fill_(0, indices if sent is None else indices[sent], 0)
+        if self._next_velocity is not None and restarted is not None:
+            self._next_velocity.index_fill_(0, restarted, 0)
         if remainder is None:
             self.acc.index_fill_(0, indices, 0)
         else:

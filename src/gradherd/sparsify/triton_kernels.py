@@ -9,32 +9,22 @@ Letters: D coordinates, T tiles of them, C capacity of a selection, K coordinate
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 8192
-"""Coordinates whose marks are counted together."""
+from gradherd.sparsify.kernels import TILE, Marks
+
 _GROUP = 2  # Tiles that one program compacts.
 _WARPS = 8
+_BLOCK = 1024  # Elements that a program copies or fills at a time.
 # Programs per multiprocessor, each of which loops over tiles. Many more than run at once: that
-# is what saturates the bandwidth of an H200. Few enough for the atomic adds of their histograms
-# not to matter.
+# is what saturates the bandwidth of an H200.
 _PROGRAMS_PER_SM = 128
 _WORD = tl.constexpr(32)
 _INFINITY_BITS = tl.constexpr(0x7F800000)  # As integers, the bits of NaN are larger.
-
-
-class Bitmap(NamedTuple):
-    """Which coordinates reach a threshold."""
-
-    words: Tensor
-    """(T * TILE / 32,) int32, one bit for each coordinate."""
-    counts: Tensor
-    """(T,) int32 number of bits set in each tile."""
 
 
 @triton.jit
@@ -45,76 +35,97 @@ def _coordinates(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def _mark(values, threshold_bits, words, tile_counts, tile, TILE: tl.constexpr):
+def _mark(values, inside, threshold_bits, words, tile_counts, tile, TILE: tl.constexpr):
     """Mark where |values| reach the threshold, given as the bits `threshold_bits`.
 
-    Compares bits instead of floats, because the GPU may flush subnormals to zero.
+    Compares bits instead of floats, because the GPU may flush subnormals to zero. Returns whether
+    some value is not finite.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    broken = (inside & (bits >= _INFINITY_BITS)).to(tl.int32)
     # NaN reaches no threshold.
-    hits = ((bits >= threshold_bits) & (bits <= _INFINITY_BITS)).to(tl.int32)
+    hits = (inside & (bits >= threshold_bits) & (bits <= _INFINITY_BITS)).to(tl.int32)
     word = tl.sum(hits << tl.arange(0, _WORD)[None, :], axis=1)
     tl.store(words + tile * (TILE // _WORD) + tl.arange(0, TILE // _WORD), word)
-    tl.store(tile_counts + tile, tl.sum(tl.sum(hits, axis=1), axis=0))
+    # One sum for both: a tile has fewer than 2**16 values.
+    tally = tl.sum(tl.sum(hits + (broken << 16), axis=1), axis=0)
+    tl.store(tile_counts + tile, tally & 0xFFFF)
+    return (tally >> 16) > 0
 
 
 # Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
 def _add_kernel(
-    residual, grad, out, scale, counts, window, threshold, words, tile_counts, first, tiles, size,
-    CLEAR: tl.constexpr, COUNT: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
-    TILE: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr,
+    residual, grad, out, scale, bad, threshold, words, tile_counts, first, tiles, size,
+    CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
+    SCALE_ON_DEVICE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    factor = scale
+    if SCALE_ON_DEVICE:
+        factor = tl.load(scale)
     if MARK:
         threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
-    if COUNT:
-        base = tl.load(window)
-        histogram = tl.zeros((BINS,), tl.int32)
     for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
         at = _coordinates(tile, TILE)
+        inside = at < size
         if MASKED:
-            total = tl.load(residual + at, mask=at < size, other=0)
-            total += scale * tl.load(grad + at, mask=at < size, other=0).to(tl.float32)
-            tl.store(out + at, total, mask=at < size)
+            total = tl.load(residual + at, mask=inside, other=0)
+            total += factor * tl.load(grad + at, mask=inside, other=0).to(tl.float32)
+            tl.store(out + at, total, mask=inside)
         else:
-            total = tl.load(residual + at) + scale * tl.load(grad + at).to(tl.float32)
+            total = tl.load(residual + at) + factor * tl.load(grad + at).to(tl.float32)
             tl.store(out + at, total)
         if CLEAR:
             nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
             if MASKED:
-                tl.store(grad + at, nothing, mask=at < size)
+                tl.store(grad + at, nothing, mask=inside)
             else:
                 tl.store(grad + at, nothing)
-        if COUNT:
-            bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            bins = tl.minimum(tl.maximum((bits >> SHIFT) - base, 0), BINS - 2)
-            bins = tl.where(bits >= _INFINITY_BITS, BINS - 1, bins)
-            histogram += tl.histogram(tl.reshape(bins, (TILE,)), BINS)
         if MARK:
-            if MASKED:  # A threshold of zero would mark the zeros beyond the end.
-                total = tl.where(at < size, total, float("nan"))
-            _mark(total, threshold_bits, words, tile_counts, tile, TILE)
-    if COUNT:
-        if MASKED:  # Zeros beyond the end were counted in the first bin.
-            beyond = (first + tiles) * TILE - size
-            histogram -= tl.where(tl.arange(0, BINS) == 0, beyond, 0)
-        # Integers: in whatever order programs add theirs, the counts are the same.
-        tl.atomic_add(counts + tl.arange(0, BINS), histogram, sem="relaxed")
+            broken = _mark(total, inside, threshold_bits, words, tile_counts, tile, TILE)
+            if CHECK:
+                if broken:
+                    tl.store(bad, 1)  # Whoever stores it, it is the same number.
+        elif CHECK:
+            bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            if tl.max(tl.max(bits, axis=1), axis=0) >= _INFINITY_BITS:
+                tl.store(bad, 1)
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
 def _mark_kernel(
-    values, threshold, words, tile_counts, first, tiles, size,
-    MASKED: tl.constexpr, TILE: tl.constexpr,
+    values, threshold, condition, words, tile_counts, first, tiles, size,
+    PREDICATED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
-    for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
+    end = first + tiles
+    if PREDICATED:  # An empty loop where there is nothing to do.
+        end = first + tiles * (tl.load(condition).to(tl.int32) != 0).to(tl.int32)
+    for tile in range(first + tl.program_id(0), end, tl.num_programs(0)):
         at = _coordinates(tile, TILE)
-        if MASKED:  # NaN reaches no threshold.
-            loaded = tl.load(values + at, mask=at < size, other=float("nan"))
+        inside = at < size
+        if MASKED:
+            loaded = tl.load(values + at, mask=inside, other=0)
         else:
             loaded = tl.load(values + at)
-        _mark(loaded.to(tl.float32), threshold_bits, words, tile_counts, tile, TILE)
+        _mark(loaded.to(tl.float32), inside, threshold_bits, words, tile_counts, tile, TILE)
+
+
+@triton.jit(do_not_specialize=["blocks", "size"])
+def _copy_unless_kernel(ok, source, target, blocks, size, BLOCK: tl.constexpr):
+    todo = blocks * (tl.load(ok).to(tl.int32) == 0).to(tl.int32)
+    for block in range(tl.program_id(0), todo, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["blocks", "size"])
+def _fill_unless_kernel(ok, target, value, blocks, size, BLOCK: tl.constexpr):
+    todo = blocks * (tl.load(ok).to(tl.int32) == 0).to(tl.int32)
+    for block in range(tl.program_id(0), todo, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+        filled = tl.full((BLOCK,), 1, tl.float32) * value
+        tl.store(target + at, filled.to(target.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -128,8 +139,8 @@ def _popcount(x):
 
 @triton.jit(do_not_specialize=["tiles", "capacity"])
 def _compact_kernel(
-    values, words, tile_counts, ends, indices, selected, tiles, capacity,
-    CLEAR: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    words, tile_counts, ends, indices, tiles, capacity,
+    TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) * GROUP
     row = tl.arange(0, GROUP * TILE // _WORD)
@@ -145,12 +156,7 @@ def _compact_kernel(
         # Each iteration handles the lowest bit of every word: with few marks, few iterations.
         for _ in range(most):
             index = at + _popcount((bits & -bits) - 1)
-            fits = (bits != 0) & (to < capacity)
-            value = tl.load(values + index, mask=fits, other=0)
-            tl.store(indices + to, index, mask=fits)
-            tl.store(selected + to, value, mask=fits)
-            if CLEAR:
-                tl.store(values + index, tl.zeros_like(value), mask=fits)
+            tl.store(indices + to, index, mask=(bits != 0) & (to < capacity))
             bits = bits & (bits - 1)
             to += 1
 
@@ -162,121 +168,119 @@ def _programs(device: torch.device) -> int:
     return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _few_programs(device: torch.device) -> int:
+    """Return a number of programs for what is rarely done: most of the time they only start."""
+    return max(2, _programs(device) // 16)
+
+
 def _spans(size: int) -> list[tuple[int, int, bool]]:
     """Return (first tile, tiles, masked). Full tiles need no mask, which keeps loads wide."""
     whole, rest = divmod(size, TILE)
     return [(0, whole, False)] * (whole > 0) + [(whole, 1, True)] * (rest > 0)
 
 
-def _empty_bitmap(like: Tensor) -> Bitmap:
+def _new_marks(like: Tensor) -> Marks:
     tiles = -(-len(like) // TILE)
     words = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=like.device)
-    return Bitmap(words, torch.empty(tiles, dtype=torch.int32, device=like.device))
+    return Marks(words, torch.empty(tiles, dtype=torch.int32, device=like.device))
 
 
 def add(
     residual: Tensor,
     grad: Tensor,
-    scale: float,
+    scale: float | Tensor,
     out: Tensor,
-    histogram: tuple[Tensor, Tensor, int] | None,
-    threshold: Tensor | None,
     *,
-    clear: bool,
-) -> Bitmap | None:
-    """Write residual + scale * grad to `out`; in the same pass count, mark and clear.
+    bad: Tensor | None = None,
+    clear: bool = False,
+    threshold: Tensor | None = None,
+    marks: Marks | None = None,
+) -> None:
+    """Write residual + scale * grad to `out`; in the same pass check, mark and clear.
 
     Args:
         residual: (D,) float32.
         grad: (D,) float32, bfloat16 or float16.
-        scale: Factor of the gradient.
+        scale: Factor of the gradient, a number or a () float32.
         out: (D,) float32, may be `residual`.
-        histogram: A `kernels.MagnitudeHistogram` that counts the magnitudes of the result, or
-            None. A plain tuple to this module, which `kernels` imports.
-        threshold: () float32, marks what reaches it; None does not mark.
+        bad: (1,) int32 that becomes 1 if the result is not finite everywhere.
         clear: Whether to set `grad` to zero.
+        threshold: () float32 that marks are made at, with `marks`.
+        marks: Of `out`; None makes none.
     """
-    bitmap = None if threshold is None else _empty_bitmap(residual)
     # Arguments that are None belong to branches that are not compiled.
-    words, tile_counts = bitmap or (None, None)
-    counts, window, shift = histogram or (None, None, 0)
-    bins = 0 if counts is None else len(counts)
+    words, tile_counts = marks or (None, None)
     size = len(residual)
     for first, tiles, masked in _spans(size):
         _add_kernel[(min(tiles, _programs(residual.device)),)](
-            residual, grad, out, scale, counts, window, threshold, words, tile_counts,
-            first, tiles, size,
-            CLEAR=clear, COUNT=histogram is not None, MARK=threshold is not None, MASKED=masked,
-            TILE=TILE, BINS=bins, SHIFT=shift, num_warps=_WARPS,
+            residual, grad, out, scale, bad, threshold, words, tile_counts, first, tiles, size,
+            CLEAR=clear, CHECK=bad is not None, MARK=marks is not None, MASKED=masked,
+            SCALE_ON_DEVICE=isinstance(scale, Tensor), TILE=TILE, num_warps=_WARPS,
         )  # fmt: skip
-    return bitmap
 
 
-def mark(values: Tensor, threshold: Tensor) -> Bitmap:
-    """Mark where |values| >= threshold: (D,) values, () float32."""
-    bitmap = _empty_bitmap(values)
+def mark(values: Tensor, threshold: Tensor, marks: Marks, condition: Tensor | None = None) -> None:
+    """Mark where |values| >= threshold; with a () bool `condition`, only if it is true."""
+    most = 2 * _programs(values.device) if condition is None else _few_programs(values.device)
     for first, tiles, masked in _spans(len(values)):
-        _mark_kernel[(min(tiles, 2 * _programs(values.device)),)](
-            values, threshold, *bitmap, first, tiles, len(values),
-            MASKED=masked, TILE=TILE, num_warps=_WARPS,
+        _mark_kernel[(min(tiles, most),)](
+            values, threshold, condition, *marks, first, tiles, len(values),
+            PREDICATED=condition is not None, MASKED=masked, TILE=TILE, num_warps=_WARPS,
         )  # fmt: skip
-    return bitmap
 
 
-def compact(
-    values: Tensor, bitmap: Bitmap, capacity: int, *, clear: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first marked coordinates, their values, and how many are marked.
+def compact(values: Tensor, marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return where the first marked values are, and how many are marked.
 
     Args:
-        values: (D,) float32 that the bitmap belongs to.
-        bitmap: From `mark` or `add`.
-        capacity: C. What does not fit is left alone; if fewer are marked, zeros follow.
-        clear: Whether to set the returned values to zero in `values`.
+        values: (D,) that the marks belong to.
+        marks: From `mark` or `add`.
+        capacity: C. What does not fit is left out; if fewer are marked, zeros follow.
 
     Returns:
-        (C,) int64 indices, (C,) values, () int32 count.
+        (C,) int64 positions, () int32 count.
     """
-    ends = bitmap.counts.cumsum(0, dtype=torch.int32)
+    ends = marks.counts.cumsum(0, dtype=torch.int32)
     count = ends[-1] if len(ends) else ends.new_zeros(())
-    return *_compact(values, bitmap, ends, capacity, clear), count
+    return _compact(marks, ends, capacity), count
 
 
 def indices_above(values: Tensor, threshold: float) -> Tensor:
     """Return where |values| >= threshold: (k,) int64. Waits once for the device, to learn k."""
     # As a tensor, like the thresholds that never leave the device: one kernel serves both.
     as_tensor = torch.full((), threshold, dtype=torch.float32, device=values.device)
-    bitmap = mark(values, as_tensor)
-    ends = bitmap.counts.cumsum(0, dtype=torch.int32)
+    marks = _new_marks(values)
+    mark(values, as_tensor, marks)
+    ends = marks.counts.cumsum(0, dtype=torch.int32)
     count = int(ends[-1]) if len(ends) else 0
-    return _compact(values, bitmap, ends, count, False)[0]
+    return _compact(marks, ends, count)
 
 
-def _compact(
-    values: Tensor, bitmap: Bitmap, ends: Tensor, capacity: int, clear: bool
-) -> tuple[Tensor, Tensor]:
-    # One allocation for both, so that one kernel zeroes it.
-    memory = torch.zeros(3 * capacity, dtype=torch.int32, device=values.device)
-    indices = memory[: 2 * capacity].view(torch.int64)
-    selected = memory[2 * capacity :].view(torch.float32)
+def _compact(marks: Marks, ends: Tensor, capacity: int) -> Tensor:
+    indices = torch.zeros(capacity, dtype=torch.int64, device=ends.device)
     if len(ends) and capacity:
         _compact_kernel[(triton.cdiv(len(ends), _GROUP),)](
-            values, *bitmap, ends, indices, selected, len(ends), capacity,
-            CLEAR=clear, TILE=TILE, GROUP=_GROUP, num_warps=4,
-        )  # fmt: skip
-    return indices, selected
+            *marks, ends, indices, len(ends), capacity, TILE=TILE, GROUP=_GROUP, num_warps=4
+        )
+    return indices
 
 
-# --- Small kernels: little work, but a dozen launches each in torch ----------------------------
+def copy_unless(ok: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy (D,) `source` to `target` unless the () bool `ok` is true."""
+    blocks = triton.cdiv(len(source), _BLOCK)
+    if blocks:
+        _copy_unless_kernel[(min(blocks, _few_programs(source.device)),)](
+            ok, source, target, blocks, len(source), BLOCK=_BLOCK
+        )
 
 
-@triton.jit(do_not_specialize=["k"])
-def _topk_threshold_kernel(counts, window, result, k, BINS: tl.constexpr, SHIFT: tl.constexpr):
-    bins = tl.arange(0, BINS)
-    reach = tl.cumsum(tl.load(counts + bins, mask=bins < BINS - 1, other=0), axis=0, reverse=True)
-    at = tl.sum(((reach >= k) & (bins < BINS - 1)).to(tl.int32), axis=0) - 1
-    edge = ((at + tl.load(window)) << SHIFT).to(tl.float32, bitcast=True)
-    tl.store(result, tl.where(at > 0, edge, 0.0))
+def fill_unless(ok: Tensor, target: Tensor, value: float) -> None:
+    """Fill (D,) `target` unless the () bool `ok` is true."""
+    blocks = triton.cdiv(len(target), _BLOCK)
+    if blocks:
+        _fill_unless_kernel[(min(blocks, _few_programs(target.device)),)](
+            ok, target, value, blocks, len(target), BLOCK=_BLOCK
+        )
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -291,16 +295,6 @@ def _scatter_kernel(
     value = value.to(flat.dtype.element_ty)
     tl.store(flat + tl.load(offsets + i, mask=mine, other=0), value, mask=mine)
     tl.store(written + i, value.to(written.dtype.element_ty), mask=mine)
-
-
-def topk_threshold(histogram: tuple[Tensor, Tensor, int], k: int) -> Tensor:
-    """Do what `MagnitudeHistogram.topk_threshold` does."""
-    counts, window, shift = histogram
-    result = torch.empty((), dtype=torch.float32, device=counts.device)
-    _topk_threshold_kernel[(1,)](
-        counts, window, result, k, BINS=len(counts), SHIFT=shift, num_warps=1
-    )
-    return result
 
 
 def scatter_to_bucket(

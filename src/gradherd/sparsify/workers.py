@@ -74,9 +74,15 @@ class Worker:
     def set_unit(self, loss_scale: float) -> None:
         """Begin a step whose gradients are multiplied by `loss_scale`."""
         self.feedback.begin()
+        ratio = self.next_unit(loss_scale)
+        if ratio != 1:
+            self.state = self.settings.method.rescale(self.state, ratio)
+
+    def next_unit(self, loss_scale: float) -> float:
+        """Set the unit of a step; return the factor by which values change, and thresholds must."""
         self._unit = 1 / loss_scale
         if self.settings.learning_rate is None:
-            return
+            return 1.0
         rate = float(self.settings.learning_rate())
         if not 0 <= rate < math.inf:
             raise ValueError(f"learning_rate must return a number of at least 0, got {rate}")
@@ -84,15 +90,20 @@ class Worker:
         # Rescaling by zero could not be undone. The next rate is compared with the last one that
         # was not zero.
         if not rate:
-            return
+            return 1.0
         # With residuals in the unit of parameters, values shrink with the learning rate. Thresholds
         # must follow at once: ExDyna's online rule moves by half a percent per step, so after a
         # drop by ten it would send too little for hundreds of steps.
-        if self._learning_rate is not None and rate != self._learning_rate:
-            self.state = self.settings.method.rescale(self.state, rate / self._learning_rate)
+        ratio = 1.0 if self._learning_rate is None else rate / self._learning_rate
         self._learning_rate = rate
         if self._first_learning_rate is None:
             self._first_learning_rate = rate
+        return ratio
+
+    @property
+    def unit(self) -> float:
+        """Factor of the gradients of this step."""
+        return self._unit
 
     @property
     def weightless(self) -> bool:
@@ -154,12 +165,23 @@ class Worker:
         self.feedback.commit(
             outcome.indices,
             remainder,
-            sent=outcome.sent,
+            restarted=self._restarted(outcome),
             low_pass=outcome.selection.low_pass,
             excluded=excluded,
         )
         self.state = outcome.selection.state
         self.step += 1
+
+    def _restarted(self, outcome: Outcome) -> Tensor | None:
+        """Return where velocities restart, so that stale momentum does not carry on.
+
+        Momentum factor masking (section 3.3 of Deep Gradient Compression) is for coordinates that
+        have waited. What is sent at every step has not: there, velocities are heavy-ball momentum.
+        """
+        indices = outcome.selection.indices
+        if len(indices) >= self.sparse:
+            return None
+        return indices if outcome.sent is None else indices[outcome.sent[: len(indices)]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the residuals, as numbers, lists and tensors.

@@ -2,10 +2,10 @@
 
 Selection, on a vector of `dim` elements: `copy` reads and writes every element once; `eager` adds
 the residual, finds what is above a threshold and clears it, as one would write it in torch; `topk`
-does the same with `torch.topk`; `fused` is gradherd's. On a GPU that is one kernel
-(`kernels.add_select`), and `tally` is that kernel when it also builds the histogram of magnitudes,
-which tells whether all values are finite and gives the next threshold. The ceiling of all but
-`copy` is a copy of the bytes they must move: residual and gradient, each read and written.
+does the same with `torch.topk`; `fused` is what gradherd's hook does. On a GPU these are a kernel
+that adds, checks, clears and marks (`kernels.add_marked`), and one that reads the marks. The ceiling
+of all but `copy` is a copy of the bytes they must move: residual and gradient, each read and
+written. What a whole training step with the hook takes is in `bench_hook`.
 
 Exchange, on a gradient of `dim` elements in DDP's buckets: `dense` is torch's all-reduce hook,
 `fp16` its compressing hook, `powersgd` its low-rank hook; `exdyna` is gradherd's hook with
@@ -29,7 +29,7 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.kernels import MagnitudeHistogram, add_select, indices_above, topk_threshold
+from gradherd.sparsify.kernels import TILE, Marks, add_marked, indices_above, marked
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
@@ -90,28 +90,21 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
         feedback.finite()
         feedback.commit(indices_above(feedback.acc, threshold), None)
 
-    floor = torch.tensor(threshold, device=device)
-    counted = MagnitudeHistogram.around(floor)
+    level, scale = (torch.tensor(x, device=device) for x in (threshold, 1.0))
+    bad = torch.zeros(1, dtype=torch.int32, device=device)
+    # What one launch of the hook does, and how candidates are read off its marks.
+    tiles = -(-dim // TILE) * TILE
+    padded = torch.zeros(tiles if device.type == "cuda" else 0, device=device)
+    marks = Marks.of(padded)
 
-    def one_pass(histogram: MagnitudeHistogram | None = None) -> None:
-        add_select(
-            feedback.residual,
-            grad,
-            1.0,
-            feedback.acc,
-            floor,
-            2 * k,
-            histogram=histogram,
-            clear=True,
+    def one_pass() -> None:
+        add_marked(
+            feedback.residual, grad, scale, padded[:dim], threshold=level, bad=bad, marks=marks
         )
-
-    def tally() -> None:
-        counted.counts.zero_()
-        one_pass(counted)
-        topk_threshold(counted, k)
+        marked(padded, level, marks, 2 * k)
 
     cases: dict[str, Callable[[], None]] = {"copy": copy, "eager": eager, "topk": topk}
-    cases |= {"fused": one_pass, "tally": tally} if device.type == "cuda" else {"fused": fused}
+    cases["fused"] = one_pass if device.type == "cuda" else fused
     rows = []
     for name, case in cases.items():
         seconds = median_seconds(case, device, setup=reset)

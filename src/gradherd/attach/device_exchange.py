@@ -1,0 +1,269 @@
+"""The sparse exchange of a DDP hook without waiting for the host, where method and device allow it.
+
+A `SparseHook` hands its buckets to this class if gradients are on a GPU and the method agrees by
+consensus: then a step launches kernels and reads nothing back. The residual is stored as the
+buckets are. DDP rebuilds those after the first backward; a bucket that is not where it used to be
+waits for the last one, and everything is laid out anew.
+
+With one rank all that follows the last bucket is a single CUDA graph; with several, collectives
+come in between, and each part is a few dozen launches.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+
+from gradherd.comm.script import run
+from gradherd.comm.world import World
+from gradherd.sparsify import kernels
+from gradherd.sparsify.device_worker import DeviceWorker, Placement
+from gradherd.sparsify.selector import target_count
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.workers import Worker
+
+log = logging.getLogger("gradherd")
+
+# Steps that are launched one by one before the tail is captured: Triton compiles and libraries
+# allocate in their first calls, which a capture does not allow.
+_WARMUP_STEPS = 3
+# Backwards in which parameters are compared one by one. DDP rebuilds its buckets once; from then on
+# a bucket is known by its memory.
+_CHECKED_STEPS = 3
+
+
+def runs_on_device(settings: Sparsify, worker: Worker, workers: int) -> bool:
+    """Return whether the steps of a worker have fixed shapes, and kernels to run them."""
+    residual = worker.feedback.residual
+    if not (residual.is_cuda and kernels.has_triton() and residual.dtype == torch.float32):
+        return False
+    return has_fixed_shapes(settings, worker, workers)
+
+
+def has_fixed_shapes(settings: Sparsify, worker: Worker, workers: int) -> bool:
+    """Return whether all lengths of a step are known beforehand."""
+    make_rule = getattr(settings.method, "device_rule", None)
+    if make_rule is None or settings.momentum or not worker.sparse:
+        return False
+    rule = make_rule(worker.sparse, worker.state)
+    most = max(settings.density(0), settings.method.density)
+    return rule is not None and rule.fits(target_count(most, worker.sparse), workers)
+
+
+class DeviceExchange:
+    """Takes the buckets of each backward, and overwrites them with the mean.
+
+    Args:
+        settings: The method and how it is run.
+        worker: Holds residual and state until the first backward, and the learning rate.
+        slices: Where each parameter is in the flat vector of all.
+        world: The ranks that exchange.
+        scaler: The GradScaler of the loop, if there is one.
+    """
+
+    def __init__(
+        self,
+        settings: Sparsify,
+        worker: Worker,
+        slices: Mapping[Tensor, slice],
+        world: World,
+        scaler: GradScaler | None,
+    ) -> None:
+        self._settings, self._worker, self._slices = settings, worker, slices
+        self._world, self._scaler = world, scaler
+        self._device: DeviceWorker | None = None
+        self._buckets: list[tuple[int, int, list[int]]] = []
+        self._late: list[dist.GradBucket] = []
+        self._checked = 0
+        self._warm = settings.warmup_steps == 0
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._launched = 0
+        self._may_capture = world.size == 1
+
+    def add(self, bucket: dist.GradBucket) -> None:
+        """Add a bucket to the residual, or keep it until all have arrived."""
+        if bucket.index() == 0:
+            self._late = []
+            self._begin()
+        if self._device is not None and self._is_known(bucket):
+            self._device.add(bucket.index(), bucket.buffer())
+        else:
+            self._late.append(bucket)
+
+    def _begin(self) -> None:
+        ratio = self._worker.next_unit(1.0)
+        if ratio != 1 and self._device is not None:
+            self._device.rescale(ratio)
+        elif ratio != 1:
+            method = self._settings.method
+            self._worker.state = method.rescale(self._worker.state, ratio)
+        if self._device is not None:
+            self._device.begin(self._unit())
+
+    def _unit(self) -> float | Tensor:
+        """Return the factor of gradients; a loss scale stays on the device."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return self._worker.unit
+        # get_scale() would wait for the device.
+        scale = self._scaler._get_scale_async()
+        return self._worker.unit if scale is None else self._worker.unit / scale.float()
+
+    def _is_known(self, bucket: dist.GradBucket) -> bool:
+        if bucket.index() >= len(self._buckets):
+            return False
+        address, count, parameters = self._buckets[bucket.index()]
+        flat = bucket.buffer()
+        if (flat.data_ptr(), flat.numel()) != (address, count):
+            return False
+        if self._checked < _CHECKED_STEPS:
+            return [id(parameter) for parameter in bucket.parameters()] == parameters
+        return True
+
+    def takes(self, buckets: Sequence[dist.GradBucket]) -> bool:
+        """Return whether it can exchange these buckets: all parameters known, of one dtype."""
+        if not self._late:
+            return True
+        known = all(p in self._slices for bucket in buckets for p in bucket.parameters())
+        return known and len({bucket.buffer().dtype for bucket in buckets}) == 1
+
+    def exchange(self, buckets: Sequence[dist.GradBucket]) -> int:
+        """Exchange a gradient; return the bytes that this rank sent."""
+        if self._late:
+            self._place(buckets)
+        else:
+            self._checked += 1
+        assert self._device is not None
+        late, self._late = self._late, []
+        for bucket in late:
+            self._device.add(bucket.index(), bucket.buffer())
+        if self._worker.weightless:
+            return 0  # A learning rate of zero: the buckets are zero, as `add` has left them.
+        k = target_count(self._density(), self._worker.sparse)
+        sent = self._tail(k, [bucket.buffer() for bucket in buckets])
+        self._device.commit()
+        return sent
+
+    def _density(self) -> float:
+        if self._warm:
+            return self._settings.method.density
+        # In a warm-up the host must know how many steps were not called off, so it waits.
+        assert self._device is not None
+        step = int(self._device.state.step)
+        self._warm = step >= self._settings.warmup_steps
+        return self._settings.density(step)
+
+    def _tail(self, k: int, flats: list[Tensor]) -> int:
+        """Run what follows the last bucket, from a CUDA graph if there is one."""
+        device = self._device
+        assert device is not None
+        if not (self._may_capture and self._warm and flats[0].is_cuda):
+            return run(device.script(k, flats), self._world).bytes
+        # Residual and sum change places after each step, so there are two graphs.
+        key = (device.acc.data_ptr(), k, device.unit_is_one, tuple(f.data_ptr() for f in flats))
+        if key in self._graphs:
+            self._graphs[key].replay()
+            device.outcome = device.outcomes[key]
+            return 0
+        self._launched += 1
+        if self._launched > _WARMUP_STEPS and self._capture(key, k, flats):
+            return self._tail(k, flats)
+        return run(device.script(k, flats), self._world).bytes
+
+    def _capture(self, key: Any, k: int, flats: list[Tensor]) -> bool:
+        """Capture a tail; return whether that worked."""
+        device = self._device
+        assert device is not None
+        graph = torch.cuda.CUDAGraph()
+        pools = [one.pool() for one in self._graphs.values()]
+        try:
+            # Other threads, such as nccl's watchdog, may call CUDA meanwhile.
+            with torch.cuda.graph(
+                graph, pool=pools[0] if pools else None, capture_error_mode="thread_local"
+            ):
+                run(device.script(k, flats), self._world)
+        except RuntimeError as error:
+            log.warning("the exchange is not captured as a CUDA graph: %s", error)
+            self._may_capture = False
+            return False
+        if len(self._graphs) >= 8:  # Shapes that change all the time are not worth a graph.
+            self._may_capture = False
+            return False
+        assert device.outcome is not None
+        self._graphs[key], device.outcomes[key] = graph, device.outcome
+        return True
+
+    def _place(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Lay out the residual as these buckets are."""
+        parameters = [bucket.parameters() for bucket in buckets]
+        spans = [[(self._slices[p].start, p.numel()) for p in bucket] for bucket in parameters]
+        old, flat = self._device, self._worker.feedback.residual
+        like = flat if old is None else old.residual
+        placement = Placement(spans, self._worker.sparse, like.device)
+        new = DeviceWorker(
+            self._rule() if old is None else old.rule,
+            placement,
+            like.new_zeros(placement.size),
+            rank=self._world.rank,
+            size=self._world.size,
+            sparse=self._worker.sparse,
+            values=self._settings.values,
+            step=self._worker.step,
+            skipped=self._worker.skipped,
+        )
+        if old is None:
+            new.take(flat, {piece.begin: piece.begin for piece in placement.pieces})
+            self._worker.feedback.release()
+        else:
+            new.take_over(old)
+        new.begin(self._unit())
+        self._device = new
+        self._buckets = [
+            (bucket.buffer().data_ptr(), bucket.buffer().numel(), [id(p) for p in own])
+            for bucket, own in zip(buckets, parameters, strict=True)
+        ]
+        self._checked, self._launched = 0, 0
+        self._graphs.clear()
+
+    def _rule(self) -> Any:
+        method: Any = self._settings.method
+        return method.device_rule(self._worker.sparse, self._worker.state)
+
+    def residual_parts(self) -> dict[int, Tensor] | None:
+        """Return the residual of each parameter by its first coordinate; None before a backward."""
+        if self._device is None:
+            return None
+        residual = self._device.residual
+        return {
+            piece.begin: residual[piece.position : piece.position + piece.elements]
+            for piece in self._device.placement.pieces
+        }
+
+    @property
+    def residual(self) -> Tensor:
+        """The residual, in storage order; zeros between buckets."""
+        return self._worker.feedback.residual if self._device is None else self._device.residual
+
+    def pull(self) -> None:
+        """Copy state and counters to the worker; waits for the device."""
+        if self._device is None:
+            return
+        state, method = self._device.state, self._settings.method
+        assert hasattr(method, "after")
+        self._worker.state = method.after(self._worker.state, state.read(self._device.rule))
+        self._worker.step, self._worker.skipped = int(state.step), int(state.skipped)
+
+    def reset(self, dim: int) -> None:
+        """Give the residual back to the worker, as D zeros: a saved one will be loaded."""
+        if self._device is not None:
+            self._worker.feedback.restore(dim)
+        self._device, self._buckets = None, []
+        self._graphs.clear()
+        self._warm = self._settings.warmup_steps == 0
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last step; waits for the device."""
+        return {} if self._device is None else self._device.metrics()
