@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradherd.sparsify.residuals import ErrorFeedback, merge_residuals
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.threshold import Threshold
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.workers import VirtualWorkers, Worker
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
 
@@ -180,7 +180,7 @@ def test_momentum_is_corrected_as_in_deep_gradient_compression(seed, momentum, s
         np.testing.assert_allclose(feedback.acc.numpy(), slow.v, rtol=1e-12, atol=1e-12)
         indices = some(30, seed + step, share)
         slow.send(indices.numpy())
-        feedback.commit(indices, None)
+        feedback.commit(indices, None, restarted=indices)
         np.testing.assert_allclose(feedback.residual.numpy(), slow.v, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(feedback.velocity.numpy(), slow.u, rtol=1e-12, atol=1e-12)
 
@@ -190,18 +190,21 @@ def test_velocity_goes_on_where_nothing_of_this_worker_was_sent():
     feedback.add(0, torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), 1.0)
     indices, sent = torch.tensor([0, 2, 3]), torch.tensor([True, False, True])
     left = feedback.acc[indices].masked_fill(sent, 0)
-    feedback.commit(indices, left, sent=sent)
+    feedback.commit(indices, left, restarted=indices[sent])
     assert feedback.residual.tolist() == [0.0, 2.0, 3.0, 0.0]
     assert feedback.velocity.tolist() == [0.0, 2.0, 3.0, 0.0]
 
 
-def test_all_sent_with_momentum_is_the_plain_gradient():
-    feedback, everything = make(5, momentum=0.9), torch.arange(5)
-    for step in range(4):
-        grad = normal(step, 5, dtype=torch.float64)
-        feedback.add(0, grad.clone(), 1.0)
-        assert same(feedback.acc, grad)
-        feedback.commit(everything, None)
+@pytest.mark.parametrize("method", ["dense", "topk", "gtopk"])
+def test_what_is_always_sent_has_heavy_ball_momentum(method):
+    """The last three coordinates at every step; with dense, all of them."""
+    workers = VirtualWorkers(Sparsify(method=method, momentum=0.9), 50, 2, sparse=47)
+    velocity, always = torch.zeros(50), slice(0 if method == "dense" else 47, 50)
+    for step in range(20):
+        grads = normal(step, 2, 50)
+        velocity = 0.9 * velocity + grads.mean(0)
+        mean = workers.step(grads)
+        torch.testing.assert_close(mean[always], velocity[always])
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])

@@ -78,6 +78,7 @@ class DeviceExchange:
         self._device: DeviceWorker | None = None
         self._buckets: list[tuple[int, int, list[int]]] = []
         self._late: list[dist.GradBucket] = []
+        self._unfinished = False
         self._checked = 0
         self._warm = settings.warmup_steps == 0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
@@ -87,7 +88,9 @@ class DeviceExchange:
     def add(self, bucket: dist.GradBucket) -> None:
         """Add a bucket to the residual, or keep it until all have arrived."""
         if bucket.index() == 0:
-            self._late = []
+            if self._unfinished and self._device is not None:
+                self._device.clear()  # The backward before has raised.
+            self._late, self._unfinished = [], True
             self._begin()
         if self._device is not None and self._is_known(bucket):
             self._device.add(bucket.index(), bucket.buffer())
@@ -140,7 +143,9 @@ class DeviceExchange:
         late, self._late = self._late, []
         for bucket in late:
             self._device.add(bucket.index(), bucket.buffer())
+        self._unfinished = False
         if self._worker.weightless:
+            self._device.clear()
             return 0  # A learning rate of zero: the buckets are zero, as `add` has left them.
         k = target_count(self._density(), self._worker.sparse)
         sent = self._tail(k, [bucket.buffer() for bucket in buckets])

@@ -172,6 +172,12 @@ class DeviceWorker:
         self.outcomes: dict[Any, StepTensors] = {}
         """Of steps that were captured as CUDA graphs; a replay overwrites the tensors."""
         self._remark = False
+        # Views of each bucket, made once: making them takes longer than launching a kernel.
+        spans = list(zip(placement.begins, placement.lengths, strict=True))
+        self._turn = 0
+        self._parts = [(residual[b : b + n], self.acc[b : b + n]) for b, n in spans]
+        self._mark_parts = [self._marks.part(b, n) for b, n in spans]
+        self.clear()
 
     def take(self, flat: Tensor, begins: Mapping[int, int]) -> None:
         """Copy a residual from where `begins` says that each coordinate's parameter lies."""
@@ -189,11 +195,16 @@ class DeviceWorker:
         self.state, self.outcome = old.state, old.outcome
         # Buckets that were added before have no marks here.
         self._remark = True
+        self._bad.copy_(old._bad)
+        self._threshold.copy_(self.state.start[0])
+
+    def clear(self) -> None:
+        """Forget what was noted of a step; the end of every step does so for the next."""
+        self._bad.zero_()
+        self._threshold.copy_(self.state.start[0])
 
     def begin(self, unit: float | Tensor) -> None:
         """Start a step whose gradients are multiplied by `unit`, a number or a () tensor."""
-        self._bad.zero_()
-        self._threshold.copy_(self.state.start[0])
         one = not isinstance(unit, Tensor) and unit == 1
         if isinstance(unit, Tensor):
             self._unit.copy_(unit)
@@ -203,16 +214,17 @@ class DeviceWorker:
 
     def add(self, bucket: int, grad: Tensor) -> None:
         """Add the flat gradients of a bucket to the residual, and set them to zero."""
-        begin = self.placement.begins[bucket]
-        part = slice(begin, begin + len(grad))
+        parts = self._parts[bucket]
+        # Residual and sum change places after each step.
+        residual, acc = parts[self._turn], parts[1 - self._turn]
         kernels.add_marked(
-            self.residual[part],
+            residual,
             grad,
             self._unit,
-            self.acc[part],
+            acc,
             threshold=self._threshold,
             bad=self._bad,
-            marks=self._marks.part(begin, len(grad)),
+            marks=self._mark_parts[bucket],
         )
 
     def script(self, k: int, flats: Sequence[Tensor]) -> Script[None]:
@@ -251,6 +263,7 @@ class DeviceWorker:
         self._finish(at, total / self._size, error, ok, flats)
         self.state.update(ok, state)
         self.outcome = StepTensors(accepted.counts, accepted.threshold, ok, k)
+        self.clear()
 
     def _offers(self, k: int) -> Offers:
         """Return this worker's offers."""
@@ -305,11 +318,13 @@ class DeviceWorker:
         """Make the sum of this step the residual of the next."""
         # Swapped, not copied: the old residual is where the next sum is written.
         self.residual, self.acc = self.acc, self.residual
+        self._turn = 1 - self._turn
         self._remark = False
 
     def rescale(self, factor: float) -> None:
         """Multiply where the search starts by `factor`: all values were."""
         self.state.start[0] *= factor
+        self.clear()
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last step; waits for the device."""

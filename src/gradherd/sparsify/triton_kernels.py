@@ -53,43 +53,63 @@ def _mark(values, inside, threshold_bits, words, tile_counts, tile, TILE: tl.con
     return (tally >> 16) > 0
 
 
-# Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["first", "tiles", "size"])
-def _add_kernel(
-    residual, grad, out, scale, bad, threshold, words, tile_counts, first, tiles, size,
+@triton.jit
+def _add_tile(
+    residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
     CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    at = _coordinates(tile, TILE)
+    inside = at < size
+    if MASKED:
+        total = tl.load(residual + at, mask=inside, other=0)
+        total += factor * tl.load(grad + at, mask=inside, other=0).to(tl.float32)
+        tl.store(out + at, total, mask=inside)
+    else:
+        total = tl.load(residual + at) + factor * tl.load(grad + at).to(tl.float32)
+        tl.store(out + at, total)
+    if CLEAR:
+        nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
+        if MASKED:
+            tl.store(grad + at, nothing, mask=inside)
+        else:
+            tl.store(grad + at, nothing)
+    if MARK:
+        broken = _mark(total, inside, threshold_bits, words, tile_counts, tile, TILE)
+        if CHECK:
+            if broken:
+                tl.store(bad, 1)  # Whoever stores it, it is the same number.
+    elif CHECK:
+        bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if tl.max(tl.max(bits, axis=1), axis=0) >= _INFINITY_BITS:
+            tl.store(bad, 1)
+
+
+# Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["tiles", "size"])
+def _add_kernel(
+    residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
+    CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr,
     SCALE_ON_DEVICE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     factor = scale
     if SCALE_ON_DEVICE:
         factor = tl.load(scale)
+    threshold_bits = 0
     if MARK:
         threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
-    for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
-        at = _coordinates(tile, TILE)
-        inside = at < size
-        if MASKED:
-            total = tl.load(residual + at, mask=inside, other=0)
-            total += factor * tl.load(grad + at, mask=inside, other=0).to(tl.float32)
-            tl.store(out + at, total, mask=inside)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # Full tiles need no mask, which keeps loads wide; the last may.
+        if (tile + 1) * TILE <= size:
+            _add_tile(
+                residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
+                CLEAR, CHECK, MARK, False, TILE,
+            )  # fmt: skip
         else:
-            total = tl.load(residual + at) + factor * tl.load(grad + at).to(tl.float32)
-            tl.store(out + at, total)
-        if CLEAR:
-            nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
-            if MASKED:
-                tl.store(grad + at, nothing, mask=inside)
-            else:
-                tl.store(grad + at, nothing)
-        if MARK:
-            broken = _mark(total, inside, threshold_bits, words, tile_counts, tile, TILE)
-            if CHECK:
-                if broken:
-                    tl.store(bad, 1)  # Whoever stores it, it is the same number.
-        elif CHECK:
-            bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            if tl.max(tl.max(bits, axis=1), axis=0) >= _INFINITY_BITS:
-                tl.store(bad, 1)
+            _add_tile(
+                residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
+                CLEAR, CHECK, MARK, True, TILE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
@@ -211,10 +231,11 @@ def add(
     # Arguments that are None belong to branches that are not compiled.
     words, tile_counts = marks or (None, None)
     size = len(residual)
-    for first, tiles, masked in _spans(size):
+    tiles = triton.cdiv(size, TILE)
+    if tiles:
         _add_kernel[(min(tiles, _programs(residual.device)),)](
-            residual, grad, out, scale, bad, threshold, words, tile_counts, first, tiles, size,
-            CLEAR=clear, CHECK=bad is not None, MARK=marks is not None, MASKED=masked,
+            residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
+            CLEAR=clear, CHECK=bad is not None, MARK=marks is not None,
             SCALE_ON_DEVICE=isinstance(scale, Tensor), TILE=TILE, num_warps=_WARPS,
         )  # fmt: skip
 

@@ -77,10 +77,12 @@ def test_sparsify_compares_picking_and_whole_exchanges(capsys):
     output = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2)
     rows = output["rows"]
     assert all(KEYS <= set(row) for row in rows)
-    cases = ["copy", "eager", "topk", "fused", "dense", "fp16", "powersgd", "exdyna"]
+    cases = ["copy", "eager", "topk", "fused", "step dense", "step exdyna", "step topk"]
+    cases += ["dense", "fp16", "powersgd", "exdyna"]
     assert [row["case"] for row in rows] == cases
-    assert [row["workers"] for row in rows] == [1] * 4 + [3] * 4
-    dense, fp16, _, exdyna = rows[4:]
+    assert [row["workers"] for row in rows] == [1] * 7 + [3] * 4
+    assert rows[4]["ratio"] == 1 and rows[4]["added_seconds"] == 0
+    dense, fp16, _, exdyna = rows[7:]
     assert dense["ratio"] == rows[0]["ratio"] == 1
     assert dense["bytes"] == 2 * 4 * 20_500 * 2 // 3
     assert fp16["bytes"] == dense["bytes"] // 2

@@ -59,7 +59,7 @@ def bench_hook(
         A row for each arm, with the ratio to `dense` and the difference in seconds; `sync_free`
         says whether a step never waited for the device (on a GPU).
     """
-    steps = {name: _training(params, density, device, name) for name in ("dense", *arms)}
+    steps = {name: training_step(params, density, device, name) for name in ("dense", *arms)}
     times: dict[str, list[float]] = {name: [] for name in steps}
     peaks = {}
     for name, step in steps.items():
@@ -88,14 +88,23 @@ def bench_hook(
     ]
 
 
-def _training(params: int, density: float, device: torch.device, name: str) -> Callable[[], None]:
-    """Return one training step of a model of its own."""
+def training_step(
+    params: int, density: float, device: torch.device, name: str
+) -> Callable[[], None]:
+    """Return one training step of a model of its own.
+
+    Args:
+        params: Approximate number of parameters.
+        density: Share of them that is sent.
+        device: Where to train.
+        name: "dense" for DDP's own exchange, or that of a sparsifier.
+    """
     torch.manual_seed(0)
     width = max(8, round(math.sqrt(params / _LAYERS) / 8) * 8)
     layers: list[nn.Module] = []
     for _ in range(_LAYERS):
-        layers += [nn.Linear(width, width), nn.ReLU()]
-    model = DDP(nn.Sequential(*layers).to(device))
+        layers += [nn.Linear(width, width, device=device), nn.ReLU()]
+    model = DDP(nn.Sequential(*layers))
     if name != "dense":
         attach(model, sparsify=make_sparsifier(name, density))
     # Stepping all parameters in one launch: the optimizer is not what is measured.

@@ -3,9 +3,9 @@
 Selection, on a vector of `dim` elements: `copy` reads and writes every element once; `eager` adds
 the residual, finds what is above a threshold and clears it, as one would write it in torch; `topk`
 does the same with `torch.topk`; `fused` is what gradherd's hook does. On a GPU these are a kernel
-that adds, checks, clears and marks (`kernels.add_marked`), and one that reads the marks. The ceiling
-of all but `copy` is a copy of the bytes they must move: residual and gradient, each read and
-written. What a whole training step with the hook takes is in `bench_hook`.
+that adds, checks, clears and marks (`kernels.add_marked`), and one that reads the marks. The
+ceiling of all but `copy` is a copy of the bytes they must move: residual and gradient, each read
+and written. What a whole training step with the hook takes is in `bench_hook`.
 
 Exchange, on a gradient of `dim` elements in DDP's buckets: `dense` is torch's all-reduce hook,
 `fp16` its compressing hook, `powersgd` its low-rank hook; `exdyna` is gradherd's hook with
