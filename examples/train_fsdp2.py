@@ -8,6 +8,7 @@ The text is WikiText-2 (`gradherd data get wikitext-2`), or made up where it is 
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -62,8 +63,10 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="folder to save to and continue from")
     args = parser.parse_args()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", dist.get_rank() % 8)
-    device = device if device.type == "cuda" else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
 
     shape = (args.replicas, dist.get_world_size() // args.replicas)
@@ -80,10 +83,12 @@ def main() -> None:
     sparse = {"sparsify": gh.ExDyna(args.density), "mesh": mesh} if args.replicas > 1 else {}
     herd = gh.attach(model, order=sampler, **sparse)
 
-    if args.checkpoint and (args.checkpoint / ".metadata").exists():
+    # Complete ones only: DCP writes its metadata last.
+    saved = sorted(args.checkpoint.glob("*/.metadata")) if args.checkpoint else []
+    if saved:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "herd": herd.stateful()}
-        dcp.load(state, checkpoint_id=args.checkpoint)
+        dcp.load(state, checkpoint_id=saved[-1].parent)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
@@ -106,7 +111,7 @@ def main() -> None:
         if args.checkpoint:
             weights, moments = get_state_dict(model, optimizer)
             state = {"model": weights, "optimizer": moments, "herd": herd.stateful()}
-            dcp.save(state, checkpoint_id=args.checkpoint)
+            dcp.save(state, checkpoint_id=args.checkpoint / f"epoch-{epoch:04d}")
     if dist.get_rank() == 0:
         print({key: value for key, value in herd.metrics().items() if "bytes" in key})
     herd.detach()

@@ -28,7 +28,6 @@ GROUP_NAMES = (
     "gradient_divide_factor",
     "wait_for_unshard",
     "post_backward",
-    "_reduce_scatter_comm",
     "_all_reduce_hook",
 )
 PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad")
@@ -186,8 +185,9 @@ class ShardedGroup:
         return 1 / float(self._group.gradient_divide_factor)
 
     def has_own_reduce_scatter(self) -> bool:
-        """Return whether the user has set a reduce-scatter that must not be replaced."""
-        return not type(self._group._reduce_scatter_comm).__name__.startswith("Default")
+        """Return whether there is a reduce-scatter of the user's, or none to replace (torch 2.8)."""
+        scatter = getattr(self._group, "_reduce_scatter_comm", None)
+        return not type(scatter).__name__.startswith("Default")
 
     def set_reduce_scatter(self, make: Callable[[Any], Any]) -> Handle:
         """Replace the reduce-scatter by `make(before)`."""

@@ -26,6 +26,13 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({"sparsify": "topk", "density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"sparsify": "topk", "density": 2.0}, r"density must be in \(0, 1\], got 2.0"),
         ({"rows": "all"}, "unknown rows 'all'"),
+        ({"parallel": "fsdp", "virtual": True}, "parallel 'fsdp' shards a model over real workers"),
+        (
+            {"parallel": "fsdp", "sparsify": "topk", "density": 0.1},
+            "sparsify 'topk' works between replicas, and fsdp has one: use hsdp",
+        ),
+        ({"parallel": "hsdp", "workers": 3}, "hsdp needs an even number of workers, got 3"),
+        ({"parallel": "zero"}, "unknown parallel 'zero'; known are fsdp, hsdp"),
         ({"sketch_size": 8}, "sketch_size goes with rows='sketch', got 8 with 'auto'"),
         ({"rows": "sketch", "sketch_size": 0}, "sketch_size must be at least 1 or None, got 0"),
         ({"method": {"blocks": 8}}, "method goes with a sparsifier, got {'blocks': 8} with dense"),
