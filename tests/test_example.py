@@ -20,5 +20,23 @@ def test_the_example_trains_under_torchrun():  # `make example` does so without 
     assert "cd-grab: final loss" in ran.stdout
 
 
+def test_the_sharded_example_continues_from_its_checkpoint(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = SCRIPT.parent / "train_fsdp2.py"
+    options = ["--replicas", "2", "--sequences", "64", "--checkpoint", str(tmp_path)]
+    losses = []
+    for epochs in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, *launch, str(script), *options, "--epochs", epochs],
+            capture_output=True,
+            text=True,
+            timeout=80,
+        )
+        assert ran.returncode == 0, ran.stderr
+        losses += re.findall(r"^epoch (\d+)  loss (\S+)$", ran.stdout, re.M)
+    assert [epoch for epoch, _ in losses] == ["0", "1"]
+    assert float(losses[1][1]) < float(losses[0][1]) < 6
+
+
 def test_the_example_fits_on_a_page():
     assert len(SCRIPT.read_text().splitlines()) < 80

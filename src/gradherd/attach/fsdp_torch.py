@@ -124,8 +124,7 @@ class ShardedGroup:
     @property
     def mesh_dims(self) -> int:
         """Dimensions of the mesh that `fully_shard` was given."""
-        dims: int = self._group.mesh_info.mesh.ndim
-        return dims
+        return int(self._group.mesh_info.mesh.ndim)
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +184,7 @@ class ShardedGroup:
         return 1 / float(self._group.gradient_divide_factor)
 
     def has_own_reduce_scatter(self) -> bool:
-        """Return whether there is a reduce-scatter of the user's, or none to replace (torch 2.8)."""
+        """Return whether there is a reduce-scatter of the user's, or none at all (torch 2.8)."""
         scatter = getattr(self._group, "_reduce_scatter_comm", None)
         return not type(scatter).__name__.startswith("Default")
 
@@ -230,7 +229,6 @@ class GroupWatch:
         self._hooks: dict[int, list[GradientHook]] = {}
         self._hooked: dict[int, nn.Parameter] = {}
         self._before_reduce: list[Callable[[], None]] = []
-        self._handles: list[Any] = []
         wait, reduce = group.wait_for_unshard, group.post_backward
 
         # Whole parameters exist from their first gathering on; no earlier moment would do.
@@ -241,8 +239,7 @@ class GroupWatch:
             return result
 
         def post_backward(*args: Any, **kwargs: Any) -> Any:
-            for hook in list(self._before_reduce):
-                hook()
+            _call_all(self._before_reduce)
             return reduce(*args, **kwargs)
 
         group.wait_for_unshard, group.post_backward = wait_for_unshard, post_backward
@@ -255,11 +252,7 @@ class GroupWatch:
             self._hooked[id(handle)] = whole
             hooks = self._hooks[id(handle)]
 
-            def on_grad(grad: Tensor) -> None:
-                for hook in list(hooks):
-                    hook(grad)
-
-            self._handles.append(whole.register_hook(on_grad))
+            whole.register_hook(lambda grad: _call_all(hooks, grad))
 
     def on_gradient(self, handle: Any, hook: GradientHook) -> Handle:
         """Call `hook` with each gradient of a parameter, given as torch's own object."""
@@ -272,6 +265,11 @@ class GroupWatch:
         """Call `hook` when all gradients of the group have arrived, before they are reduced."""
         self._before_reduce.append(hook)
         return Handle(lambda: self._before_reduce.remove(hook))
+
+
+def _call_all(hooks: list[Any], *args: Any) -> None:
+    for hook in list(hooks):
+        hook(*args)
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
@@ -305,12 +303,7 @@ def on_backward_end(model: nn.Module, hook: Callable[[], None]) -> Handle:
     states = [module._get_fsdp_state() for _, module in fsdp_modules(model)]
     for state in states:
         state._root_post_backward_final_callback = _then(state, hook)
-
-    def undo() -> None:
-        for state in states:
-            del state._root_post_backward_final_callback
-
-    return Handle(undo)
+    return Handle(lambda: [delattr(s, "_root_post_backward_final_callback") for s in states])
 
 
 def _then(state: Any, hook: Callable[[], None]) -> Callable[..., Any]:
