@@ -10,6 +10,7 @@ says which of them another version lacks.
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -303,7 +304,10 @@ def on_backward_end(model: nn.Module, hook: Callable[[], None]) -> Handle:
     states = [module._get_fsdp_state() for _, module in fsdp_modules(model)]
     for state in states:
         state._root_post_backward_final_callback = _then(state, hook)
-    return Handle(lambda: [delattr(s, "_root_post_backward_final_callback") for s in states])
+    undo = partial(
+        _call_all, [partial(delattr, s, "_root_post_backward_final_callback") for s in states]
+    )
+    return Handle(undo)
 
 
 def _then(state: Any, hook: Callable[[], None]) -> Callable[..., Any]:
