@@ -97,7 +97,10 @@ class OrderFeedback:
     def _take_ticket(self) -> None:
         """Note which batch the next gradients belong to, and the scale of their loss."""
         self._ticket = None if self._by_index else self.sampler.current_batch()
-        self._loss_scale = self._scaler.get_scale() if self._scaler else 1.0
+        self._loss_scale = self._scale()
+
+    def _scale(self) -> float:
+        return self._scaler.get_scale() if self._scaler else 1.0
 
     def before_backward(self) -> None:
         """Note the batch of a backward that no forward of the model announced.
@@ -106,7 +109,10 @@ class OrderFeedback:
         """
         if self._announced or self._paused or self._by_index:
             return
-        if self._transport.waiting and self.sampler.current_batch() != self._ticket:
+        # Another backward of the same batch adds to it, unless a step that the scaler skipped lies
+        # between them: then the scale is another, too.
+        same = self._scale() == self._loss_scale and self.sampler.current_batch() == self._ticket
+        if self._transport.waiting and not same:
             self._feed_back()
         self._take_ticket()
 
