@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import io
 import pkgutil
 import re
@@ -88,10 +89,13 @@ def test_python_names_in_pages_exist(page):
     for module, imported in re.findall(r"^from (gradherd[\w.]*) import ([^#\n]+)", text, re.M):
         names += [f"{module}.{name.strip()}" for name in imported.split(",")]
     for name in names:
-        try:
-            pkgutil.resolve_name(name)
-        except ModuleNotFoundError as missing:
-            assert missing.name in EXTRAS, name
+        if name.startswith("gradherd.integrations."):
+            try:
+                importlib.import_module(".".join(name.split(".")[:3]))
+            except ModuleNotFoundError as missing:
+                assert missing.name in EXTRAS, name
+                continue
+        pkgutil.resolve_name(name)
 
 
 def test_every_page_and_every_command_is_in_the_index():
