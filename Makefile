@@ -36,7 +36,8 @@ test: $(STAMP) ## Run the tests
 
 integrations: .venv-integrations/.installed ## Run the conformance suite in every framework, and write its table
 	@GRADHERD_INTEGRATIONS=all .venv-integrations/bin/python -m pytest -p no:cacheprovider \
-		tests/integrations/test_elastic.py tests/integrations/test_pages.py
+		tests/integrations/test_elastic.py \
+		tests/integrations/test_more.py tests/integrations/test_pages.py
 	@.venv-integrations/bin/python -m tests.integrations.conformance
 
 .venv-docs/.installed: constraints.txt

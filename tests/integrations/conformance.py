@@ -150,12 +150,13 @@ def run(names: Sequence[str], folder: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     work = "tests.integrations.run"
     if together:
-        _start([*launch, "-m", work, ",".join(together), str(folder)])
+        start([*launch, "-m", work, ",".join(together), str(folder)])
     if "ray" in names:
-        _start(["-m", work, "ray", str(folder)])
+        start(["-m", work, "ray", str(folder)])
 
 
-def _start(command: list[str]) -> None:
+def start(command: list[str]) -> None:
+    """Run a program of the suite with this Python; raise with its output if it fails."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
     ran = subprocess.run(

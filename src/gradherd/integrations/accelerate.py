@@ -25,7 +25,8 @@ from gradherd.rows.settings import RowSettings
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
-_UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+# FSDP: which gradients Accelerate and FSDP scale, and when, has not been tested with an order.
+_UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 # What a user may have set on the loader, besides its data, batches and order.
 _OPTIONS = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
@@ -102,7 +103,8 @@ def check_accelerator(accelerator: Accelerator, *, ordered: bool) -> None:
     kind = accelerator.distributed_type
     if kind in [getattr(DistributedType, name) for name in _UNSUPPORTED]:
         raise ValueError(
-            f"Accelerate runs with {kind.value}, which gradherd does not support: use DDP"
+            f"Accelerate runs with {kind.value}, which this integration does not support: use DDP, "
+            "or shard the model with fully_shard in a loop of your own and attach to it"
         )
     if not ordered:
         return

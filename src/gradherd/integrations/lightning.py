@@ -68,8 +68,8 @@ class GradherdCallback(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
             raise ValueError(
-                f"GradherdCallback works with strategy='ddp' or a single device, got "
-                f"{type(strategy).__name__}"
+                f"GradherdCallback works with strategy='ddp', ModelParallelStrategy or a single "
+                f"device, got {type(strategy).__name__}"
             )
         self._herd = self._sampler = None
         if self._settings.order is not None:

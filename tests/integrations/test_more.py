@@ -1,0 +1,25 @@
+"""What single frameworks have beyond the suite: FSDP2 in Lightning, restarts in Ray."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integrations.conformance import start
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("GRADHERD_INTEGRATIONS") != "all", reason="slow: runs in `make integrations`"
+)
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not find_spec("lightning"), reason="Lightning is not installed")
+def test_lightning_shards_with_fsdp2(tmp_path):
+    start([*LAUNCH, "tests.integrations.lightning_fsdp_run", str(tmp_path)])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
+def test_ray_restarts_after_a_worker_was_killed(tmp_path):
+    start(["-m", "tests.integrations.ray_restart_run", str(tmp_path)])
