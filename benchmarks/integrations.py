@@ -77,9 +77,8 @@ def main() -> None:
         print(f"{name}: median {statistics.median(ms):.3f} ms of CPU per step")
     ratios = sorted(b / a for a, b in zip(*times.values(), strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-len(ratios) // 4]
-    print(
-        f"integrated / by_hand: median {statistics.median(ratios):.3f}, quartiles {low:.3f} {high:.3f}"
-    )
+    median = statistics.median(ratios)
+    print(f"integrated / by_hand: median {median:.3f}, quartiles {low:.3f} to {high:.3f}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import ray
@@ -45,6 +46,7 @@ def work(config) -> None:
                     kept = Checkpoint.from_directory(own) if rank == 0 else None
                     ray.train.report({"step": step}, checkpoint=kept)
             if step == STOP + 1 and not resumed and rank == 1:
+                time.sleep(5)  # Ray collects what was reported every second or so
                 os.kill(os.getpid(), signal.SIGKILL)
     torch.save(model.seen, folder / f"second-{rank}.pt")
     ray.train.report({"step": step, "resumed": resumed, **herd.scalars()})
