@@ -100,7 +100,8 @@ class BatchLedger:
                     f"the loop has received {unexplained + 1} batches before the first forward, "
                     "and gradherd cannot tell whether it skips batches or fetches them ahead: say "
                     "which with OrderedSampler(..., ahead=0) if it skips, or ahead=1 if it is one "
-                    "batch ahead"
+                    "batch ahead; a list of batches, as from list(loader), cannot be followed: "
+                    "iterate over the loader, or give each batch's examples to herd.observe()"
                 )
             self._ahead = 0
         if not self._ahead:
