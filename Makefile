@@ -54,6 +54,7 @@ stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged file
 	@$(BIN)/python -m tests.attach.loops --loops 2000
 	@$(BIN)/python -m tests.stress.kills --kills 200
 	@$(BIN)/python -m tests.stress.resizes --chains 20
+	@$(BIN)/python -m tests.stress.shards --steps 200 --kills 5
 	@$(BIN)/python -m tests.stress.fuzz --inputs 10000
 
 lint: $(STAMP) ## Check style and types

@@ -287,7 +287,7 @@ def _asked_by_dcp() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module == HerdState.__module__:
+        if module in (HerdState.__module__, ShardedHerdState.__module__):
             return False  # `stateful()` packs the state as DCP needs it.
         if module.startswith(_DCP):
             return True
