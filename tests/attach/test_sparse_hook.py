@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
 from gradherd.comm.ranks import run_ranks
@@ -249,3 +251,26 @@ def test_foreign_states_are_refused_and_change_nothing():
         assert "workers 9, expected 2" in found["workers"]
         assert "kind 'TopK', expected 'ExDyna'" in found["kind"]
         assert "dim 3, expected" in found["dim"]
+
+
+def two_momenta():
+    """Step with momentum in both, then after detaching; return the error."""
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(30, 20))
+    herd = gh.attach(ddp, sparsify=gh.Sparsify(method=gh.TopK(density=0.1), momentum=0.9))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+    other = nn.Linear(2, 2)
+    torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5).step()  # not this model's
+    ddp(torch.randn(2, 30)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        raised = str(error)
+    herd.detach()
+    optimizer.step()
+    return raised
+
+
+def test_momentum_in_optimizer_and_sparsifier_is_refused():
+    for raised in run_ranks(two_momenta, 1):
+        assert "SGD has momentum 0.5 and the sparsifier 0.9" in raised

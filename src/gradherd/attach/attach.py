@@ -14,13 +14,14 @@ from gradherd.attach.agreement import RankMeeting
 from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
-from gradherd.attach.flat_weights import float_buffers, local_parameters, stepping_optimizer
+from gradherd.attach.flat_weights import float_buffers, local_parameters
 from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.local_steps import LocalExchange
+from gradherd.attach.optimizer_checks import refuse_second_momentum, stepping_optimizer
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
@@ -110,6 +111,8 @@ def attach(
         log.info("sparsifying between %d replicas by %s", worlds.replicate.size, settings)
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
+        if settings.momentum:
+            refuse_second_momentum(bare, sparse, settings.momentum)
         log.info("sparsifying by %s", settings)
         if not sparse.layout.sparse:
             warnings.warn(
@@ -217,10 +220,10 @@ def _check_local(
         return None
     if not isinstance(local, LocalSteps):
         raise ValueError(f"local must be gh.LocalSteps(every=30, ...), got {local!r}")
-    if isinstance(model, DDP):
+    if isinstance(model, DDP) or fsdp_modules(model):
         raise ValueError(
-            "local steps need a plain module: DistributedDataParallel averages the gradients of "
-            "every step; attach the module before or instead of wrapping it"
+            "local steps need a plain module: DistributedDataParallel and FSDP average gradients "
+            "at every step; attach the module instead of wrapping it"
         )
     if fsdp_modules(model):
         raise ValueError(

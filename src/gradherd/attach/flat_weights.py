@@ -4,12 +4,10 @@ Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
@@ -167,24 +165,3 @@ def float_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point() and buffer.numel()
     }
-
-
-def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return the torch optimizer inside wrappers such as Accelerate's, if it fits the model.
-
-    Raises:
-        ValueError: It is no optimizer, or steps parameters that would not be exchanged.
-    """
-    while isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inside
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"local steps need optimizer=, a torch.optim.Optimizer, got {optimizer!r}")
-    known = {id(p) for p in parameters}
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = sum(id(p) not in known for p in stepped if p.requires_grad)
-    if strange:
-        raise ValueError(
-            f"optimizer steps {strange} tensors that are not trainable parameters of the model, so "
-            "ranks would not share them: give local steps the module that holds them all"
-        )
-    return optimizer

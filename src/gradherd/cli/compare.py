@@ -1,6 +1,10 @@
 """`gradherd compare`: train a task with several orders or sparsifiers, over several seeds."""
 
 import contextlib
+import json
+import math
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +13,9 @@ from typing import Annotated
 import tyro
 
 from gradherd.cli.arguments import Flag, check_at_least, json_help, parse_names, print_json
-from gradherd.cli.errors import UsageError
+from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
-from gradherd.cli.launch import train_missing
+from gradherd.cli.launch import train_missing, train_runs
 from gradherd.cli.options import (
     METHODS,
     ORDERS,
@@ -22,6 +26,8 @@ from gradherd.cli.options import (
     check_data,
     density_for,
     named_task,
+    parse_exchanges,
+    warn_of_divergence,
 )
 from gradherd.cli.tables import print_comparison
 from gradherd.comm.world import World
@@ -30,10 +36,13 @@ from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.comparison_table import comparison_json
 from gradherd.lab.report.page import write_report
 from gradherd.lab.train.config import RunConfig, plan_runs
-from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.record import RunRecord, write_atomic
+from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
+TUNING_FILE = "tuning.json"
+"""What --tune has tried and chosen."""
 _DEFAULT_ORDERS = "(default: d-rr, and cd-grab if nothing else is compared)"
 
 
@@ -65,12 +74,17 @@ class CompareCommand:
         str | None,
         tyro.conf.arg(
             metavar="C,D",
-            help=f"Sparsifiers, separated by commas, from: {METHODS}.",
+            help=f"Sparsifiers, separated by commas, from: {METHODS}. exdyna:0.02@30 has a density "
+            "of its own, and exchanges what 30 local steps have changed.",
             help_behavior_hint="(default: dense)",
         ),
     ] = None
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
+    tune: Annotated[
+        str | None, tyro.conf.arg(metavar="lr=A,B", help_behavior_hint="(default: none)")
+    ] = None
+    """First give each arm the best of these learning rates, on examples that are held out."""
     seeds: IntByTask = None
     """Number of seeds: 3 means seeds 0, 1 and 2."""
     resume: Flag = False
@@ -89,19 +103,40 @@ class CompareCommand:
     def run(self) -> None:
         """Train all arms and compare them."""
         # Before the folder: a wrong call must not create one.
-        configs = self._configs()
+        configs, rates = self._configs(), _parse_rates(self.tune)
+        if rates and self.training.lr is not None:
+            raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the comparison to continue")
         name = f"compare-{named_task(self.task).name}"
         with output_folder(self.training.out, name, resume=self.resume, many=True) as out:
+            if rates:
+                configs = self._tuned(configs, rates, out)
             with reporting_what_is_left(out, len(configs)):
                 records = train_missing(configs, out, self.training, resume=self.resume)
             # All ranks have the records, one prints them.
             if World.detect().rank == 0:
                 self._print(records, out / PAGE_FILE)
 
+    def _tuned(self, configs: list[RunConfig], rates: list[float], out: Path) -> list[RunConfig]:
+        """Return the runs with the best rate of each arm."""
+        runs = tuning_runs(configs, rates)
+        if self.resume and (chosen := _chosen_before(runs, out)) is not None:
+            return with_rates(configs, chosen)
+        # Their records are not part of the comparison.
+        with tempfile.TemporaryDirectory(prefix="gradherd-tuning-") as folder:
+            records = train_runs(runs, Path(folder), self.training)
+        try:
+            best = best_rates(runs, records)
+        except ValueError as error:
+            raise CommandFailed(str(error)) from None
+        if World.detect().rank == 0:
+            _keep_tuning(runs, records, best, out)
+        return with_rates(configs, best)
+
     def _print(self, records: list[RunRecord], page: Path) -> None:
         comparison = compare(records)
+        warn_of_divergence(records)
         write_report(records, page)
         if self.json:
             print_json(comparison_json(comparison, str(page)))
@@ -113,13 +148,15 @@ class CompareCommand:
         # Whoever names sparsifiers compares those: a second order would double the runs.
         default = "d-rr,cd-grab" if only_task else "d-rr"
         orders = parse_names("--orders", self.orders or default, POLICIES)
-        sparsifiers = parse_names("--sparsifiers", self.sparsifiers or "dense", SPARSIFIERS)
-        if len(orders) * len(sparsifiers) < 2:
+        exchanges = parse_exchanges("--sparsifiers", self.sparsifiers or "dense", SPARSIFIERS)
+        sparsifiers = [exchange.sparsify for exchange in exchanges]
+        if len(orders) * len(exchanges) < 2:
             raise UsageError(
                 f"only one arm ({orders[0]}, {sparsifiers[0]}): name at least two --orders or "
                 "--sparsifiers, or use gradherd train"
             )
-        density = density_for(sparsifiers, self.density)
+        shared = [one.sparsify for one in exchanges if one.density is None]
+        density = density_for(shared, self.density)
         task, settings = named_task(self.task), self.training.checked()
         seeds = task.defaults.seeds if self.seeds is None else self.seeds
         check_at_least("--seeds", seeds, 1)
@@ -128,7 +165,7 @@ class CompareCommand:
                 self.task,
                 task.defaults,
                 orders=orders,
-                sparsifiers=sparsifiers,
+                sparsifiers=exchanges,
                 density=density,
                 seeds=range(seeds),
                 **settings,
@@ -138,6 +175,66 @@ class CompareCommand:
         # Last, since it reads folders; wrong options are reported first.
         check_data(task, self.training.data_dir)
         return configs
+
+
+def _parse_rates(text: str | None) -> list[float]:
+    """Return the rates of --tune lr=0.03,0.1; none if it was not given."""
+    if text is None:
+        return []
+    key, _, values = text.partition("=")
+    try:
+        rates = [float(word) for word in values.split(",")]
+    except ValueError:
+        rates = []
+    if key.strip() != "lr" or not rates or not all(0 < rate < math.inf for rate in rates):
+        raise UsageError(f"--tune must be like lr=0.03,0.1,0.3, got {text!r}")
+    return list(dict.fromkeys(rates))
+
+
+def _chosen_before(
+    runs: list[RunConfig], out: Path
+) -> dict[tuple[str, str, float | None], float] | None:
+    """Return the rates that a comparison which is resumed has chosen; None if it had not yet."""
+    if not (out / TUNING_FILE).exists():
+        return None
+    try:
+        tried = json.loads((out / TUNING_FILE).read_text())["tuning"]
+        found = {
+            (one["order"], one["sparsify"], one["density"]): float(one["lr"])
+            for one in tried
+            if one["chosen"]
+        }
+        return {run.arm: found[run.arm] for run in runs}
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"--out {str(out)!r} holds a {TUNING_FILE} of other arms, or a damaged one: name a new "
+            "folder"
+        ) from None
+
+
+def _keep_tuning(
+    runs: list[RunConfig],
+    records: list[RunRecord],
+    best: dict[tuple[str, str, float | None], float],
+    out: Path,
+) -> None:
+    """Write what was tried to tuning.json, and say what was chosen on stderr."""
+    tried = [
+        {
+            "order": config.order,
+            "sparsify": config.exchange,
+            "density": config.density,
+            "lr": config.lr,
+            "held_out_loss": record.epochs[-1].metric if record.epochs else None,
+            "chosen": best[config.arm] == config.lr,
+        }
+        for config, record in zip(runs, records, strict=True)
+    ]
+    write_atomic(out / TUNING_FILE, json.dumps({"tuning": tried}, indent=1) + "\n")
+    for arm, rate in best.items():
+        at_edge = rate in (min(c.lr for c in runs), max(c.lr for c in runs))
+        hint = " (at the edge of the grid: a wider one may be better)" if at_edge else ""
+        print(f"gradherd: {arm[0]} with {arm[1]}: lr {rate:g}{hint}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +23,9 @@ from gradherd.cli.errors import UsageError
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
-from gradherd.lab.train.config import ROWS
+from gradherd.lab.train.config import ROWS, Exchange
+from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.tuning import what_to_try
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS, takes_density
 
@@ -195,6 +198,35 @@ def check_data(task: Task, data_dir: Path | None) -> None:
             raise UsageError(str(error)) from None
 
 
+def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchange]:
+    """Split comma-separated sparsifiers, each with a density and local steps of its own if given.
+
+    >>> parse_exchanges("--sparsifiers", "dense,exdyna,exdyna:0.02@30", ["dense", "exdyna"])[2]
+    Exchange(sparsify='exdyna', density=0.02, local_steps=30)
+    """
+    known, exchanges = list(known), []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        rest, at, steps = word.partition("@")
+        name, colon, share = rest.partition(":")
+        check_name(option, name, known)
+        try:
+            density = float(share) if colon else None
+            local_steps = int(steps) if at else None
+        except ValueError:
+            raise UsageError(
+                f"{option}: {word!r} is not NAME, NAME:DENSITY or NAME:DENSITY@STEPS"
+            ) from None
+        if density is not None and (name == "dense" or not 0 < density <= 1):
+            raise UsageError(f"{option}: {word!r}: a density is in (0, 1], and dense has none")
+        if local_steps is not None and local_steps < 1:
+            raise UsageError(f"{option}: {word!r}: local steps must be at least 1")
+        exchanges.append(Exchange(name, density, local_steps))
+    if not exchanges:
+        raise UsageError(f"{option} must name at least one of {', '.join(known)}")
+    # Given twice it would train twice, into the same folder.
+    return list(dict.fromkeys(exchanges))
+
+
 def density_for(sparsifiers: Sequence[str], density: float | None) -> float | None:
     """Return the density to train with.
 
@@ -215,3 +247,10 @@ def density_for(sparsifiers: Sequence[str], density: float | None) -> float | No
             raise UsageError(f"--density {density} has no effect: nothing is sparsified")
         return None
     return DEFAULT_DENSITY if density is None else density
+
+
+def warn_of_divergence(records: Iterable[RunRecord]) -> None:
+    """Say on stderr which runs have diverged, and what to try."""
+    for record in records:
+        if (advice := what_to_try(record)) is not None:
+            print(f"gradherd: {advice}", file=sys.stderr)

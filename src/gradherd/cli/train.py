@@ -22,9 +22,10 @@ from gradherd.cli.options import (
     check_data,
     density_for,
     named_task,
+    warn_of_divergence,
 )
 from gradherd.comm.world import World
-from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.config import RunConfig, sparse_recipe
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.runner import CheckpointOptions
 from gradherd.ordering.registry import POLICIES
@@ -99,6 +100,8 @@ class TrainCommand:
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        if self.training.lr is None and self.training.momentum is None:
+            config = sparse_recipe(config)
         check_data(task, self.training.data_dir)
         saving = self._saving()
         with output_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
@@ -110,6 +113,7 @@ class TrainCommand:
                     (record,) = train_runs([config], out, self.training, saving=saving)
         if World.detect().rank == 0:
             self._print(record, str(out))
+            warn_of_divergence([record])
         if record.status == "stopped":
             # What a shell reports for a process that SIGTERM has ended: a scheduler then knows that
             # the run is not complete.

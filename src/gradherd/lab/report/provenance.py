@@ -9,7 +9,7 @@ from gradherd.lab.report.stats import finite
 from gradherd.lab.text import counted, in_bytes, listed, printable, significant
 from gradherd.lab.train.record import RunRecord
 
-COMPARED = ("order", "sparsify", "density", "seed")
+COMPARED = ("order", "sparsify", "density", "local_steps", "seed")
 """Settings that are meant to differ between runs."""
 Rows = list[list[str]]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gradherd.lab.tasks.task import Defaults
 from gradherd.ordering.registry import POLICIES
@@ -70,6 +70,8 @@ class RunConfig:
     local_steps: int | None = None
     """Steps that workers take on their own between two exchanges; None exchanges gradients at every
     step. Further settings of `LocalSteps` go into `method`."""
+    held_out: float | None = None
+    """Share of the training examples that are held out; the metric is then the loss on these."""
     limit: int | None = None
     """Number of examples used of each part; None uses all."""
     virtual: bool = False
@@ -108,6 +110,8 @@ class RunConfig:
                     "optimizer: that must be sgd with momentum 0, "
                     f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
                 )
+        if self.held_out is not None and not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
         if self.limit is not None and self.limit < 1:
@@ -230,10 +234,32 @@ class RunConfig:
         >>> RunConfig.of("digits", defaults, sparsify="topk", density=0.01, seed=3).folder()
         PosixPath('d-rr_topk-0.01/seed-3')
         """
-        method = self.exchange.replace(" ", "-")
-        if self.density is not None:
-            method += f"-{self.density:g}"
+        density = "" if self.density is None else f"-{self.density:g}"
+        method = self.exchange.replace(" ", "-") + density
+        if self.held_out is not None:  # runs of one arm that differ in their rate
+            method += f"-lr-{self.lr:g}"
         return Path(f"{self.order}_{method}") / f"seed-{self.seed}"
+
+
+class Exchange(NamedTuple):
+    """How the gradients of an arm are exchanged."""
+
+    sparsify: str
+    density: float | None = None
+    """None is the density that all arms share."""
+    local_steps: int | None = None
+
+
+def sparse_recipe(config: RunConfig) -> RunConfig:
+    """Return a sparse run with what trains best: no momentum, and the rate lr / (1 - momentum).
+
+    What is sent has waited for many steps, and momentum would repeat it many times more.
+    """
+    sparse = config.density is not None and config.local_steps is None
+    if not sparse or not config.momentum or (config.method or {}).get("momentum"):
+        return config
+    lr = float(f"{config.lr / (1 - config.momentum):.6g}")  # 0.5, not 0.5000000000000001
+    return dataclasses.replace(config, momentum=0.0, lr=lr)
 
 
 def plan_runs(
@@ -241,14 +267,15 @@ def plan_runs(
     defaults: Defaults,
     *,
     orders: Sequence[str],
-    sparsifiers: Sequence[str],
+    sparsifiers: Sequence[str | Exchange],
     density: float | None,
     seeds: Sequence[int],
     **chosen: Any,
 ) -> list[RunConfig]:
     """Return a run for each seed and each arm, the arms of a seed next to each other.
 
-    A comparison that is interrupted then consists of complete pairs.
+    A comparison that is interrupted then consists of complete pairs. Unless a learning rate or a
+    momentum is chosen, sparse arms get those of `sparse_recipe`.
 
     >>> from gradherd.lab.tasks.digits import Digits
     >>> runs = plan_runs("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
@@ -256,21 +283,25 @@ def plan_runs(
     >>> [(run.seed, run.order) for run in runs]
     [(0, 'd-rr'), (0, 'cd-grab'), (1, 'd-rr'), (1, 'cd-grab')]
     """
-    return [
+    own_choice = chosen.get("lr") is not None or chosen.get("momentum") is not None
+    exchanges = [Exchange(one) if isinstance(one, str) else one for one in sparsifiers]
+    configs = [
         RunConfig.of(
             task,
             defaults,
             order=order,
-            sparsify=sparsify,
+            sparsify=exchange.sparsify,
             # One --density serves all arms; a dense run has none.
-            density=None if sparsify == "dense" else density,
+            density=None if exchange.sparsify == "dense" else exchange.density or density,
+            local_steps=exchange.local_steps,
             seed=seed,
             **chosen,
         )
         for seed in seeds
         for order in orders
-        for sparsify in sparsifiers
+        for exchange in exchanges
     ]
+    return configs if own_choice else [sparse_recipe(config) for config in configs]
 
 
 def count_steps(config: RunConfig, examples: int) -> int:

@@ -30,6 +30,7 @@ from gradherd.lab.train.stacking import (
     why_not_stackable,
 )
 from gradherd.lab.train.trainer import EpochCounters, Trainer
+from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 log = logging.getLogger("gradherd")
@@ -85,6 +86,8 @@ def run_all(
     task = find_task(configs[0].task)
     # Once for all runs: they have the same data.
     split = task.load(data_dir, configs[0].limit)
+    if (share := configs[0].held_out) is not None:
+        task, split = hold_out(task, split, share)
     progress = progress or Progress()
     steps = sum(count_steps(config, len(split.train[0])) for config in configs)
     records: dict[int, RunRecord] = {}

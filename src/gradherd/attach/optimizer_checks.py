@@ -1,0 +1,58 @@
+"""What local steps and momentum correction need of the optimizer in the user's loop."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the torch optimizer inside wrappers such as Accelerate's, if it fits the model.
+
+    Raises:
+        ValueError: It is no optimizer, or steps parameters that would not be exchanged.
+    """
+    while isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"local steps need optimizer=, a torch.optim.Optimizer, got {optimizer!r}")
+    known = {id(p) for p in parameters}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(p) not in known for p in stepped if p.requires_grad)
+    if strange:
+        raise ValueError(
+            f"optimizer steps {strange} tensors that are not trainable parameters of the model, so "
+            "ranks would not share them: give local steps the module that holds them all"
+        )
+    return optimizer
+
+
+def refuse_second_momentum(model: nn.Module, owner: Any, momentum: float) -> None:
+    """Raise at the first step of an optimizer that has momentum beside the sparsifier's.
+
+    Args:
+        model: The model whose gradients the sparsifier exchanges.
+        owner: The sparsifier's hook; the check ends with it.
+        momentum: The momentum of its correction.
+    """
+    parameters, alive = {id(p) for p in model.parameters()}, weakref.ref(owner)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        hook = alive()
+        if hook is None or not hook.active:
+            return
+        for group in optimizer.param_groups:
+            own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+            if own and any(id(p) in parameters for p in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has momentum {own:g} and the sparsifier "
+                    f"{momentum:g}: each would multiply what the other repeats; use SGD with "
+                    "momentum 0, or Sparsify(momentum=0)"
+                )
+
+    # Global, because attach does not know the optimizer; so it must not keep the model alive.
+    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(owner, handle.remove)

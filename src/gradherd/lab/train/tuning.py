@@ -1,0 +1,135 @@
+"""Choose the learning rate of each arm on examples that are held out from training."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.lab.tasks.metrics import eval_mode
+from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.record import RunRecord
+
+HELD_OUT = 0.2
+"""Share of the training examples that rates are compared on."""
+# Examples whose loss is computed at once; small enough for the models of our tasks.
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class HeldOutTask:
+    """A task whose metric is the loss on training examples that are held out."""
+
+    task: Task
+    metric_name: str = "loss on held-out examples"
+    higher_is_better: bool = False
+
+    # Everything else is the task's own.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the mean loss."""
+        total, count = 0.0, len(tensors[0])
+        with eval_mode(model), torch.no_grad():
+            for chunk in zip(*(tensor.split(_CHUNK) for tensor in tensors), strict=True):
+                total += float(self.task.loss(model, *chunk)) * len(chunk[0])
+        return total / count
+
+
+def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
+    """Return the task with the loss on held-out examples as its metric, and these examples.
+
+    Args:
+        task: The task.
+        split: Its examples; those of the test part are not touched.
+        share: Share of the training examples to hold out.
+
+    Raises:
+        ValueError: There are too few examples.
+    """
+    count = len(split.train[0])
+    every = round(1 / share)
+    if count <= every:
+        raise ValueError(f"{count} examples are too few to hold out a share of {share}")
+    # Evenly spread: examples may be sorted by class.
+    held = torch.arange(count) % every == every - 1
+    parts = (tuple(tensor[which] for tensor in split.train) for which in (~held, held))
+    return HeldOutTask(task), Split(*parts)
+
+
+def tuning_runs(configs: Sequence[RunConfig], rates: Sequence[float]) -> list[RunConfig]:
+    """Return a run of each arm and rate, on a seed that is not compared.
+
+    Args:
+        configs: The runs of a comparison.
+        rates: Learning rates to try.
+    """
+    seed = 1 + max(config.seed for config in configs)
+    arms = {config.arm: config for config in reversed(configs)}  # the first of each arm
+    return [
+        dataclasses.replace(config, seed=seed, lr=rate, held_out=HELD_OUT)
+        for config in reversed(arms.values())
+        for rate in rates
+    ]
+
+
+def best_rates(
+    runs: Sequence[RunConfig], records: Sequence[RunRecord]
+) -> dict[tuple[str, str, float | None], float]:
+    """Return the rate of each arm with the lowest loss on held-out examples.
+
+    Args:
+        runs: What `tuning_runs` returned.
+        records: Their records.
+
+    Raises:
+        ValueError: All rates of an arm have diverged.
+    """
+    losses: dict[tuple[str, str, float | None], dict[float, float]] = {}
+    for config, record in zip(runs, records, strict=True):
+        metric = record.epochs[-1].metric if record.status == "done" else None
+        losses.setdefault(config.arm, {})[config.lr] = math.inf if metric is None else metric
+    best = {arm: min(rates, key=lambda rate: rates[rate]) for arm, rates in losses.items()}
+    for arm, rate in best.items():
+        if losses[arm][rate] == math.inf:
+            tried = ", ".join(f"{one:g}" for one in losses[arm])
+            raise ValueError(
+                f"{arm[0]} with {arm[1]} diverges at all of lr={tried}: try lower ones"
+            )
+    return best
+
+
+def with_rates(
+    configs: Sequence[RunConfig], rates: dict[tuple[str, str, float | None], float]
+) -> list[RunConfig]:
+    """Return runs with the rates of their arms."""
+    return [dataclasses.replace(config, lr=rates[config.arm]) for config in configs]
+
+
+def what_to_try(record: RunRecord) -> str | None:
+    """Return what to do about a run that has diverged; None if it has not.
+
+    A run whose loss is not finite has diverged, and so has one that ends above where it began.
+    """
+    last = record.epochs[-1].train_loss if record.epochs else None
+    start = record.start_loss
+    if record.status != "diverged" and (last is None or start is None or last <= start):
+        return None
+    how = (
+        "its loss is not finite"
+        if last is None
+        else f"its loss rose from {start:.3g} to {last:.3g}"
+    )
+    lr, momentum = record.config.get("lr", 0.0), record.config.get("momentum")
+    sparse = record.density is not None and " every " not in record.sparsify
+    advice = f"try --lr {lr / 3:.2g}, or --lr-warmup 0.05"
+    if sparse and momentum:
+        advice += ", or --momentum 0: a sparse exchange repeats what momentum repeats already"
+    return (
+        f"{record.order} with {record.sparsify}, seed {record.seed}, has diverged: {how}; {advice}"
+    )
