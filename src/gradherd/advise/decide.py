@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
 from gradherd.advise.units import format_bytes, format_rate, format_seconds
+from gradherd.sparsify.packing import MAX_COORDINATES
 
 # Grid of link speeds searched for the break-even, in bits per second: 20 per decade.
 _SLOWEST, _FASTEST, _GRID_POINTS = 1e3, 1e16, 261
@@ -72,7 +73,7 @@ def advise(setting: Setting) -> dict[str, object]:
         ],
         "break_even_bandwidth": limit,
         "break_even_bandwidth_fp16": break_even(setting, "fp16"),
-        "pays": pays(sparse, dense),
+        "pays": setting.params <= MAX_COORDINATES and pays(sparse, dense),
         "advice": explain(setting, choices, limit),
     }
 
@@ -97,6 +98,11 @@ def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) ->
     """
     if setting.workers == 1:
         return "No: a single worker exchanges nothing, so there is nothing to save."
+    if setting.params > MAX_COORDINATES:
+        return (
+            f"No: gradherd sparsifies models of up to {MAX_COORDINATES:,} parameters, because it "
+            "sends indices of 32 bits. Times of sparse exchanges are what they would be."
+        )
     sparse, dense = _best(choices, SPARSE), _best(choices, ("dense", "fp16"))
     speed = format_rate(setting.link.bandwidth)
     if pays(sparse, dense):

@@ -8,6 +8,7 @@ bucket (`exchange`, for which the backward waits).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -65,6 +66,10 @@ def _slot_of(ddp: DDP) -> HookSlot | None:
 class BucketHook(ABC):
     """Collects the buckets of each backward and exchanges them together, until it is closed."""
 
+    passes_sparse: ClassVar[bool] = False
+    """Whether buckets of row-sparse gradients (`nn.Embedding(sparse=True)`) are averaged as DDP
+    does it by itself, beside the others."""
+
     def __init__(self, ddp: DDP, world: World) -> None:
         """Register with DDP, whose one hook must still be free.
 
@@ -105,22 +110,40 @@ class BucketHook(ABC):
         Returns:
             A future of the bucket's buffer. It completes when the last bucket is exchanged.
         """
+        done: Future[Tensor]
         with self.stopwatch:
             if not self.collects():
                 return self.average(bucket)
+            # A backward that raised may have left some.
+            if bucket.index() == 0:
+                self._collected = []
             flat = bucket.buffer()
+            if flat.is_sparse and self.passes_sparse:
+                done = self.average(bucket)
+                self._finish(bucket.is_last())
+                return done
             # On a GPU, a future that knows the device makes DDP's stream wait for what the hook
             # has enqueued.
-            done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
+            done = Future(devices=[flat.device] if flat.is_cuda else None)
             self._collected.append((bucket, done))
             self.add(bucket)
-            if bucket.is_last():
-                # Emptied first: if the exchange raises, the next backward starts clean.
-                collected, self._collected = self._collected, []
-                self.exchange([one for one, _ in collected])
-                for one, future in collected:
-                    future.set_result(one.buffer())
+            self._finish(bucket.is_last())
             return done
+
+    def _finish(self, is_last: bool) -> None:
+        """Exchange what was collected, if no bucket will follow."""
+        if not is_last or not self._collected:
+            return
+        # Emptied first: if the exchange raises, the next backward starts clean.
+        collected, self._collected = self._collected, []
+        self.exchange([one for one, _ in collected])
+        for one, future in collected:
+            future.set_result(one.buffer())
+
+    @property
+    def position(self) -> int:
+        """Which of the collected buckets of this backward arrived last, from 0."""
+        return len(self._collected) - 1
 
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average a bucket by all-reduce, as DDP does by itself."""

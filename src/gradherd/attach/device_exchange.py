@@ -77,7 +77,7 @@ class DeviceExchange:
         self._world, self._scaler = world, scaler
         self._device: DeviceWorker | None = None
         self._buckets: list[tuple[int, int, list[int]]] = []
-        self._late: list[dist.GradBucket] = []
+        self._late: list[tuple[int, dist.GradBucket]] = []
         self._unfinished = False
         self._checked = 0
         self._warm = settings.warmup_steps == 0
@@ -85,17 +85,17 @@ class DeviceExchange:
         self._launched = 0
         self._may_capture = world.size == 1
 
-    def add(self, bucket: dist.GradBucket) -> None:
-        """Add a bucket to the residual, or keep it until all have arrived."""
-        if bucket.index() == 0:
+    def add(self, number: int, bucket: dist.GradBucket) -> None:
+        """Add bucket `number` of a backward to the residual, or keep it until all have arrived."""
+        if number == 0:
             if self._unfinished and self._device is not None:
                 self._device.clear()  # The backward before has raised.
             self._late, self._unfinished = [], True
             self._begin()
-        if self._device is not None and self._is_known(bucket):
-            self._device.add(bucket.index(), bucket.buffer())
+        if self._device is not None and self._is_known(number, bucket):
+            self._device.add(number, bucket.buffer())
         else:
-            self._late.append(bucket)
+            self._late.append((number, bucket))
 
     def _begin(self) -> None:
         ratio = self._worker.next_unit(1.0)
@@ -115,10 +115,10 @@ class DeviceExchange:
         scale = self._scaler._get_scale_async()
         return self._worker.unit if scale is None else self._worker.unit / scale.float()
 
-    def _is_known(self, bucket: dist.GradBucket) -> bool:
-        if bucket.index() >= len(self._buckets):
+    def _is_known(self, number: int, bucket: dist.GradBucket) -> bool:
+        if number >= len(self._buckets):
             return False
-        address, count, parameters = self._buckets[bucket.index()]
+        address, count, parameters = self._buckets[number]
         flat = bucket.buffer()
         if (flat.data_ptr(), flat.numel()) != (address, count):
             return False
@@ -141,8 +141,8 @@ class DeviceExchange:
             self._checked += 1
         assert self._device is not None
         late, self._late = self._late, []
-        for bucket in late:
-            self._device.add(bucket.index(), bucket.buffer())
+        for number, bucket in late:
+            self._device.add(number, bucket.buffer())
         self._unfinished = False
         if self._worker.weightless:
             self._device.clear()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.bucket_map import BucketMap, pieces
 from gradherd.attach.device_exchange import DeviceExchange, runs_on_device
-from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
+from gradherd.attach.parameter_usage import MomentumCheck, ParameterUsage, tracks_usage
 from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
@@ -37,6 +37,9 @@ Spans = list[tuple[int, int]]
 
 class SparseHook(BucketHook):
     """Exchanges a DDP model's gradients sparsely, with error feedback."""
+
+    # They hold a few rows each, and the sum of some rows is exact: nothing to select or to keep.
+    passes_sparse = True
 
     key = "sparsify"
     """Name of this part in a herd's state."""
@@ -78,17 +81,18 @@ class SparseHook(BucketHook):
         self._device: DeviceExchange | None = None
         if not tracks_usage(ddp) and runs_on_device(settings, self._worker, self.world.size):
             self._device = DeviceExchange(settings, self._worker, self._slices, self.world, scaler)
+        self._momentum_check = MomentumCheck(self._parameters) if settings.momentum else None
         self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
 
     def add(self, bucket: dist.GradBucket) -> None:
         """Add a bucket to the residual."""
         if self._device is not None:
-            self._device.add(bucket)
+            self._device.add(self.position, bucket)
         else:
-            self._add(bucket)
+            self._add(bucket, first=self.position == 0)
 
-    def _add(self, bucket: dist.GradBucket) -> None:
-        if bucket.index() == 0:
+    def _add(self, bucket: dist.GradBucket, first: bool) -> None:
+        if first:
             # Once per backward: the loss scale and the learning rate may change between steps,
             # and residuals of earlier steps must stay comparable.
             self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
@@ -116,7 +120,7 @@ class SparseHook(BucketHook):
             # Before anything was added: a parameter was frozen when the hook was attached, say.
             self._device = None
             for bucket in buckets:
-                self._add(bucket)
+                self._add(bucket, first=bucket is buckets[0])
         if self._worker.weightless:
             # The learning rate is zero: residuals are in the unit of parameters, so this gradient
             # adds nothing to them. The buckets are zero, as `add` has left them.
@@ -277,6 +281,8 @@ class SparseHook(BucketHook):
         super().close()
         if self._usage is not None:
             self._usage.remove()
+        if self._momentum_check is not None:
+            self._momentum_check.handle.remove()
 
 
 def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
@@ -285,25 +291,34 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
     Args:
         ddp: The model.
 
+    Returns:
+        All but those with row-sparse gradients, which DDP averages by itself.
+
     Raises:
-        ValueError: A parameter is not real, or has sparse gradients.
+        ValueError: A parameter is not real, or there is none.
     """
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+    # As DDP finds them: by the module that holds the parameter.
+    by_rows = {
+        parameter
+        for module in ddp.module.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for parameter in module.parameters(recurse=False)
+    }
     parameters = {
         # The same name with torch.compile and without, so that checkpoints fit both.
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        if parameter.requires_grad and name not in ignored and parameter not in by_rows
     }
+    if not parameters:
+        raise ValueError(
+            "every parameter has row-sparse gradients (sparse=True), which are exchanged by rows "
+            "already: leave sparsify out"
+        )
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(f"{name} holds {parameter.dtype}; only real numbers can be sparsified")
-    for path, module in ddp.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{path or 'the model'} has sparse gradients, which DDP exchanges without the "
-                "hook: make it with sparse=False"
-            )
     return parameters
 
 

@@ -60,7 +60,9 @@ class PendingCollective(NamedTuple):
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Return the size of a tensor's elements in bytes."""
+    """Return the size of a tensor's elements in bytes; of a sparse one, its indices and values."""
+    if tensor.is_sparse:
+        return nbytes(tensor._indices()) + nbytes(tensor._values())
     return tensor.numel() * tensor.element_size()
 
 
@@ -89,6 +91,8 @@ def all_reduce_bytes(tensor: Tensor, size: int) -> int:
     >>> all_reduce_bytes(torch.zeros(10), 4)
     60
     """
+    if tensor.is_sparse:  # Rows of several ranks seldom coincide: backends gather them.
+        return all_gather_bytes(tensor, size)
     return 2 * nbytes(tensor) * (size - 1) // size
 
 
@@ -127,11 +131,12 @@ def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
     sum in rank order take fewer hops than an all-reduce.
 
     Args:
-        tensor: Any shape. Among more than eight ranks, it is overwritten with the sum.
+        tensor: Any shape; it is not changed.
         world: The ranks that take part.
     """
     if world.size > _SMALL_WORLD:
-        return all_reduce(tensor, world)
+        # A copy: the tensor may be a script's own, and scripts use theirs again.
+        return all_reduce(tensor.clone(), world)
     gathered, sent = all_gather(tensor, world)
     return CollectiveResult(gathered.sum(0), sent)
 

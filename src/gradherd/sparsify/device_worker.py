@@ -174,6 +174,11 @@ class DeviceWorker:
         self._remark = False
         # Views of each bucket, made once: making them takes longer than launching a kernel.
         spans = list(zip(placement.begins, placement.lengths, strict=True))
+        # By coordinates, not by positions: a resumed run must find the same threshold although its
+        # buckets are not rebuilt yet.
+        count = min(sparse, _SAMPLES)
+        spaced = torch.arange(count, device=residual.device) * sparse // count
+        self._sample = placement.positions(spaced)
         self._turn = 0
         self._parts = [(residual[b : b + n], self.acc[b : b + n]) for b, n in spans]
         self._mark_parts = [self._marks.part(b, n) for b, n in spans]
@@ -273,8 +278,7 @@ class DeviceWorker:
         start = self.state.start[0].float()
         found = kernels.count_marks(self.acc, start, self._marks)
         lost = (start <= (torch.inf if self._remark else 0)) | (found > room) | (4 * found < 7 * k)
-        stride = max(1, len(self.acc) // _SAMPLES)
-        start = torch.where(lost, search_start(self.acc[::stride], k / self._sparse), start)
+        start = torch.where(lost, search_start(self.acc[self._sample], k / self._sparse), start)
         kernels.mark_if(lost, self.acc, start, self._marks)
         positions, total = kernels.marked(self.acc, start, self._marks, room)
         coordinates = self.placement.coordinates(positions)

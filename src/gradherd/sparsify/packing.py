@@ -47,6 +47,9 @@ COUNT_BYTES = 4
 INDEX_BYTES = 4
 """A coordinate as int32."""
 
+MAX_COORDINATES = 2**31 - 1
+"""Elements that a model can have: more would not fit an index."""
+
 OFFSET_BYTES = 2
 """A coordinate as its offset in a page. Cheaper than an index as long as pages are not too many:
 each page also costs a count."""

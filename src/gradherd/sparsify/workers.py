@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, run_together
 from gradherd.sparsify.exchange import Outcome, reduce
-from gradherd.sparsify.packing import VALUE_BITS
+from gradherd.sparsify.packing import MAX_COORDINATES, VALUE_BITS
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
@@ -53,9 +53,8 @@ class Worker:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        # Indices are sent as int32.
-        if dim >= 2**31:
-            raise ValueError(f"{dim:,} coordinates are too many: indices reach {2**31 - 1:,}")
+        if dim > MAX_COORDINATES:
+            raise ValueError(f"{dim:,} coordinates are too many: indices reach {MAX_COORDINATES:,}")
         self.settings = settings
         self.sparse = dim if sparse is None else sparse
         self._rank, self._size = rank, size
