@@ -212,7 +212,7 @@ def test_what_cannot_work_is_refused_with_a_sentence():
     assert "'best'" in found["name"] and "exdyna" in found["name"]
     assert "3.0" in found["object"]
     assert "there is one already" in found["taken"]
-    assert "sparse=False" in found["sparse"]
+    assert "leave sparsify out" in found["sparse"]
     assert "another model" in found["model"]
     assert "rows='batch'" in found["rows"]
 
