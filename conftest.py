@@ -42,6 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=is_short)  # stable: files keep their order otherwise
 
 
+# On a busy machine a command that takes a moment takes long enough for lines of progress, and tests
+# look at all that is printed. Those about progress turn it on.
+os.environ["GRADHERD_QUIET"] = "1"
+
 # What functions that run on ranks import. Test files themselves are not listed: importing one may
 # skip it, which would end the server.
 _RANK_MODULES = [

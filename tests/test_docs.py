@@ -38,7 +38,7 @@ def output_of(folder: Path, program: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=170,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -12,7 +12,7 @@ def test_the_example_trains_under_torchrun():  # `make example` does so without 
         [sys.executable, *launch, str(SCRIPT), "--epochs", "2", "--sparsify", "exdyna"],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=170,
     )
     assert ran.returncode == 0, ran.stderr
     losses = [float(loss) for loss in re.findall(r"^epoch \d+  loss.* (\S+)$", ran.stdout, re.M)]

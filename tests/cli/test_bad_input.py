@@ -81,7 +81,7 @@ def refused_by_process(*args, code: int) -> str:
     """Do the same in a process of its own, so that what worker processes say is heard, too."""
     before = contents(Path.cwd())
     command = [sys.executable, "-m", "gradherd", *map(str, args)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=170)
     check_refusal(ran.returncode, ran.stdout, ran.stderr, code)
     assert contents(Path.cwd()) == before
     return ran.stderr
@@ -267,22 +267,23 @@ def test_a_task_that_fails_on_one_of_the_workers(place):
     assert "RuntimeError: the moon is full" in err
 
 
-def test_going_on_with_another_order_than_the_one_that_is_there(place):
-    options = ["train", "digits", "--workers", "2", "--epochs", "1", "--limit", "16", "--out", "a"]
+def test_going_on_with_another_order_or_another_number_of_workers(capsys, place):
+    options = ["train", "digits", "--epochs", "1", "--limit", "16", "--out", "a"]
+    with pytest.raises(SystemExit) as stop:
+        main([*options, "--workers", "2"])
+    assert stop.value.code == 0
+    capsys.readouterr()
+    err = refused(capsys, *options, "--workers", "2", "--resume", "--order", "cd-grab")
+    assert "cd-grab" in err and "d-rr" in err
+    # In a process of its own: what ranks log goes to the stderr of the process that started them.
+    more = ["--workers", "1", "--epochs", "2", "--resume"]
     done = subprocess.run(
-        [sys.executable, "-m", "gradherd", *options], capture_output=True, text=True, timeout=55
+        [sys.executable, "-m", "gradherd", *options, *more],
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == 0, done.stderr
-    err = refused_by_process(*options, "--resume", "--order", "cd-grab", code=2)
-    assert "cd-grab" in err and "d-rr" in err
-
-
-def test_going_on_with_another_number_of_workers(place):
-    options = ["train", "digits", "--epochs", "1", "--limit", "16", "--out", "a"]
-    command = [sys.executable, "-m", "gradherd", *options]
-    for more in (["--workers", "2"], ["--workers", "1", "--epochs", "2", "--resume"]):
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=55)
-        assert done.returncode == 0, done.stderr
     assert done.stderr.count("a state of 2 ranks continues on 1") == 1
     record = json.loads((place / "a" / "record.json").read_text())
     assert [row["epoch"] for row in record["epochs"]] == [1, 2]
@@ -373,7 +374,7 @@ def test_a_result_that_cannot_be_written(place):
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=55,
+            timeout=170,
         )
     check_refusal(ran.returncode, "", ran.stderr, 1)
     assert "No space left on device" in ran.stderr
@@ -437,7 +438,6 @@ def test_the_way_out_of_a_damaged_record(capsys, place):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [["--workers", "2"], ["--virtual"]], ids=["workers", "virtual"])
 def test_ctrl_c_keeps_what_was_done(place, how):
     command = ["compare", "digits", "--orders", "d-rr,cd-grab", "--seeds", "2", "--epochs", "500"]
@@ -451,11 +451,11 @@ def test_ctrl_c_keeps_what_was_done(place, how):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_for(lambda: process.poll() is not None or has_epoch(place / "out"), 45)
+        wait_for(lambda: process.poll() is not None or has_epoch(place / "out"), 120)
         assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-        wait_for(lambda: not alive_in(process.pid), 10)
+        out, err = process.communicate(timeout=50)
+        wait_for(lambda: not alive_in(process.pid), 30)
     finally:
         if alive_in(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
@@ -501,7 +501,7 @@ def test_train_under_torchrun_speaks_once(place):
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradherd"]
     options = ["train", "digits", "--epochs", "1", "--limit", "64", "--out", "X", "--json"]
     ran = subprocess.run(
-        [sys.executable, "-m", *launch, *options], capture_output=True, text=True, timeout=55
+        [sys.executable, "-m", *launch, *options], capture_output=True, text=True, timeout=170
     )
     assert ran.returncode == 0, ran.stderr
     printed = json.loads(ran.stdout)  # fails if there are two of them

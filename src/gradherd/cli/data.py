@@ -17,6 +17,7 @@ from rich.table import Table
 
 from gradherd.cli.arguments import FolderOption, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
+from gradherd.cli.tables import print_table
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
     MissingData,
@@ -65,7 +66,7 @@ class DataListCommand:
                 style=None if entry["found"] else "dim",
             )
         console = Console()
-        console.print(table)
+        print_table(table, console)
         without_data = [task for task, data in TASK_DATA.items() if not data]
         console.print(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
 
@@ -192,7 +193,7 @@ class DataCheckCommand:
                 where = escape(entry["problem"] or entry["found"] or "")
                 style = _STATUS_STYLES[entry["status"]]
                 table.add_row(entry["name"], entry["status"], where, style=style)
-            Console().print(table)
+            print_table(table)
         # After the table: it says what is damaged.
         if any(entry["status"] == "damaged" for entry in sets):
             raise SystemExit(1)

@@ -42,6 +42,8 @@ class DemoCommand:
     """Number of seeds of every arm."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
+    quiet: Flag = False
+    """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
     resume: Flag = False
     """Keep the finished runs in --out and train only the others."""
     json: Annotated[
@@ -72,7 +74,7 @@ class DemoCommand:
             with reporting_what_is_left(out, len(_PARTS) * len(configs)):
                 # Each part in a folder of its own: both parts have an arm of d-rr and dense.
                 part_records = train_missing(
-                    configs, out / part.task, TrainingOptions(), resume=self.resume
+                    configs, out / part.task, TrainingOptions(quiet=self.quiet), resume=self.resume
                 )
             comparisons.append(compare(part_records))
             records += part_records

@@ -11,7 +11,7 @@ from gradherd.cli import doctor_checks as checks_of
 from gradherd.cli.arguments import json_help, print_json
 from gradherd.cli.doctor_checks import Check
 from gradherd.cli.errors import CommandFailed
-from gradherd.cli.tables import plain_table
+from gradherd.cli.tables import plain_table, print_table
 
 _STATUS_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}
 
@@ -43,7 +43,7 @@ class DoctorCommand:
         if self.json:
             print_json({"checks": [_as_json(check) for check in checks], "ok": not broken})
         else:
-            Console().print(_table(checks))
+            print_table(_table(checks))
         if broken:
             # After the table, so that "above" is true; scripts see the exit code.
             raise CommandFailed(f"gradherd will not work well here: see {', '.join(broken)} above")

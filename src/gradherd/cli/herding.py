@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from rich.console import Console
 from rich.table import Table
 
 from gradherd.cli.arguments import check_at_least, json_help, parse_names, print_json
 from gradherd.cli.errors import UsageError
 from gradherd.cli.progress import counted_loop
+from gradherd.cli.tables import print_table
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.order import random_vectors, replay_order
 
@@ -76,7 +76,7 @@ class HerdingCommand:
             sizes = {"workers": self.workers, "units": self.units, "dim": self.dim}
             print_json({**sizes, "orders": bounds})
         else:
-            Console().print(self._table(bounds))
+            print_table(self._table(bounds))
 
     def _table(self, bounds: dict[str, list[float]]) -> Table:
         table = Table(
@@ -89,7 +89,7 @@ class HerdingCommand:
         rounds = sorted({0, 1, 2, 3, 5, 8, self.rounds} & set(range(self.rounds + 1)))
         table.add_column("order", no_wrap=True)
         for number in rounds:
-            table.add_column("start" if number == 0 else str(number), justify="right")
+            table.add_column("start" if number == 0 else str(number), justify="right", no_wrap=True)
         best = min(values[-1] for values in bounds.values())
         for name, values in bounds.items():
             style = "bold green" if values[-1] == best else None

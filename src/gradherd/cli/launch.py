@@ -15,7 +15,7 @@ from gradherd.cli.arguments import under_torchrun
 from gradherd.cli.errors import CommandFailed
 from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
-from gradherd.cli.progress import ProgressBar
+from gradherd.cli.progress import ProgressBar, is_quiet
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.tasks.safe_readers import DamagedData
@@ -83,7 +83,8 @@ def train_runs(
     if saving is None:
         signal.signal(signal.SIGTERM, raise_interrupt)
     # One tuple for all three ways of training: what local ranks get is pickled.
-    job = (list(configs), out, options.data_dir, options.tensorboard, saving)
+    quiet = is_quiet(options.quiet)
+    job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
     try:
         if options.virtual:
             return _train_virtual(job)
@@ -150,7 +151,7 @@ def _train_virtual(job: tuple[Any, ...]) -> list[RunRecord]:
 
 
 def _train_locally(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
-    saving = job[-1]
+    saving = job[4]
     try:
         records: list[RunRecord] = run_ranks(
             train_on_this_rank,
@@ -186,6 +187,7 @@ def train_on_this_rank(
     data_dir: Path | None,
     tensorboard: bool,
     saving: CheckpointOptions | None,
+    quiet: bool = False,
 ) -> list[RunRecord]:
     """Train all runs on this rank, together with the other ranks.
 
@@ -195,13 +197,14 @@ def train_on_this_rank(
         data_dir: Folder to search for data first.
         tensorboard: Whether to write TensorBoard events, too.
         saving: How to save checkpoints; None saves none.
+        quiet: Show no progress.
 
     Returns:
         The records, in the order of `configs`.
     """
     # A virtual run is one process even where variables of a launcher are left in the environment.
     world = World.single() if configs[0].virtual else World.detect()
-    with ProgressBar(quiet=world.rank > 0) as bar:
+    with ProgressBar(quiet=quiet or world.rank > 0) as bar:
         return run_all(
             configs,
             world,

@@ -115,6 +115,8 @@ class TrainingOptions:
     """Folder to write to; by default a new one in gradherd-runs."""
     tensorboard: Flag = False
     """Also write TensorBoard events."""
+    quiet: Flag = False
+    """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
 
     def checked(self) -> dict[str, Any]:
         """Return the settings for RunConfig, or raise UsageError; None means the task's value."""

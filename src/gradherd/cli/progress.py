@@ -1,10 +1,17 @@
-"""One progress bar for everything that takes long: on stderr, and only if that is a terminal."""
+"""Progress of everything that takes long, on stderr: a bar on a terminal, lines elsewhere.
+
+Lines are for logs (CI, nohup, a batch system). They become rarer the longer a command takes, and a
+command that takes seconds prints none.
+"""
 
 import contextlib
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape, render
 from rich.progress import (
     BarColumn,
     Progress,
@@ -15,7 +22,20 @@ from rich.progress import (
 )
 
 from gradherd.lab.study.kinds import PlannedRun, StudyProgress
+from gradherd.lab.text import printable
 from gradherd.lab.train.config import RunConfig
+
+_FIRST_LINE = 10.0
+"""Seconds until the first line, and at least between two lines."""
+_LINES_PER_TIME = 10
+"""After T seconds, lines are T / 10 seconds apart: a night prints less than a hundred."""
+QUIET = "GRADHERD_QUIET"
+"""Environment variable that turns progress off, as --quiet does."""
+
+
+def is_quiet(option: bool) -> bool:
+    """Return whether to show no progress: asked by --quiet, or by the environment."""
+    return option or bool(os.environ.get(QUIET))
 
 
 class ProgressBar(StudyProgress):
@@ -30,7 +50,7 @@ class ProgressBar(StudyProgress):
 
         Args:
             study_runs: Number of runs of a study; None for a training, where `begin` passes it.
-            quiet: Draw nothing, as all ranks but the first.
+            quiet: Show nothing, as all ranks but the first.
         """
         # On stderr: stdout belongs to the result, which may be piped into a program.
         console = Console(stderr=True)
@@ -52,6 +72,8 @@ class ProgressBar(StudyProgress):
         self._task = self._bar.add_task("", total=None, loss="")
         self._is_study = study_runs is not None
         self._runs, self._started = study_runs or 0, 0
+        self._prints_lines = not quiet and not console.is_terminal
+        self._begin = self._last_line = time.monotonic()
 
     def __enter__(self) -> "ProgressBar":
         self._bar.start()
@@ -91,11 +113,30 @@ class ProgressBar(StudyProgress):
     def step(self, steps: int = 1) -> None:
         """Advance the bar."""
         self._bar.advance(self._task, steps)
+        if self._prints_lines:
+            self._print_line()
 
     def epoch(self, number: int, losses: list[float | None]) -> None:
         """Show the loss after an epoch; of several runs, that of the last one."""
         loss = "not finite" if losses[-1] is None else f"{losses[-1]:.4g}"
         self._bar.update(self._task, loss=f"epoch {number}, loss {loss}")
+
+    def _print_line(self) -> None:
+        """Print how far the work is, if the last line is long ago."""
+        now = time.monotonic()
+        if now - self._last_line < max(_FIRST_LINE, (now - self._begin) / _LINES_PER_TIME):
+            return
+        self._last_line = now
+        (task,) = self._bar.tasks
+        left = task.time_remaining
+        parts = [
+            render(task.description).plain,
+            # No total yet: steps are known only once the data are loaded.
+            "" if task.total is None else f"{task.percentage:.0f} %",
+            task.fields["loss"],
+            "" if left is None else f"{duration(left)} left",
+        ]
+        print(f"gradherd: {printable(', '.join(filter(None, parts)))}", file=sys.stderr, flush=True)
 
     def _next_runs(self, first: str, count: int) -> str:
         """Describe the next `count` runs, e.g. "run 3 of 6: cd-grab, seed 0"."""
@@ -112,9 +153,20 @@ def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
         total: Number of iterations.
         unit: What an iteration is, in the plural, e.g. "rounds".
     """
-    with ProgressBar() as bar:
+    with ProgressBar(quiet=is_quiet(False)) as bar:
         bar.begin_loop(total, unit)
         yield bar.step
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> duration(49), duration(150), duration(7300)
+    ('49 s', '2.5 min', '2.0 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _run_name(config: RunConfig) -> str:

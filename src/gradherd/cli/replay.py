@@ -22,6 +22,7 @@ from gradherd.cli.arguments import (
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import METHODS, ORDERS
 from gradherd.cli.progress import counted_loop
+from gradherd.cli.tables import print_table
 from gradherd.ordering.policy import Start
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.ordering.sign_rules import SIGN_RULES
@@ -251,6 +252,6 @@ class ReplaySparsifyCommand:
         # One worker sends nothing, dense or not.
         if dense_bytes:
             table.add_row("... relative to a dense exchange", f"{sent_bytes / dense_bytes:.3%}")
-        Console().print(table)
+        print_table(table)
         if self.out is not None:
             Console().print(f"wrote mean.npy and residual.npy to {self.out}")

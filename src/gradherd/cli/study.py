@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,8 +24,8 @@ from gradherd.cli.arguments import (
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.launch import raise_interrupt
 from gradherd.cli.options import check_data, named_task, usable_device
-from gradherd.cli.progress import ProgressBar
-from gradherd.cli.tables import claims_json, print_claims
+from gradherd.cli.progress import ProgressBar, is_quiet
+from gradherd.cli.tables import claims_json, print_claims, print_table
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, task_path
 from gradherd.lab.study.results import RunResult, read_arms, read_other_studies
@@ -153,7 +152,7 @@ class StudyCommand:
         # SIGTERM acts like Ctrl-C: results are written run by run, so none is left half-written.
         previous = signal.signal(signal.SIGTERM, raise_interrupt)
         try:
-            with ProgressBar(study_runs=len(todo)) as bar:
+            with ProgressBar(study_runs=len(todo), quiet=is_quiet(False)) as bar:
                 context = RunContext(
                     folder=study.folder,
                     device=_device(study, self.device),
@@ -202,7 +201,7 @@ class StudyCommand:
             missing = [run.seed for run in todo if run.arm == arm]
             done = [run.seed for run in planned if run.arm == arm and run.seed not in missing]
             table.add_row(escape(arm), " ".join(map(str, done)), " ".join(map(str, missing)))
-        Console().print(table)
+        print_table(table)
 
 
 def _check_reportable(study: Study) -> None:

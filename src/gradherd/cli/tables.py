@@ -2,16 +2,20 @@
 
 `gradherd.lab.report` is imported inside functions: it needs optional packages and takes seconds to
 load, and most commands print tables without it.
+
+No table loses a digit or a name, however narrow the terminal is: one that does not fit is printed
+as a list, one line for each cell.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from gradherd.cli.arguments import print_json
@@ -45,6 +49,61 @@ def plain_table(title: str | None = None, **options: Any) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **options)
 
 
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table; as a list if the terminal is too narrow for its words and numbers.
+
+    Args:
+        table: The table.
+        console: Where to print; by default stdout.
+    """
+    console = Console() if console is None else console
+    for column in table.columns:
+        # Rich's default cuts a long word and writes "..." in its place.
+        column.overflow = "fold"
+    least = _least_width(table, console)
+    if least <= console.width:
+        console.print(table)
+    elif console.is_terminal or "COLUMNS" in os.environ:
+        _print_as_list(table, console)
+    else:  # A file has no width.
+        Console(file=console.file, width=least).print(table)
+
+
+def _least_width(table: Table, console: Console) -> int:
+    """Return the width that a table needs so that lines break between words only."""
+    options = console.options.update(width=10_000)
+    width = Measurement.get(console, options, table).maximum
+    for column in table.columns:
+        # Rich counts the longest word of a column even if that column may not be wrapped.
+        if not column.no_wrap:
+            sizes = [Measurement.get(console, options, it) for it in (column.header, *column.cells)]
+            width -= max(one.maximum for one in sizes) - max(one.minimum for one in sizes)
+    return width
+
+
+def _print_as_list(table: Table, console: Console) -> None:
+    """Print each row as its first cell and, below it, a line for each of the others."""
+    columns = [list(column.cells) for column in table.columns]
+    headings = [str(column.header).replace("\n", " ") for column in table.columns]
+    # Soft-wrapped: the terminal breaks what is longer than a line, and nothing is lost.
+    if table.title:
+        console.print(table.title, soft_wrap=True)
+    for row in zip(*columns, strict=True):
+        console.print(
+            f"{headings[0]}{'  ' if headings[0] else ''}[bold]{row[0]}[/]", soft_wrap=True
+        )
+        for heading, cell in zip(headings[1:], row[1:], strict=True):
+            if cell:
+                console.print(f"  {heading}{'  ' if heading else ''}{cell}", soft_wrap=True)
+    if table.caption:
+        console.print(table.caption, soft_wrap=True)
+
+
+def has_colours(console: Console) -> bool:
+    """Return whether colours are seen; without them a mark says what they would."""
+    return console.is_terminal and not console.no_color
+
+
 def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json: bool) -> None:
     """Print the rows of a benchmark as a table or as JSON.
 
@@ -58,14 +117,19 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
     if as_json:
         print_json({"bench": bench, "device": device, "rows": rows})
         return
-    table = Table(title=f"bench {bench} on {device}, torch {torch.__version__}")
+    import torch  # here, since other commands print tables without it
+
+    title = f"bench {bench} on {device}, torch {torch.__version__}"
+    table = plain_table(title, title_justify="left")
     # Leave out columns that would be empty: a terminal has little room.
     sends = any(row["bytes"] for row in rows)
     bounded = not sends and all("ceiling_ratio" in row for row in rows)
     headings = ["workers", "dim", "case", "ms", "time ratio", "peak bytes"]
     for heading in headings + ["bytes sent"] * sends + ["x ceiling"] * bounded:
         left = heading == "case"
-        table.add_column(heading, justify="left" if left else "right", no_wrap=left)
+        # Two words in two lines: seven columns of large numbers fit 80 characters.
+        heading = heading.replace(" ", "\n")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         table.add_row(
             str(row["workers"]),
@@ -78,7 +142,7 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
             *([f"{row['ceiling_ratio']:.2f}"] if bounded else []),
             end_section=following is not None and _size(row) != _size(following),
         )
-    Console().print(table)
+    print_table(table)
 
 
 def _size(row: dict[str, Any]) -> tuple[int, int]:
@@ -95,7 +159,7 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
     from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
 
     console = Console()
-    console.print(_comparison_table(comparison))
+    print_table(_comparison_table(comparison, coloured=has_colours(console)), console)
     for note in comparison.notes:
         # Soft-wrapped: sentences that rich breaks could not be searched for or copied.
         console.print(f"[yellow]note[/yellow]  {escape(note)}", soft_wrap=True)
@@ -109,14 +173,15 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
         console.print(f"report: {escape(str(page))}", soft_wrap=True)
 
 
-def _comparison_table(comparison: "Comparison") -> Table:
+def _comparison_table(comparison: "Comparison", *, coloured: bool) -> Table:
     from gradherd.lab.report.comparison_table import comparison_table
 
     full = comparison_table(comparison)
     baseline = escape(comparison.baseline.label)
     table = plain_table(
         f"{escape(comparison.task)}: {escape(comparison.description)}",
-        caption=f"epochs to it: until the final loss of {baseline}, the baseline; green: best mean",
+        caption=f"epochs to it: until the final loss of {baseline}, the baseline; "
+        f"{'green' if coloured else '*'}: best mean",
         title_justify="left",
         caption_justify="left",
     )
@@ -129,12 +194,14 @@ def _comparison_table(comparison: "Comparison") -> Table:
         heading = escape(headings[name]).replace(" ", "\n", 1)
         table.add_column(heading, overflow="fold", no_wrap=name != "arm")
     for row in full.rows:
-        table.add_row(*(_cell_markup(row[index]) for index in columns))
+        table.add_row(*(_cell_markup(row[index], coloured) for index in columns))
     return table
 
 
-def _cell_markup(cell: "TableCell") -> str:
-    return f"[bold green]{escape(cell.text)}[/]" if cell.best else escape(cell.text)
+def _cell_markup(cell: "TableCell", coloured: bool) -> str:
+    if not cell.best:
+        return escape(cell.text)
+    return f"[bold green]{escape(cell.text)}[/]" if coloured else f"{escape(cell.text)} *"
 
 
 def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:

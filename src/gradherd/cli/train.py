@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from gradherd.cli.options import (
     named_task,
     warn_of_divergence,
 )
+from gradherd.cli.tables import print_table
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig, sparse_recipe
 from gradherd.lab.train.record import RunRecord
@@ -158,7 +158,7 @@ class TrainCommand:
             ("written to", out),
         ):
             table.add_row(escape(label), escape(value))
-        Console().print(table)
+        print_table(table)
 
 
 def _change(start: float | None, end: float | None) -> str:

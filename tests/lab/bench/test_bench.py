@@ -147,7 +147,6 @@ def test_one_worker_alone_keeps_its_gradient(name):
     assert torch.equal(grad, torch.arange(7.0)) and case.bytes == 0
 
 
-@pytest.mark.timeout(180)  # a start of torch, on a machine that may be busy
 def test_the_module_runs_as_a_program():
     command = [
         sys.executable,
