@@ -511,7 +511,7 @@ def test_a_second_attach_waits_for_the_first_to_let_go():
     dataset, net = examples(8), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
     herd = attach(net, order=sampler)
-    with pytest.raises(ValueError, match="attached already"):
+    with pytest.raises(ValueError, match=r"attached already: call detach\(\) of the herd"):
         attach(net, order=sampler)
     herd.detach()
     attach(net, order=sampler)
@@ -571,3 +571,11 @@ def test_rows_keep_their_precision_where_autocast_asks_for_them(rows):
                     return herd.state_dict()["ordering"]["balance"]["running"]
 
     torch.testing.assert_close(learned(settle=False), learned(settle=True))
+
+
+@pytest.mark.parametrize("order", ["grab", 3, object])
+def test_an_order_that_is_no_sampler_is_named(order):
+    with pytest.raises(
+        ValueError, match=r"order must be the OrderedSampler of the .* got .*: make"
+    ):
+        attach(nn.Linear(2, 2), order=order)

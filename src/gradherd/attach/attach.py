@@ -85,6 +85,11 @@ def attach(
         raise ValueError("nothing to attach: give an order, a sparsifier or local steps, or both")
     bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     try:
+        _check_order(order)
+    except ValueError as error:
+        RankMeeting(_model_world(bare, None, None)).refuse(error)
+        raise
+    try:
         check_parameters(bare)
         worlds = ShardedWorlds(bare, mesh) if fsdp_modules(bare) else None
         world = _model_world(bare, order, worlds)
@@ -128,6 +133,16 @@ def attach(
         transport = _make_transport(bare, order, plan)
         feedback = OrderFeedback(model, order, transport, plan, scaler)
     return Herd(feedback, sparse)
+
+
+def _check_order(order: object) -> None:
+    """Raise ValueError if an order is something else than a sampler, such as its name."""
+    if order is not None and not isinstance(order, OrderedSampler):
+        raise ValueError(
+            f"order must be the OrderedSampler of the training loader, got {order!r}: make one, as "
+            "in OrderedSampler(dataset, 'cd-grab', batch_size=32), and give it to the DataLoader, "
+            "too"
+        )
 
 
 def _model_world(
@@ -261,7 +276,10 @@ def _plan_rows(
     elif worlds is not None:
         _share_group(order, worlds.all_workers(order))
     if order.attached:
-        raise ValueError("order is attached already: call its herd's detach() first")
+        raise ValueError(
+            "order is attached already: call detach() of the herd that attach() returned for it, "
+            "or make a new OrderedSampler"
+        )
     check_device(bare, order.world)
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
         unwrap_model(model)  # raises if compiled: hooks of its modules would not be called

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -181,10 +182,36 @@ def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
 
 def _unboxed(text: str) -> str:
     """Return tyro's error message, which it prints in a box, as one line."""
-    # The first line is the top of the box, and below the rule tyro points to --help, as we do.
-    lines = [line.strip("│╭╰╮╯ ") for line in text.splitlines()[1:]]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    return _one_line(" ".join(lines[:rule]))
+    lines = [line.strip("│╭╰╮╯|+ ") for line in text.splitlines()]
+    # The first line is the top of the box, or the title and a rule where the encoding of stdout has
+    # no lines to draw with. Below the next rule tyro points to --help, as we do.
+    rules = [at for at, line in enumerate(lines) if line.startswith(("──", "---"))]
+    begin = 2 if 1 in rules else 1
+    rule = next((at for at in rules if at >= begin), len(lines))
+    return _own_words(_one_line(" ".join(lines[begin:rule])))
+
+
+def _own_words(text: str) -> str:
+    """Return an error of tyro without its internals: what is wrong, and with which value.
+
+    >>> _own_words("Error parsing --seed: invalid literal for int() with base 10: 'x'")
+    "--seed must be a whole number, got 'x'"
+    >>> _own_words("Missing value for argument '--order'. Expected 1 values.")
+    '--order needs a value'
+    """
+    wrong = re.match(r"Error parsing (\S+): ", text)
+    value = re.search(r"from \[(.+?)\]|(?:10|float): ('.*?')$", text)
+    kind = "a whole number" if re.search(r"\bINT\b|int\(\)", text) else "a number"
+    if wrong and value and re.search(r"\b(INT|FLOAT)\b|int\(\)|to float", text):
+        return f"{wrong[1]} must be {kind}, got {value[1] or value[2]}"
+    if value := re.match(r"Missing value for argument '(.+?)'", text):
+        return f"{value[1]} needs a value"
+    # "Missing from gradherd advise: --params STR Number of parameters ... (required)"
+    if missing := re.match(
+        r"Missing from gradherd [a-z ]+: (\S+?)(?: [A-Z]+)? (.*?) ?\(required\)$", text
+    ):
+        return f"{missing[1]} is missing: {missing[2]}"
+    return text
 
 
 def _one_line(text: str) -> str:

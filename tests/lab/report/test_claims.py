@@ -183,3 +183,15 @@ def test_measures_of_runs():
     assert measure_runs("train_loss", 2, runs) == {0: 5.0}
     assert measure_runs("late_train_loss", None, runs) == {0: 2.0}
     assert measure_runs("bytes", None, runs) == {0: 6 * runs[0].epochs[0].bytes}
+
+
+def test_of_steps_per_second_more_is_better():
+    def speeds(*values):
+        figures = [{"summary": {"one run.steps_per_second": value}} for value in values]
+        return [replace(result("x", s, [1.0]), figures=one) for s, one in enumerate(figures)]
+
+    slower = {"a": speeds(50.0, 51.0, 49.0), "b": speeds(100.0, 100.0, 100.0)}
+    no_worse = claim(measure="one run.steps_per_second", test="no-worse", value=0.1)
+    assert judge(no_worse, slower).verdict == "not confirmed"
+    faster = {"a": slower["b"], "b": slower["a"]}
+    assert judge(no_worse, faster).verdict == "confirmed"

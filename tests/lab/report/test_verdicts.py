@@ -197,12 +197,47 @@ def test_unfinished_arms_are_compared_where_both_are():
     assert "cd-grab reaches d-rr's last loss after 3 of 5 epochs" in text
 
 
-def test_many_arms_are_not_corrected_for_and_that_is_said():
-    assert "not corrected for the number of comparisons: with 2 of them" in multiple_testing_note(
-        compare(sparsifiers())
-    )
-    assert multiple_testing_note(compare(orders(names=("d-rr", "cd-grab")))) is None
+def test_p_values_are_corrected_for_the_number_of_tests():
+    note = multiple_testing_note(compare(sparsifiers()))
+    assert note.startswith("4 differences were tested (losses and metrics).") and "Holm" in note
     assert multiple_testing_note(compare(orders(1))) is None
+    # Enough beside the metric, not beside two more arms.
+    losses = [0.80, 0.86, 0.84]
+    arms = [runs(name, losses) for name in ("cd-grab", "grab", "pair-grab")]
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *arms[0]])
+    assert "paired p = 0.0" in text and tone in ("gain", "mixed")
+    tone, text = said([*runs("d-rr", [1.0, 1.02, 0.98]), *(one for arm in arms for one in arm)])[0]
+    assert tone == "open" and re.search(r"corrected p = 0\.\d+: no difference shown", text)
+
+
+def test_two_seeds_are_not_enough():
+    [(tone, text)] = said([*runs("d-rr", [1.0, 1.02]), *runs("cd-grab", [0.25, 0.2699])])
+    assert tone == "open" and "2 seeds, paired p < 0.001" in text and ": not enough seeds)" in text
+    assert not CLAIMS.search(text)
+
+
+def test_loss_and_metric_are_weighed_together():
+    base = metrics([97.3, 97.4, 97.2])
+    losses = {"losses": [2.0, 1.0]}
+    # A metric that shows nothing does not hide a loss that does.
+    arm = [
+        record("d-rr", "exdyna", 0.01, s, epochs=2, metrics=[50.0, m], losses=[3.0, loss])
+        for s, (m, loss) in enumerate([(97.0, 2.0), (97.5, 2.01), (96.9, 2.02)])
+    ]
+    same = [record("d-rr", seed=r.seed, epochs=2, metrics=[50.0, r.epochs[-1].metric], **losses)
+            for r in base]  # fmt: skip
+    [(tone, text)] = said([*same, *arm])
+    assert tone == "mixed" and "no difference shown), train loss 1.0 higher (" in text
+    assert ": worse), with 2.1 % of the bytes" in text
+    # A lower loss with a worse metric is both, and so is the other way round.
+    grab = [
+        record(
+            "cd-grab", seed=s, epochs=2, metrics=[50.0, 90.0 + s / 10], losses=[1.0, 0.5 + s / 99]
+        )
+        for s in range(3)
+    ]
+    [(tone, text)] = said([*same, *grab])
+    assert tone == "mixed" and ": better); test accuracy (%) " in text and ": worse)." in text
 
 
 def test_both_changed_at_once():

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradherd.lab.report.comparison import ArmPair, Comparison
+from gradherd.lab.report.phrases import decimal_places
 from gradherd.lab.report.stats import MeanStd, PairedDifference
-from gradherd.lab.report.verdicts import all_verdicts, decimal_places
+from gradherd.lab.report.verdicts import all_verdicts
 from gradherd.lab.text import (
     counted,
     fixed,

@@ -45,6 +45,8 @@ _CASE_WORDS = {
     "peak_bytes": "peak memory of {}",
     "steps_per_second": "steps per second of {}",
 }
+_HIGHER_IS_BETTER = ("steps_per_second",)
+"""Entries of summaries of which more is better; of all others, less is."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def measure(
     # Only training runs are stored as columns over epochs; all others have a summary.
     if "summary" in arm[0].figures:
         reference = None if against is None else _from_summary(name, against)
-        return Measurement(_from_summary(name, arm), reference, False, measure_words(name))
+        higher = name.rpartition(".")[2] in _HIGHER_IS_BETTER
+        return Measurement(_from_summary(name, arm), reference, higher, measure_words(name))
     runs = [one.record() for one in arm]
     others = None if against is None else [one.record() for one in against]
     higher = name in ("metric", "late_metric") and runs[0].higher_is_better

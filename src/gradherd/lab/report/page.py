@@ -146,7 +146,7 @@ def colour_of(index: int) -> int:
 def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:
     questions = []
     for question in comparison.questions:
-        verdicts = answer(question, comparison.metric_name, comparison.higher_is_better)
+        verdicts = answer(question, comparison)
         lines = [
             {"tone": one.tone, "sign": _TONES[one.tone][0], "means": _TONES[one.tone][1],
              "text": one.text}

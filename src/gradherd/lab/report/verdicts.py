@@ -1,22 +1,37 @@
-"""One sentence for each pair of arms, from its figures alone.
+"""One sentence for each pair of arms, from its figures alone: loss and metric together.
 
-Words that claim a difference are used only where the 95 % interval excludes zero; the number of
-seeds is always given.
+Words that claim a difference are used only where the 95 % interval excludes zero, the p value stays
+below 5 % when it is corrected for the number of tests, and there are at least three seeds. The
+number of seeds is always given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradherd.lab.report.arms import ArmSummary, late_epochs, values_at
+from gradherd.lab.report.arms import values_at
 from gradherd.lab.report.comparison import ArmPair, Comparison, Question, compare_pair
-from gradherd.lab.report.stats import PairedDifference, finite
+from gradherd.lab.report.phrases import (
+    decimal_places,
+    distance,
+    late_period,
+    price,
+    reached,
+    read_after,
+    which_loss,
+    with_density,
+)
+from gradherd.lab.report.stats import PairedDifference, finite, holm
 from gradherd.lab.study.kinds import uses_gradients
-from gradherd.lab.text import counted, decimals, fixed, listed, p_value, significant
+from gradherd.lab.text import counted, decimals, fixed, p_value
 
 CONTROL = "always-plus"
 """The order that moves examples as a balancing order does, but ignores gradients."""
-Direction = Literal["gain", "cost", "open"]
+MIN_SEEDS = 3
+"""Fewer seeds show no difference: with two, the interval rests on a single degree of freedom."""
+Direction = Literal["gain", "cost", "mixed", "open"]
+Corrected = Mapping[PairedDifference, float]
+"""p values, corrected for the number of tests in a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,62 +49,85 @@ class Verdict:
 def all_verdicts(comparison: Comparison) -> list[Verdict]:
     """Return all sentences of a comparison, question by question."""
     return [
-        verdict
-        for question in comparison.questions
-        for verdict in answer(question, comparison.metric_name, comparison.higher_is_better)
+        verdict for question in comparison.questions for verdict in answer(question, comparison)
     ]
 
 
-def answer(question: Question, metric: str, higher_is_better: bool) -> list[Verdict]:
-    """Return a sentence for each pair of a question, and for orders the check by the control."""
+def answer(question: Question, comparison: Comparison) -> list[Verdict]:
+    """Return a sentence for each pair of a question, and for orders the check by the control.
+
+    Args:
+        question: One of the comparison's.
+        comparison: All arms, whose number of tests p values are corrected for.
+    """
+    corrected = dict(_tests(comparison))
+    metric, higher = comparison.metric_name, comparison.higher_is_better
     if question.kind == "order":
-        return [*map(_order_verdict, question.pairs), *_control_verdicts(question.pairs)]
+        sentences = [_order_verdict(pair, metric, higher, corrected) for pair in question.pairs]
+        return [*sentences, *_control_verdicts(question.pairs, corrected)]
     return [
-        _sparsify_verdict(pair, metric, higher_is_better, kind=question.kind)
+        _sparsify_verdict(pair, metric, higher, corrected, kind=question.kind)
         for pair in question.pairs
     ]
+
+
+def _tests(comparison: Comparison) -> list[tuple[PairedDifference, float]]:
+    """Return all tested differences of a comparison, with p values corrected for their number.
+
+    Each pair of arms has two tests: of the loss that decides, and of the metric.
+    """
+    # By arms, since a pair may answer two questions, and two pairs may have equal differences.
+    tests = {
+        (pair.arm.key, pair.reference.key, kind): difference
+        for question in comparison.questions
+        for pair in question.pairs
+        for kind, difference in (("loss", pair.late_loss or pair.loss), ("metric", pair.metric))
+        if difference is not None and difference.p is not None
+    }
+    p_values = [one.p for one in tests.values() if one.p is not None]
+    return list(zip(tests.values(), holm(p_values), strict=True))
 
 
 def multiple_testing_note(comparison: Comparison) -> str | None:
-    """Return the warning about several tested differences; None if there is at most one."""
-    pairs = {
-        (pair.arm.key, pair.reference.key)
-        for question in comparison.questions
-        for pair in question.pairs
-        if pair.loss is not None or pair.metric is not None
-    }
-    # A p value is about one test; the warning is for several side by side.
-    if len(pairs) < 2:
+    """Return what was done about several tests; None if there is at most one."""
+    tests = len(_tests(comparison))
+    if tests < 2:
         return None
     return (
-        f"p values are not corrected for the number of comparisons: with {len(pairs)} of them, a "
-        "small p value by chance is more likely than it suggests."
+        f"{tests} differences were tested (losses and metrics). One counts only if its p value, "
+        "corrected by Holm's method, is below 0.05; intervals are not corrected."
     )
 
 
-def _order_verdict(pair: ArmPair) -> Verdict:
+def _order_verdict(
+    pair: ArmPair, metric: str, higher_is_better: bool, corrected: Corrected
+) -> Verdict:
     """Say whether an order needs fewer epochs, and at what price."""
-    # Balancing promises faster optimisation, so the train loss decides, not the metric.
+    # Balancing promises faster optimisation, so the train loss comes first.
     problem = _not_comparable(pair, by_loss=True)
     if problem is not None:
         return _without_means("order", pair, problem, diverged=pair.arm.final_loss.mean is None)
-    when, sooner = _reached(pair)
+    when, sooner = reached(pair)
     mean, late = _mean(pair, by_loss=True), pair.late_loss
     places = decimal_places(mean, pair.loss)
-    text = f"{when}; {_which_loss(pair)} {_distance(mean, places)}"
+    text = f"{when}; {which_loss(pair)} {distance(mean, places)}"
     if late is not None:  # One epoch may be luck: the verdict rests on the mean of many.
         places = decimal_places(late.mean, late)
-        text += f"; {_late_period(pair)} the loss is {_distance(late.mean, places)} on average"
-    basis, direction = _basis(pair, late or pair.loss, places, lower_is_better=True)
-    text += f" ({basis})."
+        text += f"; {late_period(pair)} the loss is {distance(late.mean, places)} on average"
+    basis, by_loss = _basis(pair, late or pair.loss, places, corrected, lower_is_better=True)
+    also, by_metric = _metric_clause(pair, metric, higher_is_better, corrected)
+    text += f" ({basis}){also}."
+    direction = _both(by_loss, by_metric)
     # Fewer epochs that take more seconds or bytes are a trade, not a gain.
     tone = "mixed" if direction == "gain" and not sooner else direction
     return Verdict(kind="order", arm=pair.arm.label, tone=tone, text=text)
 
 
-def _sparsify_verdict(pair: ArmPair, metric: str, higher_is_better: bool, *, kind: str) -> Verdict:
+def _sparsify_verdict(
+    pair: ArmPair, metric: str, higher_is_better: bool, corrected: Corrected, *, kind: str
+) -> Verdict:
     """Say whether sending less costs accuracy, and how much less it is."""
-    # The question is what sending less costs in accuracy, so the metric decides, not the loss.
+    # The question is what sending less costs in accuracy, so the metric comes first.
     arm, ref = pair.arm, pair.reference
     problem = _not_comparable(pair, by_loss=False)
     if problem is not None:
@@ -98,12 +136,15 @@ def _sparsify_verdict(pair: ArmPair, metric: str, higher_is_better: bool, *, kin
     assert own is not None and other is not None
     mean = _mean(pair, by_loss=False)
     places = decimal_places(mean, pair.metric)
-    basis, direction = _basis(pair, pair.metric, places, lower_is_better=not higher_is_better)
+    lower = not higher_is_better
+    basis, by_metric = _basis(pair, pair.metric, places, corrected, lower_is_better=lower)
+    also, by_loss = _loss_clause(pair, corrected)
+    direction = _both(by_metric, by_loss)
     digits = min(max(places, decimals(other, 3)), 6)
-    name = f"{arm.label} against {ref.label}" if kind == "both" else _with_density(arm)
+    name = f"{arm.label} against {ref.label}" if kind == "both" else with_density(arm)
     text = (
         f"{name}: {metric} {fixed(own, digits)} vs {fixed(other, digits)} (difference"
-        f"{_read_after(pair)} {fixed(mean, places, sign=True)}, {basis}) with {_price(pair)}."
+        f"{read_after(pair)} {fixed(mean, places, sign=True)}, {basis}){also} with {price(pair)}."
     )
     # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
@@ -111,7 +152,42 @@ def _sparsify_verdict(pair: ArmPair, metric: str, higher_is_better: bool, *, kin
     return Verdict(kind=kind, arm=arm.label, tone="mixed" if mixed else direction, text=text)
 
 
-def _control_verdicts(pairs: Sequence[ArmPair]) -> list[Verdict]:
+def _both(one: Direction, other: Direction) -> Direction:
+    """Return what two measures show together: what one leaves open, the other decides."""
+    if one == other or other == "open":
+        return one
+    return other if one == "open" else "mixed"
+
+
+def _metric_clause(
+    pair: ArmPair, metric: str, higher_is_better: bool, corrected: Corrected
+) -> tuple[str, Direction]:
+    """Say what the metric shows, after a sentence about the loss."""
+    difference = pair.metric
+    if difference is None:
+        return "", "open"
+    places = decimal_places(difference.mean, difference)
+    lower = not higher_is_better
+    basis, direction = _basis(pair, difference, places, corrected, lower_is_better=lower)
+    if direction == "open":
+        return f"; {metric}: no difference shown", direction
+    return f"; {metric} {fixed(difference.mean, places, sign=True)} ({basis})", direction
+
+
+def _loss_clause(pair: ArmPair, corrected: Corrected) -> tuple[str, Direction]:
+    """Say what the train loss shows, after a sentence about the metric."""
+    difference = pair.late_loss or pair.loss
+    if difference is None:
+        return "", "open"
+    places = decimal_places(difference.mean, difference)
+    basis, direction = _basis(pair, difference, places, corrected, lower_is_better=True)
+    if direction == "open":
+        return ", train loss: no difference shown,", direction
+    period = f" {late_period(pair)}" if pair.late_loss is not None else ""
+    return f", train loss{period} {distance(difference.mean, places)} ({basis}),", direction
+
+
+def _control_verdicts(pairs: Sequence[ArmPair], corrected: Corrected) -> list[Verdict]:
     """Compare the gain of each order that uses gradients with the control's."""
     return [
         verdict
@@ -119,11 +195,11 @@ def _control_verdicts(pairs: Sequence[ArmPair]) -> list[Verdict]:
         if control.arm.order == CONTROL
         for pair in pairs
         if pair.reference.key == control.reference.key and uses_gradients(pair.arm.order)
-        if (verdict := _control_verdict(pair, control)) is not None
+        if (verdict := _control_verdict(pair, control, corrected)) is not None
     ]
 
 
-def _control_verdict(pair: ArmPair, control: ArmPair) -> Verdict | None:
+def _control_verdict(pair: ArmPair, control: ArmPair, corrected: Corrected) -> Verdict | None:
     arm, other = pair.arm, control.arm
     if None in (arm.final_loss.mean, other.final_loss.mean, pair.reference.final_loss.mean):
         return None
@@ -137,27 +213,27 @@ def _control_verdict(pair: ArmPair, control: ArmPair) -> Verdict | None:
         return None
     difference = between.late_loss if late else between.loss
     places = decimal_places(gain, difference)
-    basis, direction = _basis(between, difference, places, lower_is_better=True)
+    basis, direction = _basis(between, difference, places, corrected, lower_is_better=True)
     base = pair.reference.label
     # Gains over different epochs are not compared: they shrink as training goes on.
     if arm.epochs == other.epochs and control_gain >= gain:
         seeds = counted(len(pair.common_seeds), "seed")
-        period = f" {_late_period(pair)}" if late else ""
+        period = f" {late_period(pair)}" if late else ""
         text = (
             f"{other.label}, which ignores gradients, improves on {base} as much as {arm.label} "
             f"({fixed(control_gain, places)} against {fixed(gain, places)}{period}, {seeds}): "
             "balancing is not the reason for the gain."
         )
         return Verdict(kind="control", arm=arm.label, tone="mixed", text=text)
-    distance = _distance(_mean_loss(between, late), places)
-    which = f"loss {_late_period(between)}" if late else _which_loss(between)
+    amount = distance(_mean_loss(between, late), places)
+    which = f"loss {late_period(between)}" if late else which_loss(between)
     lead = (
-        f"Against {other.label}, which ignores gradients, {arm.label}'s {which} is {distance}"
+        f"Against {other.label}, which ignores gradients, {arm.label}'s {which} is {amount}"
         f"{' on average' if late else ''} ({basis})"
     )
     if direction == "gain":
         own = pair.late_loss if late else pair.loss
-        shown = own is not None and own.excludes_zero
+        shown = own is not None and _is_shown(own, corrected)
         but = "" if shown else f", but a gain over {base} is not shown"
         text = f"{lead}: balancing is what helps{but}."
         return Verdict(kind="control", arm=arm.label, tone="gain", text=text)
@@ -212,70 +288,24 @@ def _not_comparable(pair: ArmPair, *, by_loss: bool) -> str | None:
     return None
 
 
-def _reached(pair: ArmPair) -> tuple[str, bool]:
-    """Say when an arm reaches the other's final loss, and whether that takes less of everything."""
-    arm, ref = pair.arm, pair.reference
-    goal = f"{ref.label}'s {'final' if ref.finished else 'last'} loss"
-    own = pair.reference_epochs_to
-    if pair.epochs_to is None or own is None:
-        return f"{arm.label} does not reach {goal} in {counted(arm.epochs, 'epoch')}", False
-    # A loss that oscillates may reach its final value earlier; then that epoch is the fair one.
-    if own == ref.epochs:
-        share = f"{pair.epochs_to / own:.2f} of them"
-        when = f"{arm.label} reaches {goal} after {pair.epochs_to} of {own} epochs ({share})"
-    else:
-        itself = f"{ref.label} itself first gets there after {own} of {ref.epochs}"
-        when = f"{arm.label} reaches {goal} after {counted(pair.epochs_to, 'epoch')} ({itself})"
-    ratios = {
-        "seconds": _ratio(pair.seconds_to, ref.seconds_by_epoch[own - 1]),
-        "bytes": _ratio(pair.bytes_to, ref.bytes_by_epoch[own - 1]),
-    }
-    # Seconds of other machines, or of virtual workers, say nothing.
-    if not pair.same_clock:
-        del ratios["seconds"]
-    known = {what: ratio for what, ratio in ratios.items() if ratio is not None}
-    if known:
-        when += f", with {listed([_of_its(ratio, what) for what, ratio in known.items()])}"
-    dearer = [what for what, ratio in known.items() if ratio > 1]
-    if dearer and pair.epochs_to < own:
-        costs = ["no less time" if what == "seconds" else "more bytes" for what in dearer]
-        when += f": fewer epochs, but {listed(costs)}"
-    return when, not dearer and pair.epochs_to <= own
-
-
-def _ratio(own: float | None, other: float) -> float | None:
-    # Rounded before it is judged: what is printed as 1.00 must not count as dearer.
-    return None if own is None or not other else round(own / other, 2)
-
-
-def _of_its(ratio: float, what: str) -> str:
-    return f"{ratio:.2f} of its {what}" if ratio <= 1 else f"{ratio:.2f} times its {what}"
-
-
-def decimal_places(mean: float, difference: PairedDifference | None) -> int:
-    """Return how many decimals a difference and its interval deserve."""
-    ends = []
-    if difference is not None:
-        ends = [end for end in (difference.low, difference.high) if end is not None]
-    return decimals(max(abs(value) for value in (mean, *ends)), 2)
-
-
-def _distance(mean: float, places: int) -> str:
-    """Say by how much something is higher or lower.
-
-    >>> _distance(-0.01234, 4), _distance(0.004, 1), _distance(0.0, 2)
-    ('0.0123 lower', '0.004 higher', 'the same')
-    """
-    if mean == 0:
-        return "the same"
-    amount = fixed(abs(mean), places)
-    if not amount.strip("0."):  # Too small for the decimals that the interval deserves.
-        amount = significant(abs(mean), 1)
-    return f"{amount} {'higher' if mean > 0 else 'lower'}"
+def _is_shown(difference: PairedDifference, corrected: Corrected) -> bool:
+    """Return whether a difference may be called one."""
+    p = corrected.get(difference, difference.p)
+    return (
+        difference.excludes_zero
+        and p is not None
+        and p < 0.05
+        and len(difference.seeds) >= MIN_SEEDS
+    )
 
 
 def _basis(
-    pair: ArmPair, difference: PairedDifference | None, places: int, *, lower_is_better: bool
+    pair: ArmPair,
+    difference: PairedDifference | None,
+    places: int,
+    corrected: Corrected,
+    *,
+    lower_is_better: bool,
 ) -> tuple[str, Direction]:
     """Say what a difference rests on, and what it shows."""
     if difference is None:
@@ -286,47 +316,14 @@ def _basis(
         return f"equal for each of {seeds}, so there is no interval: nothing is shown", "open"
     low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
     basis = f"95 % interval {low} to {high}, {seeds}, paired {p_value(difference.p)}"
-    if not difference.excludes_zero:
+    several = corrected.get(difference, difference.p)
+    # What is printed alike is not printed twice.
+    if p_value(several) != p_value(difference.p):
+        basis += f", corrected {p_value(several)}"
+    if len(difference.seeds) < MIN_SEEDS:
+        return f"{basis}: not enough seeds", "open"
+    if not _is_shown(difference, corrected):
         return f"{basis}: no difference shown", "open"
     # The interval excludes zero here, so its upper end decides the direction.
     better = (difference.high < 0) == lower_is_better
     return f"{basis}: {'better' if better else 'worse'}", "gain" if better else "cost"
-
-
-def _which_loss(pair: ArmPair) -> str:
-    return f"loss{after}" if (after := _read_after(pair)) else "final loss"
-
-
-def _read_after(pair: ArmPair) -> str:
-    """Say after which epoch a difference was read, if it was not the last one."""
-    if pair.arm.finished and pair.reference.finished:
-        return ""
-    return f" after {counted(min(pair.arm.epochs, pair.reference.epochs), 'epoch')}"
-
-
-def _late_period(pair: ArmPair) -> str:
-    """Say over which epochs late losses are means: the last half of those that both arms have."""
-    epochs = late_epochs(min(pair.arm.epochs, pair.reference.epochs))
-    if pair.late_loss is not None and pair.late_loss.epoch is None:
-        return f"over the last {counted(len(epochs), 'epoch')}"
-    return f"over epochs {epochs[0]} to {epochs[-1]}"
-
-
-def _price(pair: ArmPair) -> str:
-    """Say what share of the bytes and of the seconds an arm takes."""
-    share = pair.bytes_ratio
-    if share is None:
-        return "bytes not known"
-    text = f"{share:.2f} times the bytes"
-    if share < 1:
-        text = f"{significant(100 * share, 2)} % of the bytes"
-    if pair.seconds_ratio is None or not pair.same_clock:
-        return text
-    return f"{text} and {pair.seconds_ratio:.2f} times the seconds"
-
-
-def _with_density(arm: ArmSummary) -> str:
-    """Return "exdyna at density 0.01" for an arm called "exdyna 0.01"."""
-    if arm.density is None:
-        return arm.label
-    return f"{arm.label.rsplit(' ', 1)[0]} at density {arm.density:.12g}"
