@@ -40,7 +40,7 @@ def test_table_verdicts_and_page(capsys, tmp_path, monkeypatch):
     assert all(f" {figure} " in out for figure in ("0.0268 ± 0.0023", "97.81 ± 0.26", "9.36 MB"))
     assert "cd-grab reaches d-rr's final loss after 10 of 20 epochs" in out
     assert "exdyna at density 0.01: test accuracy (%)" in out
-    assert "not corrected for the number of comparisons" in out
+    assert "corrected by Holm's method" in out
     assert f"report: {tmp_path / 'report.html'}" in out
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path / "018" / "deep" / "record.json") in page
