@@ -192,7 +192,7 @@ def _comparison_table(comparison: "Comparison", *, coloured: bool) -> Table:
         name = full.columns[index]
         # A long heading in two lines costs less width than a wide column of numbers.
         heading = escape(headings[name]).replace(" ", "\n", 1)
-        table.add_column(heading, overflow="fold", no_wrap=name != "arm")
+        table.add_column(heading, overflow="fold", no_wrap=True)
     for row in full.rows:
         table.add_row(*(_cell_markup(row[index], coloured) for index in columns))
     return table
@@ -201,7 +201,7 @@ def _comparison_table(comparison: "Comparison", *, coloured: bool) -> Table:
 def _cell_markup(cell: "TableCell", coloured: bool) -> str:
     if not cell.best:
         return escape(cell.text)
-    return f"[bold green]{escape(cell.text)}[/]" if coloured else f"{escape(cell.text)} *"
+    return f"[bold green]{escape(cell.text)}[/]" if coloured else f"{escape(cell.text)}*"
 
 
 def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:
