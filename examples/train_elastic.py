@@ -46,7 +46,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         herd.load_state_dict(saved["herd"])  # the number of ranks may be another one now
         step = saved["step"]
-    while sampler.epoch < args.epochs:
+    while herd.metrics()["epoch"] < args.epochs:
         for features, labels, _ in loader:
             nn.functional.cross_entropy(model(features), labels).backward()
             optimizer.step()

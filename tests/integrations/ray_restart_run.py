@@ -31,7 +31,7 @@ def work(config) -> None:
         herd.load_state_dict(state["herd"])
         step = state["step"]
     resumed = step
-    while herd.sampler.epoch < EPOCHS:
+    while herd.metrics()["epoch"] < EPOCHS:  # waits for what is learned beside the loop
         for batch in loader:
             ddp(**batch)["loss"].backward()
             optimizer.step()
