@@ -48,8 +48,6 @@ class DeviceWorkers:
             )
             for rank in range(size)
         ]
-        for worker in self.workers:
-            worker.orders_offers = True  # so that ties are those of the host, also with one worker
 
     def step(self, grads, unit=1.0):
         flats = []

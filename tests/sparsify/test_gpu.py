@@ -9,7 +9,11 @@ import gradherd as gh
 from gradherd.lab.bench.bench_hook import one_rank
 from tests.gpu import only_gpu
 
-pytestmark = [pytest.mark.gpu, only_gpu]
+pytestmark = [
+    pytest.mark.gpu,
+    only_gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 METHODS = [gh.ExDyna(density=0.01), gh.SPARSIFIERS["micro"](density=0.01)]
 
 

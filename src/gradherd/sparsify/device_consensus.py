@@ -147,8 +147,6 @@ def make_offers(
     reserve: tuple[Tensor, Tensor],
     span: tuple[Tensor, Tensor],
     wanted: Tensor,
-    *,
-    ordered: bool = True,
 ) -> Offers:
     """Offer the largest candidates of a partition.
 
@@ -160,7 +158,6 @@ def make_offers(
             up what candidates leave free; those that reach the start are candidates themselves.
         span: () first coordinate of the partition, () its end.
         wanted: () where the search should have started; above `start` if that left too few.
-        ordered: Whether offers must be ascending, as messages store them.
     """
     indices, magnitudes = candidates
     spare, spare_magnitudes = reserve
@@ -177,10 +174,9 @@ def make_offers(
     # NaN would be the largest; the step is called off then, whatever is offered.
     top = key.topk(len(spare), sorted=False)
     chosen = torch.cat([indices, spare])[top.indices]
-    largest = top.values
-    if ordered:
-        chosen, order = chosen.sort()
-        largest = largest[order]
+    # Messages store them so; and ties must not depend on the order in which buckets are stored.
+    chosen, order = chosen.sort()
+    largest = top.values[order]
     count = torch.where(overflow, -1, (mine & (magnitudes >= wanted)).sum()).int()
     return Offers(chosen, largest, count)
 

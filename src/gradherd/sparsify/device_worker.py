@@ -160,8 +160,6 @@ class DeviceWorker:
         self.acc = torch.zeros_like(residual)
         self.state = DeviceState.of(rule, size, step, skipped, residual.device)
         self._rank, self._size, self._sparse, self._values = rank, size, sparse, values
-        self.orders_offers = size > 1
-        """Whether offers are sorted. A message stores them so; alone, it only decides ties."""
         self._marks = kernels.Marks.of(residual)
         self._bad = torch.zeros(1, dtype=torch.int32, device=residual.device)
         self._threshold = torch.zeros((), device=residual.device)
@@ -292,7 +290,6 @@ class DeviceWorker:
             (spare, self.acc[self.placement.positions(spare)].abs()),
             own,
             self.state.start[0].float(),
-            ordered=self.orders_offers,
         )
 
     def _finish(

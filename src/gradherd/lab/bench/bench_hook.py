@@ -31,7 +31,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
     """Be a process group of one rank: nccl on a GPU, otherwise gloo."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # "cuda" alone has no index
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
