@@ -66,8 +66,8 @@ def attach(
             what they have changed, as `LocalSteps` says. The model is then a plain module; all
             ranks start with rank 0's weights.
         optimizer: The optimizer of the loop, whose steps are counted; for `local` only.
-        rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", or
-            `BatchRows`, `ExactRows`, `SketchRows` with their settings.
+        rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", "two-sided",
+            or `BatchRows`, `ExactRows`, `SketchRows`, `TwoSidedRows` with their settings.
         scaler: The GradScaler of the loop, if there is one: rows and residuals are divided by its
             scale.
         mesh: With `sparsify` and a sharded model: the mesh of ("replicate", "shard") whose "shard"
@@ -330,6 +330,8 @@ def _choose(
         whole_batches=order.unit == order.batch_size,
         free=order.world.size == 1 or hook_is_free,
         size=FlatSpec.of(inner(model)).size,
+        on_gpu=next(model.parameters()).is_cuda,
+        alone=order.world.size == 1,
     )
     single = order.ordering.policy.needs_rows and order.unit < order.batch_size
     return settings, f"{why}; {describe(inner(model))}" if single else why

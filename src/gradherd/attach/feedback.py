@@ -29,7 +29,7 @@ from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
-from gradherd.rows.settings import RowSettings, SketchRows
+from gradherd.rows.settings import RowSettings, row_length
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -62,9 +62,7 @@ class OrderFeedback:
         self._transport = transport
         self._scaler = scaler
         self._device = next(model.parameters()).device  # where the group of the ranks works
-        self._row_length = (
-            rows.size if isinstance(rows, SketchRows) else FlatSpec.of(inner(model)).size
-        )
+        self._row_length = row_length(rows, FlatSpec.of(inner(model)).size)
         self._checked_orders = False
         self._paused = False
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop

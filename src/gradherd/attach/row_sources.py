@@ -17,8 +17,9 @@ from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.row_check import Registrar
-from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows
+from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sketch import count_sketch
+from gradherd.rows.two_sided import TwoSidedCapture
 
 CHECK_FAILED = 2
 """Stands for every parameter in the mask of a rank whose check raised an error."""
@@ -110,12 +111,18 @@ def gradient_registrar(model: nn.Module) -> Registrar:
 class ParameterHooks:
     """Calls back with each parameter's gradient in every backward, before it is accumulated."""
 
-    def __init__(self, model: nn.Module, arrived: Callable[[str, Tensor], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        arrived: Callable[[str, Tensor], None],
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         """Register a hook for each trainable parameter.
 
         Args:
             model: The model.
             arrived: Called with name and gradient of each parameter.
+            begin: Called instead, once for each backward.
         """
         self.began: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
@@ -128,7 +135,10 @@ class ParameterHooks:
                 if task != self._graph_task:
                     self._graph_task = task
                     self.began()
-                arrived(name, grad.detach())
+                    if begin is not None:
+                        begin()
+                if begin is None:
+                    arrived(name, grad.detach())
 
             return on_grad
 
@@ -153,12 +163,44 @@ class BatchGradientSource:
         self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
         self._sketch = sketch
         self._row: Tensor | None = None
-        self._hooks = ParameterHooks(model, self._arrived)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        # On a GPU the launches for each parameter would cost more than the rest of the step.
+        # Optimizers that step inside the backward leave nothing to read at its end.
+        self._at_end = (
+            sketch is None
+            and self._parameters[0].is_cuda
+            and not any(p._post_accumulate_grad_hooks for p in self._parameters)
+        )
+        self._before: Tensor | None = None
+        self._hooks = ParameterHooks(model, self._arrived, None if not self._at_end else self._begin)
 
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived."""
         return self._row is not None
+
+    def _begin(self) -> None:
+        """Prepare to read all gradients at once when this backward is over."""
+        if self._row is None:
+            accumulated = any(p.grad is not None for p in self._parameters)
+            self._before = self._all_grads() if accumulated else None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        row = self._all_grads()
+        self._row = row if self._before is None else row - self._before
+
+    def _all_grads(self) -> Tensor:
+        """Return the accumulated gradients of all parameters, in one vector (D,)."""
+        with torch.no_grad():
+            parts = [
+                (p if p.grad is None else p.grad).detach().reshape(-1) for p in self._parameters
+            ]
+            row = torch.cat([part.to_dense() if part.is_sparse else part for part in parts]).float()
+            for name, p in zip(self._spec.names, self._parameters, strict=True):
+                if p.grad is None:  # not used in this backward
+                    row[self._offsets[name] : self._offsets[name] + p.numel()] = 0
+            return row
 
     def _arrived(self, name: str, grad: Tensor) -> None:
         dense = grad.to_dense() if grad.is_sparse else grad  # Embedding(sparse=True)
@@ -219,16 +261,26 @@ class BatchGradientSource:
 class ExampleRowSource:
     """The gradient of every example, read off the layers: exact, or a sketch."""
 
-    def __init__(self, model: nn.Module, settings: ExactRows | SketchRows, unit: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ExactRows | SketchRows | TwoSidedRows,
+        unit: int,
+        batch_size: int,
+    ) -> None:
         self._settings = settings
         self._unit = unit
-        self._capture = Capture(
-            model,
-            batch_dim=settings.batch_dim,
-            strict=settings.strict,
-            sketch=(settings.size, settings.seed) if isinstance(settings, SketchRows) else None,
-            sharded=gradient_registrar(model) if fsdp_modules(model) else None,
-        )
+        self._capture: Capture | TwoSidedCapture
+        if isinstance(settings, TwoSidedRows):
+            self._capture = TwoSidedCapture(model, settings, batch_size=batch_size)
+        else:
+            self._capture = Capture(
+                model,
+                batch_dim=settings.batch_dim,
+                strict=settings.strict,
+                sketch=(settings.size, settings.seed) if isinstance(settings, SketchRows) else None,
+                sharded=gradient_registrar(model) if fsdp_modules(model) else None,
+            )
 
     @property
     def waiting(self) -> bool:
@@ -237,17 +289,21 @@ class ExampleRowSource:
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
-        settings = self._settings
+        settings, capture = self._settings, self._capture
         if isinstance(settings, ExactRows):
             return self._exact(examples, loss_scale).dense()
-        single = self._capture.pop_sketch(
-            examples,
-            settings.size,
-            settings.seed,
-            reduction=settings.reduction,
-            loss_scale=loss_scale,
-        )
-        return single.view(examples // self._unit, self._unit, -1).mean(1)
+        scaling = {"reduction": settings.reduction, "loss_scale": loss_scale}
+        if isinstance(capture, TwoSidedCapture):
+            single = capture.pop_sketch(examples, **scaling)
+        else:
+            single = capture.pop_sketch(examples, settings.size, settings.seed, **scaling)
+        return self._units(single)
+
+    def _units(self, single: Tensor) -> Tensor:
+        """Average the rows of single examples over units."""
+        if self._unit == 1:
+            return single
+        return single.view(len(single) // self._unit, self._unit, -1).mean(1)
 
     def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
         """Return the rows of all units without forming them, if they are exact."""
@@ -256,6 +312,7 @@ class ExampleRowSource:
         return None
 
     def _exact(self, examples: int, loss_scale: float) -> GroupedRows:
+        assert isinstance(self._capture, Capture)
         rows = self._capture.pop_rows(
             examples, reduction=self._settings.reduction, loss_scale=loss_scale
         )
@@ -304,6 +361,9 @@ def make_row_source(
 ) -> RowSource:
     """Return the source that reads rows off a bare model as the settings say."""
     if unit == batch_size or isinstance(settings, BatchRows):
+        if isinstance(settings, TwoSidedRows):
+            size = settings.size_for(FlatSpec.of(model).size)
+            settings = SketchRows(size=size, seed=settings.seed)
         sketch = settings if isinstance(settings, SketchRows) else None
         return BatchGradientSource(model, sketch)
-    return ExampleRowSource(model, settings, unit)
+    return ExampleRowSource(model, settings, unit, batch_size)

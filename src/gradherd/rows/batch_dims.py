@@ -72,9 +72,19 @@ class BatchDims:
         dim = self._model_dim if self._model_dim is not None else self.given or 0
         return next((shape[dim] for shape in shapes if len(shape) > dim), None)
 
+    def expect(self, shape: torch.Size, examples: int) -> None:
+        """Decide on the batch dimension of the model's inputs from the size of a loader's batch."""
+        if self.given is None and self._model_dim is None:
+            fits = [dim for dim, size in enumerate(shape[:2]) if size == examples]
+            self._model_dim = fits[0] if fits else None
+
     def knows(self, name: str, index: int, ndim: int) -> bool:
         """Say whether the batch dimension of a module's input or output was found."""
         return (name, index, ndim) in self._known
+
+    def dim_of(self, name: str, index: int, ndim: int) -> int | None:
+        """Return the batch dimension that was found; None if there is none or it is unknown."""
+        return self._known.get((name, index, ndim))
 
     def unknown(self, calls: Mapping[str, list[Shapes]]) -> bool:
         """Say whether any of these modules has tensors that were never probed."""

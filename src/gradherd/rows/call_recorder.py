@@ -181,7 +181,7 @@ class CallRecorder:
             )
         # Detached: a reference to the graph would keep the activations of all layers below alive.
         args, kwargs = detach_all((args, kwargs))
-        saved = _save_input(args) if owner.rule is not None and not kwargs else None
+        saved = save_input(args) if owner.rule is not None and not kwargs else None
         if saved is not None:
             args = ()
         call = ModuleCall(
@@ -201,7 +201,7 @@ class CallRecorder:
         # its outputs, such as ReLU(inplace=True).
         for index, output in enumerate(tensor_leaves(outputs)):
             if output.requires_grad:
-                _hook_gradient(output, partial(self._on_grad, call, index))
+                hook_gradient(output, partial(self._on_grad, call, index))
         return None
 
     def _hook_aliases(self, call: ModuleCall, outputs: Any) -> Any:
@@ -218,7 +218,7 @@ class CallRecorder:
             if not output.requires_grad:
                 return output
             inner = output.view_as(output)
-            _hook_gradient(inner, partial(self._on_grad, call, index))
+            hook_gradient(inner, partial(self._on_grad, call, index))
             # The user gets another one, whose hooks run before ours.
             return inner.view_as(inner)
 
@@ -267,7 +267,7 @@ def _whole_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> ModuleC
     return ModuleCall(name, module, args, kwargs, ForwardContext.save(module), (), ())
 
 
-def _hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
     """Call `hook` with the gradient of a tensor, after all hooks of the user's on it."""
     node, index = tensor.grad_fn, tensor.output_nr
     if node is None:
@@ -290,7 +290,7 @@ class _SaveInput(torch.autograd.Function):
         raise AssertionError("only saves a tensor")
 
 
-def _save_input(args: tuple[Any, ...]) -> Any:
+def save_input(args: tuple[Any, ...]) -> Any:
     """Let autograd save a layer's input where it recomputes or offloads what it saves.
 
     Inside activation checkpointing, a reference of ours would keep the input alive until the

@@ -3,7 +3,7 @@
 Shapes: B examples, D elements of all trainable parameters, k elements of a sketch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradherd.rows.exact_rows import FactoredRows
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.parameter_owners import ParameterOwner, unwrap_model
+from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unwrap_model
 from gradherd.rows.row_check import Registrar, RowCheck
 from gradherd.rows.row_terms import ParameterTerms, TermReader
 from gradherd.rows.sketch import check_size, count_sketch
@@ -45,6 +45,7 @@ class Capture:
         strict: bool = False,
         sketch: tuple[int, int] | None = None,
         sharded: Registrar | None = None,
+        owners: Sequence[ParameterOwner] | None = None,
     ) -> None:
         """Register the hooks.
 
@@ -59,15 +60,20 @@ class Capture:
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
                 rule: those are run again, for which their parameters would have to be gathered.
+            owners: Read the parameters of these modules only; None reads all.
         """
         model = unwrap_model(model)
-        self.spec = FlatSpec.of(model)
+        if owners is None:
+            owners = list(parameter_owners(model))
+        owned = {p for owner in owners for p in owner.parameters.values()}
+        self.spec = FlatSpec.of(model, owned)
         self._model = model
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p in owned]
         self._check = RowCheck(self.spec, parameters, strict=strict, register=sharded)
         self._early = sketch
         self._reader = TermReader(
             model,
+            owners,
             self.spec,
             self._check,
             batch_dim,
@@ -122,7 +128,7 @@ class Capture:
             loss_scale: Factor that the loss was multiplied by (GradScaler); rows are divided by
                 it.
         """
-        scale = _row_scale(examples, reduction, loss_scale)
+        scale = row_scale(examples, reduction, loss_scale)
         if self._early is not None:
             raise RuntimeError("this capture makes sketches: use pop_sketch()")
         terms = self._pop_terms(examples)
@@ -142,7 +148,7 @@ class Capture:
         Equal seeds give equal sketches on every rank. Forgets what was recorded, like `pop_rows`.
         """
         check_size(k)
-        scale = _row_scale(examples, reduction, loss_scale)
+        scale = row_scale(examples, reduction, loss_scale)
         if self._early not in (None, (k, seed)):
             raise ValueError(f"sketches have size and seed {self._early}, got {(k, seed)}")
         early = self._early_sketches(examples)
@@ -280,7 +286,8 @@ def _only_outer_terms(
     return factored - others
 
 
-def _row_scale(examples: int, reduction: str, loss_scale: float) -> float:
+def row_scale(examples: int, reduction: str, loss_scale: float) -> float:
+    """Return the factor from what a backward gives to the gradients of single examples."""
     if examples < 1:
         raise ValueError(f"examples must be at least 1, got {examples}")
     if reduction not in ("mean", "sum"):

@@ -4,7 +4,7 @@ Shapes: D elements of all trainable parameters together.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,9 +31,18 @@ class FlatSpec:
             raise ValueError(f"got {len(self.names)} names for {len(self.shapes)} shapes")
 
     @classmethod
-    def of(cls, model: nn.Module) -> "FlatSpec":
-        """Return the layout of the parameters of `model` that require a gradient."""
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def of(cls, model: nn.Module, only: Container[nn.Parameter] | None = None) -> "FlatSpec":
+        """Return the layout of the parameters of `model` that require a gradient.
+
+        Args:
+            model: The model.
+            only: The parameters to take; None takes all.
+        """
+        named = [
+            (name, p)
+            for name, p in model.named_parameters()
+            if p.requires_grad and (only is None or p in only)
+        ]
         return cls(tuple(name for name, _ in named), tuple(tuple(p.shape) for _, p in named))
 
     @property

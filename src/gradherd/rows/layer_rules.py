@@ -48,6 +48,9 @@ class BatchDim:
         Raises:
             UnbatchedError: There is none.
         """
+        if self.is_known and self.dim is not None and self.dim < (candidates or len(shape)):
+            if shape[self.dim] == self.examples:
+                return self.dim
         dims = range(len(shape) if candidates is None else candidates)
         fits = [dim for dim in dims if shape[dim] == self.examples]
         if self.is_known:

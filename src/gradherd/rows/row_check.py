@@ -11,7 +11,7 @@ Shapes: B examples, N elements of a parameter, K random vectors.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -58,6 +58,7 @@ class RowCheck:
         *,
         strict: bool = False,
         register: Registrar | None = None,
+        project: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
         """Register a hook on each parameter.
 
@@ -67,6 +68,8 @@ class RowCheck:
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
+            project: Linear map of the gradient of a parameter, given by its index, to what rows
+                are compared in. None compares whole gradients, of which a copy is held.
         """
         self.left_out: dict[str, str] = {}
         """Names of the parameters that are left out, with the reason."""
@@ -78,6 +81,7 @@ class RowCheck:
         """Whether a backward has reached any parameter since the last `clear`."""
         self._spec = spec
         self._strict = strict
+        self._project = project
         self._references: list[Tensor | None] = [None] * len(parameters)
         self._batches = 0
         self._remaining = FIRST_CHECKS
@@ -93,7 +97,8 @@ class RowCheck:
             tasks.add(torch._C._current_graph_task_id())
             if self.due:
                 # A copy: autograd may make this tensor p.grad, which is then clipped in place.
-                grad = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
+                grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+                grad = grad.clone() if self._project is None else self._project(index, grad)
                 before = self._references[index]
                 self._references[index] = grad if before is None else before + grad
 
@@ -127,14 +132,39 @@ class RowCheck:
             size = 0.0 if reference is None else float(reference.norm())
             if math.isfinite(size):  # else an overflow, which GradScaler handles
                 measured[index] = float(total.norm()), size, float(norm_sum)
+        has_rows = {index for index, uses in enumerate(terms) if uses}
+        return self.judge(measured, has_rows, tolerances, like.dtype, hint)
+
+    def reference(self, index: int) -> Tensor | None:
+        """Return the gradient of a parameter in this batch, as projected; None without one."""
+        return self._references[index]
+
+    def judge(
+        self,
+        measured: Mapping[int, tuple[float, float, float]],
+        has_rows: Set[int],
+        tolerances: Mapping[int, float],
+        dtype: torch.dtype,
+        hint: str,
+    ) -> dict[str, str]:
+        """Return the parameters whose errors are too large, with the reason.
+
+        Args:
+            measured: For parameters by index, the norm of the difference between rows and
+                gradient, the norm of the gradient, and the sum of the norms of the rows.
+            has_rows: The parameters that have rows at all.
+            tolerances: For parameters by index, the relative error that their precision allows.
+            dtype: Of the rows.
+            hint: What else is known of this backward, for the reason.
+        """
         # Errors that are small beside the whole row do not matter. Without this, a gradient that
         # is nothing but rounding (of a LayerNorm over one feature) would fail.
         floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())
         reasons: dict[str, str] = {}
         for index, (error, size, norms) in measured.items():
             allowed = tolerances.get(index, _TOLERANCES[torch.float32])
-            if not error <= allowed * max(norms, floor) + torch.finfo(like.dtype).tiny * 1e6:
-                reasons[self._spec.names[index]] = _reason(error, size, bool(terms[index]), hint)
+            if not error <= allowed * max(norms, floor) + torch.finfo(dtype).tiny * 1e6:
+                reasons[self._spec.names[index]] = _reason(error, size, index in has_rows, hint)
         return reasons
 
     def mask(self, names: Iterable[str]) -> Tensor:

@@ -19,7 +19,7 @@ from gradherd.rows.call_recorder import CallRecorder
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import ModuleCall, replay
 from gradherd.rows.layer_rules import UnbatchedError
-from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners
+from gradherd.rows.parameter_owners import ParameterOwner
 from gradherd.rows.row_check import RowCheck, tolerance
 from gradherd.rows.tensor_tree import tensor_leaves, tensor_versions
 from gradherd.rows.terms import DenseTerm, Term
@@ -58,6 +58,7 @@ class TermReader:
     def __init__(
         self,
         model: nn.Module,
+        owners: Iterable[ParameterOwner],
         spec: FlatSpec,
         check: RowCheck,
         batch_dim: int | None,
@@ -69,16 +70,18 @@ class TermReader:
 
         Args:
             model: The model.
-            spec: Its trainable parameters.
+            owners: The modules whose parameters have rows.
+            spec: Those parameters.
             check: Knows which backwards reached which parameter, and which are left out.
             batch_dim: Batch dimension of the model's inputs, if it is given.
             sketch: Turns a term of a parameter, given by its index, into a sketch (B, k).
             sharded: Whether modules hold shards of their parameters between passes.
         """
-        owners = list(parameter_owners(model))
+        owners = list(owners)
         self.owners = {o.name: o for o in owners if o.rule is not None or not sharded}
         # By parameter, not by name: modules that share a weight know it under different names.
-        parameters = (p for p in model.parameters() if p.requires_grad)
+        owned = {p for owner in owners for p in owner.parameters.values()}
+        parameters = (p for p in model.parameters() if p in owned)
         self.index = {parameter: index for index, parameter in enumerate(parameters)}
         self.recorder = CallRecorder(
             model, self.owners.values(), self._replay_early, self._sketch_early, sharded=sharded

@@ -116,6 +116,18 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
     return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 
 
+def sketch_columns(columns: Tensor, k: int, seed: int, name: str) -> Tensor:
+    """Return the `count_sketch` of columns (B, N); in one launch on a GPU."""
+    if not columns.is_cuda or columns.dtype != torch.float32 or columns.stride(1) != 1:
+        return count_sketch(columns, k, seed, name=name)
+    from gradherd.rows import triton_rows
+
+    count = -(-columns.shape[1] // k)
+    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", 0, count, k, columns.device)
+    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, columns.device)
+    return triton_rows.sketch_columns(columns, k, shifts, block_signs, signs)
+
+
 def factor_sketch(factor: Tensor, k: int, seed: int, name: str) -> Tensor:
     """Sketch one factor of an outer product, (B, T, N), by (B, T, k).
 

@@ -1,0 +1,282 @@
+"""Time whole training steps of well-known models with rows, next to the plain step.
+
+Every case trains the same model on the same batch with the same optimizer; only what is attached
+differs. Cases take turns, so that noise hits all alike.
+
+Fidelity is the correlation between the centred inner products of rows and the exact ones: what
+balancing decides by. It is measured after a few steps on inputs with some structure, since the
+gradients of pure noise have hardly any inner products to preserve.
+
+Shapes: B examples.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradherd.attach.attach import attach
+from gradherd.attach.herd import Herd
+from gradherd.attach.row_sources import ExampleRowSource
+from gradherd.lab.bench.bench_rows import mlp
+from gradherd.lab.bench.timing import PeakMemory
+from gradherd.lab.tasks.lenet import lenet
+from gradherd.lab.tasks.resnet18 import resnet18
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.capture import Capture
+from gradherd.rows.settings import ROW_SETTINGS
+
+_WARMUP, _BLOCK = 6, 10  # steps: the first ones check rows
+_BATCHES = 64  # in an epoch
+_TRAINED = 20  # steps before fidelity is measured
+_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model, its batch, and how it is trained."""
+
+    make: Callable[[], nn.Module]
+    batch: int
+    inputs: tuple[int, ...]
+    """Shape of one example."""
+    tokens: int = 0
+    """Size of the vocabulary of a language model; 0 for images."""
+    half: bool = True
+    """Whether a GPU trains in bfloat16."""
+
+
+def _torchvision(name: str) -> nn.Module:
+    import torchvision  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    model: nn.Module = getattr(torchvision.models, name)(num_classes=_CLASSES)
+    return model
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # No dropout: fidelity compares the same function twice.
+    return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+MODELS = {
+    "mlp": BenchModel(lambda: mlp(2_000_000), 256, (784,), half=False),
+    "lenet": BenchModel(lambda: lenet(3), 128, (3, 32, 32), half=False),
+    "resnet18": BenchModel(resnet18, 128, (3, 32, 32), half=False),
+    "resnet50": BenchModel(lambda: _torchvision("resnet50"), 64, (3, 224, 224)),
+    "vit-b16": BenchModel(lambda: _torchvision("vit_b_16"), 64, (3, 224, 224)),
+    "gpt2-124m": BenchModel(_gpt2, 8, (512,), tokens=50_257),
+}
+"""Models by name. resnet50 and vit-b16 need torchvision, gpt2-124m needs transformers."""
+
+
+class ModelTraining:
+    """A training loop on one batch that stays on the device."""
+
+    def __init__(self, name: str, batch: int | None, device: torch.device) -> None:
+        self.settings = MODELS[name]
+        self.batch = batch or self.settings.batch
+        self.device = device
+        torch.manual_seed(0)
+        self.model = self.settings.make().to(device)
+        self.inputs, self.targets = self._data()
+        if self.settings.tokens:
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=1e-4
+            )
+        else:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.herd: Herd | None = None
+        self._indices: Iterator[Any] = iter(())
+
+    def _data(self) -> tuple[Tensor, Tensor]:
+        shape = self.settings.inputs
+        if self.settings.tokens:
+            # Half the tokens as frequent as in English (Zipf's law), the other half a few words
+            # that an example repeats, as texts do.
+            ranks = torch.arange(self.settings.tokens) + 2.7
+            common = torch.multinomial(1 / ranks, self.batch * shape[0], replacement=True)
+            words = torch.randint(self.settings.tokens, (self.batch, 40))
+            own = words.gather(1, torch.randint(40, (self.batch, *shape)))
+            tokens = torch.where(torch.rand(self.batch, *shape) < 0.5, own, common.view_as(own))
+            return tokens.to(self.device), tokens.to(self.device)
+        classes = torch.randint(_CLASSES, (self.batch,))
+        prototypes = torch.randn(_CLASSES, *shape)
+        images = prototypes[classes] + torch.randn(self.batch, *shape)
+        return images.to(self.device), classes.to(self.device)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of some examples."""
+        with torch.autocast(
+            self.device.type,
+            torch.bfloat16,
+            enabled=self.settings.half and self.device.type == "cuda",
+        ):
+            if self.settings.tokens:
+                loss: Tensor = self.model(input_ids=inputs, labels=targets).loss
+                return loss
+            return F.cross_entropy(self.model(inputs), targets)
+
+    def attach(self, rows: str) -> None:
+        """Order examples by these rows; "plain" attaches nothing."""
+        if rows == "plain":
+            return
+        data = TensorDataset(torch.arange(_BATCHES * self.batch))
+        unit = self.batch if rows == "batch" else 1
+        sampler = OrderedSampler(data, "grab", batch_size=self.batch, unit=unit)
+        self.herd = attach(self.model, order=sampler, rows=rows)
+        loader = DataLoader(data, batch_size=self.batch, sampler=sampler)
+        self._indices = _endless(loader)
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        if self.herd is not None:
+            self.herd.detach()
+        self.herd, self._indices = None, iter(())
+
+    def steps(self, count: int) -> None:
+        """Train for `count` steps."""
+        for _ in range(count):
+            next(self._indices, None)  # which examples they are does not matter here
+            self.optimizer.zero_grad()
+            self.loss(self.inputs, self.targets).backward()
+            self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def bench_models(
+    name: str,
+    cases: tuple[str, ...],
+    device: torch.device,
+    *,
+    batch: int | None = None,
+    repeats: int = 3,
+    fidelity: bool = True,
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure a training step in every case.
+
+    Args:
+        name: A key of `MODELS`.
+        cases: Names of rows; "plain" is measured in any case.
+        device: Where to train.
+        batch: Examples in a batch; None takes the model's own.
+        repeats: Blocks of steps of each case; the median counts.
+        fidelity: Whether to compare rows with exact ones.
+        progress: Called after each block.
+
+    Returns:
+        A row for each case; `peak_bytes` is the peak of a step, model and optimizer included.
+    """
+    training = ModelTraining(name, batch, device)
+    cases = ("plain", *(case for case in cases if case != "plain"))
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    peaks: dict[str, int | None] = {}
+    training.steps(_WARMUP)
+    for repeat in range(repeats):
+        for case in cases:
+            training.attach(case)
+            training.steps(_WARMUP)
+            if not repeat:
+                with PeakMemory(device) as peak:
+                    training.steps(2)
+                peaks[case] = peak.bytes
+                if device.type == "cuda":
+                    peaks[case] = torch.cuda.max_memory_allocated(device)
+            begin = time.perf_counter()
+            training.steps(_BLOCK)
+            times[case].append((time.perf_counter() - begin) / _BLOCK)
+            training.detach()
+            progress()
+    correlations = _fidelities(training, cases) if fidelity else {}
+    plain = statistics.median(times["plain"])
+    return [
+        {
+            "case": case,
+            "model": name,
+            "dim": sum(p.numel() for p in training.model.parameters()),
+            "batch": training.batch,
+            "seconds": statistics.median(times[case]),
+            "bytes": 0,
+            "peak_bytes": peaks[case],
+            "memory_ratio": _ratio(peaks[case], peaks["plain"]),
+            "ratio": statistics.median(
+                own / other for own, other in zip(times[case], times["plain"], strict=True)
+            ),
+            "ratios": [own / other for own, other in zip(times[case], times["plain"], strict=True)],
+            "ceiling_seconds": plain,
+            "fidelity": correlations.get(case),
+        }
+        for case in cases
+    ]
+
+
+def _ratio(own: int | None, other: int | None) -> float | None:
+    return own / other if own and other else None
+
+
+def _fidelities(training: ModelTraining, cases: tuple[str, ...]) -> dict[str, float]:
+    """Return the fidelity of each kind of rows for single examples."""
+    training.steps(_TRAINED)
+    exact = _exact_gram(training)
+    result: dict[str, float] = {}
+    for case in cases:
+        settings = ROW_SETTINGS.get(case)
+        if settings is None or case == "batch":
+            continue
+        source = ExampleRowSource(training.model, settings, 1, training.batch)  # type: ignore[arg-type]
+        training.model.zero_grad()
+        training.loss(training.inputs, training.targets).backward()
+        rows = source.take(training.batch, 1.0).double()
+        result[case] = correlation(rows @ rows.T, exact)
+        source.close()
+    return result
+
+
+def _exact_gram(training: ModelTraining) -> Tensor:
+    """Return the inner products of all examples' gradients: (B, B)."""
+    coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training.model.modules())
+    training.model.zero_grad()
+    if coupled:  # A single example has no batch statistics.
+        capture = Capture(training.model)
+        training.loss(training.inputs, training.targets).backward()
+        gram = capture.pop_rows(training.batch).gram()
+        capture.remove_hooks()
+        return gram.double()
+    grads = []
+    for inputs, targets in zip(training.inputs.split(1), training.targets.split(1), strict=True):
+        training.model.zero_grad()
+        training.loss(inputs, targets).backward()
+        flat = [p.grad.flatten() for p in training.model.parameters() if p.grad is not None]
+        grads.append(torch.cat(flat))
+    stacked = torch.stack(grads)
+    return (stacked @ stacked.T).double()
+
+
+def correlation(gram: Tensor, exact: Tensor) -> float:
+    """Return the correlation of centred inner products between different examples.
+
+    >>> eye = torch.eye(4) + torch.ones(4, 4).triu()
+    >>> round(correlation(2 * eye, eye), 6)
+    1.0
+    """
+    examples = len(gram)
+    centre = torch.eye(examples, dtype=gram.dtype, device=gram.device) - 1 / examples
+    upper = torch.triu_indices(examples, examples, 1)
+    pairs = [(centre @ one @ centre)[upper[0], upper[1]] for one in (gram, exact)]
+    value = float(torch.corrcoef(torch.stack(pairs))[0, 1])
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,102 @@
+"""The linear projections inside nn.MultiheadAttention.
+
+Attention hands its weights to a function instead of calling layers, so hooks of modules see neither
+the input nor the output of its projections. While the forward of an attention module runs, calls of
+`torch.nn.functional.linear` with its weights are noted, as a hook of a layer would.
+
+Shapes: T positions, B examples, E features.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
+from gradherd.rows.sketched_layers import SketchedLayer
+
+AfterForward = Callable[[SketchedLayer, nn.Module, Any, dict[str, Any], Tensor], None]
+Watch = Callable[..., None]
+
+
+def hook_attention(
+    layers: Sequence[SketchedLayer], after_forward: AfterForward, watch: Watch
+) -> list[RemovableHandle]:
+    """Hook the attention modules whose projections have sketches.
+
+    Args:
+        layers: All sketched layers; those with `inside` belong to attention modules.
+        after_forward: Is called after each forward of an attention module.
+        watch: Is called with a projection, its input (T, B, E), its output (T, B, E') or
+            (T * B, E'), and the numbers of outputs that are missing before and after.
+    """
+    by_module: dict[nn.Module, list[SketchedLayer]] = {}
+    for layer in layers:
+        if layer.inside is not None:
+            by_module.setdefault(layer.module, []).append(layer)
+    handles: list[RemovableHandle] = []
+    for module, own in by_module.items():
+        hooks = _AttentionHooks(module, own, after_forward, watch)
+        handles.append(module.register_forward_pre_hook(UncopiedHook(hooks.before), with_kwargs=True))
+        handles.append(
+            module.register_forward_hook(
+                # Also after an exception, or the function would stay replaced.
+                UncopiedHook(hooks.after), with_kwargs=True, always_call=True
+            )
+        )
+    return handles
+
+
+class _AttentionHooks:
+    """Notes the projections of one attention module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: list[SketchedLayer],
+        after_forward: AfterForward,
+        watch: Watch,
+    ) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        self._layers = dict(
+            zip((module.in_proj_weight, module.out_proj.weight), layers, strict=True)
+        )
+        self._after_forward, self._watch = after_forward, watch
+        self._original: Callable[..., Tensor] | None = None
+        self._examples = 0
+
+    @skip_on_replay
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Replace F.linear."""
+        query = args[0] if args else kwargs["query"]
+        if not torch.is_grad_enabled() or query.dim() != 3 or self._original is not None:
+            return
+        assert isinstance(module, nn.MultiheadAttention)
+        self._examples = query.shape[0 if module.batch_first else 1]
+        self._original = F.linear
+        F.linear = self._linear
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        """Restore F.linear."""
+        if self._original is not None:
+            F.linear, self._original = self._original, None
+        if outputs is not None:
+            layer = next(iter(self._layers.values()))
+            self._after_forward(layer, module, args, kwargs, outputs[0])
+
+    def _linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert self._original is not None
+        output = self._original(inputs, weight, bias)
+        whole = weight if weight in self._layers else weight._base
+        layer = None if whole is None else self._layers.get(whole)  # type: ignore[call-overload]
+        if layer is None or not output.requires_grad:
+            return output
+        assert whole is not None
+        # Of queries, keys and values apart, one use has a part of the outputs.
+        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+        inputs = inputs.detach().reshape(-1, self._examples, inputs.shape[-1])
+        self._watch(layer, inputs, output, pad=(first, len(whole) - first - len(weight)))
+        return output

@@ -1,0 +1,148 @@
+"""A table of all layers' columns, which is sketched once for a whole batch.
+
+Every layer has slots in the table and writes its columns there when its gradient arrives, in place
+and without a launch of its own for the sketch. The table is kept from batch to batch.
+
+Shapes: B examples, W columns of the table, k elements of a row.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradherd.rows.sketch import sketch_columns
+
+
+class Slot(NamedTuple):
+    """Columns of one layer: table[:, begin : begin + width]."""
+
+    begin: int
+    width: int
+
+
+class ColumnTable:
+    """The columns of one batch."""
+
+    def __init__(self, width: int, exact: int, like: Tensor) -> None:
+        """Prepare an empty table.
+
+        Args:
+            width: W.
+            exact: How many columns at the start are those of biases and norms. The rest is for
+                projected weights, which some models do not have.
+            like: A tensor of the rows' dtype and device.
+        """
+        self._width, self._exact, self._like = width, exact, like
+        self._table = like.new_zeros(0, width)
+        self._used: set[Slot] = set()  # in this batch
+        self._dirty: set[Slot] = set()  # not zero
+        self.finals: dict[int, Tensor] = {}
+        """(B, k) sketches of parameters, by index, that are not made from columns."""
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return len(self._table)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the columns."""
+        return self._like.dtype
+
+    def take_back(self, slot: Slot) -> None:
+        """Undo a `view` that was not written to."""
+        self._used.discard(slot)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written in this batch."""
+        return not self._used and not self.finals
+
+    def start(self, examples: int) -> None:
+        """Make room for a batch of `examples` examples, if it is the first to write."""
+        if self.is_empty and examples != len(self._table):
+            self._table = self._like.new_zeros(examples, self._width)
+            self._dirty = set()
+
+    def view(self, slot: Slot) -> tuple[Tensor, bool]:
+        """Return a slot to be written, and whether to add to what is there."""
+        add = slot in self._used
+        self._used.add(slot)
+        self._dirty.add(slot)
+        return self._table[:, slot.begin : slot.begin + slot.width], add
+
+    def put(self, slot: Slot, columns: Tensor) -> None:
+        """Write columns (B, width), or add them to those of earlier uses."""
+        view, add = self.view(slot)
+        if add:
+            view += columns
+        else:
+            view.copy_(columns)
+
+    def add_final(self, parameter: int, rows: Tensor) -> None:
+        """Add sketches (B, k) of a parameter."""
+        before = self.finals.get(parameter)
+        self.finals[parameter] = rows if before is None else before + rows
+
+    def columns(self, slot: Slot, lo: int, hi: int) -> Tensor | None:
+        """Return columns lo to hi of a slot, or None if it was not written in this batch."""
+        if slot not in self._used:
+            return None
+        return self._table[:, slot.begin + lo : slot.begin + hi]
+
+    def sketch(self, k: int, seed: int, leave_out: Iterable[tuple[Slot, int, int]]) -> Tensor:
+        """Return the rows, (B, k), and empty the table.
+
+        Args:
+            k: Elements of a row.
+            seed: Seed of the hash.
+            leave_out: Parts of slots that do not count.
+        """
+        for slot, lo, hi in leave_out:
+            self._table[:, slot.begin + lo : slot.begin + hi].zero_()
+        for slot in self._dirty - self._used:  # a layer that this batch has not used
+            self._table[:, slot.begin : slot.begin + slot.width].zero_()
+        projected = any(slot.begin >= self._exact for slot in self._used)
+        end = self._width if projected else self._exact
+        if end and self._used:
+            total = sketch_columns(self._table[:, :end], k, seed, "columns")
+        else:
+            total = self._like.new_zeros(len(self._table), k)
+        for parameter in sorted(self.finals):
+            total = total + self.finals[parameter].to(total.dtype)
+        self._dirty = set(self._used)
+        self._used, self.finals = set(), {}
+        return total
+
+    def clear(self) -> None:
+        """Forget this batch."""
+        self._used, self.finals = set(), {}
+
+
+def lay_out(widths: Iterable[tuple[int, bool]]) -> tuple[list[Slot], int, int]:
+    """Place slots of some widths, those of projected weights last.
+
+    Args:
+        widths: Width of each slot, and whether it is for a projected weight.
+
+    Returns:
+        The slots in the order given, the width of the table, and where projected weights begin.
+    """
+    widths = list(widths)
+    slots: list[Slot | None] = [None] * len(widths)
+    begin = exact = 0
+    for projected in (False, True):
+        for at, (width, is_projected) in enumerate(widths):
+            if is_projected == projected:
+                slots[at] = Slot(begin, width)
+                begin += width
+        exact = exact if projected else begin
+    return [slot for slot in slots if slot is not None], begin, exact
+
+
+def empty_like_rows(parameter: Tensor) -> Tensor:
+    """Return an empty tensor of the dtype and device of a model's rows."""
+    dtype = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+    return torch.empty(0, dtype=dtype, device=parameter.device)

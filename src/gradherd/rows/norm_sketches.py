@@ -1,0 +1,181 @@
+"""Columns from the exact rules of layers, and which layer has which sketch.
+
+Shapes: B examples, C channels, k elements of a row.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.rows.column_table import ColumnTable, Slot
+from gradherd.rows.layer_rules import rule_for
+from gradherd.rows.layer_sketches import (
+    ConvSketch,
+    EmbeddingSketch,
+    LayerCall,
+    LayerSketch,
+    LinearSketch,
+    Place,
+    SketchPlan,
+)
+from gradherd.rows.sketch import count_sketch
+from gradherd.rows.terms import DenseTerm, at_least_float32
+
+
+class RuleSketch:
+    """Columns from the exact rule of a layer: norms, and convolutions of few channels."""
+
+    def __init__(self, module: nn.Module, names: Mapping[str, str], plan: SketchPlan) -> None:
+        rule = rule_for(module)
+        assert rule is not None
+        self._module, self._rule, self._plan, self._names = module, rule, plan, names
+        # Weights of convolutions are large and sketched at once; those of norms are short.
+        self._final = {"weight"} if isinstance(module, nn.modules.conv._ConvNd) else set()
+        self._sizes = {
+            local: parameter.numel()
+            for local, parameter in module.named_parameters()
+            if local in names and local not in self._final
+        }
+        # One slot for scale and shift, so that one kernel can write both.
+        self.widths = {"all": (sum(self._sizes.values()), False)} if self._sizes else {}
+
+    def write(
+        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+    ) -> None:
+        """Write the columns of each parameter."""
+        saved = call.saved if len(call.saved) == 2 else ()
+        dense: dict[str, Tensor] = {}
+        for local, term in self._rule(self._module, call.inputs, call.grads, call.batch, saved):
+            if local not in self._names:
+                continue
+            if isinstance(term, DenseTerm) and local not in self._final:
+                dense[local] = term.grads.flatten(1)
+                table.start(len(dense[local]))
+            else:
+                rows = term.sketch(self._plan.size, self._plan.seed, self._names[local])
+                table.start(len(rows))
+                table.add_final(index[local], rows)
+        if dense:
+            table.put(slots["all"], torch.cat([dense[local] for local in self._sizes], 1))
+
+    def project(self, local: str, grad: Tensor) -> Tensor:
+        """Return the columns of a whole gradient."""
+        flat = at_least_float32(grad).flatten()
+        if local not in self._final:
+            return flat
+        return count_sketch(flat, self._plan.size, self._plan.seed, name=self._names[local])
+
+    def where(self, local: str) -> Place:
+        """Say where the columns of a parameter are."""
+        if local in self._final:
+            return Place("")
+        lo = 0
+        for name, size in self._sizes.items():
+            if name == local:
+                return Place("all", lo, lo + size)
+            lo += size
+        raise KeyError(local)
+
+
+class NormSketch(RuleSketch):
+    """Columns of BatchNorm and LayerNorm, in one kernel on a GPU."""
+
+    def write(
+        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+    ) -> None:
+        """Write the columns of scale and shift."""
+        if not self._launch(call, table, slots):
+            super().write(call, table, slots, index)
+
+    def _launch(self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot]) -> bool:
+        """Let one kernel write both; say whether it could."""
+        layer_norm = isinstance(self._module, nn.LayerNorm)
+        if not call.inputs.is_cuda or len(call.saved) != 4 or table.dtype != torch.float32:
+            return False
+        if list(self._sizes) != ["weight", "bias"] or call.batch.find(call.inputs.shape) != 0:
+            return False
+        if layer_norm and len(self._module.normalized_shape) > 1:  # type: ignore[arg-type]
+            return False
+        from gradherd.rows.triton_rows import write_norm
+
+        table.start(len(call.inputs))
+        view, add = table.view(slots["all"])
+        target = torch.empty_like(view) if add else view
+        mean, rstd = call.saved[2:]
+        done = write_norm(
+            call.inputs, call.grads, mean, rstd, target, per_channel=not layer_norm
+        )
+        if done and add:
+            view += target
+        if not done and not add:
+            table.take_back(slots["all"])
+        return done
+
+
+def norm_statistics(node: object, running: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what a norm's columns need besides its input.
+
+    Args:
+        node: The node of autograd that computed its output.
+        running: Copies of running mean and variance of a BatchNorm in evaluation mode, or nothing.
+
+    Returns:
+        The running statistics if there are any. Else two empty tensors, mean and reciprocal
+        standard deviation of this forward if autograd has saved them.
+    """
+    if running:
+        return running
+    # The two results of the forward beside the output; both kernels call them so.
+    mean, rstd = (getattr(node, f"_saved_result{at}", None) for at in (1, 2))
+    if not isinstance(mean, Tensor) or not isinstance(rstd, Tensor) or not mean.numel():
+        return ()
+    empty = mean.new_empty(0)
+    return (empty, empty, mean.detach(), rstd.detach())
+
+
+def make_layer_sketch(
+    module: nn.Module, names: Mapping[str, str], plan: SketchPlan, *, shared: bool
+) -> LayerSketch | None:
+    """Return the sketch of a layer, or None for modules that have none.
+
+    Args:
+        module: The module.
+        names: Names of its trainable parameters in the model, by their local names.
+        plan: Sizes and seed.
+        shared: Whether another module uses its weight, too.
+    """
+    if not set(module._parameters) <= {"weight", "bias"}:
+        return None
+    if is_transformers_conv1d(module):
+        shape = tuple(module.weight.shape)  # type: ignore[union-attr, operator]
+        return LinearSketch(shape, names, plan, shared=shared, transposed=True)
+    if isinstance(module, nn.modules.conv._ConvNd) and _is_plain_conv(module):
+        # With few channels per group, q filters have more outputs than the layer has inputs.
+        few = module.weight[0].numel() <= 2 * plan.inside
+        few = few or (module.groups > 1 and module.weight.shape[1] < plan.inside)
+        if not few:
+            return ConvSketch(module, names, plan, shared=shared)
+        return RuleSketch(module, names, plan) if rule_for(module) and not shared else None
+    if rule_for(module) is None:
+        return None
+    if isinstance(module, nn.Linear):
+        return LinearSketch(tuple(module.weight.shape), names, plan, shared=shared)
+    if isinstance(module, nn.Embedding):
+        return EmbeddingSketch(module, names, plan)
+    if shared:
+        return None
+    is_norm = isinstance(module, nn.LayerNorm | nn.modules.batchnorm._BatchNorm)
+    return (NormSketch if is_norm else RuleSketch)(module, names, plan)
+
+
+def is_transformers_conv1d(module: nn.Module) -> bool:
+    """Say whether a module is the linear layer of GPT-2 in transformers: y = x W + b."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _is_plain_conv(module: nn.modules.conv._ConvNd) -> bool:
+    kinds: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    kinds += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)

@@ -1,0 +1,202 @@
+"""Two-sided sketches: the per-example gradients of a layer, projected from both sides.
+
+The gradient of example i is G_i, the sum over positions t of g_t x_t^T. The input side is projected
+by a matrix Q of random signs: Q^T G_i^T is the sum of (Q^T x_t) g_t^T, two thin products that read
+inputs and output gradients once, so that nothing of batch x parameters is ever formed. The output
+side is hashed when the q x O columns are added to the row (`sketch.count_sketch`). Inner products
+are right on average: all signs are independent, and columns of Q have unit second moment.
+
+A layer's bias has a gradient of G_i's form, with x_t = 1: one column of Q is replaced by this 1,
+and the same product yields the gradient of the bias exactly.
+
+A convolution's input side is the same convolution with q random filters.
+
+Equal seeds and names give equal signs on every rank and device (`sketch.hashes`).
+
+Shapes: B examples, T positions, I inputs and O outputs of a layer, q columns of the input side,
+C channels, G groups of a convolution.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradherd.rows.sketch import buckets_and_signs, count_sketch, hashes
+
+MAX_OUTPUTS = 4096
+"""Columns of the output side; more outputs than that are hashed at once."""
+_BITS = 64
+_MAX_TEMPORARY = 1 << 24
+
+
+def random_signs(seed: int, name: str, rows: int, columns: int) -> Tensor:
+    """Return a (rows, columns) matrix of random signs, the same on every machine.
+
+    >>> bool((random_signs(0, "w", 5, 3)[:2] == random_signs(0, "w", 2, 3)).all())
+    True
+    """
+    parts = []
+    for first in range(0, columns, _BITS):
+        bits = np.arange(min(_BITS, columns - first), dtype=np.uint64)
+        values = hashes(seed, f"{name}/{first}", 0, rows)
+        parts.append((values[:, None] >> bits) & np.uint64(1))
+    return torch.from_numpy(1.0 - 2.0 * np.concatenate(parts, 1).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class SideKey:
+    """Names the random matrix of a parameter's input side, as it is used on one device."""
+
+    seed: int
+    name: str
+    """Of the parameter."""
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+    with_one: bool = False
+    """Whether the last column is left free for the bias."""
+
+
+@lru_cache(maxsize=4096)
+def side(key: SideKey, rows: int) -> tuple[Tensor, Tensor | None]:
+    """Return the (columns, rows) matrix, and the (columns,) offset of its free column.
+
+    Scaled by 1 / sqrt(columns): then inner products of projections are right on average.
+    """
+    free = int(key.with_one)
+    signs = random_signs(key.seed, key.name, rows, key.columns - free).T
+    matrix = F.pad(signs / math.sqrt(key.columns - free), (0, 0, 0, free))
+    offset = None
+    if key.with_one:
+        offset = F.pad(torch.zeros(key.columns - 1), (0, 1), value=1.0)
+        offset = offset.to(device=key.device, dtype=key.dtype)
+    return matrix.contiguous().to(device=key.device, dtype=key.dtype), offset
+
+
+def linear_columns(
+    inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor | None
+) -> Tensor:
+    """Project the gradients of a linear layer on the input side: (B, q, O).
+
+    Args:
+        inputs: (B, T, I) inputs.
+        grads: (B, T, O) output gradients.
+        inside: (q, I) matrix of the input side.
+        offset: (q,) 1 in the free column, or None. The free row of the result is the gradient of
+            the bias.
+    """
+    thin = F.linear(inputs, inside, offset)
+    return torch.bmm(thin.transpose(1, 2), grads)
+
+
+def embedding_columns(
+    tokens: Tensor, grads: Tensor, inside: Tensor, seed: int, name: str, size: int
+) -> Tensor:
+    """Project the gradients of an embedding of `size` tokens on the feature side: (B, q, O').
+
+    The same map as `linear_columns` followed by `shorten`, so that a linear layer may share the
+    weight.
+
+    Args:
+        tokens: (B, T) token ids.
+        grads: (B, T, C) output gradients.
+        inside: (q, C) matrix.
+        seed: Seed of the hash.
+        name: Of the parameter.
+        size: O, the number of tokens.
+    """
+    thin = F.linear(grads, inside).transpose(1, 2)
+    buckets, signs = _token_hash(seed, name, size, tokens.device)
+    width = min(size, MAX_OUTPUTS)
+    parts = []
+    step = max(1, _MAX_TEMPORARY // (tokens.shape[1] * width))
+    # A product with one-hot rows and not index_add_, whose sums differ from run to run on a GPU.
+    for lo in range(0, len(tokens), step):
+        part = tokens[lo : lo + step]
+        one_hot = thin.new_zeros(*part.shape, width)
+        one_hot.scatter_(2, buckets[part].unsqueeze(2), signs[part].unsqueeze(2).to(thin.dtype))
+        parts.append(torch.bmm(thin[lo : lo + step], one_hot))
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=64)
+def _token_hash(seed: int, name: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the column and sign that `shorten` gives each token."""
+    if size <= MAX_OUTPUTS:
+        return torch.arange(size, device=device), torch.ones(size, device=device)
+    # By sketching numbers: the column of token v is where a 1 in place v ends up.
+    blocks = -(-size // MAX_OUTPUTS)
+    shifts, block_signs = buckets_and_signs(
+        seed, f"{name}/outputs/block", 0, blocks, MAX_OUTPUTS, device
+    )
+    _, signs = buckets_and_signs(
+        seed, f"{name}/outputs/column", 0, MAX_OUTPUTS, MAX_OUTPUTS, device
+    )
+    tokens = torch.arange(size, device=device)
+    block, column = tokens // MAX_OUTPUTS, tokens % MAX_OUTPUTS
+    return (column + shifts[block]) % MAX_OUTPUTS, block_signs[block] * signs[column]
+
+
+def shorten(columns: Tensor, seed: int, name: str) -> Tensor:
+    """Sketch outputs (..., O) to at most MAX_OUTPUTS columns, as those of a vocabulary."""
+    if columns.shape[-1] <= MAX_OUTPUTS:
+        return columns
+    return count_sketch(columns, MAX_OUTPUTS, seed, name=f"{name}/outputs")
+
+
+def project_matrix(grad: Tensor, inside: Tensor, seed: int, name: str) -> Tensor:
+    """Return the columns (q, O') of one (O, I) gradient: what those of its terms add up to."""
+    return shorten(F.linear(inside.to(grad.dtype), grad), seed, name)
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """How a convolution slides over its input; any number of spatial dimensions."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def apply(self, inputs: Tensor, weight: Tensor, offset: Tensor | None) -> Tensor:
+        """Convolve the inputs of one group with other filters."""
+        conv = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
+        result: Tensor = conv(  # type: ignore[operator]
+            inputs, weight, offset, self.stride, self.padding, self.dilation
+        )
+        return result
+
+
+def conv_inputs(inputs: Tensor, key: SideKey, shape: ConvShape, window: tuple[int, ...]) -> Tensor:
+    """Project the inputs of a convolution, (B, C, ...), by random filters: (B, G, q, T)."""
+    batch, channels = inputs.shape[0], inputs.shape[1] // shape.groups
+    if shape.groups > 1:  # All groups share the filters; outputs tell them apart.
+        inputs = inputs.reshape(batch * shape.groups, channels, *inputs.shape[2:])
+    matrix, offset = side(key, channels * math.prod(window))
+    out = shape.apply(inputs, matrix.view(key.columns, channels, *window), offset)
+    return out.reshape(batch, shape.groups, key.columns, -1)
+
+
+def conv_columns(inputs: Tensor, grads: Tensor) -> Tensor:
+    """Combine projected inputs (B, G, q, T) with output gradients (B, O, ...): (B, q, O)."""
+    batch, groups, columns, positions = inputs.shape
+    if groups == 1:
+        return torch.bmm(inputs[:, 0], grads.flatten(2).transpose(1, 2))
+    left = inputs.reshape(batch * groups, columns, positions)
+    right = grads.reshape(batch * groups, -1, positions).transpose(1, 2)
+    result = torch.bmm(left, right).view(batch, groups, columns, -1)
+    return result.transpose(1, 2).reshape(batch, columns, -1)
+
+
+def matrix_tensor_sketch(grad: Tensor, k: int, seed: int, name: str) -> Tensor:
+    """Return the tensor sketch (k,) of one (O, I) gradient, as `OuterTerm.sketch` has it."""
+    rows, row_signs = buckets_and_signs(seed, f"{name}/left", 0, grad.shape[0], k, grad.device)
+    columns, signs = buckets_and_signs(seed, f"{name}/right", 0, grad.shape[1], k, grad.device)
+    signed = grad * row_signs.to(grad.dtype)[:, None] * signs.to(grad.dtype)
+    buckets = (rows[:, None] + columns) % k
+    return grad.new_zeros(k).index_add_(0, buckets.flatten(), signed.flatten())
