@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import BatchRows as BatchRows
     from gradherd.rows.settings import ExactRows as ExactRows
     from gradherd.rows.settings import SketchRows as SketchRows
+    from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
     from gradherd.sparsify.cltk import CLTK as CLTK
     from gradherd.sparsify.deft import Deft as Deft
     from gradherd.sparsify.dense import Dense as Dense
@@ -60,6 +61,7 @@ _HOMES = {
     "BatchRows": "rows.settings",
     "ExactRows": "rows.settings",
     "SketchRows": "rows.settings",
+    "TwoSidedRows": "rows.settings",
     "CLTK": "sparsify.cltk",
     "Deft": "sparsify.deft",
     "Dense": "sparsify.dense",

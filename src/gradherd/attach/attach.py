@@ -29,7 +29,12 @@ from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import describe, unwrap_model
-from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows
+from gradherd.rows.settings import (
+    BatchRows,
+    RowSettings,
+    choose_rows,
+    resolve_rows,
+)
 from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
@@ -330,7 +335,7 @@ def _choose(
         whole_batches=order.unit == order.batch_size,
         free=order.world.size == 1 or hook_is_free,
         size=FlatSpec.of(inner(model)).size,
-        on_gpu=next(model.parameters()).is_cuda,
+        on_gpu=next(model.parameters()).is_cuda and not fsdp_modules(model),
         alone=order.world.size == 1,
     )
     single = order.ordering.policy.needs_rows and order.unit < order.batch_size

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.attach.batch_gradient import ParameterHooks
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.bucket_layout import BucketLayout
-from gradherd.attach.row_sources import ParameterHooks
 from gradherd.attach.slice_signs import SliceSigner
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.world import World

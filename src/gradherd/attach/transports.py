@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.row_sources import CHECK_FAILED, ParameterHooks, RowSource
+from gradherd.attach.batch_gradient import ParameterHooks
+from gradherd.attach.row_sources import CHECK_FAILED, RowSource
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World

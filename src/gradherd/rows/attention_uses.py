@@ -40,11 +40,15 @@ def hook_attention(
     handles: list[RemovableHandle] = []
     for module, own in by_module.items():
         hooks = _AttentionHooks(module, own, after_forward, watch)
-        handles.append(module.register_forward_pre_hook(UncopiedHook(hooks.before), with_kwargs=True))
+        handles.append(
+            module.register_forward_pre_hook(UncopiedHook(hooks.before), with_kwargs=True)
+        )
         handles.append(
             module.register_forward_hook(
                 # Also after an exception, or the function would stay replaced.
-                UncopiedHook(hooks.after), with_kwargs=True, always_call=True
+                UncopiedHook(hooks.after),
+                with_kwargs=True,
+                always_call=True,
             )
         )
     return handles
@@ -77,7 +81,7 @@ class _AttentionHooks:
         assert isinstance(module, nn.MultiheadAttention)
         self._examples = query.shape[0 if module.batch_first else 1]
         self._original = F.linear
-        F.linear = self._linear
+        F.linear = self._linear  # type: ignore[assignment]
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         """Restore F.linear."""
@@ -91,7 +95,7 @@ class _AttentionHooks:
         assert self._original is not None
         output = self._original(inputs, weight, bias)
         whole = weight if weight in self._layers else weight._base
-        layer = None if whole is None else self._layers.get(whole)  # type: ignore[call-overload]
+        layer = None if whole is None else self._layers.get(whole)
         if layer is None or not output.requires_grad:
             return output
         assert whole is not None

@@ -11,7 +11,6 @@ tensor sketch (`OuterTerm.sketch`), whose cost is small there.
 Shapes: B examples, T positions, O outputs, q columns of the input side, k elements of a row.
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -20,35 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.rows.column_table import ColumnTable, Slot
-from gradherd.rows.layer_rules import BatchDim, rule_for
+from gradherd.rows.layer_rules import BatchDim
+from gradherd.rows.projected_weight import Place, ProjectedWeight, SketchPlan
 from gradherd.rows.projections import (
-    MAX_OUTPUTS,
     ConvShape,
-    SideKey,
     conv_columns,
     conv_inputs,
     embedding_columns,
     linear_columns,
     matrix_tensor_sketch,
-    project_matrix,
-    shorten,
     side,
 )
-from gradherd.rows.sketch import count_sketch
-from gradherd.rows.terms import DenseTerm, OuterTerm, at_least_float32
-
-_KERNEL_COLUMNS = 16
-"""Columns of the input side that the kernels of a GPU have room for."""
-
-
-class SketchPlan(NamedTuple):
-    """Sizes and seed of two-sided sketches."""
-
-    inside: int
-    """q."""
-    size: int
-    """k."""
-    seed: int
+from gradherd.rows.terms import OuterTerm, at_least_float32
 
 
 class LayerCall(NamedTuple):
@@ -61,15 +43,6 @@ class LayerCall(NamedTuple):
     """Statistics of a norm's forward; see `norm_statistics`."""
 
 
-class Place(NamedTuple):
-    """Where the columns of a parameter are."""
-
-    slot: str
-    """Local name of the slot, or "" for sketches that are not made from columns."""
-    lo: int = 0
-    hi: int = 0
-
-
 class LayerSketch(Protocol):
     """Computes the columns of one module."""
 
@@ -77,7 +50,11 @@ class LayerSketch(Protocol):
     """Width of each slot by its local name, and whether it is for a projected weight."""
 
     def write(
-        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+        self,
+        call: LayerCall,
+        table: ColumnTable,
+        slots: Mapping[str, Slot],
+        index: Mapping[str, int],
     ) -> None:
         """Write the columns of all trainable parameters.
 
@@ -98,96 +75,7 @@ class LayerSketch(Protocol):
         ...
 
 
-class _ProjectedWeight:
-    """What layers with a projected weight have in common."""
-
-    def __init__(
-        self, names: Mapping[str, str], plan: SketchPlan, outputs: int, *, may_free: bool
-    ) -> None:
-        """Prepare.
-
-        Args:
-            names: Names of the layer's trainable parameters in the model, by local names.
-            plan: Sizes and seed.
-            outputs: O.
-            may_free: Whether a column may be left free for the bias.
-        """
-        self.plan, self.outputs = plan, outputs
-        self.name = names.get("weight", names.get("bias", ""))
-        self.weight, self.bias = "weight" in names, "bias" in names
-        self.free = self.weight and self.bias and may_free
-        self.width = min(outputs, MAX_OUTPUTS)
-        self.widths = {}
-        if self.weight:
-            self.widths["weight"] = (plan.inside * self.width, True)
-        if self.bias:
-            self.widths["bias"] = (outputs, False)
-
-    def key(self, like: Tensor) -> SideKey:
-        """Return the key of the input side's matrix."""
-        plan = self.plan
-        return SideKey(plan.seed, self.name, plan.inside, like.dtype, like.device, self.free)
-
-    def put(self, columns: Tensor, table: ColumnTable, slots: Mapping[str, Slot]) -> None:
-        """Write columns (B, q, O)."""
-        columns = shorten(columns, self.plan.seed, self.name)
-        table.put(slots["weight"], columns.flatten(1))
-
-    def launch(
-        self,
-        thin: Tensor,
-        strides: tuple[int, int, int],
-        grads: Tensor,
-        grad_strides: tuple[int, int, int],
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-    ) -> None:
-        """Write columns by one kernel; strides are over examples, columns and positions."""
-        from gradherd.rows.triton_rows import combine
-
-        positions = thin.numel() // (len(grads) * self.plan.inside)
-        shape = (len(grads), self.plan.inside, self.outputs, positions)
-        if self.outputs <= MAX_OUTPUTS:
-            view, add = table.view(slots["weight"])
-            combine(thin, strides, grads, grad_strides, shape, view, add=add)
-            return
-        long = torch.empty(shape[0], shape[1] * shape[2], device=grads.device)
-        combine(thin, strides, grads, grad_strides, shape, long, add=False)
-        self.put(long.view(shape[:3]), table, slots)
-
-    def can_launch(self, inputs: Tensor, grads: Tensor, table: ColumnTable) -> bool:
-        """Say whether the kernels can do it."""
-        return (
-            inputs.is_cuda
-            and self.plan.inside <= _KERNEL_COLUMNS
-            and table.dtype == torch.float32
-            and inputs.dtype in _HALVES | {torch.float32}
-            and grads.dtype in _HALVES | {torch.float32}
-        )
-
-    def projected_place(self, local: str) -> Place:
-        """Say where the columns of weight and bias are if the weight is projected."""
-        rows = (self.plan.inside - self.free) * self.width
-        if local == "weight":
-            return Place("weight", 0, rows)
-        return Place("weight", rows, rows + self.width) if self.free else Place("bias", 0, self.outputs)
-
-    def project_weight(self, grad: Tensor, rows: int) -> Tensor:
-        """Return the columns of a whole (O, rows) gradient."""
-        inside = side(self.key(grad), rows)[0]
-        columns = project_matrix(grad, inside, self.plan.seed, self.name)
-        return columns[: self.plan.inside - self.free].flatten()
-
-    def project_bias(self, grad: Tensor) -> Tensor:
-        """Return the columns of a whole gradient of the bias."""
-        grad = at_least_float32(grad)
-        return shorten(grad, self.plan.seed, self.name) if self.free else grad
-
-
-_HALVES = {torch.float16, torch.bfloat16}
-
-
-class LinearSketch(_ProjectedWeight):
+class LinearSketch(ProjectedWeight):
     """Columns of nn.Linear, and of transformers' Conv1D, whose weight is transposed."""
 
     def __init__(
@@ -216,7 +104,11 @@ class LinearSketch(_ProjectedWeight):
         self._one_position: bool | None = False if shared else None
 
     def write(
-        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+        self,
+        call: LayerCall,
+        table: ColumnTable,
+        slots: Mapping[str, Slot],
+        index: Mapping[str, int],
     ) -> None:
         """Write the columns from inputs (..., I) and output gradients (..., O)."""
         grads = call.batch.move_first(call.grads, 1)
@@ -257,7 +149,7 @@ class LinearSketch(_ProjectedWeight):
         return self.projected_place(local)
 
 
-class EmbeddingSketch(_ProjectedWeight):
+class EmbeddingSketch(ProjectedWeight):
     """Columns of nn.Embedding: its gradient is a sum of one-hot rows times output gradients."""
 
     def __init__(self, module: nn.Embedding, names: Mapping[str, str], plan: SketchPlan) -> None:
@@ -265,7 +157,11 @@ class EmbeddingSketch(_ProjectedWeight):
         self._padding, self._features = module.padding_idx, module.embedding_dim
 
     def write(
-        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+        self,
+        call: LayerCall,
+        table: ColumnTable,
+        slots: Mapping[str, Slot],
+        index: Mapping[str, int],
     ) -> None:
         """Write the columns from token ids (...) and output gradients (..., C)."""
         tokens = call.batch.move_first(call.inputs, 0).long()
@@ -273,9 +169,7 @@ class EmbeddingSketch(_ProjectedWeight):
         if self._padding is not None:  # torch gives the padding token no gradient
             grads = grads * (tokens != self._padding).unsqueeze(-1)
         inside = side(self.key(grads), self._features)[0]
-        columns = embedding_columns(
-            tokens, grads, inside, self.plan.seed, self.name, self.outputs
-        )
+        columns = embedding_columns(tokens, grads, inside, self.plan.seed, self.name, self.outputs)
         table.start(len(tokens))
         table.put(slots["weight"], columns.flatten(1))
 
@@ -288,7 +182,7 @@ class EmbeddingSketch(_ProjectedWeight):
         return self.projected_place(local)
 
 
-class ConvSketch(_ProjectedWeight):
+class ConvSketch(ProjectedWeight):
     """Columns of convolutions and transposed convolutions with 1 to 3 spatial dimensions."""
 
     def __init__(
@@ -323,7 +217,11 @@ class ConvSketch(_ProjectedWeight):
         )
 
     def write(
-        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+        self,
+        call: LayerCall,
+        table: ColumnTable,
+        slots: Mapping[str, Slot],
+        index: Mapping[str, int],
     ) -> None:
         """Write the columns from inputs (B, C, ...) and output gradients (B, O, ...)."""
         inputs, grads = call.batch.require_first(call.inputs), call.batch.require_first(call.grads)
@@ -350,7 +248,7 @@ class ConvSketch(_ProjectedWeight):
         if self._is_pointwise and offset is None:
             # Reads any memory layout as it is; a convolution might convert the input first.
             thin = torch.bmm(matrix.expand(len(images), -1, -1), images.flatten(2))
-            return thin.unflatten(2, images.shape[2:])
+            return thin.view(len(images), len(matrix), *images.shape[2:])
         return self._conv.apply(images, matrix.view(len(matrix), -1, *self._window), offset)
 
     def project(self, local: str, grad: Tensor) -> Tensor:
@@ -369,9 +267,7 @@ class ConvSketch(_ProjectedWeight):
 def _one_stride(images: Tensor) -> bool:
     """Say whether one stride leads over all positions of (B, O, ...) images."""
     sizes, strides = images.shape[2:], images.stride()[2:]
-    return all(
-        strides[at] == sizes[at + 1] * strides[at + 1] for at in range(len(sizes) - 1)
-    )
+    return all(strides[at] == sizes[at + 1] * strides[at + 1] for at in range(len(sizes) - 1))
 
 
 def _strides(images: Tensor) -> tuple[int, int, int]:

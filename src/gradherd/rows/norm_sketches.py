@@ -16,9 +16,8 @@ from gradherd.rows.layer_sketches import (
     LayerCall,
     LayerSketch,
     LinearSketch,
-    Place,
-    SketchPlan,
 )
+from gradherd.rows.projected_weight import Place, SketchPlan
 from gradherd.rows.sketch import count_sketch
 from gradherd.rows.terms import DenseTerm, at_least_float32
 
@@ -41,7 +40,11 @@ class RuleSketch:
         self.widths = {"all": (sum(self._sizes.values()), False)} if self._sizes else {}
 
     def write(
-        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+        self,
+        call: LayerCall,
+        table: ColumnTable,
+        slots: Mapping[str, Slot],
+        index: Mapping[str, int],
     ) -> None:
         """Write the columns of each parameter."""
         saved = call.saved if len(call.saved) == 2 else ()
@@ -82,7 +85,11 @@ class NormSketch(RuleSketch):
     """Columns of BatchNorm and LayerNorm, in one kernel on a GPU."""
 
     def write(
-        self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot], index: Mapping[str, int]
+        self,
+        call: LayerCall,
+        table: ColumnTable,
+        slots: Mapping[str, Slot],
+        index: Mapping[str, int],
     ) -> None:
         """Write the columns of scale and shift."""
         if not self._launch(call, table, slots):
@@ -103,9 +110,7 @@ class NormSketch(RuleSketch):
         view, add = table.view(slots["all"])
         target = torch.empty_like(view) if add else view
         mean, rstd = call.saved[2:]
-        done = write_norm(
-            call.inputs, call.grads, mean, rstd, target, per_channel=not layer_norm
-        )
+        done = write_norm(call.inputs, call.grads, mean, rstd, target, per_channel=not layer_norm)
         if done and add:
             view += target
         if not done and not add:
@@ -145,10 +150,13 @@ def make_layer_sketch(
         plan: Sizes and seed.
         shared: Whether another module uses its weight, too.
     """
-    if not set(module._parameters) <= {"weight", "bias"}:
+    # A parametrized weight is computed before each forward, from parameters of other names.
+    if not set(names) <= set(module._parameters) <= {"weight", "bias"}:
         return None
     if is_transformers_conv1d(module):
-        shape = tuple(module.weight.shape)  # type: ignore[union-attr, operator]
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        shape = tuple(weight.shape)
         return LinearSketch(shape, names, plan, shared=shared, transposed=True)
     if isinstance(module, nn.modules.conv._ConvNd) and _is_plain_conv(module):
         # With few channels per group, q filters have more outputs than the layer has inputs.

@@ -78,9 +78,7 @@ def side(key: SideKey, rows: int) -> tuple[Tensor, Tensor | None]:
     return matrix.contiguous().to(device=key.device, dtype=key.dtype), offset
 
 
-def linear_columns(
-    inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor | None
-) -> Tensor:
+def linear_columns(inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor | None) -> Tensor:
     """Project the gradients of a linear layer on the input side: (B, q, O).
 
     Args:
@@ -166,9 +164,7 @@ class ConvShape:
     def apply(self, inputs: Tensor, weight: Tensor, offset: Tensor | None) -> Tensor:
         """Convolve the inputs of one group with other filters."""
         conv = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
-        result: Tensor = conv(  # type: ignore[operator]
-            inputs, weight, offset, self.stride, self.padding, self.dilation
-        )
+        result: Tensor = conv(inputs, weight, offset, self.stride, self.padding, self.dilation)
         return result
 
 

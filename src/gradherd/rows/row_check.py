@@ -139,6 +139,14 @@ class RowCheck:
         """Return the gradient of a parameter in this batch, as projected; None without one."""
         return self._references[index]
 
+    def name(self, index: int) -> str:
+        """Return the name of a parameter."""
+        return self._spec.names[index]
+
+    def is_left_out(self, index: int) -> bool:
+        """Say whether a parameter is left out."""
+        return self._spec.names[index] in self.left_out
+
     def judge(
         self,
         measured: Mapping[int, tuple[float, float, float]],
@@ -302,3 +310,27 @@ def _random_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     signs = torch.empty(65_537).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
     return signs.to(dtype=dtype, device=device)
+
+
+def measure_errors(
+    columns: Mapping[int, Sequence[Tensor]], check: RowCheck
+) -> dict[int, tuple[float, float, float]]:
+    """Compare projected rows with projected gradients; see `RowCheck.judge`.
+
+    Args:
+        columns: For parameters by index, the rows (B, n) of each backward.
+        check: Knows the gradients, mapped to (n,) in the same way.
+    """
+    measured: dict[int, tuple[float, float, float]] = {}
+    for index, uses in columns.items():
+        reference = check.reference(index)
+        if check.is_left_out(index) or (reference is None and not uses):
+            continue
+        error = torch.zeros(()) if reference is None else -reference
+        size = float(error.norm())
+        for rows in uses:
+            error = rows.sum(0) + error.to(rows)
+        if math.isfinite(size):  # else an overflow, which GradScaler handles
+            norms = sum(float(rows.norm(dim=1).sum()) for rows in uses)
+            measured[index] = float(error.norm()), size, norms
+    return measured

@@ -5,12 +5,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradherd.rows.batch_dims import INPUT, BatchDims
 from gradherd.rows.column_table import Slot, lay_out
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.layer_rules import BatchDim
-from gradherd.rows.layer_sketches import LayerSketch, LinearSketch, SketchPlan
+from gradherd.rows.layer_sketches import LayerSketch, LinearSketch
 from gradherd.rows.norm_sketches import NormSketch, make_layer_sketch
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners
+from gradherd.rows.projected_weight import SketchPlan
 
 
 class HeldInputs:
@@ -104,6 +106,19 @@ def sketched_layers(
     return layers, others, width, exact
 
 
+def has_layers(owner: ParameterOwner) -> bool:
+    """Say whether a module contains parameters besides those that it uses itself."""
+    own = set(owner.parameters.values())
+    return any(parameter not in own for parameter in owner.module.parameters())
+
+
+def unbatched_reason(layer: SketchedLayer, inputs: Tensor, dims: BatchDims) -> str:
+    """Say why a layer's parameters have no gradients of single examples."""
+    if dims.knows(layer.name, INPUT, inputs.dim()):
+        return f"its input of shape {tuple(inputs.shape)} has no dimension for examples"
+    return "which dimension holds the examples is not known: call the model itself, not its parts"
+
+
 def is_plain_attention(owner: ParameterOwner, uses: Mapping[nn.Parameter, int]) -> bool:
     """Say whether a module is nn.MultiheadAttention with one weight for queries, keys, values."""
     module = owner.module
@@ -119,7 +134,10 @@ def is_plain_attention(owner: ParameterOwner, uses: Mapping[nn.Parameter, int]) 
 
 
 def _attention_layers(
-    owner: ParameterOwner, names: Mapping[str, str], index: Mapping[nn.Parameter, int], plan: SketchPlan
+    owner: ParameterOwner,
+    names: Mapping[str, str],
+    index: Mapping[nn.Parameter, int],
+    plan: SketchPlan,
 ) -> list[SketchedLayer]:
     """Return the two projections of an attention module as linear layers."""
     module = owner.module
@@ -142,7 +160,7 @@ def _attention_layers(
 def _assign_slots(layers: list[SketchedLayer]) -> tuple[int, int]:
     """Give each layer its slots; modules that share a weight share its slot."""
     widths: dict[tuple[int, str], tuple[int, bool]] = {}
-    keys: list[Mapping[str, tuple[int, str]]] = []
+    keys: list[dict[str, tuple[int, str]]] = []
     for layer in layers:
         own = {slot: (layer.index.get(slot, id(layer)), slot) for slot in layer.sketch.widths}
         keys.append(own)

@@ -61,7 +61,7 @@ def sketch_columns(
 
 @triton.jit
 def _combine_kernel(
-    a, g, out, ab, aq, at, gb, go, gt, O, T, row, count,
+    a, g, out, ab, aq, at, gb, go, gt, outputs, T, row, count,
     ADD: tl.constexpr, Q: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Multiply one example's projected input with some outputs' gradients, over all positions."""
@@ -78,12 +78,12 @@ def _combine_kernel(
         )
         right = tl.load(
             g + example * gb + t.to(tl.int64)[:, None] * gt + o.to(tl.int64)[None, :] * go,
-            mask=(t < T)[:, None] & (o < O)[None, :],
+            mask=(t < T)[:, None] & (o < outputs)[None, :],
             other=0.0,
         ).to(left.dtype)
         total = tl.dot(left, right, total, input_precision="tf32")
-    where = example * row + q[:, None] * O + o[None, :]
-    mask = (q < count)[:, None] & (o < O)[None, :]
+    where = example * row + q[:, None] * outputs + o[None, :]
+    mask = (q < count)[:, None] & (o < outputs)[None, :]
     if ADD:
         total += tl.load(out + where, mask=mask, other=0.0)
     tl.store(out + where, total, mask=mask)
@@ -203,8 +203,7 @@ def write_norm(
     if per_channel and contiguous:
         block = min(1024, triton.next_power_of_2(positions))
         rows = max(1, 2048 // block)
-        grid = (triton.cdiv(examples * channels, rows),)
-        _channels_first_kernel[grid](
+        _channels_first_kernel[(triton.cdiv(examples * channels, rows),)](
             inputs, grads, mean, rstd, out, examples * channels, channels, positions,
             out.stride(0), ROWS=rows, BLOCK=block,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
 
 # The names that `attach` takes for rows; settings objects have no place on a command line.
-ROWS = ("auto", "batch", "exact", "sketch")
+ROWS = ("auto", "batch", "exact", "sketch", "two-sided")
 
 
 @dataclass(frozen=True, kw_only=True)

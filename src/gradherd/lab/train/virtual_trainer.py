@@ -71,7 +71,14 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
     if named is not None:
         return named
     whole_batches = config.unit == config.batch_size
-    return choose_rows(needs_rows=needs_rows, whole_batches=whole_batches, free=free, size=size)[0]
+    return choose_rows(
+        needs_rows=needs_rows,
+        whole_batches=whole_batches,
+        free=free,
+        size=size,
+        on_gpu=False,  # the same rows as on the CPU: virtual runs have the bits of real ranks
+        alone=config.workers == 1,
+    )[0]
 
 
 class VirtualTrainer:

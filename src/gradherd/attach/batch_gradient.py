@@ -1,0 +1,188 @@
+"""The gradient of a whole batch, read off the hooks of parameters.
+
+Shapes: D parameters, k columns of a row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.attach.fsdp_torch import sharded_groups
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.row_check import Registrar
+from gradherd.rows.settings import SketchRows
+from gradherd.rows.sketch import count_sketch
+
+
+def gradient_registrar(model: nn.Module) -> Registrar:
+    """Return a function that hooks a parameter's gradient, be the model sharded or not.
+
+    Hooks on a sharded parameter itself never run: autograd sees the whole one.
+    """
+    owners = {
+        id(parameter.sharded): (group, parameter)
+        for group in sharded_groups(model)
+        for parameter in group.parameters
+    }
+
+    def register(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+        if id(parameter) in owners:
+            group, sharded = owners[id(parameter)]
+            return group.on_gradient(sharded, hook)
+        return parameter.register_hook(hook)
+
+    return register
+
+
+class ParameterHooks:
+    """Calls back with each parameter's gradient in every backward, before it is accumulated."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arrived: Callable[[str, Tensor], None],
+        begin: Callable[[], None] | None = None,
+    ) -> None:
+        """Register a hook for each trainable parameter.
+
+        Args:
+            model: The model.
+            arrived: Called with name and gradient of each parameter.
+            begin: Called instead, once for each backward.
+        """
+        self.began: Callable[[], None] = lambda: None
+        """Called before the first gradient of each backward."""
+        self._graph_task = -1
+
+        def hook(name: str) -> Callable[[Tensor], None]:
+            def on_grad(grad: Tensor) -> None:
+                # DDP and FSDP tell backwards apart by this number, too.
+                task = torch._C._current_graph_task_id()
+                if task != self._graph_task:
+                    self._graph_task = task
+                    self.began()
+                    if begin is not None:
+                        begin()
+                if begin is None:
+                    arrived(name, grad.detach())
+
+            return on_grad
+
+        register = gradient_registrar(model)
+        self._handles = [
+            register(parameter, hook(name))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class BatchGradientSource:
+    """The gradient of a whole batch, or a count sketch of it."""
+
+    def __init__(self, model: nn.Module, sketch: SketchRows | None) -> None:
+        self._spec = FlatSpec.of(model)
+        self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
+        self._sketch = sketch
+        self._row: Tensor | None = None
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        # On a GPU the launches for each parameter would cost more than the rest of the step.
+        # Optimizers that step inside the backward leave nothing to read at its end.
+        self._at_end = (
+            sketch is None
+            and self._parameters[0].is_cuda
+            and not any(p._post_accumulate_grad_hooks for p in self._parameters)
+        )
+        self._before: Tensor | None = None
+        self._hooks = ParameterHooks(
+            model, self._arrived, None if not self._at_end else self._begin
+        )
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a gradient has arrived."""
+        return self._row is not None
+
+    def _begin(self) -> None:
+        """Prepare to read all gradients at once when this backward is over."""
+        if self._row is None:
+            accumulated = any(p.grad is not None for p in self._parameters)
+            self._before = self._all_grads() if accumulated else None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        row = self._all_grads()
+        self._row = row if self._before is None else row - self._before
+
+    def _all_grads(self) -> Tensor:
+        """Return the accumulated gradients of all parameters, in one vector (D,)."""
+        with torch.no_grad():
+            parts = [
+                (p if p.grad is None else p.grad).detach().reshape(-1) for p in self._parameters
+            ]
+            row = torch.cat([part.to_dense() if part.is_sparse else part for part in parts]).float()
+            for name, p in zip(self._spec.names, self._parameters, strict=True):
+                if p.grad is None:  # not used in this backward
+                    row[self._offsets[name] : self._offsets[name] + p.numel()] = 0
+            return row
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        dense = grad.to_dense() if grad.is_sparse else grad  # Embedding(sparse=True)
+        flat, offset = dense.flatten().float(), self._offsets[name]
+        if self._row is None:
+            self._row = flat.new_zeros(self._sketch.size if self._sketch else self._spec.size)
+        if self._sketch is None:
+            self._row[offset : offset + len(flat)] += flat
+        else:
+            self._row += count_sketch(flat, self._sketch.size, self._sketch.seed, offset=offset)
+
+    def take(self, examples: int, loss_scale: float) -> Tensor:
+        """Return the one row of the batch."""
+        assert self._row is not None
+        row, self._row = self._row.div_(loss_scale), None
+        return row.unsqueeze(0)
+
+    def take_implicit(self, examples: int, loss_scale: float) -> None:
+        """Return None: the gradient of a batch is already formed."""
+        return None
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Have `began` called before the first gradient of each backward."""
+        self._hooks.began = began
+
+    def check(self, examples: int) -> None:
+        """Return None: the gradient of a batch is what it is."""
+        return None
+
+    def failed_check(self) -> Tensor:
+        """Return an empty mask: there are no checks."""
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Do nothing: there are no checks."""
+
+    def left_out(self) -> list[str]:
+        """Return nothing: all parameters count."""
+        return []
+
+    @property
+    def seconds_in_backward(self) -> float:
+        """Return 0: copying a gradient is not counted."""
+        return 0.0
+
+    def restart_checks(self) -> None:
+        """Do nothing: there are no checks."""
+
+    def forget(self) -> None:
+        """Drop the last gradient."""
+        self._row = None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.remove()

@@ -1,0 +1,243 @@
+"""Hooks that reduce each layer to its columns when the gradient of its output arrives.
+
+A forward hook notes the input of a layer. When the gradient of the output arrives, the layer's
+sketch writes its columns to a table, and input and gradient are let go.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradherd.rows.attention_uses import hook_attention
+from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
+from gradherd.rows.call_recorder import hook_gradient, save_input
+from gradherd.rows.column_table import ColumnTable
+from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
+from gradherd.rows.layer_rules import UnbatchedError, save_statistics
+from gradherd.rows.layer_sketches import LayerCall
+from gradherd.rows.norm_sketches import norm_statistics
+from gradherd.rows.row_check import RowCheck
+from gradherd.rows.sketched_layers import HeldInputs, SketchedLayer, unbatched_reason
+from gradherd.rows.tensor_tree import detach_all, tensor_leaves
+
+
+class LayerWatcher:
+    """Writes the columns of all layers to tables, one for each backward of a batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[SketchedLayer],
+        check: RowCheck,
+        make_table: Callable[[], ColumnTable],
+        *,
+        batch_dim: int | None,
+        batch_size: int | None,
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            model: The model.
+            layers: Its layers that have sketches.
+            check: Knows which parameters are left out, and when a check is due.
+            make_table: Returns an empty table.
+            batch_dim: Batch dimension of the model's inputs, if it is given.
+            batch_size: Examples in a full batch of the loader, to tell the batch dimension.
+        """
+        self.tables: dict[int, ColumnTable] = {}
+        """By backward (autograd's graph task): some reach no parameter."""
+        self.sizes: set[int] = set()
+        """Numbers of examples that layers have seen in this batch."""
+        self.dtypes: set[torch.dtype] = set()
+        """Dtypes of inputs and gradients, while a check is due."""
+        self.unbatched: dict[str, str] = {}
+        """Parameters without gradients of single examples in this batch, with the reason."""
+        self.create_graph = False
+        """Whether a backward was run with create_graph=True."""
+        self.began: Callable[[], None] = lambda: None
+        """Called before the first gradient of each backward."""
+        self.seconds = 0.0
+        """Seconds spent inside backwards."""
+        self._check, self._make_table = check, make_table
+        self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
+        self._free_table: ColumnTable | None = None
+        self._began_task = -1
+        self._unknown: dict[str, list[Shapes]] = {}  # calls whose batch dimension is not known
+        self._probed: list[tuple[str, Shapes]] | None = None
+        self._device_type = next(model.parameters()).device.type
+        self._handles: list[Any] = [
+            model.register_forward_hook(UncopiedHook(self._after_model), with_kwargs=True)
+        ]
+        for layer in layers:
+            if layer.inside is None:
+                # Before all other hooks: those may change the output.
+                hook = UncopiedHook(partial(self._after_forward, layer))
+                self._handles.append(
+                    layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+                )
+        self._handles += hook_attention(layers, self._after_forward, self._watch)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Compute without graph and autocast."""
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+            yield
+
+    def _after_forward(
+        self,
+        layer: SketchedLayer,
+        module: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> None:
+        if self._probed is not None:
+            self._probed.append((layer.name, call_shapes(args, kwargs, output)))
+            return
+        # Called with a keyword: layers have one argument, whatever its name.
+        inputs = (args[0] if args else next(iter(kwargs.values()))).detach()
+        if not self._dims.knows(layer.name, INPUT, inputs.dim()):
+            # Also without gradients: a reentrant checkpoint runs its first forward so.
+            shapes, known = call_shapes(args, kwargs, output), self._unknown.get(layer.name, [])
+            if shapes not in known:
+                self._unknown[layer.name] = [*known, shapes]
+        if not torch.is_grad_enabled():
+            return
+        if layer.inside is not None or not output.requires_grad:
+            return  # what is inside an attention module is watched by itself
+        saved: tuple[Tensor, ...] = ()
+        if layer.is_norm:
+            saved = norm_statistics(output.grad_fn, save_statistics(module))
+        self._watch(layer, inputs, output, saved)
+
+    def _watch(
+        self,
+        layer: SketchedLayer,
+        inputs: Tensor,
+        output: Tensor,
+        saved: tuple[Tensor, ...] = (),
+        pad: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Hold a layer's detached input until the gradient of its output arrives."""
+        # Inside activation checkpointing a reference would keep the input alive.
+        node = save_input((inputs,))
+        held = HeldInputs(inputs if node is None else None, node, inputs._version, saved, pad)
+        hook_gradient(output, partial(self._on_grad, layer, held))
+
+    def _on_grad(self, layer: SketchedLayer, held: HeldInputs, grads: Tensor | None) -> None:
+        """Reduce one use of a layer to its columns."""
+        if grads is None:
+            return
+        started = time.perf_counter()
+        task = torch._C._current_graph_task_id()
+        if task != self._began_task:
+            self._began_task = task
+            self.began()
+        inputs, saved = held.inputs, held.saved
+        if held.node is not None:
+            (inputs,) = held.node.saved_tensors
+        # The hook lives as long as the graph, which the loss may keep; activations must not.
+        held.inputs, held.saved = None, ()
+        if inputs is None:
+            raise RuntimeError(
+                "a second backward ran through the same graph (retain_graph=True), whose inputs "
+                "two-sided rows no longer hold: add up the losses, or use rows='sketch'"
+            )
+        if inputs._version != held.version and held.node is None:
+            raise RuntimeError(
+                f"an input of module '{layer.name}' was changed in place after its forward, before "
+                "its rows were read: give the model a copy (clone()) of a buffer that is reused"
+            )
+        if layer.inside is not None:
+            grads = F.pad(grads.detach().reshape(*inputs.shape[:2], -1), held.pad)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
+            self.create_graph = self.create_graph or torch.is_grad_enabled()
+            with self.quiet():
+                self._write(layer, inputs, grads.detach(), saved)
+        else:  # The usual case: contexts cost more than a launch.
+            self._write(layer, inputs, grads, saved)
+        self.seconds += time.perf_counter() - started
+
+    def _write(
+        self, layer: SketchedLayer, inputs: Tensor, grads: Tensor, saved: tuple[Tensor, ...]
+    ) -> None:
+        left_out = self._check.left_out
+        names = [self._check.name(index) for index in layer.index.values()] if left_out else []
+        if names and all(name in left_out for name in names):
+            return
+        ndim = inputs.dim()
+        dim = self._dims.dim_of(layer.name, INPUT, ndim)
+        if layer.inside is not None:
+            # Inside, attention is (T, B, ...), whatever its input was.
+            dim = 1 if dim == layer.inside else None
+        if dim is None:
+            self._leave_layer_out(layer, unbatched_reason(layer, inputs, self._dims))
+            return
+        examples = inputs.shape[dim]
+        self.sizes.add(examples)
+        if len(self.sizes) > 1:
+            return  # refused when rows are popped
+        if self._check.due:
+            self.dtypes |= {one.dtype for one in (inputs, grads) if one.is_floating_point()}
+        task = torch._C._current_graph_task_id()
+        if task not in self.tables:
+            # Usually there is one backward for each batch, which always has the same table.
+            table, self._free_table = self._free_table, None
+            self.tables[task] = table or self._make_table()
+        batch = layer.batch(examples, dim, ndim)
+        call = LayerCall(inputs, grads, batch, saved)
+        try:
+            layer.sketch.write(call, self.tables[task], layer.slots, layer.index)
+        except UnbatchedError as error:
+            self._leave_layer_out(layer, str(error))
+
+    def _leave_layer_out(self, layer: SketchedLayer, why: str) -> None:
+        names = (self._check.name(index) for index in layer.index.values())
+        self.unbatched |= dict.fromkeys(names, why)
+
+    def _after_model(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        if self._probed is not None or not self._unknown or not torch.is_grad_enabled():
+            return
+        leaves = [t for t in tensor_leaves((args, kwargs)) if t.dim()]
+        if leaves and self._batch_size is not None:
+            self._dims.expect(leaves[0].shape, self._batch_size)
+        examples = self._dims.model_examples([t.shape for t in leaves])
+        if examples is None:
+            return
+        # Before the backward, so that gradients need not be held until dimensions are known.
+        args, kwargs = detach_all((args, kwargs))
+        call = ModuleCall("", module, args, kwargs, ForwardContext.save(module), (), ())
+        with self.quiet():
+            self._dims.probe(call, examples, self._unknown, self._run_for_shapes)
+        self._unknown = {}
+
+    def _run_for_shapes(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
+        probed: list[tuple[str, Shapes]] = []
+        self._probed = probed
+        try:
+            outputs = repeat_forward(call, args, kwargs)
+        finally:
+            self._probed = None
+        # The model itself was not called as a module, so its own hooks have not run.
+        return [*probed, ("", call_shapes(args, kwargs, outputs))]
+
+    def clear(self) -> None:
+        """Forget the current batch."""
+        for table in self.tables.values():
+            table.clear()
+            self._free_table = table
+        self.tables, self.unbatched, self._unknown = {}, {}, {}
+        self.sizes, self.dtypes, self.create_graph = set(), set(), False
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
