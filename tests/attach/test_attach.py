@@ -287,7 +287,9 @@ def test_wrong_arguments():
         attach(net)
     with pytest.raises(ValueError, match="wrap the model in DDP first"):
         attach(net, order=sampler, sparsify="exdyna")
-    with pytest.raises(ValueError, match="one of auto, batch, exact, sketch, two-sided, got 'fast'"):
+    with pytest.raises(
+        ValueError, match="one of auto, batch, exact, sketch, two-sided, got 'fast'"
+    ):
         attach(net, order=sampler, rows="fast")
     for rows in ("batch", BatchRows()):
         with pytest.raises(ValueError, match="one row for a batch of 4, but units have 1"):

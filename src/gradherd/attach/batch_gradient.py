@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.fsdp_torch import sharded_groups
+from gradherd.attach.fsdp_torch import fsdp_modules, sharded_groups
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.row_check import Registrar
 from gradherd.rows.settings import SketchRows
@@ -34,6 +34,10 @@ def gradient_registrar(model: nn.Module) -> Registrar:
         return parameter.register_hook(hook)
 
     return register
+
+
+# Elsewhere a copy for each parameter costs little, and adds without rounding.
+AT_END_DEVICES = {"cuda"}
 
 
 class ParameterHooks:
@@ -96,7 +100,8 @@ class BatchGradientSource:
         # Optimizers that step inside the backward leave nothing to read at its end.
         self._at_end = (
             sketch is None
-            and self._parameters[0].is_cuda
+            and self._parameters[0].device.type in AT_END_DEVICES
+            and not fsdp_modules(model)
             and not any(p._post_accumulate_grad_hooks for p in self._parameters)
         )
         self._before: Tensor | None = None

@@ -14,12 +14,14 @@ from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
 from gradherd.lab.bench.bench_coordination import bench_coordination
 from gradherd.lab.bench.bench_hook import bench_hook, one_rank
+from gradherd.lab.bench.bench_models import MODELS, bench_models
 from gradherd.lab.bench.bench_rows import bench_rows
 from gradherd.lab.bench.bench_signs import bench_signs
 from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import CASES as VIRTUAL_CASES
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
+from gradherd.rows.settings import ROW_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +95,32 @@ class BenchCoordinationCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRowsCommand:
-    """Time the per-example gradients of an MLP.
+    """Time per-example gradients: of an MLP, or within whole training steps of a known model.
 
-    plain is forward and backward alone. vmap (torch.func) and loop (one example at a time) are what
-    one would do instead; exact and sketch are gradherd's.
+    For the MLP, plain is forward and backward alone; vmap (torch.func) and loop (one example at a
+    time) are what one would do instead; exact and sketch are gradherd's. With --model, every case
+    is a training step with these rows and an order, next to the plain step, with memory and
+    fidelity: the correlation of centred inner products with exact ones.
 
-    Example: gradherd bench rows --params 2e6 --batch 256 --json
+    Examples: gradherd bench rows --params 2e6 --batch 256 --json
+              gradherd bench rows --model resnet50 --device cuda --cases batch,two-sided
     """
 
+    model: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: an MLP)")
+    ] = None
+    """mlp, lenet, resnet18, resnet50, vit-b16 or gpt2-124m; the last three need torchvision or
+    transformers."""
+    cases: str = "batch,sketch,two-sided"
+    """With --model: rows to measure, of batch, exact, sketch, two-sided; separated by commas."""
     params: str = "2000000"
-    """Approximate number of parameters of the MLP."""
-    batch: int = 256
+    """Without --model: approximate number of parameters of the MLP."""
+    batch: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 256; the model's)")
+    ] = None
     """Examples in a batch."""
+    repeats: int = 3
+    """With --model: blocks of steps to measure in each case; the median counts."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
     json: Annotated[
@@ -118,10 +134,33 @@ class BenchRowsCommand:
         if len(sizes) > 1:
             raise UsageError(f"--params must be one number, got {self.params!r}")
         # The same parser, for the same upper bound.
-        (batch,) = parse_counts("--batch", str(self.batch))
+        batch = None if self.batch is None else parse_counts("--batch", str(self.batch))[0]
+        check_at_least("--repeats", self.repeats, 1)
         device = usable_device(self.device)
+        if self.model is not None:
+            self._run_model(self.model, batch, device)
+            return
         with counted_loop(5, "cases") as advance:
-            rows = bench_rows(sizes[0], batch, device, advance)
+            rows = bench_rows(sizes[0], batch or 256, device, advance)
+        print_bench("rows", str(device), rows, as_json=self.json)
+
+    def _run_model(self, model: str, batch: int | None, device: torch.device) -> None:
+        if model not in MODELS:
+            raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
+        cases = tuple(case.strip() for case in self.cases.split(","))
+        for case in cases:
+            if case not in ROW_SETTINGS:
+                known = ", ".join(ROW_SETTINGS)
+                raise UsageError(f"--cases must be some of {known}, got {case!r}")
+        with counted_loop((1 + len(cases)) * self.repeats, "blocks") as advance:
+            try:
+                rows = bench_models(
+                    model, cases, device, batch=batch, repeats=self.repeats, progress=advance
+                )
+            except ImportError as error:
+                raise UsageError(
+                    f"--model {model} needs {error.name}: pip install {error.name}"
+                ) from error
         print_bench("rows", str(device), rows, as_json=self.json)
 
 

@@ -124,8 +124,10 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
     # Leave out columns that would be empty: a terminal has little room.
     sends = any(row["bytes"] for row in rows)
     bounded = not sends and all("ceiling_ratio" in row for row in rows)
+    faithful = any(row.get("fidelity") is not None for row in rows)
     headings = ["workers", "dim", "case", "ms", "time ratio", "peak bytes"]
-    for heading in headings + ["bytes sent"] * sends + ["x ceiling"] * bounded:
+    optional = ["bytes sent"] * sends + ["x ceiling"] * bounded + ["fidelity"] * faithful
+    for heading in headings + optional:
         left = heading == "case"
         # Two words in two lines: seven columns of large numbers fit 80 characters.
         heading = heading.replace(" ", "\n")
@@ -140,9 +142,14 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
             "" if row["peak_bytes"] is None else f"{row['peak_bytes']:,}",
             *([f"{row['bytes']:,}"] if sends else []),
             *([f"{row['ceiling_ratio']:.2f}"] if bounded else []),
+            *([_fidelity(row)] if faithful else []),
             end_section=following is not None and _size(row) != _size(following),
         )
     print_table(table)
+
+
+def _fidelity(row: dict[str, Any]) -> str:
+    return "" if row.get("fidelity") is None else f"{row['fidelity']:.3f}"
 
 
 def _size(row: dict[str, Any]) -> tuple[int, int]:

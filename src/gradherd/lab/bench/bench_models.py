@@ -209,6 +209,7 @@ def bench_models(
         {
             "case": case,
             "model": name,
+            "workers": 1,
             "dim": sum(p.numel() for p in training.model.parameters()),
             "batch": training.batch,
             "seconds": statistics.median(times[case]),
