@@ -547,7 +547,9 @@ def test_steps_of_another_model_do_not_count():
 @pytest.mark.parametrize("rows", [3, "exactly", None])
 def test_unknown_rows_are_named(rows):
     sampler = OrderedSampler(examples(8), "cd-grab", batch_size=4)
-    with pytest.raises(ValueError, match="rows must be one of auto, batch, exact, sketch, got"):
+    with pytest.raises(
+        ValueError, match="rows must be one of auto, batch, exact, sketch, two-sided, got"
+    ):
         attach(network(), order=sampler, rows=rows)
 
 
