@@ -14,14 +14,13 @@ from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
 from gradherd.lab.bench.bench_coordination import bench_coordination
 from gradherd.lab.bench.bench_hook import bench_hook, one_rank
-from gradherd.lab.bench.bench_models import MODELS, bench_models
+from gradherd.lab.bench.bench_models import CASES, MODELS, bench_models
 from gradherd.lab.bench.bench_rows import bench_rows
 from gradherd.lab.bench.bench_signs import bench_signs
 from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import CASES as VIRTUAL_CASES
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
-from gradherd.rows.settings import ROW_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +148,8 @@ class BenchRowsCommand:
             raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
         cases = tuple(case.strip() for case in self.cases.split(","))
         for case in cases:
-            if case not in ROW_SETTINGS:
-                known = ", ".join(ROW_SETTINGS)
+            if case not in CASES:
+                known = ", ".join(CASES)
                 raise UsageError(f"--cases must be some of {known}, got {case!r}")
         with counted_loop((1 + len(cases)) * self.repeats, "blocks") as advance:
             try:

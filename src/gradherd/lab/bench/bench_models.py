@@ -79,6 +79,10 @@ MODELS = {
 """Models by name. resnet50 and vit-b16 need torchvision, gpt2-124m needs transformers."""
 
 
+CASES = tuple(ROW_SETTINGS)
+"""Rows that can be measured."""
+
+
 class ModelTraining:
     """A training loop on one batch that stays on the device."""
 
