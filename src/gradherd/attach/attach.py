@@ -15,25 +15,22 @@ from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.flat_weights import float_buffers, local_parameters
-from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_parameters
+from gradherd.attach.fsdp_checks import ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.optimizer_checks import refuse_second_momentum, stepping_optimizer
+from gradherd.attach.row_plan import check_device, plan_rows
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.flat import FlatSpec
-from gradherd.rows.parameter_owners import describe, unwrap_model
 from gradherd.rows.settings import (
     BatchRows,
     RowSettings,
-    choose_rows,
-    resolve_rows,
 )
 from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
@@ -106,7 +103,7 @@ def attach(
         stepping = _check_local(bare, local, optimizer, sparsify is not None, scaler)
         settings = _sparsify_settings(bare, sparsify, worlds, mesh)
         sparsifies = settings is not None
-        plan = None if order is None else _plan_rows(model, order, rows, sparsifies, worlds)
+        plan = None if order is None else plan_rows(model, order, rows, sparsifies, worlds)
     except Exception as error:
         meeting.refuse(error)
         raise
@@ -261,87 +258,6 @@ def _check_local(
     return stepping_optimizer(optimizer, local_parameters(model).values())
 
 
-def _plan_rows(
-    model: nn.Module,
-    order: OrderedSampler,
-    rows: str | RowSettings,
-    sparsifies: bool,
-    worlds: ShardedWorlds | None,
-) -> RowSettings:
-    """Return how to read rows, or raise if this model cannot be used with this sampler."""
-    bare = getattr(model, "_orig_mod", model)
-    here = World.detect()
-    if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):
-        raise ValueError(
-            f"order was made for {order.world}, but this process is {here}: create the "
-            "sampler after init_process_group()"
-        )
-    if isinstance(bare, DDP):
-        _share_group(order, world_of(bare))
-    elif worlds is not None:
-        _share_group(order, worlds.all_workers(order))
-    if order.attached:
-        raise ValueError(
-            "order is attached already: call detach() of the herd that attach() returned for it, "
-            "or make a new OrderedSampler"
-        )
-    check_device(bare, order.world)
-    if order.ordering.policy.needs_rows and order.unit < order.batch_size:
-        unwrap_model(model)  # raises if compiled: hooks of its modules would not be called
-    if worlds is not None:
-        free = worlds.rides(order.world) and FlatSpec.of(bare).size < WHOLE_ROWS_BELOW
-    else:
-        free = isinstance(bare, DDP) and hook_is_free(bare)
-    settings, why = _choose(bare, order, rows, free and not sparsifies)
-    needed = isinstance(settings, BatchRows) and order.ordering.policy.needs_rows
-    if worlds is not None and needed and sparsifies:
-        raise ValueError(
-            "rows='batch' would exchange whole gradients beside the sparse ones: use 'sketch'"
-        )
-    log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
-    return settings
-
-
-def _share_group(order: OrderedSampler, world: World) -> None:
-    """Refuse a sampler of other ranks than the model's; let it use the model's own group.
-
-    Coordination averages gradients itself, so the sampler's ranks must be those of the model.
-    """
-    if order.world.ranks() != world.ranks():
-        raise ValueError(
-            f"order was made for ranks {order.world.ranks()}, but the model averages gradients "
-            f"over ranks {world.ranks()}: create the sampler with world=gh.World(rank, size, "
-            "group) of the model's process group"
-        )
-    if order.world.group is not None:
-        order.world = world
-
-
-def _choose(
-    model: nn.Module, order: OrderedSampler, rows: str | RowSettings, hook_is_free: bool
-) -> tuple[RowSettings, str]:
-    """Return how to read rows, and the reason."""
-    settings = resolve_rows(rows, order.unit, order.batch_size)
-    ddp = isinstance(model, DDP) and order.world.size > 1
-    if isinstance(settings, BatchRows) and ddp and not hook_is_free:
-        raise ValueError(
-            "rows='batch' needs the communication hook of DDP, and there is one already: use "
-            "'sketch', or attach first and without a sparsifier"
-        )
-    if settings is not None:
-        return settings, "as asked"
-    settings, why = choose_rows(
-        needs_rows=order.ordering.policy.needs_rows,
-        whole_batches=order.unit == order.batch_size,
-        free=order.world.size == 1 or hook_is_free,
-        size=FlatSpec.of(inner(model)).size,
-        on_gpu=next(model.parameters()).is_cuda and not fsdp_modules(model),
-        alone=order.world.size == 1,
-    )
-    single = order.ordering.policy.needs_rows and order.unit < order.batch_size
-    return settings, f"{why}; {describe(inner(model))}" if single else why
-
-
 def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettings) -> RowTransport:
     """Return what takes rows from the model to the sampler."""
     bare, world = inner(model), order.world
@@ -353,13 +269,3 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
         return ShardedCoordination(model, order, world)
     source = make_row_source(bare, settings, order.unit, order.batch_size)
     return GatheringTransport(source, order, world, next(bare.parameters()).device)
-
-
-def check_device(model: nn.Module, world: World) -> None:
-    """Refuse a process group that cannot exchange the model's gradients."""
-    on_gpu = any(p.device.type == "cuda" for p in model.parameters())
-    if world.size > 1 and on_gpu and "nccl" not in dist.get_backend(world.group):
-        raise ValueError(
-            f"model is on a GPU, but the process group's backend is "
-            f"{dist.get_backend(world.group)!r}, which exchanges CPU tensors only: use nccl"
-        )

@@ -225,14 +225,16 @@ class OrderedSampler(DistributedSampler[Any]):
         if not self.ordering.policy.needs_rows:
             if epoch != self.ordering.epoch:
                 self.end_epoch(epoch)
-        elif (
-            named is not None
-            and epoch > named
-            and (self._claims.last_pass is not None or self._ledger.loop_ran(self.ordering.version))
-        ):
+        elif named is not None and epoch > named and self._loop_moved_on(epoch):
             self.end_epoch(max(epoch, self.ordering.epoch + 1))
         elif epoch > self.ordering.epoch:
             self.end_epoch(epoch)
+
+    def _loop_moved_on(self, epoch: int) -> bool:
+        """Say whether a loop that names `epoch` has been through the current order."""
+        # A pass without gradients through the order that is next may be an evaluation.
+        looked = epoch != self.ordering.epoch and self._ledger.loop_ran(self.ordering.version)
+        return self._claims.last_pass is not None or looked
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
         """Adopt the next order."""
