@@ -66,5 +66,5 @@ def test_a_sum_among_many_ranks_leaves_its_tensor_alone(ranks):
 
 def test_momentum_in_both_places_is_refused(ranks):
     sgd, adam, plain = ranks[0]["momenta"]
-    assert sgd.startswith("SGD has momentum 0.9 and Sparsify has momentum, too")
-    assert adam.startswith("Adam has betas (0.9, 0.999)") and plain == ""
+    assert sgd.startswith("SGD has momentum 0.9 and the sparsifier 0.9")
+    assert adam.startswith("Adam has momentum 0.9 and the sparsifier 0.9") and plain == ""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradherd.rows.forward_replay import UncopiedHook
 
@@ -62,32 +61,3 @@ class ParameterUsage:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-class MomentumCheck:
-    """Refuses an optimizer with momentum of its own, when it first steps.
-
-    `Sparsify(momentum=...)` corrects momentum before gradients are exchanged; a second one in the
-    optimizer would repeat every gradient ten times over, and training would diverge.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = {id(parameter) for parameter in parameters.values()}
-        # Of all optimizers: the loop's own may be made after the hook.
-        self.handle = register_optimizer_step_pre_hook(self._check)
-
-    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        groups = [
-            group
-            for group in optimizer.param_groups
-            if any(id(parameter) in self._parameters for parameter in group["params"])
-        ]
-        for group in groups:
-            if group.get("momentum") or group.get("betas"):
-                own = "momentum" if group.get("momentum") else "betas"
-                raise ValueError(
-                    f"{type(optimizer).__name__} has {own} {group[own]} and Sparsify has momentum, "
-                    "too: use SGD without momentum, or Sparsify(momentum=0)"
-                )
-        if groups:  # This is the optimizer of the model, and it is right.
-            self.handle.remove()

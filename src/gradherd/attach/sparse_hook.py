@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.bucket_map import BucketMap, pieces
 from gradherd.attach.device_exchange import DeviceExchange, runs_on_device
-from gradherd.attach.parameter_usage import MomentumCheck, ParameterUsage, tracks_usage
+from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
@@ -81,7 +81,6 @@ class SparseHook(BucketHook):
         self._device: DeviceExchange | None = None
         if not tracks_usage(ddp) and runs_on_device(settings, self._worker, self.world.size):
             self._device = DeviceExchange(settings, self._worker, self._slices, self.world, scaler)
-        self._momentum_check = MomentumCheck(self._parameters) if settings.momentum else None
         self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
 
     def add(self, bucket: dist.GradBucket) -> None:
@@ -281,8 +280,6 @@ class SparseHook(BucketHook):
         super().close()
         if self._usage is not None:
             self._usage.remove()
-        if self._momentum_check is not None:
-            self._momentum_check.handle.remove()
 
 
 def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:

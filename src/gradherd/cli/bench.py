@@ -101,8 +101,8 @@ class BenchRowsCommand:
     is a training step with these rows and an order, next to the plain step, with memory and
     fidelity: the correlation of centred inner products with exact ones.
 
-    Examples: gradherd bench rows --params 2e6 --batch 256 --json
-              gradherd bench rows --model resnet50 --device cuda --cases batch,two-sided
+    Example: gradherd bench rows --params 2e6 --batch 256 --json
+    Example: gradherd bench rows --model resnet50 --device cuda --cases batch,two-sided
     """
 
     model: Annotated[

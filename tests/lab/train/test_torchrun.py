@@ -17,7 +17,16 @@ from tests.lab.train.test_checkpoint import all_of
 from tests.lab.train.work import config_of
 from tests.stress.kills import differences, last_state
 
-SETTINGS = {"order": "cd-grab", "sparsify": "topk", "density": 0.2, "limit": 100, "epochs": 8}
+SETTINGS = {
+    "order": "cd-grab",
+    "sparsify": "topk",
+    "density": 0.2,
+    "limit": 100,
+    "epochs": 8,
+    # Given, because the command line has other defaults for sparse runs than the task.
+    "lr": 0.2,
+    "momentum": 0.9,
+}
 
 
 def children(pid):
