@@ -232,9 +232,11 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _loop_moved_on(self, epoch: int) -> bool:
         """Say whether a loop that names `epoch` has been through the current order."""
-        # A pass without gradients through the order that is next may be an evaluation.
-        looked = epoch != self.ordering.epoch and self._ledger.loop_ran(self.ordering.version)
-        return self._claims.last_pass is not None or looked
+        if self._claims.last_pass is not None:
+            return True
+        # A pass without gradients through an order that is new may be an evaluation.
+        begun = epoch != self.ordering.epoch or self.ordering.steps > 0
+        return begun and self._ledger.loop_ran(self.ordering.version)
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
         """Adopt the next order."""
