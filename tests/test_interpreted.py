@@ -26,4 +26,5 @@ def test_programs_do_what_they_should(module, pytestconfig):
         timeout=170,
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
-    assert ran.stdout.count(".") > 15  # what was skipped shows as s
+    # Most ran: what was skipped, for want of a GPU, shows as s.
+    assert ran.stdout.count(".") > 2 * ran.stdout.count("s"), ran.stdout
