@@ -53,9 +53,9 @@ def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
         rows = result(capsys, "bench", "coordination", *options)["rows"]
         return [row["peak_bytes"] / (4 * dim) for row in rows if row["case"] == "sharded"]
 
-    # In gradients: 2.5 and 2.25 are taken, and mimalloc, which PyTorch's ARM wheels use, adds 1.25 of
-    # its own; gathering whole gradients takes 9 and 15. The mark is that of the whole process: on a
-    # busy machine another thread may add to it, but not each time.
+    # In gradients: 2.5 and 2.25 are taken; mimalloc, in PyTorch's ARM wheels, adds 1.25 of its own;
+    # gathering whole gradients takes 9 and 15. The mark is that of the whole process: on a busy
+    # machine another thread may add to it, but not each time.
     assert any(all(1 < peak < 4.5 for peak in peaks()) for _ in range(4))
 
 
