@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from gradherd.comm.world import World as World
     from gradherd.ordering.cd_grab import CDGraB as CDGraB
     from gradherd.ordering.grab import GraB as GraB
+    from gradherd.ordering.length_grouping import LengthGrouped as LengthGrouped
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
     from gradherd.ordering.registry import POLICIES as POLICIES
+    from gradherd.ordering.registry import make_policy as make_policy
     from gradherd.ordering.sampler import OrderedSampler as OrderedSampler
     from gradherd.ordering.sign_rules import Greedy as Greedy
     from gradherd.ordering.sign_rules import Kernel as Kernel
@@ -52,8 +54,10 @@ _HOMES = {
     "World": "comm.world",
     "CDGraB": "ordering.cd_grab",
     "GraB": "ordering.grab",
+    "LengthGrouped": "ordering.length_grouping",
     "PairGraB": "ordering.pair_grab",
     "POLICIES": "ordering.registry",
+    "make_policy": "ordering.registry",
     "OrderedSampler": "ordering.sampler",
     "Greedy": "ordering.sign_rules",
     "Kernel": "ordering.sign_rules",

@@ -69,11 +69,12 @@ class Ordering:
         if not 0 <= self.length <= max(sizes):
             raise ValueError(f"length must be in [0, {max(sizes)}], got {length}")
         # Published code starts from random orders, except for HMDA (the order of the file).
+        self._orders = [torch.arange(size) for size in sizes]
         if (policy.start or start) == "random":
             self._orders = self.random.permutations(sizes, epoch=0)
-        else:
-            self._orders = [torch.arange(size) for size in sizes]
         self._state = self._new_state(epoch=0, previous=None)
+        if policy.start == "computed":
+            self._orders = policy.reorder(self._orders, self._state, 0, self.random)
         self._version: str | None = None
         # Visits of each unit. Only differences matter, and only after epochs that ended early.
         self._visits = [torch.zeros(size, dtype=torch.int32) for size in self.sizes]
@@ -241,7 +242,7 @@ class Ordering:
 
         Args:
             next_epoch: Number of the next epoch; one more than this one by default.
-            rest_follows: Units that were not visited still will be, in this epoch.
+            rest_follows: Units that were not visited will be, in this epoch.
         """
         following = self.epoch + 1 if next_epoch is None else next_epoch
         visited = self.length if rest_follows else self.steps if self.rest is None else 0
@@ -320,8 +321,7 @@ class Ordering:
         orders = [order.long().clone() for order in state["orders"].split(balance.sizes)]
         rest = None if "rest" not in state else state["rest"].long().clone()
         check_orders(orders, rest)
-        # All checks come first: a state that is refused changes nothing.
-        if balance.sizes == self.sizes:
+        if balance.sizes == self.sizes:  # All checks came first: a refused state changes nothing.
             self._orders, self._state, self.rest = orders, balance, rest
             self._visits = [v.int().clone() for v in state["visits"].split(balance.sizes)]
             self._version = self.resharded_from = None

@@ -21,8 +21,9 @@ from gradherd.comm.script import Script
 from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.seeded_random import SeededRandom
 
-Start = Literal["identity", "random"]
-"""First order of a worker's units: that of the data set, or a random permutation."""
+Start = Literal["identity", "random", "computed"]
+"""First order of a worker's units: that of the data set, a random permutation, or what `reorder`
+returns for epoch 0."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class BalanceState:
     """(M,) number of rows in `total`."""
     mean: Tensor | None = None
     """(M, D) mean row of the previous epoch (mean balance); outlives the epoch."""
+    scores: Tensor | None = None
+    """(T, M) score of the unit visited at a step, NaN where unknown (score orders)."""
 
     @classmethod
     def empty(cls, sizes: Sequence[int], epoch: int) -> "BalanceState":
@@ -136,7 +139,7 @@ class BalanceState:
 
 COLUMNS = ("running", "pending", "total", "mean")
 """Fields with one column for each column of a row: these are sharded where rows are."""
-_OPTIONAL = (*COLUMNS, "pending_seen", "count")
+_OPTIONAL = (*COLUMNS, "pending_seen", "count", "scores")
 
 
 class Policy(Protocol):

@@ -1,6 +1,6 @@
 """All orders by name.
 
-To add an order: one file here, one test, one paragraph in docs/orders.md, one line in `POLICIES`.
+To add an order: one file here, one test, one row in docs/orders.md, one line in `POLICIES`.
 Everything else (help texts, error messages, colours of charts, the contract tests) reads this
 registry.
 """
@@ -9,14 +9,17 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.grab import GraB
 from gradherd.ordering.pair_grab import PairGraB
 from gradherd.ordering.policy import Policy
+from gradherd.ordering.scored import ScoreOrder, easy_to_hard, saw, stair
 from gradherd.ordering.shuffles import (
     Shuffle,
     always_plus,
+    block_reshuffling,
     flip_flop,
     random_reshuffling,
     unchanged,
@@ -37,6 +40,11 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "cd-grab": CDGraB,
     # A control, not a method: see `shuffles.always_plus`.
     "always-plus": partial(Shuffle, "always-plus", always_plus),
+    "block-reshuffling": partial(Shuffle, "block-reshuffling", block_reshuffling, start="random"),
+    # Scores are gradient norms unless `scores` are given.
+    "curriculum": partial(ScoreOrder, "curriculum", easy_to_hard),
+    "stair": partial(ScoreOrder, "stair", stair),
+    "saw": partial(ScoreOrder, "saw", saw),
 }
 """Orders by name; each can be built without arguments."""
 
@@ -46,12 +54,13 @@ def order_names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
-def make_policy(name: str, signs: str = "greedy") -> Policy:
+def make_policy(name: str, signs: str = "greedy", **settings: Any) -> Policy:
     """Build an order by name.
 
     Args:
         name: A key of `POLICIES`.
         signs: A key of `SIGN_RULES`, for orders that sign vectors.
+        settings: Fields of the order, such as `scores` of a score order.
 
     Raises:
         ValueError: One of the names is unknown.
@@ -65,9 +74,12 @@ def make_policy(name: str, signs: str = "greedy") -> Policy:
         raise ValueError(f"unknown sign rule {signs!r}; known are {', '.join(SIGN_RULES)}")
     make = POLICIES[name]
     # Read off the constructor, so that an order needs no second entry that says it has signs.
-    if "rule" in inspect.signature(make).parameters:
-        return make(rule=SIGN_RULES[signs]())
+    fields = inspect.signature(make).parameters
+    if unknown := settings.keys() - fields.keys():
+        raise ValueError(f"order {name!r} has no setting {', '.join(sorted(unknown))}")
+    if "rule" in fields:
+        return make(rule=SIGN_RULES[signs](), **settings)
     # Not an error: the order is well defined without it.
     if signs != "greedy":
         warnings.warn(f"order {name!r} has no signs: {signs!r} has no effect", stacklevel=2)
-    return make()
+    return make(**settings)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Part of the seed, so that orders and signs of an epoch are independent. Changing a number changes
 # every run.
-_PURPOSES = {"order": 0, "signs": 1}
+_PURPOSES = {"order": 0, "signs": 1, "blocks": 2}
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,21 @@ class SeededRandom:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
-    def permutations(self, sizes: Sequence[int], epoch: int) -> list[Tensor]:
+    def permutations(
+        self, sizes: Sequence[int], epoch: int, purpose: Literal["order", "blocks"] = "order"
+    ) -> list[Tensor]:
         """Return a permutation of each worker's units, independent across workers and epochs.
 
         Args:
             sizes: Number of units of each worker.
             epoch: Epoch, from 0.
+            purpose: What is permuted; different purposes draw independently.
 
         Returns:
             (n_i,) unit ids of each worker.
         """
         return [
-            torch.randperm(size, generator=self._generator("order", epoch, worker))
+            torch.randperm(size, generator=self._generator(purpose, epoch, worker))
             for worker, size in enumerate(sizes)
         ]
 
@@ -65,7 +68,7 @@ class SeededRandom:
         return _uniform(self._generator("signs", epoch, 0).initial_seed(), steps, workers)
 
     def _generator(
-        self, purpose: Literal["order", "signs"], epoch: int, worker: int
+        self, purpose: Literal["order", "signs", "blocks"], epoch: int, worker: int
     ) -> torch.Generator:
         # SeedSequence hashes: neighbouring seeds, epochs and workers get unrelated streams.
         entropy = np.random.SeedSequence([self.seed, _PURPOSES[purpose], epoch, worker])

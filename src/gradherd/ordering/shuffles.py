@@ -1,9 +1,10 @@
-"""Orders that need no gradients: random reshuffling, shuffle once, fixed, flip-flop, always-plus.
+"""Orders that need no gradients: random reshuffling, flip-flop, block reshuffling and controls.
 
 Each is a pure function (orders, sizes, epoch, random) -> orders of `epoch`; `Shuffle` turns it into
 a policy.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -90,6 +91,53 @@ def flip_flop(
     if epoch % 2:  # `orders` are those of the even epoch before
         return [order.flip(0) for order in orders]
     return random.permutations(sizes, epoch)
+
+
+def block_reshuffling(
+    orders: list[Tensor], sizes: Sequence[int], epoch: int, random: SeededRandom
+) -> list[Tensor]:
+    """Reshuffle blocks, and units within them, in even epochs; reverse the order in odd ones.
+
+    After Nguyen, Phan, Kalagnanam, "Learning to Shuffle" (arXiv:2604.00260), whose two components
+    are block reshuffling and paired reversal; docs/cards/block-reshuffling.md says what is ours.
+    Depends on seed and epoch only, so a run may go to any epoch directly.
+    """
+    even = epoch - epoch % 2
+    # Blocks are runs of the first epoch's random order: those of the data set could be sorted.
+    following = [
+        _reshuffled_blocks(first, within, blocks)
+        for first, within, blocks in zip(
+            random.permutations(sizes, 0),
+            random.permutations(sizes, even),
+            random.permutations([_num_blocks(size) for size in sizes], even, "blocks"),
+            strict=True,
+        )
+    ]
+    if not even:
+        following = random.permutations(sizes, 0)
+    return [order.flip(0) for order in following] if epoch % 2 else following
+
+
+def _num_blocks(size: int) -> int:
+    """Return about the square root: as many blocks as units in a block."""
+    return round(math.sqrt(size))
+
+
+def _reshuffled_blocks(first: Tensor, within: Tensor, blocks: Tensor) -> Tensor:
+    """Return (n,) units block by block, the blocks in the order of `blocks`.
+
+    Args:
+        first: (n,) units whose runs are the blocks.
+        within: (n,) permutation that orders the units of each block.
+        blocks: Permutation of the blocks.
+    """
+    if not len(first):
+        return first
+    rank_of_block = blocks.argsort()
+    block_of_unit = torch.empty_like(first)
+    block_of_unit[first] = torch.arange(len(first)) * len(blocks) // len(first)
+    # Stable, so that units of a block stay in the order of `within`.
+    return within[rank_of_block[block_of_unit[within]].argsort(stable=True)]
 
 
 def always_plus(

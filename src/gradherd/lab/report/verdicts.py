@@ -22,7 +22,7 @@ from gradherd.lab.report.phrases import (
     with_density,
 )
 from gradherd.lab.report.stats import PairedDifference, finite, holm
-from gradherd.lab.study.kinds import uses_gradients
+from gradherd.lab.study.kinds import balances_gradients
 from gradherd.lab.text import counted, decimals, fixed, p_value
 
 CONTROL = "always-plus"
@@ -194,7 +194,7 @@ def _control_verdicts(pairs: Sequence[ArmPair], corrected: Corrected) -> list[Ve
         for control in pairs
         if control.arm.order == CONTROL
         for pair in pairs
-        if pair.reference.key == control.reference.key and uses_gradients(pair.arm.order)
+        if pair.reference.key == control.reference.key and balances_gradients(pair.arm.order)
         if (verdict := _control_verdict(pair, control, corrected)) is not None
     ]
 

@@ -37,9 +37,10 @@ def method_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(POLICIES), tuple(SPARSIFIERS)
 
 
-def uses_gradients(order: str) -> bool:
-    """Return whether an order of this name looks at gradients; False if the name is unknown."""
-    return order in POLICIES and POLICIES[order]().needs_rows
+def balances_gradients(order: str) -> bool:
+    """Return whether an order of this name balances gradients; False if the name is unknown."""
+    # Score orders read gradients, too, but a gain of theirs is not due to balancing.
+    return order in POLICIES and hasattr(POLICIES[order](), "rule")
 
 
 @dataclass(frozen=True, kw_only=True)
