@@ -75,7 +75,7 @@ bench: $(STAMP) ## Measure what ordering costs, next to the alternatives
 	@$(BIN)/gradherd bench rows
 	@$(BIN)/gradherd bench signs
 
-evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and write docs/evidence.md
+evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and write the pages of evidence
 	@for study in studies/*.toml; do $(BIN)/gradherd study $$study --resume || exit 1; done
 	@$(BIN)/gradherd report --evidence
 

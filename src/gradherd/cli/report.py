@@ -25,8 +25,9 @@ class ReportCommand:
     Its arms (order, sparsifier, density) are sorted by when their first run started, and the first
     arm is the baseline. The page is a single HTML file that works offline.
 
-    With --evidence it writes docs/evidence.md and its charts instead, from studies/*.toml and
-    benchmarks/results. DIR is then the folder that holds these, by default the current one.
+    With --evidence it writes docs/evidence.md, a page per study and their charts instead, from
+    studies/*.toml and benchmarks/results. DIR is then the folder that holds these, by default the
+    current one.
 
     Example: gradherd report runs/ --out report.html
 
@@ -48,7 +49,7 @@ class ReportCommand:
         ),
     ] = False
     evidence: Flag = False
-    """Write the page that puts every claim of the papers next to our own measurements."""
+    """Write the pages that put every claim of the papers next to our own measurements."""
 
     def run(self) -> None:
         """Find the records, compare them, write the page and print the tables."""

@@ -1,9 +1,17 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gradherd.lab.report.evidence import IMAGES, PAGE, build_evidence, is_current
+from gradherd.lab.report.evidence import (
+    IMAGES,
+    PAGE,
+    PAGES,
+    build_evidence,
+    is_current,
+    write_evidence,
+)
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.run import plan_runs
 from tests.lab.report.sample_studies import STUDY, result
@@ -11,35 +19,88 @@ from tests.lab.report.sample_studies import STUDY, result
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_page_is_made_of_records_alone(root):
+SMALL = PAGES / "small.md"
+SUMMARY = """\
+# In short
+{{ totals }} {{ figure("one") }} {{ studies }}
+<!-- quote -->
+{{ row("It is less", "one") }}
+{{ effects("Loss", "%", {"one": "digits", "later": "none"}) }}
+{{ picture("small", 1, "Smaller") }}
+<!-- /quote -->
+"""
+
+
+def test_pages_are_made_of_records_alone(root):
     first, second = build_evidence(root), build_evidence(root)
     assert first.files == second.files and len(first.verdicts) == 1
     images = {path.name for path in first.files if path.parent == IMAGES}
-    assert images == {"small.svg", "small-2.svg"}
-    assert "A &lt;study>" in first.files[PAGE] and "Made-up 3000" in first.files[PAGE]
+    assert images == {"small.svg", "small-2.svg"} and list(first.files)[-1] == PAGE
+    page = first.files[SMALL]
+    assert page.startswith("# A &lt;study>\n") and "Made-up 3000" in page
+    assert "![Late loss](../images/evidence/small-2.svg)" in page
 
 
-def test_the_page_begins_with_all_studies_and_how_they_came_out(root):
-    page = build_evidence(root).files[PAGE]
-    assert "| [A &lt;study>](#a-study) | 0 / 0 / 1 |  |" in page.splitlines()
-    assert "### A &lt;study>" in page and "![Late loss](images/evidence/small-2.svg)" in page
+def test_without_a_template_the_summary_lists_the_studies(root):
+    for page, here in ((PAGE, "evidence/"), (PAGES / "README.md", "")):
+        lines = build_evidence(root).files[page].splitlines()
+        assert f"| [A &lt;study>]({here}small.md) | 0 / 0 / 1 |  |" in lines
     own = STUDY.replace('source = "s"', 'source = "ours"')
     (root / "studies" / "small.toml").write_text(own)
-    assert (
-        "| [A &lt;study>](#a-study) |  | 0 / 0 / 1 |"
-        in build_evidence(root).files[PAGE].splitlines()
-    )
+    lines = build_evidence(root).files[PAGE].splitlines()
+    assert "| [A &lt;study>](evidence/small.md) |  | 0 / 0 / 1 |" in lines
 
 
-def test_rows_of_the_papers_claims_tell_our_budget(root):
-    """Our own claims were never made on another."""
+def test_rows_are_short_and_details_are_folded(root):
+    """Our own claims were never made on another budget."""
     own = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"two"').replace('"s"', '"ours"')
     text = STUDY.replace('title = "A', 'budget = "4 epochs of 90"\ntitle = "A', 1)
     (root / "studies" / "small.toml").write_text(text + own)
-    rows = [
-        row for row in build_evidence(root).files[PAGE].splitlines() if row.startswith("| less")
-    ]
+    shown, folded = build_evidence(root).files[SMALL].split("<details")
+    assert "| 1 | less | p | 0.00&nbsp;% more | not&nbsp;confirmed |" in shown.splitlines()
+    rows = [line for line in folded.splitlines() if line.startswith(("1. ", "2. "))]
     assert ["4 epochs of 90" in row for row in rows] == [True, False]
+    assert all("--only 'cd-grab, few' 'd-rr, few' --out again/small`" in row for row in rows)
+
+
+def test_a_template_gives_the_words_and_records_the_figures(root):
+    later = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"later"')
+    later = later.replace('"train_loss"', '"padding"')  # dense runs have none
+    (root / "studies" / "small.toml").write_text(STUDY + later)
+    (root / "studies" / "summary.j2").write_text(SUMMARY)
+    (root / "README.md").write_text("before\n<!-- quote -->\nold\n<!-- /quote -->\nafter\n")
+    files = write_evidence(root).files
+    page, readme = files[PAGE], (root / "README.md").read_text()
+    link = "(evidence/small.md)"
+    assert f"[0.00&nbsp;% more]{link} 1\n" in page and "1 claim of papers: 0 confirmed" in page
+    assert f"| It is less | p | [0.00&nbsp;% more]{link} | not&nbsp;confirmed |" in page
+    assert readme.startswith("before\n<!-- quote -->\n| It is less | p | [0.00&nbsp;% more](docs/")
+    assert 'src="docs/images/evidence/summary-2.svg"' in readme and readme.endswith("-->\nafter\n")
+    effects, smaller = (files[IMAGES / f"summary-{n}.svg"] for n in (1, 2))
+    assert ">digits<" in effects and ">none<" not in effects and ">Smaller<" in smaller
+    # Pages and pictures that are no longer made go; what others put there stays.
+    (root / PAGES / "gone.md").write_text(files[SMALL])
+    (root / PAGES / "mine.md").write_text("by hand\n")
+    (root / IMAGES / "summary-7.svg").write_text("<svg/>")
+    write_evidence(root)
+    assert {path.name for path in (root / PAGES).iterdir()} == {"small.md", "README.md", "mine.md"}
+    assert not (root / IMAGES / "summary-7.svg").exists()
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ('{{ figure("two") }}', "summary.j2: there is no claim 'two' in the studies"),
+        ('\n{{ figure("one" }}', "summary.j2, line 2: unexpected '}'"),
+        ("{{ figures }}", "summary.j2: 'figures' is undefined"),
+        ('{{ picture("small", 3, "t") }}', "summary.j2: small has no figure 3"),
+        ("{{ ''.__class__.__mro__ }}", "summary.j2: access to attribute '__class__'"),
+    ],
+)
+def test_a_template_that_is_wrong_is_named(root, text, says):
+    (root / "studies" / "summary.j2").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        build_evidence(root)
 
 
 def test_results_of_other_settings_do_not_count(root):
@@ -47,7 +108,8 @@ def test_results_of_other_settings_do_not_count(root):
     (root / "studies" / "small.toml").write_text(text)
     found = build_evidence(root)
     assert (found.verdicts, found.unmeasured) == ([], {"small": ["one"]})
-    assert list(found.files) == [PAGE] and "1 claim of `studies" in found.files[PAGE]
+    assert list(found.files) == [PAGES / "README.md", PAGE]
+    assert "1 claim of `studies" in found.files[PAGE]
 
 
 def test_a_claim_is_told_once(root):
@@ -56,14 +118,18 @@ def test_a_claim_is_told_once(root):
         build_evidence(root)
 
 
-def test_the_page_in_the_tree_is_what_its_records_give():
+def test_the_pages_in_the_tree_are_what_their_records_give():
     made = build_evidence(ROOT).files
     for path, text in made.items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, (
             f"{path} is out of date: gradherd report --evidence"
         )
-    there = {path.relative_to(ROOT) for path in (ROOT / IMAGES).glob("*.svg")}
-    assert there == {path for path in made if path.parent == IMAGES}
+    for folder, kind in ((IMAGES, "*.svg"), (PAGES, "*.md")):
+        there = {path.relative_to(ROOT) for path in (ROOT / folder).glob(kind)}
+        assert there == {path for path in made if path.parent == folder}
+    # The README quotes the summary; without the marks it would only be a copy.
+    assert Path("README.md") in made
+    assert made[PAGE].count("<img ") == 3
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.toml")), ids=lambda p: p.stem)

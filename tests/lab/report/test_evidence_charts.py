@@ -7,13 +7,11 @@ from gradherd.lab.report.evidence import IMAGES, build_evidence
 from gradherd.lab.report.evidence_charts import (
     check_reportable,
     draw_charts,
-    line_colours,
     lines_against,
     lines_over_time,
 )
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.spec import Figure
-from gradherd.ordering.registry import POLICIES
 from tests.lab.report.sample_studies import STUDY, result
 
 
@@ -104,10 +102,3 @@ def test_a_figure_of_a_series_that_is_not_there_is_refused():
     one = replace(result("a", 0, [1.0]), figures={"series": {"round": [1]}, "summary": {}})
     with pytest.raises(ValueError, match="t: no series 'epoch'; known are round"):
         lines_over_time(Figure(title="t", y="bound"), {"a": [one]})
-
-
-def test_a_method_that_is_added_later_has_a_colour_of_its_own(monkeypatch):
-    monkeypatch.setitem(POLICIES, "mine", POLICIES["cd-grab"])
-    base, known, mine = line_colours(["d-rr", "cd-grab", "mine"])
-    assert (base, known) == (0, 1) and mine not in (base, known)
-    assert line_colours(["mine", "shuffle-once"])[0] == mine

@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from gradherd.lab.report.svg_chart import ChartAxis, ChartLine, chart
+from gradherd.lab.report.svg_chart import SMALL, ChartAxis, ChartLine, chart
 
 
 def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
@@ -58,10 +58,10 @@ def test_a_chart_has_room_for_all_its_lines_and_words():
     assert len(places) == 30 and max(places) < height
     small = ET.fromstring(chart("t", "x", "train loss", many[:3]))
     assert small.get("height") == "340"
-    assert [one.get("font-size") for one in small.iter() if one.text == "train loss"] == [None]
+    assert [one.get("style") for one in small.iter() if one.text == "train loss"] == [None]
     wordy = ET.fromstring(chart("t", "x", "y" * 60, many[:3]))
-    (size,) = [one.get("font-size") for one in wordy.iter() if one.text == "y" * 60]
-    assert 60 * float(size) / 2 <= 340 - 34 - 46
+    (style,) = [one.get("style") for one in wordy.iter() if one.text == "y" * 60]
+    assert 60 * float(style.removeprefix("font-size:").removesuffix("px")) / 2 <= 340 - 34 - 46
 
 
 def test_few_values_of_a_logarithmic_axis_are_all_marked():
@@ -69,3 +69,30 @@ def test_few_values_of_a_logarithmic_axis_are_all_marked():
     image = ET.fromstring(chart("t", "workers", "y", some, log_x=True))
     marks = {one.text for one in image.iter()}
     assert {"4", "16", "64"} <= marks and "10" not in marks
+
+
+def test_an_axis_does_not_magnify_nothing():
+    """A density that is off by a ten-thousandth is flat; a loss that halves is not."""
+    for values, most in (
+        ((0.01, 0.0099985, 0.01), 3),
+        ((0.5, 0.5, 0.5), 1),
+        ((2.0, 1.5, 1.0), 400),
+    ):
+        text = chart("t", "x", "y", [ChartLine("a", list(enumerate(values)))])
+        path = next(one for one in ET.fromstring(text).iter() if one.get("stroke-width") == "2")
+        heights = [float(point.split()[1]) for point in path.get("d")[1:].split("L")]
+        assert max(heights) - min(heights) <= most
+        assert most < 9 or max(heights) - min(heights) > 200
+
+
+def test_a_small_chart_has_its_legend_inside():
+    lines = [ChartLine(f"a long name of line {n}", [(1, n), (2, n + 1)], style=n) for n in range(9)]
+    image = ET.fromstring(chart("t", "x", "y", lines, layout=SMALL))
+    assert image.get("height") == str(SMALL.height)
+    places = [
+        (float(one.get("x")), float(one.get("y")))
+        for one in image.iter()
+        if (one.text or "").startswith("a long")
+    ]
+    assert len(places) == 9 and all(x < SMALL.width - 60 and y < SMALL.height for x, y in places)
+    assert any(one.get("stroke-dasharray") for one in image.iter())

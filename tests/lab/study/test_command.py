@@ -104,17 +104,17 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
 
     code, out, err = run(capsys, "report", "--evidence")
     assert (code, err) == (0, "gradherd: not measured yet: small: small-sketch\n")
-    page = (root / "docs" / "evidence.md").read_text()
+    page = (root / "docs" / "evidence" / "small.md").read_text()
     assert "cd-grab \\| is &lt; better" in page and "never measured here" not in page
     again = "gradherd study studies/small.toml --only cd-grab d-rr --out again/small"
     assert f"`{again}`" in page and "2 seeds" in page
     code, out, err = run(capsys, *again.split()[1:])
     assert (code, err) == (0, "") and "small-loss: train loss after the last epoch" in out
-    assert "(images/evidence/small.svg)" in page
+    assert "(../images/evidence/small.svg)" in page
     for name in ("small-9.svg", "by-hand.svg"):
         (root / "docs" / "images" / "evidence" / name).write_text("<svg/>")
     run(capsys, "report", "--evidence")
-    assert (root / "docs" / "evidence.md").read_text() == page
+    assert (root / "docs" / "evidence" / "small.md").read_text() == page
     left = {path.name for path in (root / "docs" / "images" / "evidence").iterdir()}
     assert left == {"small.svg", "by-hand.svg"}
 

@@ -40,6 +40,14 @@ class ClaimVerdict:
     """confirmed, weaker or not confirmed."""
     ours: str
     """Our figures, with standard deviations, intervals and seeds."""
+    short: str
+    """The one figure that the verdict rests on."""
+    limit: str = ""
+    """What it is held against, if that is a number."""
+    changes: tuple[float, ...] = ()
+    """By how much the arm differs from the reference in each seed, as a share; empty if unknown."""
+    in_points: bool = False
+    """Whether changes are differences of percentages."""
 
 
 def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> ClaimVerdict | None:
@@ -67,7 +75,14 @@ def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> ClaimVerd
     paper = paper_effect(claim, measured.in_percent, measured.higher_is_better)
     verdict = verdict_of(list(effects.values()), paper)
     other_reading = None if against is None else _other_reading(claim, arm, against)
-    return ClaimVerdict(claim, verdict, _our_figures(claim, measured, list(effects), other_reading))
+    return ClaimVerdict(
+        claim,
+        verdict,
+        _our_figures(claim, measured, list(effects), other_reading),
+        *_short_figure(claim, measured, list(effects)),
+        tuple(_changes(measured, list(effects))),
+        measured.in_percent,
+    )
 
 
 def _other_reading(
@@ -212,21 +227,39 @@ def _our_figures(
     return "; ".join([*parts, counted(len(seeds), "seed")])
 
 
+def _short_figure(claim: Claim, measured: Measurement, seeds: Sequence[int]) -> tuple[str, str]:
+    """Return what a table of many claims has room for, and the number it is held against."""
+    change = _change_text(measured, seeds)
+    if change and claim.test not in ("at-most", "at-least"):
+        return change.replace("95 % interval ", "").replace(" % to ", " to "), ""
+    missing = "not reached" if claim.measure in PAIRED else "not finite"
+    arm = {seed: measured.arm[seed] for seed in seeds}
+    unit = unit_of(claim.measure, arm.values())
+    limit = _threshold(claim, unit, measured.in_percent).removeprefix("must be ")
+    return _mean_text(arm, missing, unit), limit
+
+
 def _change_text(measured: Measurement, seeds: Sequence[int]) -> str:
     """Return how the arm differs from the reference; empty where a value is missing."""
-    if measured.against is None:
+    changes = _changes(measured, seeds)
+    if not changes:
         return ""
+    return _more_or_less(changes, _points, " points") if measured.in_percent else _relative(changes)
+
+
+def _changes(measured: Measurement, seeds: Sequence[int]) -> list[float]:
+    """Return by how much the arm differs in each seed; empty where a value is missing."""
     changes: list[float] = []
-    for seed in seeds:
-        value, reference = measured.arm[seed], measured.against[seed]
+    for seed in seeds if measured.against is not None else ():
+        value, reference = measured.arm[seed], (measured.against or {})[seed]
         # The change over the remaining seeds would look like a result.
         if value is None or reference is None:
-            return ""
+            return []
         change = relative_change(value, reference, measured.in_percent)
         if change is None:
-            return ""
+            return []
         changes.append(change)
-    return _more_or_less(changes, _points, " points") if measured.in_percent else _relative(changes)
+    return changes
 
 
 def _threshold(claim: Claim, unit: tuple[float, str], in_percent: bool) -> str:
@@ -260,25 +293,26 @@ def _relative(changes: Sequence[float]) -> str:
     if mean < 2:
         return _more_or_less(changes, percent)
     text = f"{significant(1 + mean, 3)} times as much"
-    interval = _interval(changes)
+    interval = interval_of(changes)
     if interval is None:
         return text
     low, high = (significant(1 + end, 3) for end in interval)
-    return f"{text} (95 % interval {low} to {high})"
+    return f"{text} (95 % interval {low} to {high})" if low != high else text
 
 
 def _more_or_less(changes: Sequence[float], text_of: Callable[[float], str], unit: str = "") -> str:
-    mean, interval = statistics.fmean(changes), _interval(changes)
+    mean, interval = statistics.fmean(changes), interval_of(changes)
     # The interval turns around with the mean, so that its ends agree with the word "less".
     sign = 1 if mean >= 0 else -1
     text = f"{text_of(sign * mean)}{unit} {'more' if sign > 0 else 'less'}"
     if interval is None:
         return text
-    low, high = sorted(sign * end for end in interval)
-    return f"{text} (95 % interval {text_of(low)} to {text_of(high)})"
+    low, high = (text_of(end) for end in sorted(sign * end for end in interval))
+    return f"{text} (95 % interval {low} to {high})" if low != high else text
 
 
-def _interval(changes: Sequence[float]) -> tuple[float, float] | None:
+def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % t interval of the mean; None without variance or with a single value."""
     difference = paired_difference(changes, [0.0] * len(changes), range(len(changes)))
     if difference is None or difference.low is None or difference.high is None:
         return None

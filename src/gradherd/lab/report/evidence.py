@@ -1,81 +1,47 @@
-"""The evidence page: every claim next to our own results, written from those results alone.
+"""The evidence pages: every claim next to our own results, written from those results alone.
 
-The same results give the same bytes. A claim without results has no row.
+`docs/evidence.md` is a summary, written from the template `studies/summary.j2` where there is
+one; each study has a page in `docs/evidence`. The same results give the same bytes. A claim without
+results has no row.
 """
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gradherd.lab.report.claims import CONFIRMED, NOT_CONFIRMED, WEAKER, ClaimVerdict, judge
-from gradherd.lab.report.evidence_charts import check_reportable, draw_charts, file_name
+from gradherd.lab.report.claims import ClaimVerdict, judge
+from gradherd.lab.report.evidence_charts import check_reportable, draw_charts
+from gradherd.lab.report.evidence_pages import StudySection, index_page, study_page
+from gradherd.lab.report.evidence_summary import TEMPLATE, quoted, render_summary
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import RunResult, read_arms, same_settings
 from gradherd.lab.study.run import kind_of
-from gradherd.lab.study.spec import THEMES, Arm, Study
-from gradherd.lab.text import counted, listed, printable
+from gradherd.lab.study.spec import Arm, Study
 
 STUDIES = Path("studies")
 PAGE = Path("docs") / "evidence.md"
+PAGES = Path("docs") / "evidence"
 IMAGES = Path("docs") / "images" / "evidence"
 RESULTS = Path("benchmarks") / "results"
-_HEADINGS = {
-    "ordering": "Ordering",
-    "open": "What the papers left open",
-    "sparsifying": "Sparsifying",
-    "together": "Both together",
-}
-_MARKS = {CONFIRMED: "**confirmed**", WEAKER: "*weaker*", NOT_CONFIRMED: "not confirmed"}
-_INTRODUCTION = """\
-# Evidence
-
-Do the papers' claims hold up? This page repeats the experiments of the two papers and related work
-with this library on real data, and adds questions that the papers left open.
-`gradherd report --evidence` writes it from `studies/*.toml` and the results in `benchmarks/results`
-alone: none of our figures is typed by hand, and a claim without results has no row.
-[study.md](study.md) explains how to run a study and how verdicts are reached:
-
-- **confirmed**: the 95 % interval over seeds (paired by seed) is on the claimed side (for claims of
-  "no worse": within the tolerance that the row gives), and the effect is at least half of the
-  paper's where the paper gives numbers;
-- *weaker*: only one of the two, or all seeds agree but the interval includes zero;
-- not confirmed: everything else, including runs that diverged or never reached the goal.
-
-A claim with a single seed has no row. "X / Y" in a row means arm X compared with arm Y.
-
-Where our budget is smaller than the paper's (fewer seeds or epochs) or our data differ, the row
-says so. Bands in charts show the range over all seeds. In studies that train, all workers share
-one process: losses, orders and bytes equal those of real workers, seconds do not.
-
-"""
+README = Path("README.md")
+_WRITTEN = "<!-- written by gradherd report --evidence -->\n"
+"""Last line of every page: only pages that end with it are ever removed."""
 
 
 @dataclass(frozen=True)
 class EvidencePage:
-    """The files of the page, the verdicts on it, and the claims that are not."""
+    """All files, the verdicts in them, and the claims that are not."""
 
     files: Mapping[Path, str]
-    """Text by path relative to the root."""
+    """Text by path relative to the root; the summary comes last."""
     verdicts: Sequence[ClaimVerdict]
     unmeasured: Mapping[str, Sequence[str]]
     """Claims without results, by study."""
 
 
-@dataclass(frozen=True)
-class StudySection:
-    """A study with its results, verdicts and charts."""
-
-    study: Study
-    results: Mapping[str, Sequence[RunResult]]
-    verdicts: Sequence[ClaimVerdict]
-    images: Mapping[str, str]
-
-
 def build_evidence(root: Path) -> EvidencePage:
-    """Read all studies and results below a root and build the page, without writing it.
+    """Read all studies and results below a root and build the pages, without writing them.
 
     Args:
         root: The folder that holds `studies` and `benchmarks/results`.
@@ -84,7 +50,7 @@ def build_evidence(root: Path) -> EvidencePage:
         ValueError: A file is invalid or damaged; the message names it.
     """
     folder = root / STUDIES
-    # Sorted: the order of glob depends on the file system, and the page must not.
+    # Sorted: the order of glob depends on the file system, and the pages must not.
     paths = sorted(folder.glob("*.toml"), key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"{folder} holds no study; run this in the folder that holds studies/")
@@ -104,13 +70,35 @@ def build_evidence(root: Path) -> EvidencePage:
         if section.results:
             sections.append(section)
     files = {IMAGES / name: svg for one in sections for name, svg in one.images.items()}
-    files[PAGE] = _page(sections, sum(map(len, unmeasured.values())))
+    for one in sections:
+        files[PAGES / f"{one.study.name}.md"] = study_page(one) + _WRITTEN
+    files[PAGES / "README.md"] = index_page(sections, sum(map(len, unmeasured.values()))) + _WRITTEN
+    files |= _summary(root, sections, unmeasured)
     verdicts = [verdict for one in sections for verdict in one.verdicts]
     return EvidencePage(files, verdicts, unmeasured)
 
 
+def _summary(
+    root: Path, sections: Sequence[StudySection], unmeasured: Mapping[str, Sequence[str]]
+) -> dict[Path, str]:
+    """Return the summary, its pictures, and the README that quotes it."""
+    waiting = sum(map(len, unmeasured.values()))
+    template = root / STUDIES / TEMPLATE
+    if not template.exists():
+        return {PAGE: index_page(sections, waiting, here="evidence/") + _WRITTEN}
+    pending = [claim for claims in unmeasured.values() for claim in claims]
+    text, images = render_summary(template, sections, pending)
+    files = {IMAGES / name: svg for name, svg in images.items()}
+    readme = root / README
+    if readme.exists():
+        old = readme.read_text(encoding="utf-8")
+        if (new := quoted(text, old)) is not None:
+            files[README] = new
+    return {**files, PAGE: text + _WRITTEN}
+
+
 def write_evidence(root: Path) -> EvidencePage:
-    """Write the page and its charts; remove charts of these studies that no longer exist.
+    """Write the pages and their charts; remove those of studies that no longer exist.
 
     Args:
         root: The folder that holds `studies` and `benchmarks/results`.
@@ -118,17 +106,21 @@ def write_evidence(root: Path) -> EvidencePage:
     Raises:
         ValueError: As in `build_evidence`; nothing has been written then.
     """
-    page = build_evidence(root)
-    for path, text in page.files.items():
+    evidence = build_evidence(root)
+    for path, text in evidence.files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text, encoding="utf-8")
     names = "|".join(re.escape(path.stem) for path in (root / STUDIES).glob("*.toml"))
     for old in (root / IMAGES).glob("*.svg"):
         # Only names that a study could have produced: the folder may hold other images.
-        ours = re.fullmatch(rf"({names})(-\d+)?\.svg", old.name)
-        if ours and old.relative_to(root) not in page.files:
+        ours = re.fullmatch(rf"({names}|summary)(-\d+)?\.svg", old.name)
+        if ours and old.relative_to(root) not in evidence.files:
             old.unlink()
-    return page
+    for old in (root / PAGES).glob("*.md"):
+        ours_too = old.read_text(encoding="utf-8").endswith(_WRITTEN)
+        if ours_too and old.relative_to(root) not in evidence.files:
+            old.unlink()
+    return evidence
 
 
 def judge_study(
@@ -171,142 +163,3 @@ def _section(study: Study, root: Path) -> StudySection:
         return StudySection(study, results, verdicts, draw_charts(study, results))
     except ValueError as error:
         raise ValueError(f"{STUDIES / study.name}.toml: {error}") from None
-
-
-def _page(sections: Sequence[StudySection], unmeasured: int) -> str:
-    lines = [_INTRODUCTION + _totals(sections, unmeasured), "", *_overview(sections)]
-    for theme in THEMES:
-        of_theme = [section for section in sections if section.study.theme == theme]
-        if of_theme:
-            lines += [f"## {_HEADINGS[theme]}", ""]
-        for section in of_theme:
-            lines += _section_lines(section)
-    return "\n".join(lines)
-
-
-def _totals(sections: Sequence[StudySection], unmeasured: int) -> str:
-    """Return how many claims were confirmed, those of papers and our own separately."""
-    verdicts = [verdict for section in sections for verdict in section.verdicts]
-    # Separately: a confirmed claim of our own is no evidence for a paper.
-    sentences = []
-    for own, whose in ((False, "of papers"), (True, "of our own")):
-        words = [one.verdict for one in verdicts if _is_own(one) == own]
-        if words:
-            counts = listed([f"{words.count(word)} {word}" for word in _MARKS])
-            sentences.append(f"{counted(len(words), 'claim')} {whose}: {counts}.")
-    if unmeasured:
-        sentences.append(f"{counted(unmeasured, 'claim')} of `studies/*.toml` not measured yet.")
-    return " ".join(sentences)
-
-
-def _overview(sections: Sequence[StudySection]) -> list[str]:
-    """Return a table of all studies with their counts of verdicts."""
-    lines = [
-        "| study | claims of papers: confirmed / weaker / not | our own |",
-        "|---|---|---|",
-    ]
-    for theme in THEMES:
-        for one in sections:
-            if one.study.theme == theme:
-                counts = [_counts(one.verdicts, own=own) for own in (False, True)]
-                # The headings below, so that the table is also the table of contents.
-                link = f"[{_cell(one.study.title)}](#{_anchor(one.study.title)})"
-                lines.append(f"| {' | '.join([link, *counts])} |")
-    return [*lines, ""]
-
-
-def _counts(verdicts: Sequence[ClaimVerdict], *, own: bool) -> str:
-    words = [one.verdict for one in verdicts if _is_own(one) == own]
-    return " / ".join(str(words.count(word)) for word in _MARKS) if words else ""
-
-
-def _anchor(title: str) -> str:
-    """Return the anchor of a heading, as GitHub forms it.
-
-    >>> _anchor("HMDA: logistic regression, 4 workers")
-    'hmda-logistic-regression-4-workers'
-    """
-    return re.sub(r"[^\w -]", "", printable(title).lower()).replace(" ", "-")
-
-
-def _is_own(verdict: ClaimVerdict) -> bool:
-    return verdict.claim.source.startswith("ours")
-
-
-def _section_lines(section: StudySection) -> list[str]:
-    study = section.study
-    lines = [f"### {_cell(study.title)}", "", _setup(section), ""]
-    for number, figure in enumerate(study.figures, 1):
-        if (name := file_name(study, number)) in section.images:
-            lines += [f"![{_cell(figure.title)}](images/evidence/{name})", ""]
-    if section.verdicts:
-        lines += ["| claim | paper | ours | verdict | reproduce |", "|---|---|---|---|---|"]
-        lines += [_row(verdict, study) for verdict in section.verdicts]
-        lines.append("")
-    return lines
-
-
-def _row(verdict: ClaimVerdict, study: Study) -> str:
-    claim = verdict.claim
-    ours = verdict.ours
-    # Our own claims have no paper's experiment to fall short of.
-    if study.budget and not _is_own(verdict):
-        ours += f"; {study.budget}"
-    if claim.note:
-        ours += f". {claim.note}"
-    arms = claim.arm if claim.against is None else f"{claim.arm} / {claim.against}"
-    cells = (
-        f"{claim.text} ({claim.source})",
-        claim.paper,
-        f"{arms}: {ours}",
-        _MARKS[verdict.verdict],
-        f"`{_command(verdict, study)}`",
-    )
-    return f"| {' | '.join(map(_cell, cells))} |"
-
-
-def _command(verdict: ClaimVerdict, study: Study) -> str:
-    """Return the command that repeats the runs of a row, into a folder of its own."""
-    arms = [arm for arm in (verdict.claim.arm, verdict.claim.against) if arm is not None]
-    names = " ".join(shlex.quote(arm) for arm in arms)
-    # Into a folder of its own: the committed results stay, and both can be compared.
-    file = f"{(STUDIES / study.name).as_posix()}.toml"
-    return f"gradherd study {file} --only {names} --out again/{study.name}"
-
-
-def _setup(section: StudySection) -> str:
-    """Return what was run: seeds, epochs, machines and versions, from the results."""
-    study, runs = section.study, [run for arm in section.results.values() for run in arm]
-    # From the results, not from the file: an arm may not have run with all seeds yet.
-    seeds = {len({run.seed for run in arm}) for arm in section.results.values()}
-    words = [
-        f"{len(section.results)} of {counted(len(study.arms), 'arm')}",
-        f"{_values(seeds)} seed{'s' if max(seeds) > 1 else ''} each",
-    ]
-    if study.task is not None:
-        words.insert(0, f"task `{runs[0].about.get('task', study.task)}`")
-    for name in ("epochs", "steps", "rounds", "workers"):
-        values = {run.settings[name] for run in runs if run.settings.get(name) is not None}
-        if values:
-            words.append(f"{_values(values)} {name}")
-    # `dict.fromkeys` drops repetitions in order; a set would change the page from run to run.
-    machines = dict.fromkeys(_machine(run.hardware) for run in runs)
-    torches = dict.fromkeys(f"torch {run.versions.get('torch')}" for run in runs)
-    where = listed([*machines, *torches])
-    budget = f" Compared with the paper: {study.budget}." if study.budget else ""
-    note = f" {study.note}" if study.note else ""
-    return _cell(f"{', '.join(words)}; {where}.{budget}{note}")
-
-
-def _values(values: set[Any]) -> str:
-    return listed([f"{value:,}" for value in sorted(values)])
-
-
-def _machine(hardware: Mapping[str, Any]) -> str:
-    gpu = hardware.get("accelerator")
-    return str(gpu) if gpu else f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
-
-
-def _cell(text: str) -> str:
-    """Return text that cannot break out of its table cell."""
-    return printable(text).replace("|", "\\|").replace("<", "&lt;")

@@ -14,7 +14,8 @@ from gradherd.lab.report.measures import (
     measure_words,
     relative_change,
 )
-from gradherd.lab.report.svg_chart import COLOURS, DASHES, ChartLine, chart
+from gradherd.lab.report.palette import line_styles
+from gradherd.lab.report.svg_chart import WIDE, ChartLine, Layout, chart
 from gradherd.lab.study.file import check_known, has_type
 from gradherd.lab.study.kinds import method_names
 from gradherd.lab.study.results import RunResult
@@ -31,12 +32,6 @@ _LOG_X = ("bytes", "lr", "workers")
 """x axes whose values span orders of magnitude."""
 _SERIES_WORDS = {"bound": "herding_bound"}
 """Measures that mean the last round, but are drawn for every round."""
-_FIRST_COLOURS = (
-    ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus"),
-    ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco"),
-)
-"""Orders and sparsifiers that have a colour of their own in all charts; the other registered
-methods follow with dashed lines, in the order of their registry."""
 
 
 def check_reportable(study: Study) -> None:
@@ -86,16 +81,25 @@ def draw_charts(study: Study, results: Results) -> dict[str, str]:
     """
     charts = {}
     for number, figure in enumerate(study.figures, 1):
-        names = [arm.name for arm in study.arms_in(figure)]
-        available = {name: results[name] for name in names if name in results}
-        reference = () if figure.against is None else results.get(figure.against, ())
-        if available and (svg := _draw(figure, available, reference)) is not None:
+        if (svg := draw_figure(study, figure, results, WIDE)) is not None:
             charts[file_name(study, number)] = svg
     return charts
 
 
-def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> str | None:
-    """Return a chart of some arms; None if there is nothing to draw."""
+def draw_figure(
+    study: Study, figure: Figure, results: Results, layout: Layout, title: str | None = None
+) -> str | None:
+    """Return one chart as SVG; None if there is nothing to draw."""
+    figure = figure if title is None else replace(figure, title=title)
+    names = [arm.name for arm in study.arms_in(figure)]
+    available = {name: results[name] for name in names if name in results}
+    reference = () if figure.against is None else results.get(figure.against, ())
+    return _draw(figure, available, reference, layout) if available else None
+
+
+def _draw(
+    figure: Figure, results: Results, reference: Sequence[RunResult], layout: Layout
+) -> str | None:
     metric = next(iter(results.values()))[0].about.get("metric_name", "metric")
     words = measure_words(figure.y, metric)
     if figure.against is not None:
@@ -112,18 +116,22 @@ def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> s
         return None
     # After the lines are known: what they share depends on which arms have results.
     names = short_names([line.name for line in lines])
+    styles = line_styles(names, method_names())
     x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
     return chart(
         figure.title,
         x_words,
         words,
         [
-            replace(line, name=name, colour=colour)
-            for line, name, colour in zip(lines, names, line_colours(names), strict=True)
+            replace(line, name=name, style=style)
+            for line, name, style in zip(lines, names, styles, strict=True)
         ],
         log=figure.log,
         log_x=figure.x in _LOG_X,
         zero=figure.zero or figure.against is not None,
+        # Differences of a fraction of a percent are noise in all of these studies.
+        least=1.0 if figure.against is not None else None,
+        layout=layout,
     )
 
 
@@ -145,37 +153,6 @@ def short_names(names: Sequence[str]) -> list[str]:
     short = [", ".join(part for part in one if part not in shared) for one in parts]
     # An empty name, or two equal ones, would be worse than long ones.
     return short if all(short) and len(set(short)) == len(short) else list(names)
-
-
-def line_colours(names: Sequence[str]) -> list[int]:
-    """Return a colour per line: a method has the same one in all charts, other lines a free one.
-
-    Further lines of a method have its colour with other dashes, if there are enough kinds.
-
-    >>> line_colours(["d-rr", "always-plus"]), line_colours(["exdyna 0.01", "exdyna 0.01, online"])
-    ([0, 5], [1, 9])
-    >>> line_colours(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
-    [1, 2, 3, 4, 5]
-    """
-    # "exdyna 0.01, online" is a line of exdyna.
-    methods = [name.split(", ")[0].split(" ")[0] for name in names]
-    families = (
-        tuple(dict.fromkeys((*first, *registered)))
-        for first, registered in zip(_FIRST_COLOURS, method_names(), strict=True)
-    )
-    known: tuple[str, ...] = next((f for f in families if any(m in f for m in methods)), ())
-    own = {method: known.index(method) for method in methods if method in known}
-    # The first colour is the baseline's: no other line gets it where methods are known.
-    free = (n for n in itertools.count(1 if own else 0) if n not in own.values())
-    dashed = max(map(methods.count, methods), default=0) <= len(DASHES)
-    colours = []
-    for at, method in enumerate(methods):
-        before = methods[:at].count(method)
-        if method in own and (dashed or not before):
-            colours.append(own[method] + before * len(COLOURS))
-        else:
-            colours.append(next(free))
-    return colours
 
 
 def lines_over_time(figure: Figure, results: Results) -> list[ChartLine]:

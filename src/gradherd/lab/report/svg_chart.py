@@ -1,8 +1,9 @@
-"""Line charts as small SVG files, readable on light and dark pages.
+"""Line charts as small SVG, readable on light and dark pages.
 
 Written by hand because the charts are committed, and a test compares them with their records to
 the byte: they are 7 kB each and depend on no other package's version. matplotlib would be a new
-dependency whose output changes between releases, and plotly needs a browser to write SVG.
+dependency whose output changes between releases. The HTML report shows the same drawings until its
+script has replaced them, and keeps them where scripts are off.
 """
 
 import math
@@ -10,18 +11,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
+from gradherd.lab.report.palette import COLOURS, dashes, style_sheet
 from gradherd.lab.text import printable, significant
 
-WIDTH, HEIGHT = 800, 340
-_LEFT, _TOP, _BOTTOM = 64, 34, 46
-_LEGEND, _LEGEND_LINE = 280, 18
-# Medium lightness, distinguishable with colour-blindness; the first is the baseline's.
-COLOURS = ("#8a8f98", "#2f81d6", "#d9731a", "#2e9e5b", "#b0569e", "#c9a20c", "#1fa5a5", "#d0484f")
-DASHES = ("", "6 3", "2 2", "8 3 2 3")
-# An image in a markdown page cannot know the page's background: one grey that reads on both.
-_INK = "#80868f"
 _MAX_MARKED = 8
 """Up to this many distinct x values of a logarithmic axis are all marked."""
+_LEAST_SPAN = 0.05
+"""Least height of a y axis, as a share of its values: less is noise, and must look flat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Size of a chart in pixels, and where its names are."""
+
+    width: int
+    height: int
+    left: int = 64
+    top: int = 34
+    bottom: int = 46
+    side: int = 16
+    """Room to the right of the plot; the legend is there if it is wide enough."""
+    columns: int = 0
+    """Columns of a legend below the plot; 0 for none."""
+    alone: bool = True
+    """Whether the chart is a file of its own, with a title, a background and its own colours."""
+
+
+WIDE = Layout(width=800, height=340, side=280)
+"""A file with a legend to the right of the plot."""
+SMALL = Layout(width=380, height=236, left=52, columns=3)
+"""A file with a legend below the plot; three of them fit side by side."""
+INLINE = Layout(width=560, height=300, top=12, alone=False)
+"""Part of a page that has the title, the legend and the colours."""
+_LEGEND_LINE = 18
 
 
 @dataclass(frozen=True)
@@ -32,8 +54,8 @@ class ChartLine:
     points: Sequence[tuple[float, float]]
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high): the range over single runs."""
-    colour: int | None = None
-    """Index into COLOURS, dashed beyond their number; None uses the position among the lines."""
+    style: int | None = None
+    """As `palette.line_styles` gives it; None uses the position among the lines."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +120,9 @@ def chart(
     log: bool = False,
     log_x: bool = False,
     zero: bool = False,
+    least: float | None = None,
+    levels: Sequence[tuple[float, str]] = (),
+    layout: Layout = WIDE,
 ) -> str:
     """Return a line chart as SVG.
 
@@ -111,11 +136,17 @@ def chart(
         log: Whether the y axis is logarithmic.
         log_x: Whether the x axis is logarithmic.
         zero: Whether the y axis includes zero, with a stronger line there.
+        least: Least span of the y axis; by default a share of its largest value.
+        levels: Dashed horizontal lines with a few words.
+        layout: Size, and place of the legend.
 
     Raises:
         ValueError: No line has a point to draw.
     """
-    visible = [_drawable(line, log, log_x) for line in lines]
+    visible = [
+        _drawable(replace(line, style=n if line.style is None else line.style), log, log_x)
+        for n, line in enumerate(lines)
+    ]
     visible = [line for line in visible if line.points]
     if not visible:
         raise ValueError(f"{title}: there is nothing to draw")
@@ -123,28 +154,58 @@ def chart(
     xs = [px for line in visible for px, _ in line.points]
     ys = [py for line in visible for _, py in line.points]
     ys += [end for line in visible for _, low, high in line.band for end in (low, high)]
-    low, high = _with_margin(min(ys), max(ys), log)
+    ys += [level for level, _ in levels if level > 0 or not log]
+    low, high = _with_margin(min(ys), max(ys), log, least)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     # Half an epoch does not exist, so it should not be marked.
     whole = all(px == int(px) for px in xs) and not log_x
     few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _MAX_MARKED else ()
-    x_axis = ChartAxis(min(xs), max(xs), _LEFT, WIDTH - _LEGEND, log_x, whole=whole, only=few)
-    # The legend is beside the plot: many lines need a taller chart.
-    height = max(HEIGHT, _TOP + _LEGEND_LINE * len(visible))
-    y_axis = ChartAxis(low, high, height - _BOTTOM, _TOP, log)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img" '
-        'font-family="system-ui, sans-serif" font-size="12">',
-        f"<title>{_escape(title)}</title>",
-        f'<text x="{_LEFT}" y="18" fill="{_INK}" font-size="14" font-weight="600">'
-        f"{_escape(title)}</text>",
-        *_grid(x_axis, y_axis, x, y, zero=zero),
-    ]
+    end = layout.width - layout.side
+    x_axis = ChartAxis(min(xs), max(xs), layout.left, end, log_x, whole=whole, only=few)
+    # A legend beside the plot needs a taller chart for many lines, one below it for each row.
+    rows = math.ceil(len(visible) / layout.columns) if layout.columns else 0
+    beside = layout.top + _LEGEND_LINE * len(visible) if layout.alone and not rows else 0
+    height = max(layout.height, beside)
+    foot = height - layout.bottom - _LEGEND_LINE * rows
+    y_axis = ChartAxis(low, high, foot, layout.top, log)
+    parts = [svg_head(title, layout, height, [line.style or 0 for line in visible])]
+    parts += _grid(x_axis, y_axis, x, y, zero=zero)
     for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
-        parts += _draw_line(number, line, x_axis, y_axis)
+        parts += _draw_line(line, x_axis, y_axis)
+        if layout.alone:
+            parts += _legend_entry(number, line, x_axis, foot, layout)
+    parts += [
+        f'<path d="M{x_axis.start:g} {_number(y_axis.at(level))}H{x_axis.end:g}" '
+        f'class="rule" stroke-dasharray="4 4"/>{_label_of(words, x_axis, y_axis.at(level))}'
+        for level, words in levels
+        if level > 0 or not log
+    ]
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> str:
+    """Return the opening tag of a chart; as a file of its own also its colours and its title."""
+    size = f'viewBox="0 0 {layout.width} {height}"'
+    font = 'font-family="system-ui, sans-serif" font-size="12"'
+    if not layout.alone:
+        return f'<svg {size} class="chart" aria-hidden="true" {font}>'
+    words = escaped(title)
+    # An image cannot know the background of its page, so it brings its own. It follows the system's
+    # theme, with the same contrast whatever the page does.
+    dark = f"@media(prefers-color-scheme:dark){{{style_sheet(styles, dark=True)}}}"
+    room = layout.width - layout.left - 4 if layout.columns else layout.width
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} width="{layout.width}" '
+            f'height="{height}" role="img" {font}>',
+            f"<style>{style_sheet(styles)}{dark}</style>",
+            f"<title>{words}</title>",
+            '<rect class="paper" width="100%" height="100%" rx="6"/>',
+            f'<text x="{12 if layout.columns else layout.left}" y="20" font-size="14" '
+            f'font-weight="600"{_smaller_font(title, room, 14)}>{words}</text>',
+        ]
+    )
 
 
 def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
@@ -156,11 +217,19 @@ def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
     return replace(line, points=points, band=band)
 
 
-def _with_margin(low: float, high: float, log: bool) -> tuple[float, float]:
+def _with_margin(low: float, high: float, log: bool, least: float | None) -> tuple[float, float]:
+    """Return the ends of an axis: a margin, and a height that does not magnify noise.
+
+    >>> low, high = _with_margin(0.0099985, 0.01, False, None)
+    >>> round(low, 5), round(high, 5)
+    (0.00975, 0.01025)
+    """
     if log:
         return low / 1.1, high * 1.1
-    # A constant line has no range; its axis still needs a height.
-    margin = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
+    wanted = _LEAST_SPAN * max(abs(low), abs(high)) if least is None else least
+    # A line at zero has no size of its own; its axis still needs a height.
+    lacking = max(0.0, (wanted or 1.0) - (high - low)) / 2
+    margin = 0.04 * (high - low) + lacking
     return low - margin, high + margin
 
 
@@ -168,24 +237,25 @@ def _grid(x_axis: ChartAxis, y_axis: ChartAxis, x: str, y: str, *, zero: bool) -
     parts = []
     for value, label in _labelled(y_axis):
         at = _number(y_axis.at(value))
-        rule = f'stroke="{_INK}" stroke-opacity="{".8" if zero and value == 0 else ".25"}"'
-        parts.append(f'<path d="M{x_axis.start:g} {at}H{x_axis.end:g}" {rule}/>')
-        parts.append(_text(x_axis.start - 8, y_axis.at(value) + 4, label, "end"))
+        strength = ".8" if zero and value == 0 else ".25"
+        path = f'd="M{x_axis.start:g} {at}H{x_axis.end:g}"'
+        parts.append(f'<path {path} class="rule" stroke-opacity="{strength}"/>')
+        parts.append(svg_text(x_axis.start - 8, y_axis.at(value) + 4, label, "end"))
     for value, label in _labelled(x_axis):
-        parts.append(_text(x_axis.at(value), y_axis.start + 18, label, "middle"))
-    parts.append(_text((x_axis.start + x_axis.end) / 2, y_axis.start + 38, x, "middle"))
+        parts.append(svg_text(x_axis.at(value), y_axis.start + 18, label, "middle"))
+    parts.append(svg_text((x_axis.start + x_axis.end) / 2, y_axis.start + 38, x, "middle"))
     middle = _number((y_axis.start + y_axis.end) / 2)
     parts.append(
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle" '
-        f'fill="{_INK}"{_smaller_font(y, y_axis.start - y_axis.end)}>{_escape(y)}</text>'
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle"'
+        f"{_smaller_font(y, y_axis.start - y_axis.end, 12)}>{escaped(y)}</text>"
     )
     return parts
 
 
-def _smaller_font(words: str, room: float) -> str:
+def _smaller_font(words: str, room: float, usual: int) -> str:
     """Return a smaller font for text that would not fit; letters are about half as wide as high."""
-    size = math.floor(20 * room / max(1, len(words))) / 10
-    return f' font-size="{max(size, 7.0)}"' if size < 10.6 else ""
+    size = math.floor(20 * room / max(1, len(words)) * 0.92) / 10
+    return f' style="font-size:{max(size, 7.0)}px"' if size < usual - 1.4 else ""
 
 
 def _labelled(axis: ChartAxis) -> list[tuple[float, str]]:
@@ -202,42 +272,63 @@ def _labelled(axis: ChartAxis) -> list[tuple[float, str]]:
     return list(zip(marks, labels, strict=True))
 
 
-def _draw_line(number: int, line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[str]:
-    index = number if line.colour is None else line.colour
-    colour = COLOURS[index % len(COLOURS)]
-    dash = DASHES[index // len(COLOURS) % len(DASHES)]
-    style = f'fill="none" stroke="{colour}" stroke-width="2"'
-    style += f' stroke-dasharray="{dash}"' if dash else ""
+def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[str]:
+    number = (line.style or 0) % len(COLOURS)
     parts = []
     if line.band:
         upper = [(x, high) for x, _, high in line.band]
         lower = [(x, low) for x, low, _ in reversed(line.band)]
         outline = _path([*upper, *lower], x_axis, y_axis)
-        parts.append(f'<path d="{outline}Z" fill="{colour}" fill-opacity=".09"/>')
-    parts.append(f'<path d="{_path(line.points, x_axis, y_axis)}" {style}/>')
+        parts.append(f'<path d="{outline}Z" class="f{number}" fill-opacity=".1"/>')
+    parts.append(f'<path d="{_path(line.points, x_axis, y_axis)}" {_stroke(line)}/>')
     # Few points: a line alone would suggest that everything between them was measured.
     if len(line.points) < 8:
         parts += [
             f'<circle cx="{_number(x_axis.at(x))}" cy="{_number(y_axis.at(y))}" '
-            f'r="3" fill="{colour}"/>'
+            f'r="3" class="f{number}"/>'
             for x, y in line.points
         ]
-    at = _TOP + 8 + _LEGEND_LINE * number
-    parts.append(f'<path d="M{x_axis.end + 16:g} {at}h22" {style}/>')
-    parts.append(_text(x_axis.end + 44, at + 4, printable(line.name, 36), "start"))
     return parts
+
+
+def _stroke(line: ChartLine) -> str:
+    dash = dashes(line.style or 0)
+    style = f'class="s{(line.style or 0) % len(COLOURS)}" fill="none" stroke-width="2"'
+    return f'{style} stroke-dasharray="{dash}"' if dash else style
+
+
+def _legend_entry(
+    number: int, line: ChartLine, x_axis: ChartAxis, foot: float, layout: Layout
+) -> list[str]:
+    if layout.columns:
+        room = (layout.width - 20) / layout.columns
+        left = 12 + number % layout.columns * room
+        at = foot + layout.bottom + 6 + _LEGEND_LINE * (number // layout.columns)
+        length, most = 18.0, int((room - 26) / 6)
+    else:
+        left, at, length, most = x_axis.end + 16, layout.top + 8 + _LEGEND_LINE * number, 22.0, 36
+    return [
+        f'<path d="M{_number(left)} {_number(at)}h{length:g}" {_stroke(line)}/>',
+        svg_text(left + length + 6, at + 4, printable(line.name, most), "start"),
+    ]
+
+
+def _label_of(words: str, x_axis: ChartAxis, at: float) -> str:
+    return svg_text(x_axis.start + 6, at - 4, words, "start") if words else ""
 
 
 def _path(points: Sequence[tuple[float, float]], x_axis: ChartAxis, y_axis: ChartAxis) -> str:
     return "M" + "L".join(f"{_number(x_axis.at(x))} {_number(y_axis.at(y))}" for x, y in points)
 
 
-def _text(x: float, y: float, words: str, anchor: str) -> str:
+def svg_text(x: float, y: float, words: str, anchor: str) -> str:
+    """Return words at a place; anchor is start, middle or end."""
     place = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
-    return f'<text {place} fill="{_INK}">{_escape(words)}</text>'
+    return f"<text {place}>{escaped(words)}</text>"
 
 
-def _escape(words: str) -> str:
+def escaped(words: str) -> str:
+    """Return words that cannot break out of their element."""
     return escape(printable(words, 90), {'"': "&quot;"})
 
 

@@ -12,7 +12,7 @@ TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
 PAIRED = ("epochs_share", "epochs_to_final")
 """Measures that are only defined relative to another arm, whatever the test."""
 THEMES = ("ordering", "open", "sparsifying", "together")
-"""Sections of the evidence page, in page order."""
+"""Sections of the list of studies, in page order."""
 DEVICES = ("cpu", "cuda")
 """Devices a study can ask for."""
 MAX_ARMS = 1000

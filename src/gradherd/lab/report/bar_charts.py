@@ -1,0 +1,69 @@
+"""Charts of one figure per row, as SVG: effects with their intervals, and bars of several parts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradherd.lab.report.palette import COLOURS
+from gradherd.lab.report.svg_chart import SMALL, ChartAxis, Layout, svg_head, svg_text
+from gradherd.lab.text import printable, significant
+
+_LEAST_ROW = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectRow:
+    """One effect: where it was measured, how large it is, and what it means."""
+
+    name: str
+    mean: float
+    interval: tuple[float, float] | None
+    text: str
+    """The effect in words, to the right of the plot."""
+    style: int
+    """Colour, as in `palette`."""
+
+
+def effect_chart(
+    title: str, x: str, rows: Sequence[EffectRow], *, names: int = 132, layout: Layout = SMALL
+) -> str:
+    """Return effects as dots with their 95 % intervals, one row each, around zero.
+
+    Args:
+        title: Title above the chart.
+        x: Label of the x axis.
+        rows: The effects.
+        names: Pixels for the names of rows.
+        layout: Gives the width.
+    """
+    ends = [end for row in rows for end in (row.mean, *(row.interval or ()))]
+    low, high = min(0.0, *ends), max(0.0, *ends)
+    # An axis of at least one percent, or one point: less must look like nothing.
+    lacking = max(0.0, 1.0 - (high - low)) / 2
+    margin = 0.05 * (high - low) + lacking
+    # As high as other charts of this layout, so that they can stand side by side.
+    size = max(_LEAST_ROW, (layout.height - layout.top - layout.bottom) / len(rows))
+    height = round(layout.top + size * len(rows) + layout.bottom)
+    axis = ChartAxis(low - margin, high + margin, names + 12, layout.width - 62)
+    foot = height - layout.bottom
+    parts = [svg_head(title, layout, height, [row.style for row in rows])]
+    for mark in axis.ticks():
+        at = axis.at(mark)
+        strength = ".8" if mark == 0 else ".25"
+        parts.append(
+            f'<path d="M{at:.1f} {layout.top}V{foot}" class="rule" stroke-opacity="{strength}"/>'
+        )
+        parts.append(svg_text(at, foot + 16, significant(mark, 3), "middle"))
+    parts.append(svg_text((axis.start + axis.end) / 2, foot + 34, x, "middle"))
+    for number, row in enumerate(rows):
+        at = layout.top + size * number + size / 2
+        colour = row.style % len(COLOURS)
+        parts.append(svg_text(names + 4, at + 4, printable(row.name, names // 6), "end"))
+        if row.interval is not None:
+            left, right = (axis.at(end) for end in row.interval)
+            path = f"M{left:.1f} {at:.1f}H{right:.1f}"
+            parts.append(f'<path d="{path}" class="s{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<circle cx="{axis.at(row.mean):.1f}" cy="{at:.1f}" r="4" class="f{colour}"/>'
+        )
+        parts.append(svg_text(layout.width - 6, at + 4, row.text, "end"))
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,0 +1,187 @@
+"""The page of each study and the list of all studies, as Markdown for GitHub and MkDocs."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradherd.lab.report.claims import CONFIRMED, NOT_CONFIRMED, WEAKER, ClaimVerdict
+from gradherd.lab.report.evidence_charts import file_name
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.study.spec import THEMES, Study
+from gradherd.lab.text import counted, listed, printable
+
+MARKS = {CONFIRMED: "**confirmed**", WEAKER: "*weaker*", NOT_CONFIRMED: "not&nbsp;confirmed"}
+_HEADINGS = {
+    "ordering": "Ordering",
+    "open": "What the papers left open",
+    "sparsifying": "Sparsifying",
+    "together": "Both together",
+}
+_READING = """\
+Each study repeats an experiment of the papers, or asks what they left open, with this library on
+real data. `gradherd report --evidence` writes these pages from `studies/*.toml` and the results in
+`benchmarks/results` alone: no figure of ours is typed by hand, and a claim without results, or with
+a single seed, has no row. A row is
+
+- **confirmed** if the 95 % interval over seeds (paired by seed) is on the claimed side (for claims
+  of "no worse": within the tolerance), and the effect is at least half of the paper's where the
+  paper gives numbers;
+- *weaker* if only one of the two holds, or all seeds agree but the interval includes zero;
+- not confirmed otherwise, including runs that diverged or never reached the goal.
+
+Figures in brackets are 95 % intervals. Bands in charts show the range over all seeds. In studies
+that train, all workers share one process: losses, orders and bytes equal those of real workers,
+seconds do not.
+"""
+
+
+@dataclass(frozen=True)
+class StudySection:
+    """A study with its results, verdicts and charts."""
+
+    study: Study
+    results: Mapping[str, Sequence[RunResult]]
+    verdicts: Sequence[ClaimVerdict]
+    images: Mapping[str, str]
+
+
+def index_page(sections: Sequence[StudySection], unmeasured: int, here: str = "") -> str:
+    """Return the list of all studies, with what verdicts mean.
+
+    Args:
+        sections: Studies that have results.
+        unmeasured: Number of claims without.
+        here: Folder of the studies' pages, seen from this one.
+    """
+    lines = ["# Evidence, study by study", "", _READING, totals(sections, unmeasured), ""]
+    for theme in THEMES:
+        of_theme = [one for one in sections if one.study.theme == theme]
+        if not of_theme:
+            continue
+        lines += [
+            f"## {_HEADINGS[theme]}",
+            "",
+            "| study | claims of papers: confirmed / weaker / not | our own |",
+            "|---|---|---|",
+        ]
+        for one in of_theme:
+            counts = [_counts(one.verdicts, own=own) for own in (False, True)]
+            link = f"[{cell(one.study.title)}]({here}{one.study.name}.md)"
+            lines.append(f"| {' | '.join([link, *counts])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def totals(sections: Sequence[StudySection], unmeasured: int) -> str:
+    """Return how many claims were confirmed, those of papers and our own separately."""
+    verdicts = [verdict for section in sections for verdict in section.verdicts]
+    # Separately: a confirmed claim of our own is no evidence for a paper.
+    sentences = []
+    for own, whose in ((False, "of papers"), (True, "of our own")):
+        words = [one.verdict for one in verdicts if _is_own(one) == own]
+        if words:
+            counts = listed([f"{words.count(word)} {word}" for word in MARKS])
+            sentences.append(f"{counted(len(words), 'claim')} {whose}: {counts}.")
+    if unmeasured:
+        sentences.append(f"{counted(unmeasured, 'claim')} of `studies/*.toml` not measured yet.")
+    return " ".join(sentences)
+
+
+def _counts(verdicts: Sequence[ClaimVerdict], *, own: bool) -> str:
+    words = [one.verdict for one in verdicts if _is_own(one) == own]
+    return " / ".join(str(words.count(word)) for word in MARKS) if words else ""
+
+
+def _is_own(verdict: ClaimVerdict) -> bool:
+    return verdict.claim.source.startswith("ours")
+
+
+def study_page(section: StudySection) -> str:
+    """Return the page of a study: verdicts in short, charts, and all figures folded."""
+    study = section.study
+    up = "[Summary](../evidence.md) · [all studies](README.md)"
+    lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
+    if section.verdicts:
+        lines += ["| | claim | paper | ours | verdict |", "|---|---|---|---|---|"]
+        for number, one in enumerate(section.verdicts, 1):
+            cells = (str(number), cell(one.claim.text), cell(one.claim.paper), short_cell(one))
+            lines.append(f"| {' | '.join(cells)} | {MARKS[one.verdict]} |")
+        lines.append("")
+    for number, figure in enumerate(study.figures, 1):
+        if (name := file_name(study, number)) in section.images:
+            lines += [f"![{cell(figure.title)}](../images/evidence/{name})", ""]
+    if section.verdicts:
+        # `markdown` is for MkDocs; GitHub reads Markdown after an empty line anyway.
+        lines += ['<details markdown="1">', "<summary>All figures, sources and commands</summary>"]
+        for number, one in enumerate(section.verdicts, 1):
+            lines += ["", f"{number}. {_details(one, study)}"]
+        lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
+    """Return our figure, by default with the number that it is held against."""
+    words = f"{verdict.short} ({verdict.limit})" if verdict.limit and limit else verdict.short
+    return cell(words).replace(" %", "&nbsp;%")
+
+
+def _details(verdict: ClaimVerdict, study: Study) -> str:
+    """Return everything about a claim, and the command that repeats its runs."""
+    claim = verdict.claim
+    ours = verdict.ours
+    # Our own claims have no paper's experiment to fall short of.
+    if study.budget and not _is_own(verdict):
+        ours += f"; {study.budget}"
+    if claim.note:
+        ours += f". {claim.note}"
+    arms = claim.arm if claim.against is None else f"{claim.arm} / {claim.against}"
+    text = f"**{cell(claim.text)}** ({cell(claim.source)}). {cell(arms)}: {cell(ours)}"
+    return f"{text.removesuffix('.')}. Repeat it: `{cell(_command(verdict, study))}`"
+
+
+def _command(verdict: ClaimVerdict, study: Study) -> str:
+    """Return the command that repeats the runs of a row, into a folder of its own."""
+    arms = [arm for arm in (verdict.claim.arm, verdict.claim.against) if arm is not None]
+    names = " ".join(shlex.quote(arm) for arm in arms)
+    # Into a folder of its own: the committed results stay, and both can be compared.
+    file = f"studies/{study.name}.toml"
+    return f"gradherd study {file} --only {names} --out again/{study.name}"
+
+
+def _setup(section: StudySection) -> str:
+    """Return what was run: seeds, epochs, machines and versions, from the results."""
+    study, runs = section.study, [run for arm in section.results.values() for run in arm]
+    # From the results, not from the file: an arm may not have run with all seeds yet.
+    seeds = {len({run.seed for run in arm}) for arm in section.results.values()}
+    words = [
+        f"{len(section.results)} of {counted(len(study.arms), 'arm')}",
+        f"{_values(seeds)} seed{'s' if max(seeds) > 1 else ''} each",
+    ]
+    if study.task is not None:
+        words.insert(0, f"task `{runs[0].about.get('task', study.task)}`")
+    for name in ("epochs", "steps", "rounds", "workers"):
+        values = {run.settings[name] for run in runs if run.settings.get(name) is not None}
+        if values:
+            words.append(f"{_values(values)} {name}")
+    # `dict.fromkeys` drops repetitions in order; a set would change the page from run to run.
+    machines = dict.fromkeys(_machine(run.hardware) for run in runs)
+    torches = dict.fromkeys(f"torch {run.versions.get('torch')}" for run in runs)
+    where = listed([*machines, *torches])
+    budget = f" Compared with the paper: {study.budget}." if study.budget else ""
+    note = f" {study.note}" if study.note else ""
+    return cell(f"{', '.join(words)}; {where}.{budget}{note}")
+
+
+def _values(values: set[Any]) -> str:
+    return listed([f"{value:,}" for value in sorted(values)])
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
+    gpu = hardware.get("accelerator")
+    return str(gpu) if gpu else f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
+
+
+def cell(text: str) -> str:
+    """Return text that cannot break out of its table cell."""
+    return printable(text).replace("|", "\\|").replace("<", "&lt;")

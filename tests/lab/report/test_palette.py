@@ -1,0 +1,44 @@
+import itertools
+
+import pytest
+
+from gradherd.lab.report.palette import COLOURS, INK, PAPER, dashes, line_styles
+from gradherd.lab.study.kinds import method_names
+
+
+def luminance(colour):
+    """Return the relative luminance, as WCAG 2.1 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("dark", [0, 1])
+def test_lines_and_words_can_be_read(dark):
+    for pair in (*COLOURS, INK):
+        low, high = sorted(luminance(one[dark]) for one in (pair, PAPER))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, pair
+
+
+def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
+    for names in method_names():
+        styles = dict(zip(names, line_styles(names, method_names()), strict=True))
+        assert len(set(styles.values())) == len(names)
+        for some in itertools.combinations(names, 2):
+            assert line_styles(some, method_names()) == [styles[name] for name in some]
+
+
+def test_a_method_that_is_added_later_has_a_style_of_its_own():
+    registered = [[*names, "mine"] for names in method_names()]
+    base, known, mine = line_styles(["d-rr", "cd-grab", "mine"], registered)
+    assert (base, known) == (0, 1) and mine not in (base, known)
+    assert line_styles(["mine", "shuffle-once"], registered)[0] == mine
+
+
+def test_lines_of_one_method_share_its_colour_and_differ_in_dashes():
+    names = ["d-rr + dense", "cd-grab + dense", "d-rr + exdyna 0.01", "cd-grab + exdyna 0.01"]
+    styles = line_styles(names)
+    assert [style % len(COLOURS) for style in styles[:3]] == [0, 1, 0]
+    assert len({(style % len(COLOURS), dashes(style)) for style in styles}) == 4
+    many = line_styles([f"order-{n}" for n in range(20)])
+    assert len({(style % len(COLOURS), dashes(style)) for style in many}) == 20
