@@ -73,7 +73,8 @@ def measure_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict
     """Measure links, the step without exchange, and every case at every rate."""
     rates = [None, *args.rates]
     links = [measure_link(net, ranks, rate, args.delay) for rate in rates]
-    job = {"params": args.params, "batch": args.batch, "density": args.density, "rank": args.rank}
+    names = ("params", "batch", "density", "local_density", "rank")
+    job = {name: getattr(args, name) for name in names}
     rows, compute, model = [], [], {}
     for number, case in enumerate(args.cases):
         if number % _CASES_PER_BASELINE == 0:

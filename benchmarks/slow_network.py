@@ -2,11 +2,11 @@
 
 Creates one network namespace per rank, joined by a bridge, with a token bucket (tc tbf) on what
 each one sends and receives, and starts a gloo rank in each. Then it measures DDP steps with torch's
-own exchanges (fp32, the fp16 hook, the PowerSGD hook) and with gradherd's (topk, exdyna; orders
-d-rr and cd-grab) and reads the kernel's byte counters; predicts the same steps with
-`gradherd.advise` from measured links, latency, compute and overheads; and trains a small task at
-the slowest rate until its loss reaches a target. Needs root and Linux; removes everything it
-created, also after Ctrl-C.
+own exchanges (fp32, the fp16, bf16 and PowerSGD hooks) and with gradherd's (topk, exdyna, values of
+2 bits, 30 local steps; orders d-rr and cd-grab) and reads the kernel's byte counters; predicts the
+same steps with `gradherd.advise` from measured links, latency, compute and overheads; and trains a
+small task at the slowest rate until its loss reaches a target. Needs root and Linux; removes
+everything it created, also after Ctrl-C.
 
     sudo python benchmarks/slow_network.py                     # all of it, some minutes
     sudo python benchmarks/slow_network.py --rates 1G --cases dense,exdyna,dense+cd-grab
@@ -23,7 +23,6 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,24 @@ from slow_measure import measure_all, progress, running, train_all
 from slow_page import page
 
 from gradherd.advise import units
-from gradherd.advise.choices import Setting, predict
+from gradherd.advise.choices import Choice, Setting, predict
 from gradherd.advise.costs import NetworkLink, Overheads
 from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (
-    *("dense", "fp16", "powersgd", "topk", "exdyna"),
-    *("dense+cd-grab", "exdyna+cd-grab", "fp16+cd-grab", "powersgd+cd-grab", "topk+cd-grab"),
+    *("dense", "fp16", "bf16", "powersgd", "topk", "exdyna", "exdyna-int2"),
+    *(
+        "local-30",
+        "local-30-int2",
+        "dense+cd-grab",
+        "exdyna+cd-grab",
+        "fp16+cd-grab",
+        "powersgd+cd-grab",
+        "topk+cd-grab",
+    ),
 )
 # The last three take minutes each and add little: they gather rows every 32 steps.
-_DEFAULT_CASES = CASES[:7]
+_DEFAULT_CASES = CASES[:-3]
 
 
 def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -> Setting:
@@ -61,6 +68,8 @@ def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -
         forward=compute["step_seconds"] - backward,
         overheads=overheads,
         density=min(1.0, config["density"]),
+        # Records from before there were local steps have no such setting.
+        local_density=min(1.0, config.get("local_density", 0.02)),
         rank=config["rank"],
         side=record["model"]["side"],
         overlap=0.0,  # the same cores exchange and compute
@@ -69,7 +78,8 @@ def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -
 
 def _overhead_name(exchange: str, order: str) -> str:
     if not order:
-        return exchange
+        # Few bits are a matter of the network: the method computes what it computes with fp32.
+        return "local" if exchange.startswith("local") else exchange
     return "ride" if exchange == "dense" else "sketch"
 
 
@@ -78,25 +88,34 @@ def computed_overheads(record: dict[str, Any]) -> dict[str, float]:
 
     Predictions of the limited rates use these and the measured links, but not their own rows.
     """
-    own = Overheads()
+    own: dict[str, float] = {}
     for row in record["rows"]:
         exchange, _, order = row["case"].partition("+")
-        if row["rate"] is None:
-            setting = _setting(record, None, own)
-            rest = predict(setting, exchange, order or "d-rr").step_seconds
-            more = max(0.0, row["step_seconds"] - rest)
-            if more and (exchange == "dense" or (exchange == "fp16" and not order)):
+        if row["rate"] is None and not exchange.endswith("-int2"):
+            none = _predicted(record, row, own | {_overhead_name(exchange, order): 0.0})
+            more = max(0.0, row["step_seconds"] - none.step_seconds)
+            if more and (exchange == "dense" or (exchange in ("fp16", "bf16") and not order)):
                 # It overlaps with sending: only what takes longer than sending shows.
-                more += predict(setting, exchange, order or "d-rr").exchange_seconds
-            own = replace(own, **{_overhead_name(exchange, order): more})
-    return {name: value for name, value in vars(own).items() if value}
+                more += none.exchange_seconds
+            if exchange.startswith("local"):
+                more *= int(exchange.split("-")[1])  # of an exchange, not of a step
+            own[_overhead_name(exchange, order)] = more
+    return {name: value for name, value in own.items() if value}
+
+
+def _predicted(record: dict[str, Any], row: dict[str, Any], own: dict[str, float]) -> Choice:
+    exchange, _, order = row["case"].partition("+")
+    given = {name: value for name, value in own.items() if name != "bf16"}
+    if exchange == "bf16":
+        # The same bytes as fp16, whose place it takes, but another speed of adding up.
+        exchange, given = "fp16", given | {"fp16": own.get("bf16", 0.0)}
+    setting = _setting(record, row["rate"], Overheads(**given))
+    return predict(setting, exchange, order or "d-rr")
 
 
 def prediction(record: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     """Return what `gradherd advise` predicts for a row, and the relative error."""
-    exchange, _, order = row["case"].partition("+")
-    setting = _setting(record, row["rate"], Overheads(**record["overheads"]))
-    choice = predict(setting, exchange, order or "d-rr")
+    choice = _predicted(record, row, record["overheads"])
     return {
         "predicted_seconds": choice.step_seconds,
         "predicted_bytes": choice.bytes,
@@ -181,6 +200,7 @@ def options() -> argparse.ArgumentParser:
     add("--rates", type=listed_rates, default="100M,1G,10G", help="link speeds, bits per second")
     add("--cases", type=listed_cases, default=",".join(_DEFAULT_CASES), help="exchanges, or all")
     add("--density", type=positive(float), default=1e-3, help="density of topk and exdyna (0.001)")
+    add("--local-density", type=positive(float), default=0.02, help="that of local steps (0.02)")
     add("--rank", type=positive(int), default=1, help="rank of PowerSGD (1)")
     add("--delay", type=float, default=0.0, help="seconds of delay per packet; needs netem (0)")
     add(

@@ -45,6 +45,14 @@ def counters(interface: str) -> dict[str, int]:
     return {name: int((folder / name).read_text()) for name in names}
 
 
+def bf16_hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket in bf16, as torch's `bf16_compress_hook`, which refuses gloo."""
+    half = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    done = dist.all_reduce(half, async_op=True)
+    assert done is not None
+    return done.get_future().then(lambda _: bucket.buffer().copy_(half))
+
+
 class ExchangeCase:
     """One training: a model, the exchange of its gradients, and the order of its examples."""
 
@@ -60,29 +68,51 @@ class ExchangeCase:
             # With several buckets, the order of its second all-reduces differs between ranks, and
             # gloo would hang.
             cap = {"bucket_cap_mb": 1 + 4 * sum(p.numel() for p in net.parameters()) // 2**20}
-        self.model = DDP(net, **cap)
+        method, _, detail = self.exchange.partition("-")
+        local = method == "local"
+        self.model = net if local else DDP(net, **cap)
         data = TensorDataset(
             torch.randn(_EPOCH_STEPS * batch * world.size, side),
             torch.randint(side, (_EPOCH_STEPS * batch * world.size,)),
         )
         sampler = gh.OrderedSampler(data, job["order"], batch_size=batch, unit=batch)
         self._hook()
-        sparsify = {"topk": gh.TopK, "exdyna": gh.ExDyna}.get(self.exchange)
-        method = None if sparsify is None else sparsify(density=job["density"])
-        self.herd = gh.attach(self.model, order=sampler, sparsify=method)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        if local:
+            every, _, values = detail.partition("-")
+            settings = gh.LocalSteps(
+                every=int(every),
+                method=gh.ExDyna(density=job["local_density"]),
+                values=values or "fp32",
+            )
+            self.herd = gh.attach(net, order=sampler, optimizer=self.optimizer, local=settings)
+        else:
+            sparsify = {"topk": gh.TopK, "exdyna": gh.ExDyna}.get(method)
+            self.herd = gh.attach(
+                self.model,
+                order=sampler,
+                sparsify=None
+                if sparsify is None
+                else gh.Sparsify(method=sparsify(density=job["density"]), values=detail or "fp32"),
+            )
         self.batches = self._endless_batches(DataLoader(data, batch_size=batch, sampler=sampler))
-        # Gathered rows are sent together after so many steps: measure whole rounds.
+        # Gathered rows are sent together after so many steps: measure whole rounds. Local steps
+        # are measured from one exchange to the next.
         gathered = job["order"] == "cd-grab" and self.exchange != "dense"
         self.block = BATCHES_PER_GATHER if gathered else _PAIR
+        self.block = settings.every if local else self.block
+        # A whole phase: the first exchange of local steps finds its threshold.
+        self.warmup = self.block if local else _WARMUP_STEPS
         self.backward = 0.0
-        self.steps(_WARMUP_STEPS)
+        self.steps(self.warmup)
 
     def _hook(self) -> None:
         if self.exchange == "none":
             self.model.register_comm_hook(None, debugging_hooks.noop_hook)
         if self.exchange == "fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if self.exchange == "bf16":
+            self.model.register_comm_hook(None, bf16_hook)
         if self.exchange == "powersgd":
             state = low_rank.PowerSGDState(
                 None, matrix_approximation_rank=self.rank, start_powerSGD_iter=2
@@ -117,7 +147,8 @@ class ExchangeCase:
         if self.exchange == "powersgd":
             matrices = sum(self.rank * sum(shape) for shape in self.shapes if len(shape) > 1)
             elements = matrices + sum(shape[0] for shape in self.shapes if len(shape) == 1)
-        like = torch.empty(elements, dtype=torch.half if self.exchange == "fp16" else torch.float)
+        half = self.exchange in ("fp16", "bf16")
+        like = torch.empty(elements, dtype=torch.half if half else torch.float)
         return sent + steps * all_reduce_bytes(like.to("meta"), self.world.size)
 
     def close(self) -> None:
@@ -223,7 +254,8 @@ class RankServer:
         if self.case is not None:
             self.case.close()
         self.case = None
-        self.case, self.steps_done = ExchangeCase(job, self.world), _WARMUP_STEPS
+        self.case = ExchangeCase(job, self.world)
+        self.steps_done = self.case.warmup
         count = sum(p.numel() for p in self.case.model.parameters())
         return {"parameters": count, "side": self.case.shapes[0][0]}
 

@@ -107,7 +107,7 @@ def test_bench_signs_json(capsys):
         (["train", "digits", "--epochs", "ten"], "--epochs must be a whole number, got 'ten' (see"),
         (["train", "digits", "--lr", "fast"], "--lr must be a number, got 'fast' (see"),
         (["train", "digits", "--seed", "1.5"], "--seed must be a whole number, got '1.5' (see"),
-        (["advise"], "--params is missing: Number of parameters"),
+        (["advise"], "--params is missing: the number of parameters"),
         (["train", "digits", "--order"], "--order needs a value (see"),
         (["replay", "ordre"], "unknown command 'replay ordre'; choose from: replay order"),
         (["replay", "order"], "FILE"),

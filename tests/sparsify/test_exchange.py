@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
 from gradherd.sparsify.exchange import gather_indices, gather_union
-from gradherd.sparsify.packing import ONE_ROUND_BYTES
+from gradherd.sparsify.message_sizes import ONE_ROUND_BYTES
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.value_sums import sum_over_workers
 from tests.sparsify import rank_work

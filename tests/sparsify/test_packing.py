@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradherd.comm.script import run_together
-from gradherd.sparsify.packing import (
-    GROUP,
-    VALUE_BITS,
-    decode_values,
-    encode_values,
-    index_bytes,
-    pack_indices,
-    unpack_indices,
-    value_bytes,
-)
+from gradherd.sparsify.message_sizes import GROUP, VALUE_BITS, index_bytes, value_bytes
+from gradherd.sparsify.packing import decode_values, encode_values, pack_indices, unpack_indices
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify

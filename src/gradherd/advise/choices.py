@@ -10,6 +10,7 @@ Letters: D parameters, R workers, k = density x D.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from gradherd.advise.costs import (
     NetworkLink,
@@ -18,8 +19,7 @@ from gradherd.advise.costs import (
     all_reduce_seconds,
     all_to_all_seconds,
 )
-from gradherd.ordering.coordination import BATCHES_PER_GATHER
-from gradherd.sparsify.packing import (
+from gradherd.sparsify.message_sizes import (
     COUNT_BYTES,
     EXDYNA_CAPACITY,
     FLAG_BYTES,
@@ -29,15 +29,23 @@ from gradherd.sparsify.packing import (
     ONE_ROUND_BYTES,
     ONE_ROUND_SHARE,
     PAGE,
+    VALUE_BITS,
+    ValueFormat,
+    index_bytes,
+    value_bytes,
 )
 
 _VALUE_BYTES = 4
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
-# Up to this many ranks, the small tensors of CD-GraB are summed by an all-gather; a test compares
-# the bytes with those of `comm.collectives.all_reduce_small`.
+# What follows belongs to code that needs torch, which predictions do without; tests compare.
 _FEW_RANKS = 8
-# The default of `rows.SketchRows`, also held by a test: predictions know nothing about rows.
+"""Up to this many ranks, an all-gather sums the small tensors of CD-GraB (`comm.collectives`)."""
 _SKETCH_SIZE = 512
+"""Elements of a row (`rows.SketchRows`)."""
+_BATCHES_PER_GATHER = 32
+"""Batches whose rows are gathered together (`ordering.coordination`)."""
+_POSITION_BYTES = 16
+"""What workers compare before an exchange of local steps (`attach.local_steps`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +65,8 @@ class Setting:
     """Seconds per step that each method spends computing."""
     density: float = 1e-3
     """Share of the gradient that a sparse exchange sends."""
+    local_density: float = 0.02
+    """Share of the difference that an exchange after local steps sends."""
     rank: int = 1
     """Rank of PowerSGD."""
     side: float = 1024
@@ -72,8 +82,10 @@ class Setting:
         for name in ("backward", "forward"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {self.density}")
+        for name in ("density", "local_density"):
+            if not 0 < getattr(self, name) <= 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"{option} must be in (0, 1], got {getattr(self, name)}")
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
         if not 1 <= self.side < math.inf:
@@ -237,17 +249,38 @@ def _topk(setting: Setting) -> tuple[float, float]:
     return flags + gathered + seconds, sent + (indices + FLAG_BYTES) * (ranks - 1)
 
 
-def _exdyna(setting: Setting) -> tuple[float, float]:
-    """Predict ExDyna: all workers' offers in one all-gather, then the values of the selection."""
-    ranks, k = setting.workers, setting.density * setting.params
-    if setting.density == 1:
-        return _values(setting, setting.params)
+def _exdyna(
+    setting: Setting, density: float | None = None, form: ValueFormat = "fp32"
+) -> tuple[float, float]:
+    """Predict ExDyna: all workers' offers in one all-gather, then the values of the selection.
+
+    Args:
+        setting: Model, workers and network.
+        density: Share of the coordinates; None is that of the setting.
+        form: How values are sent.
+    """
+    density = setting.density if density is None else density
+    ranks, k = setting.workers, density * setting.params
+    if density == 1:
+        return _values(setting, setting.params, form)
     # Each rank offers a few more than its share, from which all choose the same threshold.
     count = math.ceil(EXDYNA_CAPACITY * k / ranks)
-    pages = math.ceil(setting.params / ranks / PAGE)
-    offers = MAGNITUDE_BYTES * count + _index_bytes(count, pages) + FLAG_BYTES + COUNT_BYTES
-    seconds, sent = _values(setting, k)
+    span = setting.params / ranks
+    offers = _index_bytes(count, math.ceil(span / PAGE))
+    if form in VALUE_BITS:  # only then may indices take 12 bits
+        offers = min(offers, index_bytes(count, (0, math.ceil(span)), 12))
+    offers += MAGNITUDE_BYTES * count + FLAG_BYTES + COUNT_BYTES
+    seconds, sent = _values(setting, k, form)
     return all_gather_seconds(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
+
+
+def _local(setting: Setting, every: int, form: ValueFormat = "fp32") -> tuple[float, float]:
+    """Predict local steps: one exchange of the weights' difference in `every` steps."""
+    seconds, sent = _exdyna(setting, setting.local_density, form)
+    if setting.workers > 1:  # all of them must be at the same step
+        seconds += all_gather_seconds(_POSITION_BYTES, setting.workers, setting.link)
+        sent += _POSITION_BYTES * (setting.workers - 1)
+    return seconds / every, sent / every
 
 
 def _index_bytes(count: float, pages: int) -> float:
@@ -255,22 +288,31 @@ def _index_bytes(count: float, pages: int) -> float:
     return min(INDEX_BYTES * count, OFFSET_BYTES * count + COUNT_BYTES * pages)
 
 
-def _values(setting: Setting, count: float) -> tuple[float, float]:
+def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> tuple[float, float]:
     """Predict the sum of `count` values: one round if they are few, else two that send less."""
-    ranks, link, size = setting.workers, setting.link, _VALUE_BYTES * count
+
+    def size_of(values: float) -> float:
+        bits = VALUE_BITS.get(form)
+        return _VALUE_BYTES * values if bits is None else value_bytes(math.ceil(values), bits)
+
+    ranks, link, size = setting.workers, setting.link, size_of(count)
     dense = 2 * _VALUE_BYTES * setting.params
     # Latency dominates small messages: one round with more bytes is then faster than two.
     if size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * dense:
         return all_gather_seconds(size, ranks, link), size * (ranks - 1)
-    seconds = all_to_all_seconds(size, ranks, link) + all_gather_seconds(size / ranks, ranks, link)
-    return seconds, 2 * size * (ranks - 1) / ranks
+    # Few-bit values have levels for every slice, so a slice is rounded up on its own.
+    share = size_of(count / ranks)
+    seconds = all_to_all_seconds(share * ranks, ranks, link) + all_gather_seconds(
+        share, ranks, link
+    )
+    return seconds, 2 * share * (ranks - 1)
 
 
 def _gathered_sketches(setting: Setting) -> tuple[float, float]:
     """Predict the all-gather of sketched rows for CD-GraB, many steps at a time."""
     size = float(_VALUE_BYTES * _SKETCH_SIZE)
-    gathered = all_gather_seconds(BATCHES_PER_GATHER * size, setting.workers, setting.link)
-    return gathered / BATCHES_PER_GATHER, size * (setting.workers - 1)
+    gathered = all_gather_seconds(_BATCHES_PER_GATHER * size, setting.workers, setting.link)
+    return gathered / _BATCHES_PER_GATHER, size * (setting.workers - 1)
 
 
 EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
@@ -279,8 +321,16 @@ EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "powersgd": _powersgd,
     "topk": _topk,
     "exdyna": _exdyna,
+    "exdyna-int8": partial(_exdyna, form="int8"),
+    "exdyna-int4": partial(_exdyna, form="int4"),
+    "exdyna-int2": partial(_exdyna, form="int2"),
+    "local-30": partial(_local, every=30),
+    "local-30-int2": partial(_local, every=30, form="int2"),
+    "local-100": partial(_local, every=100),
+    "local-100-int2": partial(_local, every=100, form="int2"),
 }
-"""Exchange -> a function that returns the seconds training waits and the bytes a worker sends."""
+"""Exchange -> a function that returns the seconds training waits and the bytes a worker sends, both
+per step. local-30: 30 steps on one's own, then an exchange; int2: values of 2 bits."""
 SPARSE = ("topk", "exdyna")
 ORDERS = ("d-rr", "cd-grab")
 

@@ -6,8 +6,9 @@ functions here.
 
 The overheads are measurements. CPU: one rank on one core of a Neoverse-N1 (processor times of
 `benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly).
-GPU: reads and writes of gradient memory on an H200, plus 1.5 ms of host time for a sparse exchange;
-several GPUs were not available. Take both as starting points, and measure your own.
+GPU: topk and exdyna are what their hooks add to a DDP step on one H200
+(`benchmarks/results/2026-11-16-hook-h200.json`); the others are derived from passes over memory at
+its bandwidth, as several GPUs were not available. Take both as starting points, and measure.
 
 Letters: R ranks.
 """
@@ -27,24 +28,40 @@ _PER_PARAMETER = {
         "powersgd": 7e-9,
         "topk": 3.5e-9,
         "exdyna": 2e-9,
+        "local": 6e-9,
         "ride": 1.4e-9,
         "sketch": 2.4e-9,
     },
     "cuda": {
         "fp16": 6e-12,
         "powersgd": 20e-12,
-        "topk": 35e-12,
-        "exdyna": 16e-12,
+        "topk": 1e-12,
+        "exdyna": 8e-12,
+        "local": 20e-12,
         "ride": 16e-12,
         "sketch": 16e-12,
     },
 }
 """Device -> method -> seconds per parameter."""
 _FIXED = {
-    "cpu": {"powersgd": 1e-3, "topk": 1e-3, "exdyna": 1e-3, "ride": 0.2e-3, "sketch": 0.2e-3},
-    "cuda": {"powersgd": 1e-3, "topk": 1.5e-3, "exdyna": 1.5e-3, "ride": 0.2e-3, "sketch": 0.2e-3},
+    "cpu": {
+        "powersgd": 1e-3,
+        "topk": 1e-3,
+        "exdyna": 1e-3,
+        "local": 2e-3,
+        "ride": 0.2e-3,
+        "sketch": 0.2e-3,
+    },
+    "cuda": {
+        "powersgd": 1e-3,
+        "topk": 3.6e-3,
+        "exdyna": 0.5e-3,
+        "local": 1e-3,
+        "ride": 0.2e-3,
+        "sketch": 0.2e-3,
+    },
 }
-"""Device -> method -> seconds per step, whatever the size of the model."""
+"""Device -> method -> seconds per step (local: per exchange), whatever the size of the model."""
 DEVICES = tuple(_PER_PARAMETER)
 
 
@@ -154,40 +171,25 @@ class Overheads:
     topk: float = 0.0
     """Adding the residual, selecting, writing the mean."""
     exdyna: float = 0.0
-    """The same."""
+    """The same; with values of few bits, too."""
+    local: float = 0.0
+    """What an exchange of local steps computes, not a step: the difference, selecting, the outer
+    step."""
     ride: float = 0.0
     """CD-GraB on top of a dense exchange, whose buckets it shares."""
     sketch: float = 0.0
     """CD-GraB beside any other exchange: sketching the gradient."""
 
     def of(self, exchange: str) -> float:
-        """Return the seconds of an exchange."""
-        seconds: float = getattr(self, exchange)
-        return seconds
+        """Return the seconds of a step with an exchange, such as "exdyna-int2" or "local-30"."""
+        method, _, detail = exchange.partition("-")
+        seconds: float = getattr(self, method)
+        # "30" or "30-int2": what an exchange computes, shared by so many steps.
+        return seconds / int(detail.partition("-")[0]) if method == "local" else seconds
 
     def replaced_by(self, given: dict[str, float | None]) -> "Overheads":
         """Return these overheads with all values of `given` that are not None."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
-
-
-_TYPICAL_WORK = {"cpu": (64, 20e9), "cuda": (2048, 200e12)}
-"""Device -> examples or tokens of a worker's step, operations per second."""
-
-
-def guess_backward(device: str, params: float) -> float:
-    """Guess the seconds of a backward pass, at 4 operations per parameter and example.
-
-    Args:
-        device: "cpu" or "cuda".
-        params: Number of parameters.
-
-    >>> round(guess_backward("cuda", 7e9), 2)
-    0.29
-    """
-    examples, speed = _TYPICAL_WORK[device]
-    # Two matrix products, for inputs and for weights, each a multiplication and an addition per
-    # parameter.
-    return 4 * params * examples / speed
 
 
 def typical_overheads(device: str, params: float) -> Overheads:

@@ -5,13 +5,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
+from gradherd.advise.costs import Overheads
+from gradherd.advise.measured import accuracy_records, accuracy_sentence
 from gradherd.advise.units import format_bytes, format_rate, format_seconds
-from gradherd.sparsify.packing import MAX_COORDINATES
+from gradherd.sparsify.message_sizes import MAX_COORDINATES
 
 # Grid of link speeds searched for the break-even, in bits per second: 20 per decade.
 _SLOWEST, _FASTEST, _GRID_POINTS = 1e3, 1e16, 261
 # A step must be at least 5 % faster to be worth a change.
 _WORTHWHILE = 0.95
+RIVALS = ("dense", "fp16", "powersgd")
+"""What torch does without gradherd."""
+_MILDEST_FIRST = (
+    *("dense", "fp16", "topk", "exdyna", "exdyna-int8", "exdyna-int4", "exdyna-int2", "powersgd"),
+    *("local-30", "local-30-int2", "local-100", "local-100-int2"),
+)
+"""Exchanges by how much they change training. topk sends up to R times what exdyna sends at the
+same density; local steps let the workers' weights drift apart."""
+# How wrong inputs may be: links and passes by a quarter (the largest error of a prediction on
+# bandwidth-limited links was 21 %), what a method computes by a factor of two.
+_INPUT_ERROR, _OVERHEAD_ERROR = 1.25, 2.0
+_IF_WRONG = "if links and passes are off by 25 % and what methods compute by a factor of 2"
 
 
 def break_even(setting: Setting, dense: str = "dense") -> float | None:
@@ -56,8 +70,10 @@ def advise(setting: Setting) -> dict[str, object]:
     """
     choices = all_choices(setting)
     limit = break_even(setting)
-    # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
-    sparse, dense = _best(choices, SPARSE), _best(choices, ("dense", "fp16"))
+    chosen = recommend(setting, choices)
+    rival = _best(choices, RIVALS)
+    density = _density_of(setting, chosen)
+    sentences = explain(setting, choices, limit)
     return {
         "choices": [
             {
@@ -73,23 +89,67 @@ def advise(setting: Setting) -> dict[str, object]:
         ],
         "break_even_bandwidth": limit,
         "break_even_bandwidth_fp16": break_even(setting, "fp16"),
-        "pays": setting.params <= MAX_COORDINATES and pays(sparse, dense),
-        "advice": explain(setting, choices, limit),
+        "pays": chosen.exchange not in RIVALS,
+        "recommended": chosen.exchange,
+        "rival": rival.exchange,
+        "speedup": rival.step_seconds / chosen.step_seconds,
+        "speedup_range": list(speedup_range(setting, chosen.exchange, rival.exchange)),
+        "accuracy": [
+            {
+                "study": one.study,
+                "task": one.task,
+                "density": one.density,
+                "points_lost": one.points,
+            }
+            for one in accuracy_records(chosen.exchange, density)
+        ],
+        "advice": " ".join(sentences),
+        "sentences": sentences,
     }
 
 
-def pays(sparse: Choice, dense: Choice) -> bool:
-    """Return whether sparse is faster by enough to be worth a change.
+def recommend(setting: Setting, choices: Sequence[Choice]) -> Choice:
+    """Return the exchange that changes training least among those within 5 % of the fastest.
 
     Args:
-        sparse: The fastest sparse exchange.
-        dense: The fastest dense one, fp16 included.
+        setting: Model, workers and network.
+        choices: The predicted steps.
     """
-    return sparse.step_seconds < _WORTHWHILE * dense.step_seconds
+    # gradherd's own messages have indices of 32 bits.
+    allowed = _MILDEST_FIRST if setting.params <= MAX_COORDINATES else RIVALS
+    fastest = _best(choices, allowed).step_seconds
+    each = (_best(choices, (name,)) for name in allowed)
+    return next(one for one in each if _WORTHWHILE * one.step_seconds <= fastest)
 
 
-def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) -> str:
-    """Return the advice in words, with the numbers behind it.
+def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, float]:
+    """Return the least and the largest speedup over `rival` if what was given is somewhat wrong.
+
+    Args:
+        setting: Model, workers and network.
+        exchange: Whose speedup.
+        rival: Over which exchange.
+    """
+    ratios = []
+    for link in (1 / _INPUT_ERROR, _INPUT_ERROR):
+        for work in (1 / _INPUT_ERROR, _INPUT_ERROR):
+            for own in (1 / _OVERHEAD_ERROR, _OVERHEAD_ERROR):
+                overheads = {name: own * value for name, value in vars(setting.overheads).items()}
+                other = replace(
+                    setting,
+                    link=replace(setting.link, bandwidth=link * setting.link.bandwidth),
+                    backward=work * setting.backward,
+                    forward=work * setting.forward,
+                    overheads=Overheads(**overheads),
+                )
+                step = predict(other, exchange).step_seconds
+                # A step that takes no time at all, with one worker, is as fast as another one.
+                ratios.append(predict(other, rival).step_seconds / step if step else 1.0)
+    return min(ratios), max(ratios)
+
+
+def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) -> list[str]:
+    """Return the advice in words, with the numbers behind it; the last sentence is the advice.
 
     Args:
         setting: Model, workers and network.
@@ -97,71 +157,109 @@ def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) ->
         limit: The break-even bandwidth, if there is one.
     """
     if setting.workers == 1:
-        return "No: a single worker exchanges nothing, so there is nothing to save."
+        return ["No: a single worker exchanges nothing, so there is nothing to save."]
+    chosen, sentences = recommend(setting, choices), []
     if setting.params > MAX_COORDINATES:
-        return (
+        sentences.append(
             f"No: gradherd sparsifies models of up to {MAX_COORDINATES:,} parameters, because it "
             "sends indices of 32 bits. Times of sparse exchanges are what they would be."
         )
-    sparse, dense = _best(choices, SPARSE), _best(choices, ("dense", "fp16"))
-    speed = format_rate(setting.link.bandwidth)
-    if pays(sparse, dense):
-        sentences = [_yes(setting, sparse, dense, speed)]
     else:
-        sentences = [_no(sparse, dense, speed)]
-    sentences.append(_break_even_sentence(sparse, choices, limit, pays(sparse, dense)))
-    # Mentioned, not recommended: the prediction says nothing about what a low rank loses.
-    low_rank = _best(choices, ("powersgd",))
-    if low_rank.step_seconds < _WORTHWHILE * min(sparse.step_seconds, dense.step_seconds):
-        sentences.append(
-            f"PowerSGD of rank {setting.rank} may be even faster: "
-            f"{format_seconds(low_rank.step_seconds)}."
+        sentences.append(_answer(setting, choices, chosen))
+        sentences.append(_break_even_sentence(choices, limit))
+    sentences.append(_order_sentence(choices, chosen))
+    if chosen.exchange not in ("dense", "fp16"):
+        sentences.append(accuracy_sentence(chosen.exchange, _density_of(setting, chosen)))
+    sentences.append(_conclusion(setting, choices, chosen))
+    return sentences
+
+
+def _answer(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
+    speed = format_rate(setting.link.bandwidth)
+    # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
+    dense = _best(choices, ("dense", "fp16"))
+    if chosen.exchange not in RIVALS:
+        return (
+            f"Yes: over {speed}, {label(setting, chosen)} takes "
+            f"{format_seconds(chosen.step_seconds)} a step where {dense.name} takes "
+            f"{format_seconds(dense.step_seconds)}: a worker sends "
+            f"{format_bytes(chosen.bytes)} a step instead of {format_bytes(dense.bytes)}."
         )
-    best = sparse if pays(sparse, dense) else dense
-    sentences.append(_order_sentence(choices, best))
-    sentences.append(
-        "This predicts time per step only. A step that sends less may also learn less, although "
-        "exdyna keeps what it does not send in a residual and sends it later: "
-        "run `gradherd compare` to see the effect on the loss."
-    )
-    return " ".join(sentences)
-
-
-def _yes(setting: Setting, sparse: Choice, dense: Choice, speed: str) -> str:
-    times = dense.step_seconds / sparse.step_seconds
-    return (
-        f"Yes: over {speed}, {sparse.name} at density {setting.density:g} takes "
-        f"{format_seconds(sparse.step_seconds)} a step where {dense.name} takes "
-        f"{format_seconds(dense.step_seconds)}, {times:.3g} times as fast: a worker sends "
-        f"{format_bytes(sparse.bytes)} instead of {format_bytes(dense.bytes)}."
-    )
-
-
-def _no(sparse: Choice, dense: Choice, speed: str) -> str:
+    sparse = _best(choices, SPARSE)
     extra = sparse.overhead_seconds + sparse.exchange_seconds
-    waits = dense.overhead_seconds + dense.exchange_seconds
+    waits = chosen.overhead_seconds + chosen.exchange_seconds
     return (
-        f"No: over {speed}, {dense.name} takes {format_seconds(dense.step_seconds)} a step, of "
-        f"which {format_seconds(waits)} does not overlap with the backward pass; {sparse.name} "
-        f"takes {format_seconds(sparse.step_seconds)}, because selecting and exchanging take "
-        f"{format_seconds(extra)} and cannot overlap with it."
+        f"No: over {speed}, {label(setting, chosen)} takes {format_seconds(chosen.step_seconds)} a "
+        f"step, of which {format_seconds(waits)} does not overlap with the backward pass; "
+        f"{sparse.name} takes {format_seconds(sparse.step_seconds)}, because selecting and "
+        f"exchanging take {format_seconds(extra)} and cannot overlap with it."
     )
 
 
-def _break_even_sentence(
-    sparse: Choice, choices: Sequence[Choice], limit: float | None, yes: bool
-) -> str:
+def _conclusion(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
+    """Return one sentence: what to use, how much faster it is than what, and how sure that is."""
+    fastest = min((c for c in choices if c.order == "d-rr"), key=lambda one: one.step_seconds)
+    if chosen.exchange == "dense":
+        low, high = speedup_range(setting, fastest.exchange, "dense")
+        return (
+            f"So keep dense: nothing here is more than 5 % faster ({label(setting, fastest)} "
+            f"is between {low:.2f} and {high:.2f} times as fast {_IF_WRONG})."
+        )
+    rival = _best(choices, [name for name in RIVALS if name != chosen.exchange])
+    gain = rival.step_seconds / chosen.step_seconds
+    low, high = speedup_range(setting, chosen.exchange, rival.exchange)
+    text = (
+        f"So use {label(setting, chosen)}: {_times(gain)} as {label(setting, rival)}, the best "
+        f"{'that torch has' if chosen.exchange not in RIVALS else 'of the rest that torch has'} "
+        # Two digits: more would claim to know it better.
+        f"(between {low:.2g} and {high:.2g} times {_IF_WRONG})"
+    )
+    if setting.params <= MAX_COORDINATES and fastest.exchange != chosen.exchange:
+        more = format_seconds(chosen.step_seconds - fastest.step_seconds)
+        text += f", and {more} slower than {label(setting, fastest)}, which changes training more"
+    if low < 1 <= gain and chosen.exchange not in RIVALS:
+        text += "; it may not pay, so measure a few steps"
+    if chosen.exchange in RIVALS:  # of which `gradherd compare` knows dense alone
+        return f"{text}."
+    return f"{text}; that is time per step only, so check the loss with `gradherd compare`."
+
+
+def _times(gain: float) -> str:
+    return "as fast" if abs(gain - 1) < 0.005 else f"{gain:.2f} times as fast"
+
+
+def label(setting: Setting, choice: Choice) -> str:
+    """Return the exchange of a choice in words, with what it sends."""
+    method, _, detail = choice.exchange.partition("-")
+    if method == "local":
+        every, _, values = detail.partition("-")
+        text = f"{every} local steps (density {setting.local_density:g})"
+        return f"{text} with {values} values" if values else text
+    if method in SPARSE:
+        text = f"{method} at density {setting.density:g}"
+        return f"{text} with {detail} values" if detail else text
+    return {"fp16": "fp16 or bf16", "powersgd": f"PowerSGD of rank {setting.rank}"}.get(
+        method, method
+    )
+
+
+def _density_of(setting: Setting, choice: Choice) -> float:
+    local = choice.exchange.startswith("local")
+    return setting.local_density if local else setting.density
+
+
+def _break_even_sentence(choices: Sequence[Choice], limit: float | None) -> str:
+    sparse, plain = _best(choices, SPARSE), _best(choices, ("dense",))
     if limit is not None:
         return f"{sparse.name} beats dense fp32 below {format_rate(limit)}."
-    plain = _best(choices, ("dense",))
-    if yes or sparse.step_seconds < plain.step_seconds:
+    if sparse.step_seconds < plain.step_seconds:
         return f"{sparse.name} beats dense fp32 on every link."
     return f"{sparse.name} does not beat dense fp32 on any link."
 
 
 def _order_sentence(choices: Sequence[Choice], best: Choice) -> str:
     ordered = next(c for c in choices if c.exchange == best.exchange and c.order == "cd-grab")
-    more = ordered.step_seconds / best.step_seconds - 1
+    more = ordered.step_seconds / best.step_seconds - 1 if best.step_seconds else 0.0
     return f"The order cd-grab adds {100 * more:.1f} % to a step with {best.name}."
 
 

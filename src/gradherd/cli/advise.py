@@ -4,25 +4,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import torch.distributed as dist
 import tyro
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from gradherd.advise import units
-from gradherd.advise.calibrate import LinkMeasurement, measure_cluster
 from gradherd.advise.choices import Setting
-from gradherd.advise.costs import (
-    DEVICES,
-    GOODPUT,
-    NetworkLink,
-    guess_backward,
-    typical_overheads,
-)
+from gradherd.advise.costs import DEVICES, GOODPUT, NetworkLink, typical_overheads
 from gradherd.advise.decide import advise
+from gradherd.advise.measured import MODELS
 from gradherd.cli.arguments import (
     Flag,
     check_at_least,
@@ -32,10 +22,11 @@ from gradherd.cli.arguments import (
     under_torchrun,
 )
 from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.launch import join_torchrun, measure_on_ranks
-from gradherd.cli.options import usable_device
-from gradherd.comm.ranks import RankError
-from gradherd.comm.world import World
+from gradherd.cli.tables import print_advice
+
+# For annotations only: a prediction is arithmetic, and importing torch takes seconds.
+if TYPE_CHECKING:
+    from gradherd.advise.calibrate import LinkMeasurement
 
 _MAX_WORKERS = 1 << 24
 # Largest model that --measure builds: parameters and gradients take 8 bytes each.
@@ -61,6 +52,8 @@ class OverheadOptions:
     """Adding the residual, selecting and writing the mean, with topk."""
     exdyna_overhead: OverheadOption = None
     """The same with exdyna."""
+    local_overhead: OverheadOption = None
+    """What an exchange of local steps computes, once in so many steps."""
     ride_overhead: OverheadOption = None
     """cd-grab on top of a dense exchange."""
     sketch_overhead: OverheadOption = None
@@ -80,20 +73,32 @@ class OverheadOptions:
 class AdviseCommand:
     """Predict the time of a training step with every exchange and order, and recommend one.
 
-    Describe the model (--params, --backward), the number of workers and the network. The prediction
-    knows what collectives cost (the better of ring and tree), that a dense exchange overlaps with
-    the backward pass while a sparse one cannot, and how long selection takes. Or let it measure
-    network, latency and backward pass with --measure: on local workers, or on those that torchrun
-    starts, as in torchrun --nproc-per-node 8 -m gradherd advise --params 25M --measure.
+    Describe the model (--params and --backward, or --model), the number of workers and the network.
+    The prediction knows what collectives cost (the better of ring and tree), that a dense exchange
+    overlaps with the backward pass while a sparse one cannot, and how long selection takes. Or let
+    it measure network, latency and backward pass with --measure: on local workers, or on those that
+    torchrun starts, as in torchrun --nproc-per-node 8 -m gradherd advise --params 25M --measure.
 
     Units: --bandwidth 1G, 100M or 2.5e9 is in bits per second, as networks are sold (50GB/s with a
     capital B is in bytes); times are in seconds, or 80ms, 50us; --params 25M, 7B or 7e9.
 
     Example: gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms
+    Example: gradherd advise --model resnet50 --workers 8 --bandwidth 1G
     """
 
-    params: str
+    params: Annotated[
+        str | None, tyro.conf.arg(metavar="COUNT", help_behavior_hint="(that of --model)")
+    ] = None
     """Number of parameters, such as 25M or 7e9."""
+    model: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="NAME",
+            help=f"Instead of --params and --backward: {', '.join(MODELS)}, as measured on one "
+            "H200.",
+            help_behavior_hint="",
+        ),
+    ] = None
     workers: int = 4
     """Number of workers."""
     bandwidth: Annotated[str | None, tyro.conf.arg(metavar="BITS", help_behavior_hint="(10G)")] = (
@@ -105,15 +110,17 @@ class AdviseCommand:
     )
     """Time of a short message to another worker."""
     backward: Annotated[
-        str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(a guess by --params)")
+        str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(that of --model)")
     ] = None
-    """Time of a backward pass."""
+    """Time of a backward pass of one worker. Decides more than anything else: time yours."""
     forward: Annotated[
         str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
     ] = None
     """Time of everything else in a step: forward pass, optimizer, data."""
     density: float = 0.001
     """Share of the gradient that a sparse exchange sends, in (0, 1]."""
+    local_density: float = 0.02
+    """Share of the difference that is sent after local steps, in (0, 1]."""
     rank: int = 1
     """Rank of PowerSGD."""
     side: float = 1024
@@ -131,9 +138,9 @@ class AdviseCommand:
     json: Annotated[
         bool,
         json_help(
-            'Print {"choices": [{"name", "step_seconds", "bytes", ...}], '
-            '"break_even_bandwidth", "break_even_bandwidth_fp16", "pays", "advice", '
-            '"assumed", "setting"}.'
+            'Print {"choices": [{"name", "step_seconds", "bytes", ...}], "break_even_bandwidth", '
+            '"break_even_bandwidth_fp16", "pays", "recommended", "speedup", "speedup_range", '
+            '"accuracy", "advice", "assumed", "setting"}.'
         ),
     ] = False
 
@@ -143,22 +150,47 @@ class AdviseCommand:
         check_name("--device", self.device, DEVICES)
         if self.workers > _MAX_WORKERS:
             raise UsageError(f"--workers must be at most {_MAX_WORKERS:,}, got {self.workers}")
-        params = _parse("--params", self.params, units.parse_count)
-        given, assumed = self._given(), list[str]()
+        params, given, assumed = self._params(), self._given(), list[str]()
         if self.measure:
-            self._setting(params, given | _PLACEHOLDER)  # refuse bad options before measuring
+            self._setting(params, _PLACEHOLDER | given)  # refuse bad options before measuring
             cluster = _measure_cluster(params, self.workers, self.device)
             if cluster is None:
                 return  # rank 0 prints
             setting = self._setting(params, cluster.values | given, workers=cluster.workers)
         else:
-            defaults = {
-                "bandwidth": _DEFAULT_BANDWIDTH,
-                "backward": guess_backward(self.device, params),
-            }
-            assumed = [option for option in defaults if option not in given]
-            setting = self._setting(params, defaults | given)
+            if "backward" not in given:
+                given = self._model_times() | given
+            assumed = [] if "bandwidth" in given else ["bandwidth"]
+            setting = self._setting(params, {"bandwidth": _DEFAULT_BANDWIDTH} | given)
         self._print(setting, assumed)
+
+    def _params(self) -> float:
+        if self.model is not None:
+            check_name("--model", self.model, MODELS)
+            if self.params is not None:
+                raise UsageError(f"--model {self.model} has its own --params: give one of the two")
+            return MODELS[self.model].params
+        if self.params is None:
+            raise UsageError(
+                f"--params is missing: the number of parameters, such as 25M; or --model, one of "
+                f"{', '.join(MODELS)}"
+            )
+        return _parse("--params", self.params, units.parse_count)
+
+    def _model_times(self) -> dict[str, float]:
+        """Return the seconds of the passes of --model, which must be given then."""
+        if self.model is None:
+            # No guess: it would decide the answer, and one that is too short flatters sparse.
+            raise UsageError(
+                "--backward is missing: the time of a backward pass on one worker, such as 60ms; "
+                f"or --measure, or --model, one of {', '.join(MODELS)}"
+            )
+        if self.device == "cpu":
+            raise UsageError(
+                f"--model {self.model} was measured on a GPU: with --device cpu give --backward"
+            )
+        figures = MODELS[self.model]
+        return {"backward": figures.backward, "forward": figures.forward}
 
     def _given(self) -> dict[str, float]:
         """Return what is given as options, in bits per second and seconds."""
@@ -193,6 +225,7 @@ class AdviseCommand:
                 forward=values.get("forward", values["backward"] / 2),
                 overheads=overheads.replaced_by(self.overheads.given()),
                 density=self.density,
+                local_density=self.local_density,
                 rank=self.rank,
                 side=self.side,
                 overlap=overlap,
@@ -203,18 +236,21 @@ class AdviseCommand:
 
     def _print(self, setting: Setting, assumed: list[str]) -> None:
         result = advise(setting) | {"assumed": assumed}
+        sentences = result.pop("sentences")
+        assert isinstance(sentences, list)
+        source = None
+        if self.model is not None and self.backward is None and not self.measure:
+            source = f"--model {self.model}: {MODELS[self.model].source}."
         if self.json:
             used = dataclasses.asdict(setting)
             if not math.isfinite(setting.link.bandwidth):
                 used["link"]["bandwidth"] = None  # one worker has no link; JSON has no infinity
-            print_json({**result, "setting": used})
+            print_json({**result, "model": source, "setting": used})
             return
-        console = Console()
-        console.print(_choices_table(setting, result))
-        console.print(escape(str(result["advice"])))
+        notes = [] if source is None else [source]
         if assumed:
-            options = " and ".join(f"--{option}" for option in assumed)
-            console.print(f"Not given, so assumed: {options}. Give yours, or add --measure.")
+            notes.append("--bandwidth was not given: assumed 10 Gb/s. Give yours, or --measure.")
+        print_advice(setting, result["choices"], str(result["recommended"]), notes, sentences)
 
 
 class _Cluster(NamedTuple):
@@ -229,6 +265,15 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
     # Before ranks are started: all of them would run out of memory at once.
     if params > _MAX_MEASURED_PARAMS:
         raise UsageError(f"--measure builds a model of {params:.3g} parameters: at most 4e9")
+    # Here, not above: predictions do without torch.
+    import torch.distributed as dist
+
+    from gradherd.advise.calibrate import measure_cluster
+    from gradherd.cli.launch import join_torchrun, measure_on_ranks
+    from gradherd.cli.options import usable_device
+    from gradherd.comm.ranks import RankError
+    from gradherd.comm.world import World
+
     if not under_torchrun():
         if device != "cpu":
             raise UsageError(
@@ -249,7 +294,7 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
         dist.destroy_process_group()
 
 
-def _as_cluster(workers: int, measured: LinkMeasurement) -> _Cluster:
+def _as_cluster(workers: int, measured: "LinkMeasurement") -> _Cluster:
     # The bandwidth was measured as data that arrived, so no share of it is headers.
     values = {**measured._asdict(), "goodput": 1.0}
     if math.isinf(measured.bandwidth):
@@ -267,30 +312,3 @@ def _parse(option: str, text: str, parse: Callable[[str], float]) -> float:
 
 def _parse_time(option: str, text: str) -> float:
     return _parse(option, text, units.parse_seconds)
-
-
-def _choices_table(setting: Setting, result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{setting.params:,.0f} parameters, {setting.workers} workers, "
-        f"{units.format_rate(setting.link.bandwidth)}, "
-        f"latency {units.format_seconds(setting.link.latency)}, "
-        f"backward {units.format_seconds(setting.backward)}",
-        title_justify="left",
-    )
-    table.add_column("exchange and order")
-    for heading in ("step", "exchange", "computing", "sent", "time / dense"):
-        table.add_column(heading, justify="right")
-    dense = result["choices"][0]["step_seconds"]
-    best = min(choice["step_seconds"] for choice in result["choices"])
-    for choice in result["choices"]:
-        seconds = choice["step_seconds"]
-        table.add_row(
-            choice["name"],
-            units.format_seconds(seconds),
-            units.format_seconds(choice["exchange_seconds"]),
-            units.format_seconds(choice["overhead_seconds"]),
-            units.format_bytes(choice["bytes"]),
-            f"{seconds / dense:.3g}" if dense else "",
-            style="bold green" if seconds == best else None,
-        )
-    return table

@@ -29,7 +29,7 @@ from gradherd.ordering.sign_rules import SIGN_RULES
 from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors, replay_order
 from gradherd.replay.sparsify import replay_sparsify
-from gradherd.sparsify.packing import ValueFormat
+from gradherd.sparsify.message_sizes import ValueFormat
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,

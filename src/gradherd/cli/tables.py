@@ -8,7 +8,7 @@ as a list, one line for each cell.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from gradherd.cli.arguments import print_json
 
 # For annotations only; see above.
 if TYPE_CHECKING:
+    from gradherd.advise.choices import Setting
     from gradherd.lab.report.claims import ClaimVerdict
     from gradherd.lab.report.comparison import Comparison
     from gradherd.lab.report.comparison_table import TableCell
@@ -42,6 +43,8 @@ _SHORT_HEADINGS = {
     "total bytes": "bytes",
 }
 """Columns of a comparison that fit a terminal, and their headings there; the page has them all."""
+_ADVICE_WIDTH = 70
+"""Characters that all columns of `gradherd advise` take."""
 
 
 def plain_table(title: str | None = None, **options: Any) -> Table:
@@ -209,6 +212,73 @@ def _cell_markup(cell: "TableCell", coloured: bool) -> str:
     if not cell.best:
         return escape(cell.text)
     return f"[bold green]{escape(cell.text)}[/]" if coloured else f"{escape(cell.text)}*"
+
+
+def print_advice(
+    setting: "Setting",
+    choices: Any,
+    recommended: str,
+    notes: Sequence[str],
+    sentences: Sequence[str],
+) -> None:
+    """Print the predicted steps of `gradherd advise`, then its advice; the last line counts.
+
+    Args:
+        setting: Model, workers and network.
+        choices: The predicted steps, as in --json.
+        recommended: The exchange to mark.
+        notes: Where the figures come from.
+        sentences: The advice.
+    """
+    from gradherd.advise.units import format_bytes, format_rate, format_seconds
+
+    console = Console()
+    coloured = has_colours(console)
+    link = setting.link
+    about = (
+        f"{setting.params:,.0f} parameters, {setting.workers} workers, "
+        f"{format_rate(link.bandwidth)}, latency {format_seconds(link.latency)}, "
+        f"backward {format_seconds(setting.backward)}"
+    )
+    for line in (about, *notes):
+        # Not as title and caption, which would be broken at the width of the table.
+        console.print(escape(line), soft_wrap=True)
+    steps = {(one["exchange"], one["order"]): one for one in choices}
+    dense = steps["dense", "d-rr"]["step_seconds"]
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "step": lambda one: format_seconds(one["step_seconds"]),
+        "step /\ndense": lambda one: f"{one['step_seconds'] / dense:.3g}" if dense else "",
+        "sent": lambda one: format_bytes(one["bytes"]),
+    }
+    if console.width >= _ADVICE_WIDTH:
+        columns |= {
+            "waits": lambda one: format_seconds(one["exchange_seconds"]),
+            "computes": lambda one: format_seconds(one["overhead_seconds"]),
+            "with\ncd-grab": lambda one: format_seconds(
+                steps[one["exchange"], "cd-grab"]["step_seconds"]
+            ),
+        }
+    table = plain_table()
+    table.add_column("exchange", no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in (one for one in choices if one["order"] == "d-rr"):
+        chosen = one["exchange"] == recommended
+        name = "fp16, bf16" if one["exchange"] == "fp16" else one["exchange"]
+        table.add_row(
+            f"{name}{'*' if chosen and not coloured else ''}",
+            *(cell(one) for cell in columns.values()),
+            style="bold green" if chosen else None,
+        )
+    print_table(table, console)
+    local = f"exchange {setting.local_density:g} of the difference"
+    mark = "green" if coloured else "*"
+    console.print(
+        f"{mark}: recommended; local-30: take 30 steps alone, then {local}", soft_wrap=True
+    )
+    for sentence in sentences:
+        weight = "bold" if sentence is sentences[-1] else "not bold"
+        console.print(f"[{weight}]{escape(sentence)}[/]", soft_wrap=True)
 
 
 def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.sparsify.packing import IndexBits, index_bytes, pack_indices, pages_of, unpack_indices
+from gradherd.sparsify.message_sizes import IndexBits, index_bytes, pages_of
+from gradherd.sparsify.packing import pack_indices, unpack_indices
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15

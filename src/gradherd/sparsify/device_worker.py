@@ -34,7 +34,7 @@ from gradherd.sparsify.device_consensus import (
     worker_spans,
 )
 from gradherd.sparsify.exchange import padding
-from gradherd.sparsify.packing import VALUE_BITS, ValueFormat
+from gradherd.sparsify.message_sizes import VALUE_BITS, ValueFormat
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.value_sums import sum_values
 

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, Script
-from gradherd.sparsify.packing import (
-    ValueFormat,
-    index_bytes,
-    pack_indices,
-    unpack_indices,
-)
+from gradherd.sparsify.message_sizes import ValueFormat, index_bytes
+from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
 from gradherd.sparsify.value_sums import sum_values
 

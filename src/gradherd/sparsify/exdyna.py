@@ -26,7 +26,7 @@ from gradherd.sparsify.exclusive import (
     check_threshold_rule,
     rescale_start,
 )
-from gradherd.sparsify.packing import EXDYNA_CAPACITY
+from gradherd.sparsify.message_sizes import EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
 from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 

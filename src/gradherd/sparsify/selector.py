@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.packing import IndexBits
+from gradherd.sparsify.message_sizes import IndexBits
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradherd.sparsify.packing import VALUE_FORMATS, ValueFormat
+from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
 

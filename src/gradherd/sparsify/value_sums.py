@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllToAll, Script
-from gradherd.sparsify.packing import (
+from gradherd.sparsify.message_sizes import (
     ONE_ROUND_BYTES,
     ONE_ROUND_SHARE,
     VALUE_BITS,
     ValueFormat,
-    decode_values,
-    encode_values,
     value_bytes,
 )
+from gradherd.sparsify.packing import decode_values, encode_values
 from gradherd.sparsify.selector import StepContext
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, run_together
 from gradherd.sparsify.exchange import Outcome, reduce
-from gradherd.sparsify.packing import MAX_COORDINATES, VALUE_BITS
+from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify

@@ -1,0 +1,173 @@
+"""What has been measured: step times of well-known models, and what sparse exchanges cost.
+
+The figures are those of the records in `benchmarks/results`, which an installed package does not
+have; tests compare them.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """A training step of a model on one GPU, without any exchange."""
+
+    params: float
+    step_seconds: float
+    """Forward, backward and optimizer."""
+    batch: str
+    """What a step works on."""
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the backward pass, which computes twice what a forward pass does."""
+        return self.step_seconds * 2 / 3
+
+    @property
+    def forward(self) -> float:
+        """Seconds of everything else."""
+        return self.step_seconds - self.backward
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from, in words."""
+        return (
+            f"a step of {1e3 * self.step_seconds:.3g} ms with {self.batch} on one NVIDIA H200 "
+            "(benchmarks/results/2026-11-16-rows-h200.json), two thirds of it backward"
+        )
+
+
+MODELS = {
+    "resnet18": ModelFigures(11_173_962, 9.64e-3, "128 images of 32 x 32 pixels in float32"),
+    "resnet50": ModelFigures(23_528_522, 29.1e-3, "64 images of 224 x 224 pixels in bfloat16"),
+    "vit-b16": ModelFigures(85_806_346, 33.4e-3, "64 images of 224 x 224 pixels in bfloat16"),
+    "gpt2-124m": ModelFigures(124_439_808, 41.4e-3, "8 texts of 512 tokens in bfloat16"),
+}
+"""Models whose step was timed, by name."""
+
+
+@dataclass(frozen=True)
+class AccuracyRecord:
+    """The accuracy of a sparse run and of the dense run beside it, in percent."""
+
+    study: str
+    """A folder of `benchmarks/results`."""
+    arm: str
+    """A file in it; the dense run is in `against`."""
+    against: str
+    method: str
+    """topk, exdyna or local; local steps are those with ExDyna."""
+    density: float
+    task: str
+    dense: float
+    sparse: float
+    seeds: int
+    values: str = "fp32"
+
+    @property
+    def points(self) -> float:
+        """Points of accuracy lost."""
+        return self.dense - self.sparse
+
+
+_MLP = "an MLP on digits, learning rate tuned"
+_LENET = "LeNet on CIFAR-10, 6 epochs"
+_RESNET = "ResNet-18 on CIFAR-10, 8 epochs"
+_LENET_10 = "LeNet on CIFAR-10, 10 epochs"
+_SST2 = "a small transformer on SST-2 with AdamW"
+ACCURACY = (
+    AccuracyRecord(
+        "local-steps-mlp",
+        "exdyna-0.001_momentum-0_lr-0.3",
+        "dense_lr-0.05",
+        "exdyna",
+        0.001,
+        _MLP,
+        98.3,
+        97.9,
+        3,
+    ),
+    AccuracyRecord(
+        "scarce", "exdyna-0.001_correction", "dense", "exdyna", 0.001, _LENET, 56.8, 48.3, 3
+    ),
+    AccuracyRecord("resnet18", "exdyna-0.001", "dense", "exdyna", 0.001, _RESNET, 80.4, 30.7, 3),
+    AccuracyRecord("resnet18", "topk-0.001", "dense", "topk", 0.001, _RESNET, 80.4, 62.9, 3),
+    AccuracyRecord("sst2", "exdyna-0.01", "dense", "exdyna", 0.01, _SST2, 77.6, 78.1, 3),
+    AccuracyRecord("sst2", "topk-0.01", "dense", "topk", 0.01, _SST2, 77.6, 77.6, 3),
+    AccuracyRecord(
+        "scarce", "exdyna-0.01_correction", "dense", "exdyna", 0.01, _LENET, 56.8, 50.2, 3
+    ),
+    AccuracyRecord(
+        "together-cnn", "d-rr_topk-0.01", "d-rr_dense", "topk", 0.01, _LENET_10, 53.5, 51.4, 3
+    ),
+    AccuracyRecord(
+        "local-steps-mlp",
+        "exdyna-0.02_local_steps-20_lr-0.05",
+        "dense_lr-0.05",
+        "local",
+        0.02,
+        _MLP,
+        97.9,
+        97.9,
+        2,
+    ),
+    AccuracyRecord(
+        "local-steps-mlp",
+        "exdyna-0.02_local_steps-20_lr-0.05_values-int2",
+        "dense_lr-0.05",
+        "local",
+        0.02,
+        _MLP,
+        97.9,
+        98.0,
+        2,
+        "int2",
+    ),
+)
+"""Every task at the best setting that was tried there."""
+
+
+def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
+    """Return the records of an exchange at the recorded density that is nearest.
+
+    Args:
+        exchange: A key of `choices.EXCHANGES`.
+        density: Share of the coordinates that it sends.
+
+    Returns:
+        The smallest loss of accuracy first; none for exchanges without records.
+
+    >>> [record.density for record in accuracy_records("exdyna-int2", 0.002)]
+    [0.001, 0.001, 0.001]
+    """
+    known = [record for record in ACCURACY if record.method == exchange.partition("-")[0]]
+    if not known:
+        return []
+    nearest = min(known, key=lambda one: abs(math.log(one.density / density))).density
+    few_bits = exchange.endswith("-int2")
+    chosen = [record for record in known if record.density == nearest]
+    # Records of the same values where there are any; those of fp32 say something about int2, too.
+    same = [record for record in chosen if (record.values != "fp32") == few_bits]
+    return sorted(same or chosen, key=lambda one: one.points)
+
+
+def accuracy_sentence(exchange: str, density: float) -> str:
+    """Say what an exchange cost in accuracy in this repository's own records."""
+    records = accuracy_records(exchange, density)
+    if not records:
+        return f"This repository has no record of what {exchange} costs in accuracy."
+    best, worst = records[0], records[-1]
+    sent = "local steps with density" if best.method == "local" else f"{best.method} at density"
+    text = f"In this repository's records, {sent} {best.density:g} ended {_lost(best)}"
+    if worst is not best:
+        text += f" and {_lost(worst)}"
+    return f"{text}, {min(one.seeds for one in records)} seeds or more."
+
+
+def _lost(record: AccuracyRecord) -> str:
+    points = record.points
+    if abs(points) < 1:
+        return f"level with dense ({record.task}: {record.sparse} and {record.dense} %)"
+    side = "below" if points > 0 else "above"
+    text = f"{abs(points):.0f} points {side} dense"
+    return f"{text} ({record.task}: {record.sparse} and {record.dense} %)"
