@@ -102,7 +102,7 @@ try:
 except SystemExit as stop:
     assert stop.code == 0
 """
-    heavy = {"torch", "numpy", "scipy", "plotly", "sklearn"}
+    heavy = {"torch", "numpy", "scipy", "jinja2", "sklearn"}
     assert not modules_after(code) & heavy
 
 

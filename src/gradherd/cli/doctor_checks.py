@@ -71,7 +71,6 @@ PACKAGES = (
     Package("pillow", "PIL", "10", "CIFAR-10 in WebP sheets", "pip install 'gradherd[tasks]'"),
     Package("jinja2", "jinja2", "3.1", "pages of compare, demo and report",
             "pip install 'gradherd[report]'"),
-    Package("plotly", "plotly", "6", "charts of these pages", "pip install 'gradherd[report]'"),
     Package("scipy", "scipy", "1.13", "intervals and tests", "pip install 'gradherd[report]'"),
     Package("tensorboard", "tensorboard", "2", "train and compare with --tensorboard",
             "pip install tensorboard"),

@@ -25,7 +25,7 @@ class Command(Protocol):
         ...
 
 
-# Modules by name, not classes: importing them all would load plotly, scipy and rich for every
+# Modules by name, not classes: importing them all would load jinja2, scipy and rich for every
 # --help.
 COMMANDS = {
     "demo": ("demo:DemoCommand", "see both halves at work in three minutes, with an HTML report"),

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +13,16 @@ import tyro
 from gradherd.cli.arguments import Flag, json_help, print_json
 from gradherd.cli.errors import UsageError
 from gradherd.cli.tables import claims_json, print_claims, print_comparison
-from gradherd.lab.report.arms import find_records
+from gradherd.lab.report.arms import find_records, record_files
 from gradherd.lab.report.comparison import compare_all
 from gradherd.lab.report.comparison_table import comparison_json
 from gradherd.lab.report.page import write_report
+from gradherd.lab.text import counted
+
+_POLL = 1.0
+"""Seconds between two looks at the records."""
+_RELOAD = 5
+"""Seconds after which a page that follows a training loads itself again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +33,16 @@ class ReportCommand:
     Its arms (order, sparsifier, density) are sorted by when their first run started, and the first
     arm is the baseline. The page is a single HTML file that works offline.
 
+    With --watch it follows runs that are training: whenever a record changes it writes the page
+    again, which loads itself every few seconds in the browser. Ctrl-C ends it.
+
     With --evidence it writes docs/evidence.md, a page per study and their charts instead, from
     studies/*.toml and benchmarks/results. DIR is then the folder that holds these, by default the
     current one.
 
     Example: gradherd report runs/ --out report.html
+
+    Example: gradherd report runs/ --watch
 
     Example: gradherd report --evidence
     """
@@ -51,6 +64,9 @@ class ReportCommand:
     evidence: Flag = False
     """Write the pages that put every claim of the papers next to our own measurements."""
 
+    watch: Flag = False
+    """Keep running, and write the page again whenever a record below the folders changes."""
+
     def run(self) -> None:
         """Find the records, compare them, write the page and print the tables."""
         if self.evidence:
@@ -58,6 +74,11 @@ class ReportCommand:
             return
         if not self.folders:
             raise UsageError("name at least one folder with records, e.g. gradherd report runs/")
+        if self.watch:
+            if self.json:
+                raise UsageError("--watch never comes to the end that --json prints at: choose one")
+            _watch(self.folders, self.out)
+            return
         out = self.folders[0] / "report.html" if self.out is None else self.out
         if self.out is not None:
             # Now if it was given, since reading many records takes a while. The default is checked
@@ -83,9 +104,9 @@ class ReportCommand:
         # Imported late: only this option draws charts for a page in Markdown.
         from gradherd.lab.report.evidence import write_evidence
 
-        if self.out is not None or len(self.folders) > 1:
+        if self.out is not None or self.watch or len(self.folders) > 1:
             raise UsageError(
-                "--evidence writes docs/evidence.md: it takes at most one DIR and no --out"
+                "--evidence writes docs/evidence.md: it takes at most one DIR, no --out, no --watch"
             )
         try:
             evidence = write_evidence(self.folders[0] if self.folders else Path())
@@ -103,6 +124,47 @@ class ReportCommand:
         print_claims(evidence.verdicts)
         waiting = sum(len(ids) for ids in evidence.unmeasured.values())
         print(f"{len(evidence.verdicts)} claims measured, {waiting} not yet: {files[-1]}")
+
+
+def _watch(folders: Sequence[Path], given: Path | None) -> None:
+    """Write the page whenever a record changes, until Ctrl-C; the last page no longer reloads."""
+    for folder in folders:
+        # The folder may still be empty, but a misspelt one would be watched for ever.
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: no such folder")
+    out = folders[0] / "report.html" if given is None else given
+    _check_out(out)
+    print(f"watching {', '.join(map(str, folders))}; Ctrl-C ends", flush=True)
+    seen, said = None, ""
+    try:
+        while True:
+            # Sizes and times, not contents: most of the time nothing has changed.
+            now = record_files(folders)
+            if now and now != seen:
+                said = _write_page(folders, out, said, reload=_RELOAD)
+                seen = now
+            time.sleep(_POLL)
+    finally:
+        if seen is not None:
+            _write_page(folders, out, said, reload=0)
+
+
+def _write_page(folders: Sequence[Path], out: Path, said: str, reload: int) -> str:
+    """Write the page and say so; return what was said, so that nothing is said twice."""
+    try:
+        found = find_records(folders)
+        records = [record for _, record in found]
+        write_report(records, out, files=[str(path) for path, _ in found], reload=reload)
+        training = [record for record in records if record.status == "running"]
+        epochs = sum(len(record.epochs) for record in records)
+        words = f"{counted(len(records), 'run')}, {len(training)} training, "
+        words += f"{counted(epochs, 'epoch')}: {out}"
+    except ValueError as error:
+        # A run may be half way: what cannot be compared now may be in a moment.
+        words = f"gradherd: not written: {error}"
+    if words != said:
+        print(words, flush=True, file=sys.stderr if words.startswith("gradherd") else sys.stdout)
+    return words
 
 
 def _check_out(out: Path) -> None:

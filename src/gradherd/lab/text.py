@@ -14,7 +14,7 @@ def printable(text: object, max_length: int | None = None) -> str:
 
     Names come from files and may hold anything: a terminal must not execute escape sequences, a
     message must stay one line, and a page must be able to hold the text. Markup is not escaped
-    here: what renders the text (rich, jinja2, plotly, SVG) does that by its own rules.
+    here: what renders the text (rich, jinja2, SVG) does that by its own rules.
 
     Args:
         text: Anything; its `str` is used.

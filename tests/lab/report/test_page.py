@@ -9,8 +9,8 @@ import pytest
 from gradherd.lab.report.page import render, write_report
 from tests.lab.report.sample_records import hostile, orders, record, sparsifiers
 
-LINES = ".scatterlayer path.js-line"
-BARS = ".barlayer .point path"
+LINES, RUNS = "path.line", "path.run"
+OPEN = "document.querySelectorAll('details').forEach(one => { one.open = true; })"
 EVIL = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(2)>",
@@ -38,10 +38,6 @@ def usual(page_of):
     return page_of("usual", [*orders(), *sparsifiers()])
 
 
-def drawn(page, chart):
-    return page.locator(f"#{chart} {LINES}").count(), page.locator(f"#{chart} {BARS}").count()
-
-
 def test_every_chart_is_drawn(look, usual):
     with look(usual) as page:
         assert "digits: d-rr, always-plus and cd-grab; digits-mlp: dense" in page.title()
@@ -50,21 +46,42 @@ def test_every_chart_is_drawn(look, usual):
             "c0-loss", "c0-metric", "c0-herding", "c0-time",
             "c1-loss", "c1-metric", "c1-herding", "c1-density", "c1-load", "c1-time",
         ]  # fmt: skip
-        # Three arms with a line each; a band has a fill but no line of its own to count.
         for chart in ("c0-loss", "c0-metric", "c0-herding", "c1-loss", "c1-metric"):
-            assert page.locator(f"#{chart} {LINES}[style*='stroke-width: 2.2px']").count() == 3
-            assert page.locator(f"#{chart} .fills path").count() == 3
-        assert drawn(page, "c1-density")[0] >= 2
-        assert drawn(page, "c1-load") == (0, 2 * 4)
-        assert drawn(page, "c0-time") == (0, 3 * 5) and drawn(page, "c1-time")[1] == 3 * 4
-        assert page.locator("#c0-loss .shapelayer path").count() == 1
-        assert page.locator("#c0-loss .shapelayer text").text_content() == "final loss of d-rr"
+            assert page.locator(f"#{chart} {LINES}").count() == 3
+            assert page.locator(f"#{chart} .band").count() == 3
+        assert page.locator(f"#c1-density {LINES}").count() == 2
+        assert page.locator("#c1-load rect").count() == 2 * 4
+        assert page.locator("#c0-time rect").count() == 3 * 5
+        assert page.locator("#c1-time rect").count() == 3 * 4
+        assert page.locator("#c0-loss text.level").text_content() == "final loss of d-rr"
 
 
-def test_one_copy_of_plotly_and_the_verdicts_on_top(usual):
+def test_without_a_script_the_same_lines_are_there(browser, usual):
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    page = context.new_page()
+    page.goto(usual.as_uri())
+    strokes = "g > path[stroke-width='2']"
+    for chart in ("c0-loss", "c0-metric", "c0-herding", "c1-loss"):
+        assert page.locator(f"#{chart} {strokes}").count() == 3
+        assert page.locator(f"#{chart} svg").bounding_box()["width"] > 400
+    assert "final loss of d-rr" in page.locator("#c0-loss").text_content()
+    assert (
+        not page.locator("#theme").is_visible()
+        and not page.locator("[data-log]").first.is_visible()
+    )
+    # Arms can still be hidden, in curves and bars.
+    page.locator("[data-group=c0] [data-arm='2']").uncheck()
+    for chart in ("c0-loss", "c0-time"):
+        shown = [one.is_visible() for one in page.locator(f"#{chart} g").all()]
+        assert sorted(shown) == [False, True, True]
+    assert all(one.is_visible() for one in page.locator("#c1-loss g").all())
+    context.close()
+
+
+def test_a_page_is_small_and_says_its_verdicts_first(usual):
     text = usual.read_text(encoding="utf-8")
-    assert text.count("plotly.js v") == 1 and text.count("<script") == 3
-    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text.split("<script", 1)[0])
+    assert len(text) < 200_000 and text.count("<script") == 2
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
     assert text.index("Findings") < text.index('<table class="arms"')
     for heading in ("Does a better order need fewer epochs?", "Does sending less cost accuracy?"):
         assert heading in text
@@ -72,68 +89,103 @@ def test_one_copy_of_plotly_and_the_verdicts_on_top(usual):
         assert told in text
 
 
-def test_axis_switch_redraws_loss_and_metric(look, usual):
+def test_controls_redraw_their_own_comparison(look, usual):
     with look(usual) as page:
         title = page.locator("#c0-loss .xtitle")
-        before = page.locator(f"#c0-loss {LINES}").last.get_attribute("d")
+        line = page.locator(f"#c0-loss {LINES}").last
+        before = line.get_attribute("d")
         assert title.text_content() == "epochs"
         for name, axis in (("seconds", "seconds of training"), ("bytes", "bytes sent per worker")):
             button = page.locator(f"[data-group=c0] [data-against={name}]")
             button.click()
             assert title.text_content() == axis and button.get_attribute("aria-pressed") == "true"
             assert page.locator("#c0-metric .xtitle").text_content() == axis
-            after = page.locator(f"#c0-loss {LINES}").last.get_attribute("d")
-            assert after != before
-            before = after
-        assert "MB" in page.locator("#c0-loss .xaxislayer-above").text_content()
+            assert line.get_attribute("d") != before
+            before = line.get_attribute("d")
+        assert "MB" in "".join(page.locator("#c0-loss .xtick").all_text_contents())
         assert page.locator("#c1-loss .xtitle").text_content() == "epochs"
         assert page.locator("[data-against][aria-pressed=true]").count() == 2
 
+        log = page.locator("[data-log=c0-loss]")
+        assert log.get_attribute("aria-pressed") == "true"
+        log.click()
+        assert log.get_attribute("aria-pressed") == "false" and line.get_attribute("d") != before
+        assert page.locator("[data-log=c1-loss]").get_attribute("aria-pressed") == "true"
 
-def test_log_switch(look, usual):
+        assert page.locator(RUNS).count() == 0
+        page.locator("[data-group=c0] [data-seeds]").check()
+        assert page.locator(f"#c0-loss {RUNS}").count() == 3 * 3
+        assert page.locator(f"#c0-loss .band, #c1-loss {RUNS}").count() == 0
+        before = line.get_attribute("d")
+        page.locator("[data-group=c0] [data-smooth]").fill("0.8")
+        assert line.get_attribute("d") != before
+        # What was chosen is still chosen after the page has loaded itself again.
+        page.reload()
+        page.wait_for_selector("html[data-drawn=true]")
+        assert page.locator(f"#c0-loss {RUNS}").count() == 9 and title.text_content() != "epochs"
+        assert page.locator("[data-group=c0] [data-smooth]").input_value() == "0.8"
+
+
+def test_hidden_arms_give_their_room_to_the_others(look, usual):
     with look(usual) as page:
-        kind = "document.getElementById('c0-loss')._fullLayout.yaxis.type"
-        button = page.locator("[data-log=c0-loss]")
-        assert page.evaluate(kind) == "log" and button.get_attribute("aria-pressed") == "true"
-        button.click()
-        assert page.evaluate(kind) == "linear" and button.get_attribute("aria-pressed") == "false"
-        assert page.evaluate(kind.replace("c0", "c1")) == "log"
+        line = page.locator("#c0-herding .a2 path.line")
+        before = line.get_attribute("d")
+        for arm in (0, 1):
+            page.locator(f"[data-group=c0] [data-arm='{arm}']").uncheck()
+        assert page.locator(f"#c0-loss {LINES}").count() == 1
+        assert page.locator(f"#c1-loss {LINES}").count() == 3
+        assert page.locator("#c0-time rect >> visible=true").count() == 5
+        assert line.get_attribute("d") != before
+        page.locator("[data-group=c0] [data-arm='2']").uncheck()
+        assert "no arm is shown" in page.locator("#c0-loss").text_content()
+        page.locator("[data-group=c0] [data-arm='0']").check()
+        assert page.locator(f"#c0-loss {LINES}").count() == 1
 
 
-def test_pointer_tells_figures(look, usual):
+def test_pointer_tells_figures_and_zooms(look, usual):
     with look(usual) as page:
-        told = []
-        for chart in ("c0-loss", "c0-time", "c1-load"):
-            place = page.locator(f"#{chart} .nsewdrag")
-            place.scroll_into_view_if_needed()
-            place.hover()
-            shown = page.locator(f"#{chart} .hoverlayer text").first
-            shown.wait_for(timeout=10_000)
-            told.append(page.locator(f"#{chart} .hoverlayer").text_content())
-        assert all(arm in told[0] for arm in ("d-rr", "always-plus", "cd-grab"))
-        assert "± " in told[0] and "after epoch 10" in told[0]
-        assert "s per epoch" in told[1] and "elements per step from worker" in told[2]
-        buttons = page.locator("#c0-loss .modebar-btn").all()
-        assert [button.get_attribute("data-title").split()[0] for button in buttons] == [
-            "Download", "Zoom", "Pan", "Reset",
-        ]  # fmt: skip
+        place = page.locator("#c0-loss svg")
+        place.scroll_into_view_if_needed()
+        box = place.bounding_box()
+        middle = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + box["width"] / 2, middle)
+        told = page.locator("#c0-loss .tip").inner_text()
+        assert all(arm in told for arm in ("d-rr", "always-plus", "cd-grab"))
+        assert "± " in told and told.startswith("epoch 10")
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.8 * box["width"], middle)
+        page.mouse.up()
+        marks = [float(mark) for mark in page.locator("#c0-loss .xtick").all_text_contents()]
+        assert 10 <= min(marks) and max(marks) <= 17
+        page.mouse.dblclick(box["x"] + box["width"] / 2, middle)
+        assert page.locator("#c0-loss .xtick").last.text_content() == "20"
+        page.mouse.move(5, 5)
+        assert page.locator(".tip").count() == 0
 
 
-def test_arms_can_be_hidden(look, usual):
-    with look(usual) as page:
-        page.locator("[data-group=c0] [data-arm='2']").click()
-        assert page.locator(f"#c0-loss {LINES}[style*='stroke-width: 2.2px']").count() == 2
-        assert page.locator(f"#c1-loss {LINES}[style*='stroke-width: 2.2px']").count() == 3
-        page.locator("[data-group=c0] [data-arm='2']").click()
-        assert page.locator(f"#c0-loss {LINES}[style*='stroke-width: 2.2px']").count() == 3
+def test_noise_looks_flat(look, page_of):
+    """A metric that differs in the fourth digit is a level line, drawn and redrawn."""
+    still = [
+        record(seed=seed, epochs=8, metrics=[97 + 1e-3 * e for e in range(8)]) for seed in (0, 1)
+    ]
+    with look(page_of("flat", still)) as page:
+        path = page.locator(f"#c0-metric {LINES}").get_attribute("d")
+        heights = [float(point.split()[1]) for point in path[1:].split("L")]
+        assert max(heights) - min(heights) < 2
+
+
+def test_a_page_that_follows_a_training_loads_itself(page_of):
+    text = page_of("live", [record(epochs=2)], reload=5).read_text()
+    assert '<noscript><meta http-equiv="refresh" content="5"></noscript>' in text
+    assert '"reload": 5' in text and "follows the training" in text
 
 
 def colours(page):
     return page.evaluate(
         """() => [
             getComputedStyle(document.body).backgroundColor,
-            getComputedStyle(document.querySelector('#c0-loss .xtick text')).fill,
-            getComputedStyle([...document.querySelectorAll('#c0-loss path.js-line')].pop()).stroke,
+            getComputedStyle(document.querySelector('#c0-loss .xtick')).fill,
+            getComputedStyle(document.querySelector('#c0-loss path.line')).stroke,
         ]"""
     )
 
@@ -156,15 +208,18 @@ def test_theme_follows_the_system_and_the_button(look, usual):
         assert colours(page) == dark  # What was chosen stays.
 
 
-@pytest.mark.parametrize("width", [375, 1280])
-def test_nothing_sticks_out(look, usual, width):
-    with look(usual, width=width) as page:
-        for details in page.locator("summary").all():
-            details.click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for plot in page.locator(".plot").all():
-            box = plot.bounding_box()
-            assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["width"] > 250
+def test_nothing_sticks_out(look, usual):
+    with look(usual) as page:
+        page.evaluate(OPEN)
+        for width in (1280, 375):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            for plot in page.locator(".plot").all():
+                box = plot.bounding_box()
+                assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["width"] > 250
+        page.emulate_media(media="print", color_scheme="dark")
+        assert colours(page)[0] == "rgba(0, 0, 0, 0)"  # paper stays white
+        assert not page.locator("[data-smooth]").first.is_visible()
 
 
 def test_structure_can_be_read_without_eyes(look, usual):
@@ -186,13 +241,10 @@ def test_hostile_strings_stay_text(look, page_of):
     path = page_of("hostile", found, title=EVIL[1], files=[run.order for run in found])
     with look(path) as page:
         assert page.locator("section.comparison").count() == len(EVIL)
-        for details in page.locator("summary").all():
-            details.click()
-        page.hover("#c0-loss .nsewdrag")
+        page.evaluate(OPEN)
+        page.hover("#c0-loss svg")
         assert page.locator("main script, header script, [onerror], [onload]").count() == 0
-        assert page.locator("img, svg[onload], main a:not([href^='#c'])").count() == 0
-        # Plotly makes tspans with a weight out of <b>, and links out of <a>.
-        assert page.locator(".plot a, .plot tspan[style*='font-weight']").count() == 0
+        assert page.locator("img, svg[onload], main a:not([href^='#c']), .plot a").count() == 0
         assert page.locator("h1").text_content() == EVIL[1]
         for index, evil in enumerate(EVIL[:-1]):
             assert page.locator(f"#c{index} h2").text_content() == f"{evil}digits"
@@ -206,8 +258,8 @@ def test_hostile_labels_are_shown_as_written_in_charts(look, page_of):
     evil = "<b>x</b> & y"
     path = page_of("labels", [record(evil), record("cd-grab"), record(metric_name="m", task="t")])
     with look(path) as page:
-        assert page.locator("#c0-time .ytick text").first.text_content() == evil
-        assert page.locator("#c0-loss .shapelayer text").text_content() == f"final loss of {evil}"
+        assert page.locator("#c0-time g text").first.text_content() == evil
+        assert page.locator("#c0-loss text.level").text_content() == f"final loss of {evil}"
 
 
 ODD = {
@@ -237,7 +289,7 @@ def test_odd_records_make_a_page(look, page_of):
             rows = page.locator(f"#c{index} table.arms tbody tr").count()
             assert rows == len({run.order for run in found})
         for plot in page.locator(".plot").all():
-            assert plot.locator(".js-line, .points path, .point path").count() > 0
+            assert plot.locator("path.line, circle, rect").count() > 0
         empty = page.locator("section.comparison", has_text="no run finished its first epoch")
         assert empty.locator(".plot").count() == 0
 
@@ -249,8 +301,10 @@ def test_equal_records_make_equal_pages():
 def test_charts_are_plain_json(usual):
     text = usual.read_text(encoding="utf-8")
     block = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.S)
-    charts = json.loads(block.group(1))
-    assert charts["c0-loss"]["pieces"][1]["xs"]["epochs"] == [float(e) for e in range(1, 21)]
+    data = json.loads(block.group(1))
+    assert data["charts"][0]["lines"][1]["xs"]["epochs"] == list(range(1, 21))
+    assert [run["seed"] for run in data["charts"][0]["lines"][1]["runs"]] == [0, 1, 2]
+    assert [arm["style"] for arm in data["arms"]["c0"]] == [0, 5, 1]  # as in every other chart
 
 
 def test_page_is_whole_or_not_at_all(tmp_path, monkeypatch):

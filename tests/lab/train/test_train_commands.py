@@ -87,7 +87,7 @@ def test_compare(capsys, tmp_path, virtual):
         assert arm["loss_by_epoch"][-1] == pytest.approx(arm["final_loss"]["mean"])
     assert result["arms"][0]["epochs_to_baseline"] == 2
     assert result["report"] == str(out / "report.html")
-    assert "plotly" in (out / "report.html").read_text()
+    assert 'class="chart"' in (out / "report.html").read_text()
     assert len(list(out.rglob(RECORD_FILE))) == 8
     code, told, _ = run(capsys, "report", out, "--json")
     again = json.loads(told)["comparisons"][0]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradherd.lab.report.palette import COLOURS
-from gradherd.lab.report.svg_chart import SMALL, ChartAxis, Layout, svg_head, svg_text
+from gradherd.lab.report.svg_chart import NARROW, SMALL, ChartAxis, Layout, svg_head, svg_text
 from gradherd.lab.text import printable, significant
 
 _LEAST_ROW = 20
@@ -21,6 +21,52 @@ class EffectRow:
     """The effect in words, to the right of the plot."""
     style: int
     """Colour, as in `palette`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarRow:
+    """One bar, made of parts that follow each other."""
+
+    name: str
+    parts: Sequence[tuple[float, str]]
+    """Length and CSS class of each part."""
+    text: str
+    """The figure in words, at the end of the bar."""
+    group: str
+    """Class of the row, by which a page can hide it."""
+
+
+def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
+    """Return horizontal bars from zero as SVG for a page that has the title and the colours.
+
+    Args:
+        x: Label of the x axis.
+        rows: The bars.
+    """
+    layout, names, size = NARROW, 150, 26 if len(rows) <= 12 else 16
+    longest = max(sum(length for length, _ in row.parts) for row in rows) or 1.0
+    # Room for the figures at the end of the bars.
+    axis = ChartAxis(0.0, longest, names, layout.width - 110)
+    height = layout.top + size * len(rows) + layout.bottom
+    foot = height - layout.bottom
+    parts = [svg_head("", layout, height, [])]
+    for mark in axis.ticks():
+        path = f'd="M{axis.at(mark):.1f} {layout.top}V{foot}"'
+        parts.append(f'<path {path} class="rule" stroke-opacity=".25"/>')
+        parts.append(svg_text(axis.at(mark), foot + 18, significant(mark, 3), "middle"))
+    parts.append(svg_text((axis.start + axis.end) / 2, foot + 38, x, "middle"))
+    for number, row in enumerate(rows):
+        at, done = layout.top + size * number, 0.0
+        parts.append(f'<g class="{row.group}">')
+        parts.append(svg_text(names - 8, at + size / 2 + 4, printable(row.name, 22), "end"))
+        for length, colour in row.parts:
+            left, right = axis.at(done), axis.at(done + length)
+            place = f'x="{left:.1f}" y="{at + 3:g}" width="{right - left:.1f}" height="{size - 6}"'
+            parts.append(f'<rect {place} class="{colour}"/>')
+            done += length
+        parts.append(svg_text(axis.at(done) + 6, at + size / 2 + 4, row.text, "start"))
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def effect_chart(

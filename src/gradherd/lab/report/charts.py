@@ -1,9 +1,9 @@
-"""The charts of a comparison, as plain data that the page draws with plotly.
+"""The charts of a comparison, as plain data, and as the drawings that need no script.
 
-A chart is {"kind", "title", "note", "alt", "pieces", "lines", "x", "y", "log"}: `lines` are
-horizontal lines, `log` is None for charts without a log switch. A piece is {"trace", "arm", "role"}
-with plotly's own fields under "trace"; a piece whose x axis can be switched has "xs", a list of
-values per axis, instead of x. Colours are missing: the style sheet has them, light and dark.
+A chart of curves is {"kind", "title", "note", "alt", "x", "y", "log", "lines", "levels"}: `x` maps
+the axes that can be chosen to their labels, `log` is None for charts without a log switch, `levels`
+are horizontal lines. A line is {"arm", "xs", "mean", "low", "high", "runs"}, where `runs` are
+the single seeds. A chart of bars has only its drawing. Colours are missing: `palette` has them.
 """
 
 import statistics
@@ -17,15 +17,16 @@ from gradherd.lab.report.arms import (
     mean_seconds,
     values_at,
 )
+from gradherd.lab.report.bar_charts import BarRow, bar_chart
 from gradherd.lab.report.comparison import Comparison
-from gradherd.lab.report.stats import MeanStd, mean_std
-from gradherd.lab.text import counted, listed, printable, significant
+from gradherd.lab.report.palette import line_styles
+from gradherd.lab.report.stats import MeanStd, finite, mean_std
+from gradherd.lab.report.svg_chart import INLINE, ChartLine, chart
+from gradherd.lab.text import counted, in_seconds, listed, printable, significant
+from gradherd.lab.train.record import EpochRow
 
-Piece = dict[str, Any]
 Chart = dict[str, Any]
 
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
 X_AXES = {"epochs": "epochs", "seconds": "seconds of training", "bytes": "bytes sent per worker"}
 
 
@@ -36,10 +37,36 @@ def charts_of(comparison: Comparison) -> list[Chart]:
         comparison: The arms of one task.
 
     Returns:
-        Plain JSON; arms are named by their position in `comparison.arms`.
+        Plain JSON; arms are named by their position in `comparison.arms`. Each has its drawing
+        under "svg".
     """
-    builders = (_loss, _metric, _herding, _density, _load, _time)
-    return [chart for build in builders if (chart := build(comparison)) is not None]
+    styles = line_styles([arm.label for arm in comparison.arms])
+    curves = [one for build in (_loss, _metric, _herding, _density) if (one := build(comparison))]
+    bars = [one for draw in (_load, _time) if (one := draw(comparison, styles)) is not None]
+    return [{**one, "svg": drawing(one, comparison, styles)} for one in curves] + bars
+
+
+def drawing(one: Chart, comparison: Comparison, styles: Sequence[int]) -> str:
+    """Return a chart of curves as SVG, over its first x axis."""
+    axis, log = next(iter(one["x"])), bool(one["log"])
+    lines = []
+    for line in one["lines"]:
+        columns = zip(line["xs"][axis], line["mean"], line["low"], line["high"], strict=False)
+        known = [row for row in columns if row[1] is not None]
+        band = [(x, low, high) for x, _, low, high in known if low is not None]
+        lines.append(
+            ChartLine(
+                comparison.arms[line["arm"]].label,
+                [(x, mean) for x, mean, _, _ in known],
+                # A band that reaches below zero has no place on a log axis.
+                [(x, low if low > 0 or not log else high / 100, high) for x, low, high in band],
+                styles[line["arm"]],
+                f"a{line['arm']}",
+            )
+        )
+    levels = [(level["y"], level["text"]) for level in one["levels"]]
+    label = one["x"][axis]
+    return chart(one["title"], label, one["y"], lines, log=log, levels=levels, layout=INLINE)
 
 
 def _loss(comparison: Comparison) -> Chart | None:
@@ -47,11 +74,11 @@ def _loss(comparison: Comparison) -> Chart | None:
     means = [p.mean for arm in arms for p in arm.loss_by_epoch if p.mean is not None]
     if not means:
         return None
-    lines = []
+    levels = []
     # The goal that "epochs to baseline's final loss" in the table refers to.
     if base.final_loss.mean is not None:
-        text = f"{'final' if base.finished else 'last'} loss of {plotly_text(base.label, 20)}"
-        lines = [{"y": base.final_loss.mean, "text": text, "arm": 0}]
+        text = f"{'final' if base.finished else 'last'} loss of {printable(base.label, 20)}"
+        levels = [{"y": base.final_loss.mean, "text": text, "arm": 0}]
     ends = [(arm.label, arm.final_loss.mean) for arm in arms if arm.final_loss.mean]
     finals = [f"{label} ends at {significant(mean)}" for label, mean in ends]
     return {
@@ -59,8 +86,8 @@ def _loss(comparison: Comparison) -> Chart | None:
         "title": "Train loss",
         "note": _seeds_note(arms, "over the full training set, after each epoch"),
         "alt": f"Train loss by epoch: {listed(finals)}." if finals else "Train loss by epoch.",
-        "pieces": [p for i, arm in enumerate(arms) for p in curve(i, arm, arm.loss_by_epoch)],
-        "lines": lines,
+        "lines": [curve(i, arm, arm.loss_by_epoch, "train_loss") for i, arm in enumerate(arms)],
+        "levels": levels,
         "x": X_AXES,
         "y": "train loss",
         # Over a factor of ten, the later epochs look flat on a linear axis.
@@ -78,16 +105,16 @@ def _metric(comparison: Comparison) -> Chart | None:
         "title": comparison.metric_name,
         "note": _seeds_note(arms, f"{better} is better"),
         "alt": f"{comparison.metric_name} by epoch, {better} is better.",
-        "pieces": [p for i, arm in enumerate(arms) for p in curve(i, arm, arm.metric_by_epoch)],
-        "lines": [],
+        "lines": [curve(i, arm, arm.metric_by_epoch, "metric") for i, arm in enumerate(arms)],
+        "levels": [],
         "x": X_AXES,
-        "y": plotly_text(comparison.metric_name),
+        "y": comparison.metric_name,
         "log": None,
     }
 
 
 def _herding(comparison: Comparison) -> Chart | None:
-    pieces = []
+    lines = []
     for index, arm in enumerate(comparison.arms):
         # Runs whose gradients of an epoch are too many to be stored have no bound.
         bounds = [
@@ -95,27 +122,88 @@ def _herding(comparison: Comparison) -> Chart | None:
             for epoch in range(1, arm.epochs + 1)
         ]
         if any(bound.mean is not None for bound in bounds):
-            pieces += curve(index, arm, bounds)
-    if not pieces:
+            lines.append(curve(index, arm, bounds, "herding_bound"))
+    if not lines:
         return None
     return {
         "kind": "herding",
         "title": "Herding bound",
         "note": "Largest deviation of prefix sums of gradients in each epoch; lower is better.",
         "alt": "Herding bound by epoch, lower is better.",
-        "pieces": pieces,
-        "lines": [],
+        "lines": lines,
+        "levels": [],
         "x": {"epochs": "epochs"},
         "y": "herding bound",
         "log": False,
     }
 
 
-def _time(comparison: Comparison) -> Chart | None:
-    arms = [arm for arm in comparison.arms if arm.seconds]
+def _density(comparison: Comparison) -> Chart | None:
+    """Return the share of elements sent by step, with its target."""
+    lines, levels = [], []
+    for index, arm in enumerate(comparison.arms):
+        points = density_over_steps(arm)
+        if not points:
+            continue
+        steps, means, lows, highs = (list(column) for column in zip(*points, strict=True))
+        ends = {"mean": means, "low": lows, "high": highs}
+        lines.append({"arm": index, "xs": {"steps": steps}, **ends, "runs": []})
+        if arm.density is not None:
+            levels.append({"y": arm.density, "text": "", "arm": index})
+    if not lines:
+        return None
+    # Arms usually share one target: one line, with a word, instead of lines on top of each other.
+    if len({level["y"] for level in levels}) == 1:
+        levels = [{**levels[0], "text": "target"}]
+    return {
+        "kind": "density",
+        "title": "Density over steps",
+        "note": "Share of gradient elements sent; band: minimum to maximum, dashed: target.",
+        "alt": "Density by step against its target.",
+        "lines": lines,
+        "levels": levels,
+        "x": {"steps": "step"},
+        "y": "density",
+        "log": False,
+    }
+
+
+def _load(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
+    """Return how many elements each worker selected."""
+    rows = []
+    for index, arm in enumerate(comparison.arms):
+        loads = [row.load for run in arm.used for row in run.epochs if row.load]
+        # Runs with different numbers of workers have no load per worker in common.
+        if not loads or len({len(load) for load in loads}) != 1:
+            continue
+        means = [statistics.fmean(column) for column in zip(*loads, strict=True)]
+        rows += [
+            BarRow(
+                # One name for all bars of an arm: a name per bar would repeat itself.
+                name=arm.label if worker == 0 else "",
+                parts=[(mean, f"f{styles[index] % 8}")],
+                text=f"{significant(mean)} (worker {worker})",
+                group=f"a{index}",
+            )
+            for worker, mean in enumerate(means)
+        ]
+    if not rows:
+        return None
+    return {
+        "kind": "load",
+        "title": "Load of each worker",
+        "note": "Elements each worker selects per step, mean over steps and seeds; equal is best.",
+        "alt": "Elements selected by each worker.",
+        "log": None,
+        "svg": bar_chart("elements per step", rows),
+    }
+
+
+def _time(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
+    arms = [(index, arm) for index, arm in enumerate(comparison.arms) if arm.seconds]
     if not arms:
         return None
-    seconds = {part: [mean_seconds(arm, part) for arm in arms] for part in TIME_PARTS}
+    seconds = {part: [mean_seconds(arm, part) for _, arm in arms] for part in TIME_PARTS}
     total = [sum(column) for column in zip(*seconds.values(), strict=True)]
     # A part below half a percent in every arm would be an invisible bar with a legend entry.
     visible = [
@@ -123,34 +211,23 @@ def _time(comparison: Comparison) -> Chart | None:
         for part in TIME_PARTS
         if any(value > 0.005 * whole for value, whole in zip(seconds[part], total, strict=True))
     ]
-    pieces = [
-        {
-            "part": TIME_PARTS.index(part),
-            "role": "part",
-            "trace": {
-                "type": "bar",
-                "orientation": "h",
-                "name": part,
-                # Positions, not names: two arms may have the same name once it is shortened.
-                "y": list(range(len(arms))),
-                "x": seconds[part],
-                "hovertemplate": "%{x:.3g} s per epoch",
-            },
-        }
-        for part in visible
+    rows = [
+        BarRow(
+            name=arm.label,
+            parts=[(seconds[part][at], f"part-{TIME_PARTS.index(part)}") for part in visible],
+            text=in_seconds(total[at]),
+            group=f"a{index}",
+        )
+        for at, (index, arm) in enumerate(arms)
     ]
     return {
         "kind": "time",
         "title": "Where time goes",
         "note": "Seconds per epoch on worker 0, mean over epochs and seeds, without evaluation.",
         "alt": "Seconds per epoch by part, for each arm.",
-        "pieces": pieces,
         "parts": [{"part": TIME_PARTS.index(part), "name": part} for part in visible],
-        "ticks": [plotly_text(arm.label, 22) for arm in arms],
-        "lines": [],
-        "x": {"seconds": "seconds per epoch"},
-        "y": "",
         "log": None,
+        "svg": bar_chart("seconds per epoch", rows),
     }
 
 
@@ -162,180 +239,46 @@ def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
     return f"Mean over {seeds}, band ± one standard deviation; {what}."
 
 
-def _density(comparison: Comparison) -> Chart | None:
-    """Return the share of elements sent by step, with its target."""
-    pieces, lines = [], []
-    for index, arm in enumerate(comparison.arms):
-        points = density_over_steps(arm)
-        if not points:
-            continue
-        steps, means, lows, highs = zip(*points, strict=True)
-        if len(points) > 1:
-            pieces.append(band_between(index, steps, lows, highs))
-        pieces.append(
-            {
-                "arm": index,
-                "role": "thin" if len(points) > 1 else "line",
-                "trace": {
-                    "type": "scatter",
-                    "mode": "lines" if len(points) > 1 else "markers",
-                    "name": plotly_text(arm.label),
-                    "x": list(steps),
-                    "y": list(means),
-                    "customdata": [list(pair) for pair in zip(lows, highs, strict=True)],
-                    "hovertemplate": "%{y:.4g} (%{customdata[0]:.3g} to %{customdata[1]:.3g}) "
-                    "from step %{x}",
-                },
-            }
-        )
-        if arm.density is not None:
-            lines.append({"y": arm.density, "text": "", "arm": index})
-    if not pieces:
-        return None
-    # Arms usually share one target: one line, with a word, instead of lines on top of each other.
-    if len({line["y"] for line in lines}) == 1:
-        lines = [{**lines[0], "arm": 0, "text": "target"}]
-    return {
-        "kind": "density",
-        "title": "Density over steps",
-        "note": "Share of gradient elements sent; band: minimum to maximum, dashed: target.",
-        "alt": "Density by step against its target.",
-        "pieces": pieces,
-        "lines": lines,
-        "x": {"steps": "step"},
-        "y": "density",
-        "log": False,
-    }
-
-
-def _load(comparison: Comparison) -> Chart | None:
-    """Return how many elements each worker selected."""
-    pieces = []
-    for index, arm in enumerate(comparison.arms):
-        loads = [row.load for run in arm.used for row in run.epochs if row.load]
-        # Runs with different numbers of workers have no load per worker in common.
-        if not loads or len({len(load) for load in loads}) != 1:
-            continue
-        means = [statistics.fmean(column) for column in zip(*loads, strict=True)]
-        pieces.append(
-            {
-                "arm": index,
-                "role": "bar",
-                "trace": {
-                    "type": "bar",
-                    "name": plotly_text(arm.label),
-                    "x": list(range(len(means))),
-                    "y": means,
-                    "hovertemplate": "%{y:.4g} elements per step from worker %{x}",
-                },
-            }
-        )
-    if not pieces:
-        return None
-    return {
-        "kind": "load",
-        "title": "Load of each worker",
-        "note": "Elements each worker selects per step, mean over steps and seeds; equal is best.",
-        "alt": "Elements selected by each worker.",
-        "pieces": pieces,
-        "lines": [],
-        "x": {"workers": "worker"},
-        "y": "elements per step",
-        "log": None,
-    }
-
-
-def plotly_text(text: str, max_length: int = 40) -> str:
-    """Return a name that plotly shows as it is; plotly would interpret tags and templates.
-
-    >>> plotly_text("<b>a</b> & b")
-    '&lt;b&gt;a&lt;/b&gt; &amp; b'
-    """
-    safe = printable(text, max_length)
-    # "%{" starts a template, which plotly has no escape for: a zero-width space breaks it up.
-    for sign, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("%{", "%\u200b{")):
-        safe = safe.replace(sign, escaped)
-    return safe
-
-
-def curve(index: int, arm: ArmSummary, points: Sequence[MeanStd]) -> list[Piece]:
-    """Return an arm's mean over seeds, with a band of one standard deviation for several seeds.
+def curve(index: int, arm: ArmSummary, points: Sequence[MeanStd], field: str) -> dict[str, Any]:
+    """Return an arm's mean over seeds, a band of one standard deviation, and its single seeds.
 
     Args:
         index: Position of the arm, which decides its colour.
         arm: The arm.
         points: Mean and standard deviation after each epoch.
+        field: The field of an epoch's row that they are of.
     """
-    # All three axes are sent along, so that the page can switch between them without a server.
-    xs = {
-        "epochs": [float(epoch) for epoch in range(1, arm.epochs + 1)],
-        "seconds": list(arm.seconds_by_epoch),
-        "bytes": list(arm.bytes_by_epoch),
-    }
-    line = {
-        "arm": index,
-        "role": "line",
-        "xs": xs,
-        "trace": {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": plotly_text(arm.label),
-            "y": [point.mean for point in points],
-            "customdata": [
-                [epoch, _hover_std(point, len(arm.seeds))] for epoch, point in enumerate(points, 1)
-            ],
-            "hovertemplate": "%{y:.4g}%{customdata[1]} after epoch %{customdata[0]}",
-            # Symbols tell lines apart without colours; dashes help once symbols repeat.
-            "line": {"dash": DASHES[index % len(DASHES)] if index >= len(SYMBOLS) else "solid"},
-            "marker": {"symbol": SYMBOLS[index % len(SYMBOLS)]},
-        },
-    }
-    if len(arm.seeds) < 2:  # One seed has no standard deviation: a band would pretend otherwise.
-        return [line]
+    # One seed has no standard deviation: a band would pretend otherwise.
+    several = len(arm.seeds) > 1
     ends = [
-        (i, point.mean - point.std, point.mean + point.std)
-        for i, point in enumerate(points)
-        if point.mean is not None and point.std is not None
+        (p.mean - p.std, p.mean + p.std)
+        if several and p.mean is not None and p.std is not None
+        else (None, None)
+        for p in points
     ]
-    places = [i for i, _, _ in ends]
-    outline = {name: _forth_and_back([values[i] for i in places]) for name, values in xs.items()}
-    # On a log axis nothing at or below zero can be drawn; the band then ends a decade lower.
-    floors = [
-        0.1 * mean if low <= 0 < (mean := points[i].mean or 0.0) else low for i, low, _ in ends
+    runs = [
+        {"seed": run.seed, "y": [_value(row, field) for row in run.epochs[: arm.epochs]]}
+        for run in arm.used
     ]
-    high = [high for _, _, high in ends]
-    band = _band(index, high + [low for _, low, _ in reversed(ends)])
-    return [{**band, "xs": outline, "log_y": high + floors[::-1]}, line]
-
-
-def _hover_std(point: MeanStd, seeds: int) -> str:
-    return "" if point.std is None or seeds < 2 else f" ± {point.std:.2g}"
-
-
-def band_between(
-    index: int, xs: Sequence[float], low: Sequence[float], high: Sequence[float]
-) -> Piece:
-    """Return a filled area between two lines."""
-    piece = _band(index, [*high, *reversed(low)])
-    piece["trace"]["x"] = _forth_and_back(xs)
-    return piece
-
-
-def _band(index: int, y: Sequence[float]) -> Piece:
-    # One closed outline: plotly's fill between two traces would need a second, invisible one.
     return {
         "arm": index,
-        "role": "band",
-        "trace": {
-            "type": "scatter",
-            "mode": "lines",
-            "fill": "toself",
-            "y": list(y),
-            "hoverinfo": "skip",
-            "line": {"width": 0},
+        # All three axes are sent along, so that the page can switch between them without a server.
+        "xs": {
+            "epochs": list(range(1, arm.epochs + 1)),
+            "seconds": [_rounded(second) for second in arm.seconds_by_epoch],
+            "bytes": [round(count) for count in arm.bytes_by_epoch],
         },
+        "mean": [_rounded(point.mean) for point in points],
+        "low": [_rounded(low) for low, _ in ends],
+        "high": [_rounded(high) for _, high in ends],
+        "runs": runs if several else [],
     }
 
 
-def _forth_and_back(values: Sequence[float]) -> list[float]:
-    return [*values, *reversed(values)]
+def _value(row: EpochRow, field: str) -> float | None:
+    return _rounded(finite(getattr(row, field)))
+
+
+def _rounded(value: float | None) -> float | None:
+    # Seven digits are more than a screen shows, and half the size of a double's seventeen.
+    return None if value is None else float(f"{value:.7g}")

@@ -10,18 +10,16 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from gradherd.lab.report import provenance
 from gradherd.lab.report.charts import charts_of
 from gradherd.lab.report.comparison import Comparison, compare_all
 from gradherd.lab.report.comparison_table import comparison_table
+from gradherd.lab.report.palette import COLOURS, INK, PAPER, dashes, line_styles
 from gradherd.lab.report.verdicts import answer, multiple_testing_note
 from gradherd.lab.text import counted, listed, printable
 from gradherd.lab.train.record import RunRecord, write_atomic
 
-COLOURS = 8
-"""Number of arm colours in page.css.j2; further arms reuse them, dashed."""
 _TONES = {
     "gain": ("+", "gain shown"),
     "cost": ("\N{MINUS SIGN}", "cost shown"),
@@ -36,6 +34,7 @@ def write_report(
     *,
     title: str | None = None,
     files: Sequence[str] | None = None,
+    reload: int = 0,
 ) -> None:
     """Write a page about these runs atomically, tasks in order of first appearance.
 
@@ -44,12 +43,17 @@ def write_report(
         path: The HTML file.
         title: Title of the page; None builds it from tasks and arms.
         files: The file that each record was read from, to be listed.
+        reload: Seconds after which the page loads itself again; 0 for never.
     """
-    write_atomic(path, render(records, title=title, files=files))
+    write_atomic(path, render(records, title=title, files=files, reload=reload))
 
 
 def render(
-    records: Sequence[RunRecord], *, title: str | None = None, files: Sequence[str] | None = None
+    records: Sequence[RunRecord],
+    *,
+    title: str | None = None,
+    files: Sequence[str] | None = None,
+    reload: int = 0,
 ) -> str:
     """Return the page as HTML.
 
@@ -57,6 +61,7 @@ def render(
         records: Runs of one or several tasks.
         title: Title of the page; None builds it from tasks and arms.
         files: The file that each record was read from, to be listed.
+        reload: Seconds after which the page loads itself again; 0 for never.
 
     Raises:
         ValueError: Records of one task cannot be compared; see `comparison.compare`.
@@ -65,17 +70,27 @@ def render(
     # By identity: records hold dicts, so they cannot be keys themselves.
     names = {} if files is None else {id(r): f for r, f in zip(records, files, strict=True)}
     sections = [_section(i, comparison, names) for i, comparison in enumerate(comparisons)]
-    # plotly.js is part of the page (4 MB), which then opens anywhere, without a network.
-    plotly, script = (Markup(text) for text in (get_plotlyjs(), _file("page.js")))
+    script = Markup(_file("page.js"))
     text = _environment().get_template("page.html.j2").render(
         title=printable(title) if title is not None else title_of(comparisons),
         environment=provenance.environment_line(records),
         sections=sections,
-        charts={chart["id"]: chart for section in sections for chart in section.charts},
-        plotly=plotly,
+        data={
+            # Without the drawings, which are in the page already.
+            "charts": [
+                {name: value for name, value in chart.items() if name != "svg"}
+                for section in sections
+                for chart in section.charts
+                if "lines" in chart
+            ],
+            "arms": {section.id: section.legend for section in sections},
+            "reload": reload,
+        },
+        colours=COLOURS, ink=INK, paper=PAPER, reload=reload,
+        most_arms=max(len(section.legend) for section in sections),
         script=script,
-        # With hashes no other script can run, whatever a record contains.
-        script_hashes=[_hash(plotly), _hash(script)],
+        # With a hash no other script can run, whatever a record contains.
+        script_hash=_hash(script),
     )  # fmt: skip
     # Half a surrogate pair is valid in a JSON string, but cannot be encoded as UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -110,8 +125,10 @@ class PageSection:
 def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> PageSection:
     name = f"c{index}"
     charts = [
-        {**chart, "id": f"{name}-{chart['kind']}", "group": name} for chart in charts_of(comparison)
+        {**chart, "id": f"{name}-{chart['kind']}", "group": name, "svg": Markup(chart["svg"])}
+        for chart in charts_of(comparison)
     ]
+    styles = line_styles([arm.label for arm in comparison.arms])
     return PageSection(
         id=name,
         comparison=comparison,
@@ -120,8 +137,8 @@ def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> Pa
         caution=multiple_testing_note(comparison),
         table=comparison_table(comparison),
         legend=[
-            {"index": i, "colour": colour_of(i), "label": arm.label}
-            for i, arm in enumerate(comparison.arms)
+            {"index": i, "label": arm.label, "style": style % len(COLOURS), "dash": dashes(style)}
+            for i, (arm, style) in enumerate(zip(comparison.arms, styles, strict=True))
         ],
         charts=charts,
         settings=provenance.settings_rows(comparison.arms),
@@ -129,18 +146,6 @@ def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> Pa
         runs=provenance.run_rows(comparison.arms, files),
         values=provenance.epoch_rows(comparison.arms),
     )
-
-
-def colour_of(index: int) -> int:
-    """Return the colour of an arm; 0, the neutral one, belongs to the baseline.
-
-    Colours go by position, so that any method, also one added later, has one.
-
-    >>> [colour_of(index) for index in (0, 1, 7, 8)]
-    [0, 1, 7, 1]
-    """
-    # Repeats skip the baseline's colour: no arm may look like the baseline.
-    return 0 if index == 0 else 1 + (index - 1) % (COLOURS - 1)
 
 
 def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:

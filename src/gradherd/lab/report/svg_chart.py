@@ -16,7 +16,7 @@ from gradherd.lab.text import printable, significant
 
 _MAX_MARKED = 8
 """Up to this many distinct x values of a logarithmic axis are all marked."""
-_LEAST_SPAN = 0.05
+_LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
 
 
@@ -43,6 +43,8 @@ SMALL = Layout(width=380, height=236, left=52, columns=3)
 """A file with a legend below the plot; three of them fit side by side."""
 INLINE = Layout(width=560, height=300, top=12, alone=False)
 """Part of a page that has the title, the legend and the colours."""
+NARROW = Layout(width=460, height=300, top=12, alone=False)
+"""As INLINE, for bars, whose figures take room beside them."""
 _LEGEND_LINE = 18
 
 
@@ -56,6 +58,8 @@ class ChartLine:
     """(x, low, high): the range over single runs."""
     style: int | None = None
     """As `palette.line_styles` gives it; None uses the position among the lines."""
+    group: str = ""
+    """Class of the line's group, by which a page can hide it."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ def _with_margin(low: float, high: float, log: bool, least: float | None) -> tup
 
     >>> low, high = _with_margin(0.0099985, 0.01, False, None)
     >>> round(low, 5), round(high, 5)
-    (0.00975, 0.01025)
+    (0.0095, 0.0105)
     """
     if log:
         return low / 1.1, high * 1.1
@@ -288,7 +292,7 @@ def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[st
             f'r="3" class="f{number}"/>'
             for x, y in line.points
         ]
-    return parts
+    return [f'<g class="{line.group}">', *parts, "</g>"] if line.group else parts
 
 
 def _stroke(line: ChartLine) -> str:
