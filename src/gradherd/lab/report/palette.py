@@ -17,7 +17,7 @@ INK, PAPER = ("#4a515c", "#b9c1cc"), ("#ffffff", "#181c22")
 """Text and background of charts, light and dark."""
 METHODS = (
     ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
-     "pair-grab", "flip-flop", "fixed"),
+     "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw"),
     ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
      "sage"),
 )  # fmt: skip
