@@ -55,7 +55,7 @@ def train(plan: Plan) -> Trace:
                 herd.detach()
                 dist.barrier()
                 return trace
-        herd.log_to(Log(trace), step)
+        herd.log_to(Log(trace), step, rows=True)
     trace.finish(model, herd)
     herd.detach()
     return trace

@@ -78,7 +78,7 @@ def train(plan: Plan) -> Trace:
     trace = Trace()
     lit = Lit(make_loader(num_workers=plan.workers), reads_steps=plan.name.startswith("whole"))
     record_credits(trace, lit.inner)
-    callback = Finish(**plan.options)
+    callback = Finish(**plan.options, log_rows=True)
     callback.trace = trace
     folder = checkpoint_file(plan).with_suffix("")
     saving = ModelCheckpoint(

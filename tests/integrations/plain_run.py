@@ -34,6 +34,7 @@ def train(plan: Plan, kind: type = DataLoader) -> Trace:
     loader = make_loader(kind, sampler=sampler, num_workers=plan.workers)
     ddp = DDP(model)
     herd = gh.attach(ddp, order=sampler, **options)
+    herd.scalars(rows=True)  # has rows measured from now on
     epoch, step = 0, 0
     if plan.resume:
         loaded = torch.load(checkpoint_file(plan), weights_only=False)
@@ -72,7 +73,7 @@ def train(plan: Plan, kind: type = DataLoader) -> Trace:
                 herd.detach()
                 dist.barrier()
                 return trace
-    trace.logged = herd.scalars()
+    trace.logged = herd.scalars(rows=True)
     trace.finish(model, herd)
     herd.detach()
     return trace

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import ray
@@ -45,8 +44,8 @@ def work(config) -> None:
                     torch.save(state, Path(own) / "state.pt")
                     kept = Checkpoint.from_directory(own) if rank == 0 else None
                     ray.train.report({"step": step}, checkpoint=kept)
+                ray.train.get_all_reported_checkpoints()  # waits until Ray has taken it
             if step == STOP + 1 and not resumed and rank == 1:
-                time.sleep(5)  # Ray collects what was reported every second or so
                 os.kill(os.getpid(), signal.SIGKILL)
     assert resumed == STOP
     torch.save(model.seen, folder / f"second-{rank}.pt")

@@ -22,6 +22,7 @@ from tests.integrations.task import (
     make,
     make_loader,
     record_credits,
+    use_forkserver,
 )
 
 NAME, PACKAGE, TORCHRUN = "Ray Train", "ray", False
@@ -30,6 +31,7 @@ NAME, PACKAGE, TORCHRUN = "Ray Train", "ray", False
 def work(config) -> None:
     """Run one worker through all plans, and through what must be refused."""
     torch.set_num_threads(1)
+    use_forkserver()
     rank = ray.train.get_context().get_world_rank()
     for plan in config["plans"]:
         trace = train_one(plan, rank)
@@ -49,6 +51,7 @@ def train_one(plan: Plan, rank: int) -> Trace:
     trace = Trace()
     record_credits(trace, model)
     ddp, loader, herd = prepare(model, make_loader(num_workers=plan.workers), **plan.options)
+    herd.scalars(rows=True)  # has rows measured from now on
     step, epoch, folder = 0, 0, checkpoint_file(plan).with_suffix("")
     if plan.resume:
         loaded = torch.load(folder / "state.pt", weights_only=False)
@@ -72,7 +75,7 @@ def train_one(plan: Plan, rank: int) -> Trace:
                 save(folder, model, optimizer, herd, step)
                 herd.detach()
                 return trace.finish(model, herd)
-        ray.train.report({"plan": plan.name, **herd.scalars()})
+        ray.train.report({"plan": plan.name, **herd.scalars(rows=True)})
     herd.detach()
     return trace.finish(model, herd)
 
@@ -92,7 +95,7 @@ def save(folder, model, optimizer, herd, step) -> None:
             torch.save(state, folder / "state.pt")
             torch.save(state, Path(own) / "state.pt")
             checkpoint = Checkpoint.from_directory(own)
-        ray.train.report(herd.scalars(), checkpoint=checkpoint)
+        ray.train.report(herd.scalars(rows=True), checkpoint=checkpoint)
 
 
 def attempt(kind: str, options: dict) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.integrations.task import Trace, plans
+from tests.integrations.task import Trace, plans, use_forkserver
 
 
 def main(names: str, root: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the frameworks' own
+    use_forkserver()
     rank = int(os.environ.get("RANK", 0))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

@@ -1,5 +1,6 @@
 """One small training that every framework runs: data, model, what to do, and what is recorded."""
 
+import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,16 @@ EXAMPLES, BATCH, EPOCHS, RANKS = 48, 4, 3, 2
 STEPS = EXAMPLES // BATCH // RANKS  # of one rank in one epoch
 STOP = STEPS + 2  # in the middle of the second epoch
 DENSITY = 0.1
+
+
+def use_forkserver() -> None:
+    """Start loader workers from a server that has no threads.
+
+    A rank has those of gloo, autograd and gradherd. A fork copies their locks, held or not, and
+    now and then a worker dies of it.
+    """
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload([__name__])  # or each worker imports torch
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.skipif(
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("lightning"), reason="Lightning is not installed")
 def test_lightning_shards_with_fsdp2(tmp_path):
     start([*LAUNCH, "tests.integrations.lightning_fsdp_run", str(tmp_path)])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
 def test_ray_restarts_after_a_worker_was_killed(tmp_path):
     start(["-m", "tests.integrations.ray_restart_run", str(tmp_path)])

@@ -25,7 +25,7 @@ def program(page: str) -> str:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_programs_print_what_the_page_says(page, tmp_path):
     if page in SLOW and os.environ.get("GRADHERD_INTEGRATIONS") != "all":

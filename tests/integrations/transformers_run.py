@@ -72,7 +72,7 @@ def train(plan: Plan) -> Trace:
     if plan.stop:
         options |= dict(max_steps=plan.stop, save_strategy="steps", save_steps=plan.stop)
     finish = Finish(trace, plan.limit)
-    trainer = build(arguments(folder, **options), plan.options, [finish])
+    trainer = build(arguments(folder, **options), plan.options | {"log_rows": True}, [finish])
     finish.trainer = trainer
     record_credits(trace, trainer.model)
     trainer.train(resume_from_checkpoint=plan.resume)

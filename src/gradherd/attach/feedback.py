@@ -20,8 +20,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradherd.attach.row_watch import RowWatch
 from gradherd.attach.state import check_row_length
-from gradherd.attach.transports import RowTransport
+from gradherd.attach.transports import GatheringTransport, RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.ordering.batch_claims import check_same_version
@@ -71,6 +72,7 @@ class OrderFeedback:
         self._loss_scale = 1.0
         self._indices: list[int] | None = None
         self._by_index = False
+        self._watch: RowWatch | None = None
         self._handles = [
             model.register_forward_pre_hook(UncopiedHook(self._before_forward)),
             register_optimizer_step_pre_hook(_around_step_of(model, self)),
@@ -202,6 +204,21 @@ class OrderFeedback:
             "ordering_seconds": self._stopwatch.seconds + own.pop("seconds_in_backward", 0.0),
             **own,
         }
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether this rank reads whole rows of its own batches."""
+        return isinstance(self._transport, GatheringTransport)
+
+    def watch(self) -> RowWatch:
+        """Return what is known of rows; the first call has them measured from then on."""
+        if self._watch is None:
+            self.before_read("read")  # a thread may be learning
+            self._watch = RowWatch(self.sampler)
+            # Slices of gradients (whole batches of several ranks) have no rows of one rank.
+            if isinstance(self._transport, GatheringTransport):
+                self._transport.measure(self._watch.figures)
+        return self._watch
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that determines later orders, the same on all ranks. All must call it."""

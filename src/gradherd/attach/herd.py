@@ -18,6 +18,7 @@ from gradherd.attach.sparse_hook import SparseHook
 from gradherd.attach.state import HerdState, part_of_rank
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.row_stats import RowStats
 
 log = logging.getLogger("gradherd")
 _DCP = "torch.distributed.checkpoint"
@@ -119,28 +120,54 @@ class Herd:
             metrics |= self._sparse.metrics()
         return metrics
 
-    def scalars(self) -> dict[str, float]:
+    def rows_stats(self) -> RowStats | None:
+        """Return norms of the gradients of the last batch, and their noise scale, as tensors.
+
+        The first call has rows measured from the next batch on, and returns None. Nothing is sent,
+        and nothing waits for a GPU: reading the tensors does. They are those of this rank's batch.
+
+        Raises:
+            RuntimeError: No rank holds the gradients of its own examples or batch.
+        """
+        feedback = self._ordered("rows_stats()")
+        if not feedback.reads_rows:
+            raise RuntimeError(
+                "rows_stats() needs the rows of this rank: order by gradients, and on several "
+                "ranks by single examples (unit=1) or with rows='sketch'"
+            )
+        return feedback.watch().figures.last
+
+    def scalars(self, *, rows: bool = False) -> dict[str, float]:
         """Return the numbers among the metrics, for any logger, with the prefix "herd/".
 
         This is the call that computes them (the residual's norm, for example): what nobody asks
         for is not computed. Every rank may call it on its own.
 
+        Args:
+            rows: Whether to add what rows tell: quantiles of the norms of gradients, their noise
+                scale and the herding bound of the last epoch. The first call with True has them
+                measured; norms come with the next batch, the bound after a whole epoch.
+
         Returns:
             Numbers only. Loggers refuse texts and lists, and frameworks own a key such as "epoch".
         """
+        metrics = self.metrics()
+        if rows and self._feedback is not None:
+            metrics |= self._feedback.watch().numbers()
         return {
             f"herd/{name}": float(value)
-            for name, value in self.metrics().items()
+            for name, value in metrics.items()
             if isinstance(value, int | float)
         }
 
-    def log_to(self, writer: Any, step: int | None = None) -> None:
+    def log_to(self, writer: Any, step: int | None = None, *, rows: bool = False) -> None:
         """Send `scalars()` to a logger.
 
         Args:
             writer: TensorBoard's SummaryWriter, a W&B run, the modules wandb, trackio or mlflow,
                 an Accelerator, or any object with `add_scalar`, `log_metrics` or `log`.
             step: The logger's step; by default the logger counts itself.
+            rows: As for `scalars`.
 
         Raises:
             ValueError: The writer has none of these methods.
@@ -153,11 +180,11 @@ class Herd:
                 f"{type(writer).__name__}"
             )
         if method == "add_scalar":
-            for name, value in self.scalars().items():
+            for name, value in self.scalars(rows=rows).items():
                 writer.add_scalar(name, value, step)
             return
         # mlflow, W&B and trackio take a dict; only some of them accept step=None.
-        getattr(writer, method)(self.scalars(), **({} if step is None else {"step": step}))
+        getattr(writer, method)(self.scalars(rows=rows), **({} if step is None else {"step": step}))
 
     def last_step(self) -> dict[str, Any]:
         """Return the figures of the last exchange that cost nothing; {} without a sparsifier."""

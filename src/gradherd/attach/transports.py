@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from gradherd.attach.batch_gradient import ParameterHooks
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource
+from gradherd.attach.row_watch import WatchedSource
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim, ClaimComparison, compare_claims
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.row_stats import RowFigures
 
 log = logging.getLogger("gradherd")
 
@@ -201,7 +203,7 @@ class GatheringTransport(_LocalState):
         self, source: RowSource, sampler: OrderedSampler, world: World, device: torch.device
     ) -> None:
         super().__init__(sampler)
-        self._source = source
+        self._source: RowSource = source
         self._device = device  # where the group of the ranks works
         self._runner = RankRunner(world)
         self._gatherer = RowGatherer(sampler, self._runner)
@@ -225,6 +227,10 @@ class GatheringTransport(_LocalState):
     def on_backward(self, began: Callable[[], None]) -> None:
         """Have `began` called before the first gradient of each backward, if that can be told."""
         self._source.on_backward(began)
+
+    def measure(self, figures: RowFigures) -> None:
+        """Have the rows of all batches from the next one on measured."""
+        self._source = WatchedSource(self._source, figures)
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""

@@ -7,12 +7,11 @@ built here, from Accelerate's own class: it moves batches to the device, ends ac
 end of the data, and is known to `accelerator.save_state` and `load_state`.
 """
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard, SkipBatchSampler
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import BatchSampler
@@ -72,16 +71,11 @@ def prepare(
     """
     settings = HerdSettings(order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed)
     check_accelerator(accelerator, ordered=order is not None)
-    sampler = None
-    if order is None:
+    prepared = getattr(loader, "_is_accelerate_prepared", False)
+    sampler = settings.sampler_before_prepare(loader, prepared)
+    if sampler is None:
         model, optimizer, loader, *others = accelerator.prepare(model, optimizer, loader, *others)
     else:
-        if getattr(loader, "_is_accelerate_prepared", False):
-            raise ValueError(
-                "loader is prepared already, so its examples would be sharded twice: give the "
-                "loader as it was before accelerator.prepare"
-            )
-        sampler = settings.make_sampler(loader)
         model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
         loader = ordered_shard(accelerator, loader, sampler)
         _skip_once(accelerator, loader)
@@ -123,6 +117,7 @@ class OrderedDataLoader(DataLoaderShard):
     def __iter__(self) -> Iterator[Any]:
         sampler = self.batch_sampler.sampler
         number, epoch = self.iteration, sampler.epoch
+        self.batch_sampler.drawn_by_loader = True
         try:
             # Accelerate's loader is one batch ahead of the loop, so batches are counted here.
             yield from counted(super().__iter__(), sampler)
@@ -135,17 +130,21 @@ class OrderedDataLoader(DataLoaderShard):
 
 
 class OrderedBatches(BatchSampler):
-    """The batches of an ordered sampler; refuses to be skipped a second time."""
+    """The batches of an ordered sampler, for its own loader; nobody may skip some of them."""
+
+    drawn_by_loader = False
+    """Whether the next iteration is that of the loader itself."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Whoever draws the first batch stands one frame above this generator's.
-        if isinstance(sys._getframe(1).f_locals.get("self"), SkipBatchSampler):
+        allowed, self.drawn_by_loader = self.drawn_by_loader, False
+        # accelerate.skip_first_batches makes another loader around these batches.
+        if not allowed:
             raise ValueError(
                 "skip_first_batches would skip batches of an ordered loader twice: call "
                 "accelerator.skip_first_batches(loader, n), or just iterate over the loader, which "
                 "continues where the loaded state was saved"
             )
-        yield from super().__iter__()
+        return super().__iter__()
 
 
 def ordered_shard(

@@ -34,6 +34,7 @@ class GradherdCallback(Callback):
         sparsify: str | Selector | Sparsify | None = None,
         rows: str | RowSettings = "auto",
         seed: int = 0,
+        log_rows: bool = False,
     ) -> None:
         """Note the settings; nothing happens before `Trainer.fit`.
 
@@ -43,6 +44,7 @@ class GradherdCallback(Callback):
             sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
             rows: How gradients are read for ordering; see `gradherd.attach`.
             seed: Seed of the order.
+            log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
 
         Raises:
             ValueError: Neither an order nor a sparsifier is given.
@@ -50,6 +52,7 @@ class GradherdCallback(Callback):
         self._settings = HerdSettings(
             order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed
         )
+        self._log_rows = log_rows
         self._herd: Herd | None = None
         self._sampler: OrderedSampler | None = None
         self._loaded: dict[str, Any] | None = None
@@ -121,7 +124,7 @@ class GradherdCallback(Callback):
     ) -> None:
         """Log the herd's numbers, at those steps at which the trainer logs."""
         if trainer._logger_connector.should_update_logs:
-            self.log_dict(self.herd.scalars())
+            self.log_dict(self.herd.scalars(rows=self._log_rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the herd; Lightning asks on all ranks and saves rank 0's."""

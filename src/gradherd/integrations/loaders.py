@@ -53,6 +53,25 @@ class HerdSettings:
         if isinstance(self.unit, str) and self.unit != "batch":
             raise ValueError(f"unit must be 'batch' or a number of examples, got {self.unit!r}")
 
+    def sampler_before_prepare(self, loader: Any, prepared: bool) -> OrderedSampler | None:
+        """Return the sampler for a loader that goes to a framework's `prepare`; None without order.
+
+        Args:
+            loader: The training loader.
+            prepared: Whether the framework has prepared it before.
+
+        Raises:
+            ValueError: It was prepared, or it decides on the order itself.
+        """
+        if self.order is None:
+            return None
+        if prepared:
+            raise ValueError(
+                "loader is prepared already, so its examples would be sharded twice: give the "
+                "loader as it was before"
+            )
+        return self.make_sampler(loader)
+
     def make_sampler(self, loader: Any) -> OrderedSampler:
         """Return the sampler for a training loader.
 

@@ -55,16 +55,11 @@ def prepare(
     strategy = model_options.get("parallel_strategy", "ddp")
     if strategy not in (None, "ddp"):
         raise ValueError(f"parallel_strategy must be 'ddp', got {strategy!r}")
-    sampler = None
-    if order is None:
+    # Ray's loader passes for a DataLoader, and shows the attributes of the one inside.
+    sampler = settings.sampler_before_prepare(loader, hasattr(loader, "_dataloader"))
+    if sampler is None:
         loader = ray.train.torch.prepare_data_loader(loader)
     else:
-        # Ray's loader passes for a DataLoader, and shows the attributes of the one inside.
-        if hasattr(loader, "_dataloader"):
-            raise ValueError(
-                "loader is prepared already: give the one from before prepare_data_loader"
-            )
-        sampler = settings.make_sampler(loader)
         ordered = with_sampler(loader, sampler)
         # Ray's own loader is one batch ahead of the loop, so batches are counted outside of it.
         prepared = ray.train.torch.prepare_data_loader(ordered, add_dist_sampler=False)

@@ -49,14 +49,16 @@ class GradherdTrainer(Trainer):
     """How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's."""
     rows: ClassVar[str | RowSettings] = "auto"
     """How gradients are read for ordering; see `gradherd.attach`."""
+    log_rows: ClassVar[bool] = False
+    """Whether to log norms of gradients, noise scale and herding bound as well."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer.
 
         Args:
             *args: As for the Trainer.
-            **kwargs: As for the Trainer; order, unit, sparsify and rows may be given here, too.
-                The seed of the order is `args.data_seed`, or `args.seed`.
+            **kwargs: As for the Trainer; order, unit, sparsify, rows and log_rows may be given
+                here, too. The seed of the order is `args.data_seed`, or `args.seed`.
 
         Raises:
             ValueError: The set-up would train on wrong examples, or is not supported.
@@ -65,6 +67,7 @@ class GradherdTrainer(Trainer):
             name: kwargs.pop(name, getattr(type(self), name))
             for name in ("order", "unit", "sparsify", "rows")
         }
+        self._log_rows = kwargs.pop("log_rows", type(self).log_rows)
         super().__init__(*args, **kwargs)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._settings = HerdSettings(**given, seed=seed)
@@ -164,7 +167,7 @@ class GradherdTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, and add the herd's numbers to those of the training."""
         if "loss" in logs and self._herd is not None:
-            logs = logs | self._herd.scalars()
+            logs = logs | self._herd.scalars(rows=self._log_rows)
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,18 @@ Shapes: M workers, N units of a worker, D columns.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from gradherd.comm.script import Script
+from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.policy import BalanceState, Policy, Start
+from gradherd.ordering.seeded_random import SeededRandom
+
+# What is kept of an epoch: so many prefix sums of so many columns, at most 16 MB in float64.
+_PREFIXES, _COLUMNS = 512, 4096
 
 
 def herding_bound(vectors: Tensor, order: Tensor) -> float:
@@ -61,3 +70,124 @@ def parallel_herding_bound(vectors: Sequence[Tensor], orders: Sequence[Tensor]) 
     for own, order in zip(vectors, orders, strict=True):
         steps[: len(order)] += own[order].double() - mean
     return float(steps.cumsum(0).abs().max())
+
+
+class PrefixSums:
+    """Sums of an epoch's rows so far, noted at steps of equal distance while it is visited.
+
+    The bound needs the mean, which is known at the end only. A sum of n centred rows is the sum of
+    the rows minus n means, so sums of rows are enough.
+
+    Shapes: b time steps of a call, c columns that are kept.
+    """
+
+    def __init__(self, length: int) -> None:
+        """Start an epoch.
+
+        Args:
+            length: Time steps of an epoch.
+        """
+        self._stride = max(1, -(-length // _PREFIXES))
+        self._sums: list[Tensor] = []  # (p, c) each
+        self._counts: list[Tensor] = []  # (p,) rows behind each sum, on the host
+        self._total: Tensor | None = None  # (c,)
+        self._count = 0
+
+    def add(self, step: int, rows: Tensor | ImplicitRows, seen: Tensor) -> None:
+        """Add the rows of the next time steps.
+
+        Args:
+            step: Time step of the first one.
+            rows: (b, M, D); with one worker also rows that are not formed.
+            seen: (b, M) which of them are real, on the host.
+        """
+        kept = torch.arange(len(seen))[self._stride - 1 - step % self._stride :: self._stride]
+        if isinstance(rows, Tensor):
+            values = rows[..., columns(rows.shape[-1], rows.device)].detach().double()
+            if not seen.all():
+                values = torch.where(seen.to(values.device).unsqueeze(-1), values, 0)
+            by_step, counts = values.sum(1), seen.sum(1)  # (b, c), (b,)
+        else:
+            # Not formed: the sum of all of them, as if they were visited in one step.
+            summed = rows.combine(torch.ones(1, len(rows))).detach().double()
+            by_step = summed[:, columns(summed.shape[-1], summed.device)]
+            counts, kept = torch.tensor([len(rows)]), kept[:1] * 0
+        sums = by_step.cumsum(0) if self._total is None else by_step.cumsum(0) + self._total
+        counts = counts.cumsum(0) + self._count
+        self._total, self._count = sums[-1].clone(), int(counts[-1])
+        if len(kept):
+            self._sums.append(sums[kept.to(sums.device)])
+            self._counts.append(counts[kept])
+
+    def bound(self) -> Tensor:
+        """Return the herding bound so far, () on the device of the rows.
+
+        It is exact where all steps and all columns are kept, and otherwise a lower bound.
+        """
+        if self._total is None or not self._sums:
+            return torch.zeros(())
+        sums = torch.cat(self._sums)
+        share = (torch.cat(self._counts).double() / max(self._count, 1)).to(sums.device)
+        return (sums - share.unsqueeze(1) * self._total).abs().amax()
+
+
+def columns(size: int, device: torch.device) -> Tensor | slice:
+    """Return the columns of a row that prefix sums keep: all, or an even selection."""
+    if size <= _COLUMNS:
+        return slice(None)
+    return torch.arange(_COLUMNS, device=device) * size // _COLUMNS
+
+
+@dataclass
+class WatchedPolicy:
+    """A policy that also measures the order it has given: the herding bound of each epoch."""
+
+    policy: Policy
+    """What decides on the orders."""
+    length: int
+    """Time steps of an epoch."""
+    last: PrefixSums | None = None
+    """Sums of the last epoch that was watched from its first step."""
+    _sums: PrefixSums | None = field(default=None, init=False)
+
+    def __repr__(self) -> str:
+        return repr(self.policy)  # a saved state names the policy
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the policy uses gradients."""
+        return self.policy.needs_rows
+
+    @property
+    def start(self) -> Start | None:
+        """The first order, if the method prescribes one."""
+        return self.policy.start
+
+    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+        """Prepare the state of a new epoch; keep the sums of the one before."""
+        if previous is not None and self._sums is not None:
+            self.last = self._sums
+        self._sums = None
+        self.policy.begin(state, previous)
+
+    def observe(
+        self,
+        state: BalanceState,
+        rows: Tensor | ImplicitRows,
+        seen: Tensor,
+        random: SeededRandom,
+        *,
+        sharded: bool = False,
+    ) -> Script[None]:
+        """Add up the rows, then let the policy learn from them."""
+        if state.steps == 0:
+            self._sums = PrefixSums(self.length)
+        if self._sums is not None:  # None in an epoch that was begun before
+            self._sums.add(state.steps, rows, seen)
+        yield from self.policy.observe(state, rows, seen, random, sharded=sharded)
+
+    def reorder(
+        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+    ) -> list[Tensor]:
+        """Return the policy's orders of `epoch`."""
+        return self.policy.reorder(orders, state, epoch, random)
