@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Most tests wait for child processes, so running two at a time halves the time.
 JOBS ?= 2
 
-.PHONY: help demo test integrations docs stress lint format example bench evidence clean
+.PHONY: help demo test integrations composer docs stress lint format example bench evidence clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -39,6 +39,16 @@ integrations: .venv-integrations/.installed ## Run the conformance suite in ever
 		tests/integrations/test_elastic.py \
 		tests/integrations/test_more.py tests/integrations/test_pages.py
 	@.venv-integrations/bin/python -m tests.integrations.conformance
+
+# Composer's last release needs torch 2.7: not the one of constraints.txt.
+.venv-composer/.installed: pyproject.toml
+	@$(PYTHON) -m venv --clear .venv-composer
+	@.venv-composer/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==2.7.0 mosaicml==0.32.1 -e .
+	@touch $@
+
+composer: .venv-composer/.installed ## Run the conformance suite in Composer, and write its table
+	@.venv-composer/bin/python -m tests.integrations.conformance composer
 
 .venv-docs/.installed: constraints.txt
 	@$(PYTHON) -m venv --clear .venv-docs
@@ -80,4 +90,4 @@ evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and writ
 	@$(BIN)/gradherd report --evidence
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .venv-integrations .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-integrations .venv-composer .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -17,6 +17,7 @@ settings.load_profile("gradherd")
 collect_ignore_glob = [] if find_spec("triton") else ["src/gradherd/*/triton_*.py"]
 _NEEDS = {
     "accelerate": ["accelerate"],
+    "composer": ["composer"],
     "lightning": ["lightning"],
     "ray": ["ray"],
     "transformers": ["accelerate", "transformers"],

@@ -1,7 +1,7 @@
 """What gradherd demands of itself in every framework, and the table of docs/integrations.md.
 
-python -m tests.integrations.conformance runs all frameworks and writes the table: no cell of it is
-typed by hand.
+python -m tests.integrations.conformance runs all frameworks and writes the table, or with
+"composer" the one of Composer, which needs an older torch: no cell of them is typed by hand.
 """
 
 import importlib
@@ -23,16 +23,18 @@ from tests.integrations.task import DENSITY, EPOCHS, EXAMPLES, RANKS, STEPS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- conformance: made by tests.integrations.conformance -->", "<!-- end -->"
+BEGIN_COMPOSER = BEGIN.replace("conformance:", "composer:", 1)
 # Those in `make test`, which are small; then those that `make integrations` adds.
 SMALL = ("plain", "stateful", "accelerate", "transformers")
-ALL = (*SMALL, "lightning", "ray")
+ALL = (*SMALL, "lightning", "fabric", "ray")
 
 
 class Results:
     """What a framework's runs have left behind."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, without: Sequence[str] = ()) -> None:
+        """Read a folder; `without` are demands that the framework refuses to meet."""
+        self.folder, self.without = folder, without
         self.refused: dict[str, str | None] = torch.load(folder / "refused.pt")
 
     def __call__(self, plan: str, rank: int) -> dict[str, Any]:
@@ -57,7 +59,8 @@ def same_orders(own: Results, plain: Results) -> bool:
 
 def credited(own: Results, plain: Results) -> bool:
     """Check that each gradient was credited to the examples of its backward."""
-    for plan in ("whole", "both", "accumulated"):
+    accumulates = not any(DEMANDS[name] is accumulated for name in own.without)
+    for plan in ("whole", "both", *(["accumulated"] if accumulates else [])):
         for rank in _ranks():
             credits = own(plan, rank)["credits"]
             if len(credits) != EPOCHS * STEPS or any(claimed != seen for claimed, seen in credits):
@@ -165,33 +168,41 @@ def start(command: list[str]) -> None:
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-8000:]
 
 
-def table(names: Sequence[str], folder: Path) -> str:
-    """Return the table of frameworks and demands."""
+def table(names: Sequence[str], folder: Path, begin: str, command: str) -> str:
+    """Return the table of frameworks and demands, with what marks its place."""
     plain = Results(folder / "plain")
     columns, rows = [], [["demand"]]
     for name in names:
-        module, own = module_of(name), Results(folder / name)
+        module = module_of(name)
+        own = Results(folder / name, getattr(module, "REFUSED", ()))
         version = importlib.metadata.version(module.PACKAGE).split("+")[0]
         rows[0].append(f"{module.NAME} {version}")
-        columns.append(["yes" if demand(own, plain) else "**no**" for demand in DEMANDS.values()])
+        columns.append(
+            [
+                "refused" if what in own.without else "yes" if demand(own, plain) else "**no**"
+                for what, demand in DEMANDS.items()
+            ]
+        )
     rows.append(["---"] * len(rows[0]))
     rows += [[name, *cells] for name, *cells in zip(DEMANDS, *columns, strict=True)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     where = f"Python {platform.python_version()}, torch {torch.__version__.split('+')[0]}"
-    made = f"Made by `make integrations` at {RANKS} gloo ranks on the CPU ({where})."
-    return "\n".join([BEGIN, "", *lines, "", made, "", END])
+    made = f"Made by `{command}` at {RANKS} gloo ranks on the CPU ({where})."
+    return "\n".join([begin, "", *lines, "", made, "", END])
 
 
-def main() -> None:
+def main(which: str = "integrations") -> None:
+    composer = which == "composer"
+    names, begin = (("plain", "composer"), BEGIN_COMPOSER) if composer else (ALL, BEGIN)
     with tempfile.TemporaryDirectory() as folder:
-        run(ALL, Path(folder))
-        made = table(ALL, Path(folder))
+        run(names, Path(folder))
+        made = table(names, Path(folder), begin, f"make {which}")
     text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + made + rest.split(END)[1])
+    before, rest = text.split(begin)
+    PAGE.write_text(before + made + rest.split(END, 1)[1])
     print(made)
     sys.exit("**no**" in made)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -8,7 +8,12 @@ import pytest
 from tests.integrations import conformance
 from tests.integrations.conformance import ALL, BEGIN, DEMANDS, END, PAGE, SMALL, Results
 
-NEEDS = {"plain": (), "stateful": ("torchdata",), "transformers": ("transformers", "accelerate")}
+NEEDS = {
+    "plain": (),
+    "stateful": ("torchdata",),
+    "transformers": ("transformers", "accelerate"),
+    "fabric": ("lightning",),
+}
 NAMES = [
     name
     for name in (ALL if os.environ.get("GRADHERD_INTEGRATIONS") == "all" else SMALL)

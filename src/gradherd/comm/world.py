@@ -71,7 +71,9 @@ class World:
         """Return the ranks of this world as torch's default group counts them."""
         if not dist.is_available() or not dist.is_initialized():
             return list(range(self.size))
-        return dist.get_process_group_ranks(self.group)
+        # torch 2.7 does not take None for the default group.
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return dist.get_process_group_ranks(group)
 
     def timeout(self) -> timedelta:
         """Return how long a rank waits for its peers, as `init_process_group` was told."""

@@ -122,6 +122,7 @@ class OrderedDataLoader(DataLoaderShard):
             # Accelerate's loader is one batch ahead of the loop, so batches are counted here.
             yield from counted(super().__iter__(), sampler)
         finally:
+            self.batch_sampler.drawn_by_loader = False
             # Accelerate counts no epoch that was broken off. It would be named to the sampler
             # again, which then began it anew: the same examples for ever.
             trained = sampler.epoch != epoch or sampler.state_dict()["position"] > sampler.start
@@ -133,12 +134,11 @@ class OrderedBatches(BatchSampler):
     """The batches of an ordered sampler, for its own loader; nobody may skip some of them."""
 
     drawn_by_loader = False
-    """Whether the next iteration is that of the loader itself."""
+    """Whether the loader itself is being iterated."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        allowed, self.drawn_by_loader = self.drawn_by_loader, False
         # accelerate.skip_first_batches makes another loader around these batches.
-        if not allowed:
+        if not self.drawn_by_loader:
             raise ValueError(
                 "skip_first_batches would skip batches of an ordered loader twice: call "
                 "accelerator.skip_first_batches(loader, n), or just iterate over the loader, which "

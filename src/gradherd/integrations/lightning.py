@@ -11,9 +11,11 @@ the loader is iterated for the first time.
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
+from gradherd.attach.attach import attach
 from gradherd.attach.herd import Herd
 from gradherd.integrations.loaders import HerdSettings, with_sampler
 from gradherd.ordering.policy import Policy
@@ -145,3 +147,26 @@ class GradherdCallback(Callback):
         """Leave the model as it was."""
         if stage == "fit" and self._herd is not None:
             self._herd.detach()
+
+
+def attach_fabric(model: Any, **options: Any) -> Herd:
+    """Attach to a model that `Fabric.setup` returned.
+
+    The loader is made with an `OrderedSampler`, which `fabric.setup_dataloaders` keeps.
+
+    Args:
+        model: The model, set up by Fabric.
+        **options: As for `gradherd.attach`: order, sparsify, rows. Fabric's GradScaler, if there is
+            one, is passed on.
+
+    Raises:
+        ValueError: Fabric has not set up this model.
+    """
+    if not isinstance(model, _FabricModule):
+        raise ValueError(
+            f"attach_fabric needs the model that fabric.setup() returned, got a "
+            f"{type(model).__name__}"
+        )
+    # Fabric's wrapper is not the module that DDP calls: hooks belong on the one inside.
+    scaler = getattr(model._strategy.precision, "scaler", None)
+    return attach(model._forward_module, scaler=scaler, **options)

@@ -299,7 +299,9 @@ def save_input(args: tuple[Any, ...]) -> Any:
     Returns:
         A node of autograd with `saved_tensors`; None where autograd just holds what it saves.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    # torch 2.7 cannot tell whether there are such hooks: there, a reference is held in any case.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or top(False) is None:
         return None
     if len(args) != 1 or not isinstance(args[0], Tensor):
         return None
