@@ -9,6 +9,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -191,12 +192,35 @@ def table(names: Sequence[str], folder: Path, begin: str, command: str) -> str:
     return "\n".join([begin, "", *lines, "", made, "", END])
 
 
+def program(page: str) -> str:
+    """Return the program of a framework's page."""
+    text = PAGE.with_name(f"{page}.md").read_text()
+    (found,) = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+    return found
+
+
+def check_composer_page(folder: str) -> None:
+    """Run the program of Composer's page with Composer's launcher."""
+    Path(folder, "train.py").write_text(program("composer"))
+    launcher = Path(sys.executable).with_name("composer")
+    ran = subprocess.run(
+        [launcher, "-n", "2", "train.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "learned 3 epochs" in ran.stdout, ran.stderr[-6000:]
+
+
 def main(which: str = "integrations") -> None:
     composer = which == "composer"
     names, begin = (("plain", "composer"), BEGIN_COMPOSER) if composer else (ALL, BEGIN)
     with tempfile.TemporaryDirectory() as folder:
         run(names, Path(folder))
         made = table(names, Path(folder), begin, f"make {which}")
+        if composer:
+            check_composer_page(folder)
     text = PAGE.read_text()
     before, rest = text.split(begin)
     PAGE.write_text(before + made + rest.split(END, 1)[1])

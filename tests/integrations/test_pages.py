@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.conformance import program
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PROGRAMS = {
@@ -18,11 +20,6 @@ PROGRAMS = {
     "ray": "learned 3 epochs",
 }
 SLOW = ("lightning", "ray")
-
-
-def program(page: str) -> str:
-    (found,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.S | re.M)
-    return found
 
 
 @pytest.mark.timeout(600)
@@ -46,6 +43,6 @@ def test_programs_print_what_the_page_says(page, tmp_path):
     assert PROGRAMS[page] in ran.stdout
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.parametrize("page", [*PROGRAMS, "composer"])
 def test_at_most_five_lines_are_new(page):
     assert 1 <= len(re.findall(r"# new\b", program(page))) <= 5
