@@ -18,6 +18,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
 )
 
@@ -135,7 +136,7 @@ def check_loader(loader: Any) -> None:
     )
 
 
-def with_sampler(loader: Any, sampler: OrderedSampler) -> Any:
+def with_sampler(loader: Any, sampler: Sampler[Any]) -> Any:
     """Return a copy of a loader that draws from `sampler`; the rest stays as the user set it.
 
     Args:
