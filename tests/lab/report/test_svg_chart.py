@@ -3,7 +3,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from gradherd.lab.report.svg_chart import SMALL, ChartAxis, ChartLine, chart
+from gradherd.lab.report.svg_chart import ChartAxis, ChartLine, chart
+from gradherd.lab.report.svg_parts import SMALL
 
 
 def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
@@ -96,3 +97,10 @@ def test_a_small_chart_has_its_legend_inside():
     ]
     assert len(places) == 9 and all(x < SMALL.width - 60 and y < SMALL.height for x, y in places)
     assert any(one.get("stroke-dasharray") for one in image.iter())
+
+
+def test_a_line_under_another_is_named():
+    lines = [ChartLine("a", [(1, 1.0), (2, 3.0)]), ChartLine("b", [(1, 1.0), (2, 3.001)]),
+             ChartLine("c", [(1, 1.0), (2, 2.0)])]  # fmt: skip
+    words = {one.text for one in ET.fromstring(chart("t", "x", "y", lines)).iter()}
+    assert {"a", "b (under a)", "c"} <= words

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradherd.lab.report.palette import COLOURS
-from gradherd.lab.report.svg_chart import NARROW, SMALL, ChartAxis, Layout, svg_head, svg_text
+from gradherd.lab.report.svg_chart import ChartAxis
+from gradherd.lab.report.svg_parts import NARROW, SMALL, Layout, svg_head, svg_text
 from gradherd.lab.text import printable, significant
 
 _LEAST_ROW = 20
@@ -43,7 +44,9 @@ def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
         x: Label of the x axis.
         rows: The bars.
     """
-    layout, names, size = NARROW, 150, 26 if len(rows) <= 12 else 16
+    # Many bars, such as those of 64 workers, become thin, and lose their figures.
+    layout, names = NARROW, 150
+    size = 26 if len(rows) <= 12 else min(16, max(4, 480 // len(rows)))
     longest = max(sum(length for length, _ in row.parts) for row in rows) or 1.0
     # Room for the figures at the end of the bars.
     axis = ChartAxis(0.0, longest, names, layout.width - 110)
@@ -61,10 +64,13 @@ def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
         parts.append(svg_text(names - 8, at + size / 2 + 4, printable(row.name, 22), "end"))
         for length, colour in row.parts:
             left, right = axis.at(done), axis.at(done + length)
-            place = f'x="{left:.1f}" y="{at + 3:g}" width="{right - left:.1f}" height="{size - 6}"'
+            gap = 3 if size > 12 else 0.5
+            place = f'x="{left:.1f}" y="{at + gap:g}" width="{right - left:.1f}"'
+            place += f' height="{size - 2 * gap:g}"'
             parts.append(f'<rect {place} class="{colour}"/>')
             done += length
-        parts.append(svg_text(axis.at(done) + 6, at + size / 2 + 4, row.text, "start"))
+        if size > 12:
+            parts.append(svg_text(axis.at(done) + 6, at + size / 2 + 4, row.text, "start"))
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -15,7 +15,8 @@ from gradherd.lab.report.measures import (
     relative_change,
 )
 from gradherd.lab.report.palette import line_styles
-from gradherd.lab.report.svg_chart import WIDE, ChartLine, Layout, chart
+from gradherd.lab.report.svg_chart import ChartLine, chart
+from gradherd.lab.report.svg_parts import WIDE, Layout
 from gradherd.lab.study.file import check_known, has_type
 from gradherd.lab.study.kinds import method_names
 from gradherd.lab.study.results import RunResult

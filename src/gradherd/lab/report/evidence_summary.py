@@ -24,7 +24,7 @@ from gradherd.lab.report.bar_charts import EffectRow, effect_chart
 from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of
 from gradherd.lab.report.evidence_charts import draw_figure
 from gradherd.lab.report.evidence_pages import MARKS, StudySection, cell, short_cell, totals
-from gradherd.lab.report.svg_chart import SMALL
+from gradherd.lab.report.svg_parts import SMALL
 from gradherd.lab.text import fixed
 
 TEMPLATE = "summary.j2"

@@ -9,9 +9,17 @@ script has replaced them, and keeps them where scripts are off.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from xml.sax.saxutils import escape
 
-from gradherd.lab.report.palette import COLOURS, dashes, style_sheet
+from gradherd.lab.report.palette import COLOURS, dashes
+from gradherd.lab.report.svg_parts import (
+    WIDE,
+    Layout,
+    escaped,
+    pixels,
+    smaller_font,
+    svg_head,
+    svg_text,
+)
 from gradherd.lab.text import printable, significant
 
 _MAX_MARKED = 8
@@ -20,31 +28,6 @@ _LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Size of a chart in pixels, and where its names are."""
-
-    width: int
-    height: int
-    left: int = 64
-    top: int = 34
-    bottom: int = 46
-    side: int = 16
-    """Room to the right of the plot; the legend is there if it is wide enough."""
-    columns: int = 0
-    """Columns of a legend below the plot; 0 for none."""
-    alone: bool = True
-    """Whether the chart is a file of its own, with a title, a background and its own colours."""
-
-
-WIDE = Layout(width=800, height=340, side=280)
-"""A file with a legend to the right of the plot."""
-SMALL = Layout(width=380, height=236, left=52, columns=3)
-"""A file with a legend below the plot; three of them fit side by side."""
-INLINE = Layout(width=560, height=300, top=12, alone=False)
-"""Part of a page that has the title, the legend and the colours."""
-NARROW = Layout(width=460, height=300, top=12, alone=False)
-"""As INLINE, for bars, whose figures take room beside them."""
 _LEGEND_LINE = 18
 
 
@@ -178,38 +161,17 @@ def chart(
     for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
         parts += _draw_line(line, x_axis, y_axis)
         if layout.alone:
-            parts += _legend_entry(number, line, x_axis, foot, layout)
+            hidden = "" if layout.columns else _covered(line, visible[:number], y_axis)
+            parts += _legend_entry(
+                number, replace(line, name=line.name + hidden), x_axis, foot, layout
+            )
     parts += [
-        f'<path d="M{x_axis.start:g} {_number(y_axis.at(level))}H{x_axis.end:g}" '
+        f'<path d="M{x_axis.start:g} {pixels(y_axis.at(level))}H{x_axis.end:g}" '
         f'class="rule" stroke-dasharray="4 4"/>{_label_of(words, x_axis, y_axis.at(level))}'
         for level, words in levels
         if level > 0 or not log
     ]
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> str:
-    """Return the opening tag of a chart; as a file of its own also its colours and its title."""
-    size = f'viewBox="0 0 {layout.width} {height}"'
-    font = 'font-family="system-ui, sans-serif" font-size="12"'
-    if not layout.alone:
-        return f'<svg {size} class="chart" aria-hidden="true" {font}>'
-    words = escaped(title)
-    # An image cannot know the background of its page, so it brings its own. It follows the system's
-    # theme, with the same contrast whatever the page does.
-    dark = f"@media(prefers-color-scheme:dark){{{style_sheet(styles, dark=True)}}}"
-    room = layout.width - layout.left - 4 if layout.columns else layout.width
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} width="{layout.width}" '
-            f'height="{height}" role="img" {font}>',
-            f"<style>{style_sheet(styles)}{dark}</style>",
-            f"<title>{words}</title>",
-            '<rect class="paper" width="100%" height="100%" rx="6"/>',
-            f'<text x="{12 if layout.columns else layout.left}" y="20" font-size="14" '
-            f'font-weight="600"{_smaller_font(title, room, 14)}>{words}</text>',
-        ]
-    )
 
 
 def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
@@ -240,7 +202,7 @@ def _with_margin(low: float, high: float, log: bool, least: float | None) -> tup
 def _grid(x_axis: ChartAxis, y_axis: ChartAxis, x: str, y: str, *, zero: bool) -> list[str]:
     parts = []
     for value, label in _labelled(y_axis):
-        at = _number(y_axis.at(value))
+        at = pixels(y_axis.at(value))
         strength = ".8" if zero and value == 0 else ".25"
         path = f'd="M{x_axis.start:g} {at}H{x_axis.end:g}"'
         parts.append(f'<path {path} class="rule" stroke-opacity="{strength}"/>')
@@ -248,18 +210,12 @@ def _grid(x_axis: ChartAxis, y_axis: ChartAxis, x: str, y: str, *, zero: bool) -
     for value, label in _labelled(x_axis):
         parts.append(svg_text(x_axis.at(value), y_axis.start + 18, label, "middle"))
     parts.append(svg_text((x_axis.start + x_axis.end) / 2, y_axis.start + 38, x, "middle"))
-    middle = _number((y_axis.start + y_axis.end) / 2)
+    middle = pixels((y_axis.start + y_axis.end) / 2)
     parts.append(
         f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle"'
-        f"{_smaller_font(y, y_axis.start - y_axis.end, 12)}>{escaped(y)}</text>"
+        f"{smaller_font(y, y_axis.start - y_axis.end, 12)}>{escaped(y)}</text>"
     )
     return parts
-
-
-def _smaller_font(words: str, room: float, usual: int) -> str:
-    """Return a smaller font for text that would not fit; letters are about half as wide as high."""
-    size = math.floor(20 * room / max(1, len(words)) * 0.92) / 10
-    return f' style="font-size:{max(size, 7.0)}px"' if size < usual - 1.4 else ""
 
 
 def _labelled(axis: ChartAxis) -> list[tuple[float, str]]:
@@ -288,7 +244,7 @@ def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[st
     # Few points: a line alone would suggest that everything between them was measured.
     if len(line.points) < 8:
         parts += [
-            f'<circle cx="{_number(x_axis.at(x))}" cy="{_number(y_axis.at(y))}" '
+            f'<circle cx="{pixels(x_axis.at(x))}" cy="{pixels(y_axis.at(y))}" '
             f'r="3" class="f{number}"/>'
             for x, y in line.points
         ]
@@ -299,6 +255,18 @@ def _stroke(line: ChartLine) -> str:
     dash = dashes(line.style or 0)
     style = f'class="s{(line.style or 0) % len(COLOURS)}" fill="none" stroke-width="2"'
     return f'{style} stroke-dasharray="{dash}"' if dash else style
+
+
+def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> str:
+    """Return a note for the legend if a line cannot be seen, because it is under another one."""
+    for other in above:
+        pairs = list(zip(line.points, other.points, strict=False))
+        same = len(line.points) == len(other.points) and all(
+            a[0] == b[0] and abs(y_axis.at(a[1]) - y_axis.at(b[1])) < 1 for a, b in pairs
+        )
+        if same:
+            return f" (under {other.name})"
+    return ""
 
 
 def _legend_entry(
@@ -312,7 +280,7 @@ def _legend_entry(
     else:
         left, at, length, most = x_axis.end + 16, layout.top + 8 + _LEGEND_LINE * number, 22.0, 36
     return [
-        f'<path d="M{_number(left)} {_number(at)}h{length:g}" {_stroke(line)}/>',
+        f'<path d="M{pixels(left)} {pixels(at)}h{length:g}" {_stroke(line)}/>',
         svg_text(left + length + 6, at + 4, printable(line.name, most), "start"),
     ]
 
@@ -322,20 +290,4 @@ def _label_of(words: str, x_axis: ChartAxis, at: float) -> str:
 
 
 def _path(points: Sequence[tuple[float, float]], x_axis: ChartAxis, y_axis: ChartAxis) -> str:
-    return "M" + "L".join(f"{_number(x_axis.at(x))} {_number(y_axis.at(y))}" for x, y in points)
-
-
-def svg_text(x: float, y: float, words: str, anchor: str) -> str:
-    """Return words at a place; anchor is start, middle or end."""
-    place = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
-    return f"<text {place}>{escaped(words)}</text>"
-
-
-def escaped(words: str) -> str:
-    """Return words that cannot break out of their element."""
-    return escape(printable(words, 90), {'"': "&quot;"})
-
-
-def _number(value: float) -> str:
-    # A tenth of a pixel: more digits only make committed files larger, and differ more often.
-    return f"{value:.1f}".removesuffix(".0")
+    return "M" + "L".join(f"{pixels(x_axis.at(x))} {pixels(y_axis.at(y))}" for x, y in points)
