@@ -153,7 +153,49 @@ def test_no_layer_of_a_task_is_looped_over(name):
     }[name]
     columns = (column, torch.arange(6)) if name == "cifar10-lenet" else (column,)
     indices = torch.tensor([[[0, 1], [4, 3]]])
-    rows = _make_gradients(task, model, columns)(flat, indices)
+    rows = _make_gradients(task, model, columns)(flat, tuple(column[indices] for column in columns))
     for row, own in zip(rows[0], indices[0], strict=True):
         expected = _flat_grad(task.loss(model, *(c[own] for c in columns)), model)
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
+
+
+def _hmda_columns():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(40, 18, generator=generator), torch.arange(40).remainder(2).float()
+
+
+def test_several_steps_in_one_call_are_steps_one_by_one():
+    task, columns = find_task("hmda"), _hmda_columns()
+    models, flat = _models(task, 2)
+    rule, other = FunctionalOptimizer(momentum=0.9), flat.clone()
+    one, several = (StackedStep(task, models[0], columns, rule, each) for each in (flat, other))
+    indices = torch.randint(40, (3, 2, 4, 1), generator=torch.Generator().manual_seed(1))
+    rates = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1).expand(3, 2, 1)
+    with torch.no_grad():
+        for _ in range(2):  # momentum goes on
+            (rows,), means = several.several(rates, indices)
+            for at, (rate, batch) in enumerate(zip(rates, indices, strict=True)):
+                (expected,), mean = one(rate, batch)
+                assert torch.equal(rows[at], expected) and torch.equal(means[at], mean)
+    assert torch.equal(flat, other)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_closed_form_gradients_are_those_of_the_loss(group):
+    task, columns = find_task("hmda"), _hmda_columns()
+    models, flat = _models(task, 2)
+    indices = torch.arange(2 * 4 * group).remainder(40).view(2, 4, group)
+    found = _make_gradients(task, models[0], columns)(flat, tuple(c[indices] for c in columns))
+    for model, batches, own in zip(models, indices, found, strict=True):
+        for index, row in zip(batches, own, strict=True):
+            expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
+            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_wrong_closed_form_gradients_are_refused():
+    class Wrong(type(find_task("hmda"))):
+        def gradients(self, flat, *tensors):
+            return 2 * super().gradients(flat, *tensors)
+
+    with pytest.raises(RuntimeError, match=r"gradients\(\) differ from those of its loss"):
+        _make_gradients(Wrong(), Wrong().model(), _hmda_columns())

@@ -147,6 +147,9 @@ def test_which_runs_go_side_by_side():
     assert stack_runs(other, model) == [[0, 2], [1]]
     large = nn.Linear(2000, 1000)
     assert stack_runs(runs[:3], large) == [[0], [1], [2]]
+    # A model so small that gradients of units cost nothing: all of them.
+    tiny = nn.Linear(3, 1)
+    assert sorted(stack_runs(runs, tiny)[0]) == list(range(8))
     # So many that a step's gradients would not fit are trained in several stacks.
     many = [config_of("digits", order="cd-grab", seed=seed, workers=64) for seed in range(9)]
     assert [len(stack) for stack in stack_runs(many, nn.Linear(100, 640))] == [1] * 9

@@ -62,20 +62,36 @@ class StackedStep:
         self._state = optimizer.init(parameters)
         gradients = _make_gradients(task, model, tensors)
 
-        def step(lr: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-            grads = gradients(state[0], indices)
+        def step_on(lr: Tensor, examples: tuple[Tensor, ...], *state: Tensor) -> tuple[Tensor, ...]:
+            grads = gradients(state[0], examples)
             mean = grads.mean(1)
             updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
             # Nothing is updated in place here: tracing drops in-place writes in some versions.
             return (mean, updated, *optimizer_state, *select_rows(grads))
 
+        def step(lr: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            # Indexed inside the graph: only indices are copied to the static input.
+            return step_on(lr, tuple(tensor[indices] for tensor in tensors), *state)
+
         def worker_means(indices: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
-            grads = gradients(parameters, indices)
+            grads = gradients(parameters, tuple(tensor[indices] for tensor in tensors))
             return grads.unflatten(1, (workers, -1)).mean(2), *select_rows(grads)
 
-        # Two functions, since a sparse exchange happens between gradients and update, outside the
-        # graph.
+        def steps(lrs: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            means, rows = [], []
+            examples = [tensor[indices].unbind() for tensor in tensors]  # one lookup for all steps
+            for lr, *batch in zip(lrs.unbind(), *examples, strict=True):
+                mean, *outputs = step_on(lr, tuple(batch), *state)
+                means.append(mean)
+                rows.append(outputs[len(state) :])
+                state = tuple(outputs[: len(state)])
+            stacked = (torch.stack(each) for each in zip(*rows, strict=True))
+            return (torch.stack(means), *state, *stacked)
+
+        # Two more functions, since a sparse exchange happens between gradients and update, outside
+        # the graph, and since a call from Python costs as much as a step of a small model.
         self._step, self._worker_means = _GraphCache(step), _GraphCache(worker_means)
+        self._steps = _GraphCache(steps)
 
     def __call__(self, lr: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Take one step.
@@ -88,8 +104,25 @@ class StackedStep:
             The selected rows, and (S, D) the mean gradients; on a GPU the next call overwrites
             both.
         """
+        return self._call(self._step, lr, indices)
+
+    def several(self, lrs: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Take K steps in one call.
+
+        Args:
+            lrs: (K, S, 1) learning rates.
+            indices: (K, S, G, B) examples of each run.
+
+        Returns:
+            What K calls return, stacked: the selected rows, and (K, S, D) mean gradients.
+        """
+        return self._call(self._steps, lrs, indices)
+
+    def _call(
+        self, graph: "_GraphCache", lr: Tensor, indices: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         state = self._full_state
-        mean, *outputs = self._step(lr, indices, *state)
+        mean, *outputs = graph(lr, indices, *state)
         # Copied back, so that parameters stay at the addresses that the graph reads.
         self._write(outputs[: len(state)])
         return tuple(outputs[len(state) :]), mean
@@ -141,7 +174,7 @@ class _GraphCache:
 
 def _make_gradients(
     task: Task, model: nn.Module, tensors: Tensors
-) -> Callable[[Tensor, Tensor], Tensor]:
+) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor]:
     spec, vmappable = FlatSpec.of(model), make_vmappable(model)
 
     def loss_of_group(flat: Tensor, *examples: Tensor) -> Tensor:
@@ -154,16 +187,35 @@ def _make_gradients(
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
     # vmap over models turns a convolution into one with a group per model, which is slow.
     of_runs = _loop_over_runs(of_groups) if prefers_loop(model) else vmap(of_groups)
+    if (closed_form := getattr(task, "gradients", None)) is not None:
+        _check_gradients(closed_form, of_runs, spec.size, tensors)
+        of_runs = closed_form
 
-    def gradients(parameters: Tensor, indices: Tensor) -> Tensor:
+    def gradients(parameters: Tensor, examples: tuple[Tensor, ...]) -> Tensor:
         """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
-        # Indexed inside the graph: only indices are copied to the static input.
-        examples = tuple(tensor[indices] for tensor in tensors)
         with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the fused kernels.
             grads: Tensor = of_runs(parameters, *examples)
         return grads
 
     return gradients
+
+
+def _check_gradients(
+    closed_form: Callable[..., Tensor],
+    of_runs: Callable[..., Tensor],
+    size: int,
+    tensors: Tensors,
+) -> None:
+    """Compare a task's own gradients with those of its loss on a few examples."""
+    flat = torch.linspace(-1, 1, 2 * size, device=tensors[0].device).view(2, size)
+    sample = torch.arange(8, device=tensors[0].device).remainder(len(tensors[0])).view(2, 2, 2)
+    examples = tuple(tensor[sample] for tensor in tensors)
+    found, expected = closed_form(flat, *examples), of_runs(flat, *examples)
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-5):
+        raise RuntimeError(
+            "the task's gradients() differ from those of its loss() by up to "
+            f"{float((found - expected).abs().max()):.2g}: correct or remove that method"
+        )
 
 
 def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

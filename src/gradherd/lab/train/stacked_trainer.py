@@ -39,6 +39,9 @@ from gradherd.rows.sketch import count_sketch
 
 # Rows are buffered and passed to the orders together, up to this many steps and elements.
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
+# Steps of a graph on the CPU, and steps of an epoch from which building it takes less time than it
+# saves. A GPU replays a graph of one step without the host.
+_STEPS_PER_CALL, _MANY_STEPS = 8, 2000
 
 
 class RowBuffer:
@@ -67,11 +70,11 @@ class RowBuffer:
         return count_sketch(own, self._sketch.size, self._sketch.seed)
 
     def store(self, rows: Tensor, at: int, steps: int) -> None:
-        """Store (s, G, k) rows as those of step `at` of `steps`."""
-        shape = (len(rows), steps, *rows.shape[1:])
+        """Store (K, s, G, k) rows as those of K steps from step `at` of `steps` on."""
+        shape = (rows.shape[1], steps, *rows.shape[2:])
         if self._rows.shape != shape:
             self._rows = rows.new_empty(shape)
-        self._rows[:, at].copy_(rows)
+        self._rows[:, at : at + len(rows)].copy_(rows.transpose(0, 1))
 
     def stored(self, steps: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the index of each run and the (T, G, k) rows of its first `steps` steps."""
@@ -160,24 +163,31 @@ class StackedTrainer:
         begin = time.perf_counter()
         batches = self._indices().split(config.batch_size, dim=2)
         # All of an epoch at once: on a GPU each copy from the host would delay the step.
-        steps = range(len(batches))
-        lrs = torch.tensor(
-            [[[one.lr_at(number, at, len(batches))] for one in self._configs] for at in steps]
-        ).to(self._parameters.device)
+        count, steps = len(batches), range(len(batches))
+        # Runs of a stack have one schedule: rates are computed once for each base rate.
+        rates = {
+            one.lr: torch.tensor([one.lr_at(number, at, count) for at in steps])
+            for one in self._configs
+        }
+        lrs = torch.stack([rates[one.lr] for one in self._configs], dim=1).unsqueeze(2)
+        lrs = lrs.to(self._parameters.device)
         means: list[Tensor] = []
         sent_before = [one.bytes for one in self._coordination]
         data_seconds = time.perf_counter() - begin
         buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
-        for done, batch in enumerate(batches, 1):
-            rows_of_buffers, mean = self._advance(lrs[done - 1], batch, counters)
+        done, at_once = 0, self._steps_per_call(count)
+        while done < count:
+            # The last batch may be shorter, so it never shares a call or a buffer with others.
+            fits = min(capacity - buffered, count - 1 - done) >= at_once
+            span = slice(done, done + (at_once if fits else 1))
+            rows_of_buffers, mean = self._advance(lrs[span], batches[span], counters)
             if self._tracks_prefix_sums:
                 # The next replay of the graph overwrites it.
                 means.append(mean.clone())
             for buffer, rows in zip(self._row_buffers, rows_of_buffers, strict=True):
                 buffer.store(rows, buffered, capacity)
-            buffered += 1
-            # The last batch may be shorter, so it never shares a buffer with others.
-            if buffered == capacity or done >= len(batches) - 1:
+            buffered, done = buffered + span.stop - done, span.stop
+            if buffered == capacity or done >= count - 1:
                 self._observe(buffered, counters)
                 on_step(buffered * runs)
                 buffered = 0
@@ -211,10 +221,30 @@ class StackedTrainer:
             ]
         ).to(self._parameters.device)
 
+    def _steps_per_call(self, steps: int) -> int:
+        """Return how many steps are taken in a call, in epochs of this many."""
+        together = not self._sparse and not self._parameters.is_cuda and steps >= _MANY_STEPS
+        return _STEPS_PER_CALL if together else 1
+
     def _advance(
+        self, lrs: Tensor, batches: Sequence[Tensor], counters: list[EpochCounters]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Take K steps on (S, R, B) examples each.
+
+        Returns:
+            (K, s, G, k) rows of each buffer, and (K, S, D) means.
+        """
+        if len(batches) > 1:
+            together = torch.stack(list(batches))
+            shape = (*together.shape[:2], -1, self._group_size(batches[0]))
+            several, means = self._step.several(lrs, together.reshape(shape))
+            return list(several), means
+        rows, mean = self._advance_one(lrs[0], batches[0], counters)
+        return [one.unsqueeze(0) for one in rows], mean.unsqueeze(0)
+
+    def _advance_one(
         self, lr: Tensor, batch: Tensor, counters: list[EpochCounters]
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Step on (S, R, B) examples; return the rows of each buffer, and the (S, D) mean."""
         groups = batch.reshape(len(batch), -1, self._group_size(batch))
         if not self._sparse:
             return self._step(lr, groups)
@@ -270,7 +300,7 @@ class StackedTrainer:
             examples = self._configs[0].batch_size * self._configs[0].workers
             for at, own in enumerate(counters):
                 # Run by run: a stack of all runs would be a second copy of all gradients.
-                visited = torch.stack([mean[at] for mean in means])
+                visited = torch.cat([mean[:, at] for mean in means])
                 own.herding_bound = herding_bound(visited, examples)
 
     def evaluate(self) -> list[Evaluation]:

@@ -25,8 +25,9 @@ _MAX_SAVED = 1 << 30
 _MAX_PARAMETERS = 1 << 20
 # Examples on which a task's loss is probed.
 _SAMPLES = 16
-# With so few groups, a run that needs no gradients of groups costs little beside those that do.
-_FEW_GROUPS = 8
+# With so few groups, or elements of their gradients, a run that needs none of them costs little
+# beside those that do.
+_FEW_GROUPS, _FEW_ELEMENTS = 8, 1024
 
 
 def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
@@ -134,7 +135,8 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
         )
         units = config.workers * (config.batch_size // config.unit)
         # With many units, orders that need no rows would pay for those that do.
-        groups = groups_per_step(config) if units > _FEW_GROUPS else None
+        few = units <= _FEW_GROUPS or units * size <= _FEW_ELEMENTS
+        groups = None if few else groups_per_step(config)
         alike.setdefault(f"{shared} {groups}", []).append(at)
     stacks = []
     for indices in alike.values():
