@@ -257,10 +257,8 @@ class VirtualWorkers:
         settings: The sparsifier and how it is run.
         dim: D, the number of elements of all parameters.
         size: R.
-        sparse: As for `Worker`.
-        layers: As for `Worker`.
-        dtype: Dtype of the residuals.
-        device: Device of the residuals.
+        sparse, layers: As for `Worker`.
+        dtype, device: Of the residuals.
 
     >>> workers = VirtualWorkers(Sparsify(method="topk"), dim=4, size=2)
     >>> workers.step(torch.tensor([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 1.0]]))
@@ -281,22 +279,14 @@ class VirtualWorkers:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.workers = [
-            Worker(
-                settings,
-                dim,
-                rank=rank,
-                size=size,
-                sparse=sparse,
-                layers=layers,
-                dtype=dtype,
-                device=device,
-            )
-            for rank in range(size)
-        ]
+        own: dict[str, Any] = {"size": size, "sparse": sparse, "layers": layers}
+        own |= {"dtype": dtype, "device": device}
+        self.workers = [Worker(settings, dim, rank=rank, **own) for rank in range(size)]
         self._dim = dim
         self._sparse = dim if sparse is None else sparse
         self.metrics: dict[str, Any] = {}
+        self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
+        self.payload: Tensor | None = None
 
     def step(self, grads: Tensor) -> Tensor:
         """Average gradients over workers.
@@ -315,6 +305,8 @@ class VirtualWorkers:
         if self.workers[0].weightless:
             return torch.zeros_like(grads[0])
         results = run_together([worker.script() for worker in self.workers])
+        if self.keep_payload:
+            self.payload = self._sent(results[0].value)
         for worker, result in zip(self.workers, results, strict=True):
             worker.commit(result.value)
         outcome = results[0].value
@@ -329,6 +321,13 @@ class VirtualWorkers:
         }
         out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
         return out.index_copy_(0, outcome.indices, mean)
+
+    def _sent(self, outcome: Outcome | None) -> Tensor | None:
+        """Return (R, D) what each worker has sent, zero elsewhere; None if nothing was."""
+        if outcome is None:
+            return None
+        sums = torch.stack([worker.feedback.acc for worker in self.workers])
+        return torch.zeros_like(sums).index_copy_(1, outcome.indices, sums[:, outcome.indices])
 
     def residuals(self) -> Tensor:
         """Return the residuals of all workers: (R, D)."""

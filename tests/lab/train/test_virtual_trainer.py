@@ -8,6 +8,7 @@ import torch
 
 from gradherd.comm.ranks import run_ranks
 from gradherd.lab.tasks.registry import TASKS
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.lab.train.work import HERE, config_of, in_one_process, on_ranks
 
 REAL = os.environ.get("GRADHERD_DATA")
@@ -107,3 +108,31 @@ def test_three_steps_of_every_other_task(name):
     ranks = run_ranks(on_ranks, 2, [config], Path(REAL))
     assert ranks[0][0][0][1].steps == 3
     same(ranks[0][0], in_one_process(config, Path(REAL)), bits=False)
+
+
+def test_rows_of_what_is_sent_are_that_and_cost_nothing():
+    common = {"sparsify": "exdyna", "density": 0.1, "workers": 2, "batch_size": 8, "unit": 8}
+    common |= {"order": "cd-grab", "virtual": True, "limit": 96}
+    trainer = VirtualTrainer(*_task_of(config_of("digits", rows="payload", **common)))
+    seen = []
+    observe = trainer.ordering.observe
+    trainer.ordering.observe = lambda rows, **first: (seen.append(rows), observe(rows, **first))
+    before = trainer.ordering.version
+    (counters,) = trainer.train_epoch(1, lambda steps=1: None)
+    assert (counters.ordering_bytes, len(seen), trainer.ordering.version != before) == (0, 6, True)
+    # Both workers send what is selected, and all that is averaged: residuals hold the rest.
+    sent = torch.cat(seen)
+    assert ((sent != 0).float().mean((0, 2)) < 0.3).all()
+    torch.testing.assert_close(sent[-1].mean(0), trainer._averager.mean)
+
+
+def test_rows_of_what_is_sent_need_a_sparsifier_and_whole_batches():
+    common = {"rows": "payload", "order": "cd-grab", "virtual": True, "workers": 2, "limit": 96}
+    for chosen in ({"batch_size": 8, "unit": 8}, {"sparsify": "topk", "density": 0.1, "unit": 1}):
+        with pytest.raises(ValueError, match="rows='payload' orders whole batches"):
+            VirtualTrainer(*_task_of(config_of("digits", **common, **chosen)))
+
+
+def _task_of(config):
+    task = TASKS[config.task]()
+    return config, task, task.load(None, config.limit)

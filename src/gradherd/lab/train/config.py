@@ -17,8 +17,8 @@ from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
 
-# The names that `attach` takes for rows; settings objects have no place on a command line.
-ROWS = ("auto", "batch", "exact", "sketch", "two-sided")
+# The names that `attach` takes for rows, and "payload", an experiment with simulated workers.
+ROWS = ("auto", "batch", "exact", "sketch", "two-sided", "payload")
 
 
 @dataclass(frozen=True, kw_only=True)

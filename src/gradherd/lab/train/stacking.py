@@ -34,6 +34,8 @@ def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
     """Return why runs like this one cannot be stacked; None if they can."""
     if config.local_steps is not None:
         return "each of its workers has weights of its own"
+    if config.rows == "payload":
+        return "its rows come from the exchange"
     size, device = FlatSpec.of(model).size, config.device.partition(":")[0]
     if size > _MAX_SIZE[device]:
         return f"{size:,} parameters are too many"

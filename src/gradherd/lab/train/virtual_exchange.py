@@ -102,6 +102,12 @@ class GradientAverager:
                 layers=self.layout.layers,
                 device=self.parameters[0].device,
             )
+            self._sparse.keep_payload = config.rows == "payload"
+
+    @property
+    def payload(self) -> Tensor | None:
+        """(R, D) what each worker has sent in the last step, if rows are made of that."""
+        return None if self._sparse is None else self._sparse.payload
 
     def flat_grad(self) -> Tensor:
         """Return (D,) the model's current gradient."""

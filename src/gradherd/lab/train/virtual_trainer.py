@@ -117,7 +117,14 @@ class VirtualTrainer:
         self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
-        if needs_rows:
+        # Every worker has received these values: nothing else is sent.
+        self._payload_is_rows = needs_rows and config.rows == "payload"
+        if self._payload_is_rows and (config.density is None or config.unit != config.batch_size):
+            raise ValueError(
+                "rows='payload' orders whole batches (unit = batch_size) by what a sparsifier "
+                f"sends, got unit {config.unit} of {config.batch_size} and {config.sparsify!r}"
+            )
+        if needs_rows and not self._payload_is_rows:
             rows = row_settings(config, needs_rows, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
             if not self._gradients_are_rows:
@@ -155,6 +162,8 @@ class VirtualTrainer:
             with self._ordering_timer.measure():
                 if self._gradients_are_rows:
                     self._coordination.exchange(grads)
+                elif self._payload_is_rows:
+                    self._observe_payload(at)
                 elif rows:
                     self._coordination.add(torch.stack(rows))
             clip_and_step(self._optimizer, self._parameters, config.clip)
@@ -176,6 +185,12 @@ class VirtualTrainer:
             examples = config.batch_size * config.workers
             counters.herding_bound = herding_bound(torch.stack(means), examples)
         return [counters]
+
+    def _observe_payload(self, step: int) -> None:
+        """Order by what was sent in a step; one that was called off is skipped."""
+        payload = self._averager.payload
+        if payload is not None:
+            self.ordering.observe(payload.unsqueeze(0), first=step)
 
     def _gradients(self, batch: Tensor, counters: EpochCounters) -> tuple[Tensor, list[Tensor]]:
         """Return the (R, D) gradients of all workers on (R, B) examples, and their (U, k) rows.
