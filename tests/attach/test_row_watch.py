@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradherd as gh
 from gradherd.comm.ranks import run_ranks
 from gradherd.ordering import herding_bound
+from gradherd.rows import DenseRows
 from tests.rows.reference import loop_over_examples
 
 NORMS = {f"herd/row_norm_{level}" for level in ("p10", "p50", "p90")}
@@ -116,6 +117,7 @@ def test_watching_changes_neither_orders_nor_states():
         epoch(model, loader, optimizer)
         states.append((herd.state_dict(), herd.sampler.indices()))
         herd.detach()
+        assert type(herd.sampler.ordering.policy) is gh.GraB
     (plain, order), (state, watched_order) = states
     assert order == watched_order and plain["ordering"]["policy"] == state["ordering"]["policy"]
     model, herd, loader, optimizer = setup("exact")
@@ -139,13 +141,39 @@ def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
     kept = centred[4::5][:, torch.arange(7) * 20 // 7]
     assert float(sums.bound()) == pytest.approx(float(kept.abs().max()))
     assert float(sums.bound()) <= herding_bound(rows, torch.arange(23)) + 1e-9
+    sums = herding.PrefixSums(23)
+    for first in range(0, 23, 4):
+        part = rows[first : first + 4]
+        sums.add(first, DenseRows(part), torch.ones(len(part), 1, dtype=torch.bool))
+    # Of rows that are not formed, the end of each batch that has one of the steps 4, 9, 14, 19.
+    kept = centred[[7, 11, 15, 19]][:, torch.arange(7) * 20 // 7]
+    assert float(sums.bound()) == pytest.approx(float(kept.abs().max()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nothing_waits_for_the_gpu():
+    from gradherd.ordering.herding import PrefixSums
+    from gradherd.rows.row_stats import RowFigures
+
+    rows, seen = torch.randn(8, 1, 5000, device="cuda"), torch.ones(8, 1, dtype=torch.bool)
+    figures, sums = RowFigures(unit=1), PrefixSums(16)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in (0, 8):
+            figures.add(rows[:, 0])
+            sums.add(step, rows, seen)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert figures.numbers().keys() >= {"row_norm_p50"} and float(sums.bound()) > 0
 
 
 def test_rows_that_nobody_holds_are_refused():
-    _, herd, _, _ = setup("auto", order="d-rr")
+    model, herd, loader, optimizer = setup("auto", order="d-rr")
     with pytest.raises(RuntimeError, match="rows_stats\\(\\) needs the rows of this rank"):
         herd.rows_stats()
-    assert not NORMS & herd.scalars(rows=True).keys()
+    herd.scalars(rows=True)
+    epoch(model, loader, optimizer)
+    assert not {*NORMS, "herd/herding_bound"} & herd.scalars(rows=True).keys()
     herd.detach()
 
 

@@ -248,6 +248,8 @@ class OrderFeedback:
             self.finish()
         finally:  # also after a rank has failed: nothing of this must stay in the model
             self._transport.close()
+            if self._watch is not None:
+                self._watch.close()
             for handle in self._handles:
                 handle.remove()
 

@@ -70,9 +70,10 @@ class RowWatch:
             sampler: The sampler.
         """
         self.figures = RowFigures(sampler.unit)
-        ordering = sampler.ordering
+        self._ordering = ordering = sampler.ordering
         self._policy = WatchedPolicy(ordering.policy, ordering.length)
-        ordering.policy = self._policy
+        if ordering.policy.needs_rows:
+            ordering.policy = self._policy
 
     def numbers(self) -> dict[str, float]:
         """Return what can be logged so far."""
@@ -80,3 +81,7 @@ class RowWatch:
         if self._policy.last is not None:
             numbers["herding_bound"] = float(self._policy.last.bound())
         return numbers
+
+    def close(self) -> None:
+        """Leave the sampler as it was."""
+        self._ordering.policy = self._policy.policy

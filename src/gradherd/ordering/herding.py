@@ -101,7 +101,8 @@ class PrefixSums:
             rows: (b, M, D); with one worker also rows that are not formed.
             seen: (b, M) which of them are real, on the host.
         """
-        kept = torch.arange(len(seen))[self._stride - 1 - step % self._stride :: self._stride]
+        # A slice, not indices: those would have to go to the GPU, which waits for it.
+        kept = slice(self._stride - 1 - step % self._stride, None, self._stride)
         if isinstance(rows, Tensor):
             values = rows[..., columns(rows.shape[-1], rows.device)].detach().double()
             if not seen.all():
@@ -111,12 +112,14 @@ class PrefixSums:
             # Not formed: the sum of all of them, as if they were visited in one step.
             summed = rows.combine(torch.ones(1, len(rows))).detach().double()
             by_step = summed[:, columns(summed.shape[-1], summed.device)]
-            counts, kept = torch.tensor([len(rows)]), kept[:1] * 0
+            counts = torch.tensor([len(rows)])
+            kept = slice(int(kept.start >= len(rows)), None)
         sums = by_step.cumsum(0) if self._total is None else by_step.cumsum(0) + self._total
         counts = counts.cumsum(0) + self._count
         self._total, self._count = sums[-1].clone(), int(counts[-1])
-        if len(kept):
-            self._sums.append(sums[kept.to(sums.device)])
+        if len(counts[kept]):
+            # A copy, because a view would keep the sums of all steps alive.
+            self._sums.append(sums[kept].clone())
             self._counts.append(counts[kept])
 
     def bound(self) -> Tensor:

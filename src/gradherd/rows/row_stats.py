@@ -99,20 +99,20 @@ class RowFigures:
         self._unit = unit
         self.last: RowStats | None = None
         """Figures of the last batch."""
-        self._average = torch.zeros(2)
+        self._average: Tensor | None = None  # (2,) signal and noise
 
     def add(self, rows: Tensor | Rows) -> None:
         """Measure the (U, D) rows of a batch."""
         self.last = stats = row_stats(rows, self._unit)
         both = torch.stack([stats.signal, stats.noise])
-        before = self._average.to(both.device)
+        before = torch.zeros_like(both) if self._average is None else self._average
         # The mean of quotients would be biased; the quotient of two means is not. Both begin at 0,
         # so both are too small by the same factor. A batch that overflowed (AMP) does not count.
         self._average = torch.where(both.isfinite().all(), before.lerp(both, 0.02), before)
 
     def numbers(self) -> dict[str, float]:
         """Return quantiles of the norms and the noise scale, with one wait for the device."""
-        if self.last is None:
+        if self.last is None or self._average is None:
             return {}
         norms = self.last.norms
         levels = torch.tensor(list(QUANTILES.values()), device=norms.device)
