@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
@@ -362,6 +363,9 @@ def complaints():
     taken = DDP(net())
     gh.attach(taken, sparsify=SPARSE)
     found["taken"] = refused(lambda: gh.attach(taken, sparsify=SPARSE))
+    hooked = DDP(net())
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    found["hooked"] = refused(lambda: gh.attach(hooked, sparsify=SPARSE))
     embedding = DDP(nn.Embedding(10, 3, sparse=True))
     found["sparse"] = refused(lambda: gh.attach(embedding, sparsify="exdyna"))
     other = gh.attach(DDP(nn.Linear(8, 50)), sparsify=SPARSE)

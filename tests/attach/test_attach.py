@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradherd import BatchRows, ExactRows, OrderedSampler, SketchRows, World, attach
+from gradherd import BatchRows, ExactRows, LocalSteps, OrderedSampler, SketchRows, World, attach
 from gradherd.comm import run_ranks
 from gradherd.replay.order import replay_order
 from tests.attach import attach_work
@@ -356,11 +356,11 @@ def test_detach_leaves_the_model_as_it_was(policy, unit, rows):
 
 
 def test_choice_is_logged(caplog):
-    net, dataset = network(), examples(8)
+    dataset = examples(8)
     with caplog.at_level("INFO", logger="gradherd"):
         for unit in (1, 4):
-            attach(net, order=OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit))
-        attach(net, order=OrderedSampler(dataset, "d-rr", batch_size=4))
+            attach(network(), order=OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit))
+        attach(network(), order=OrderedSampler(dataset, "d-rr", batch_size=4))
         big = nn.Linear(300, 100)
         attach(big, order=OrderedSampler(dataset, "cd-grab", batch_size=4))
     exact, batch, none, sketch = [record.getMessage() for record in caplog.records]
@@ -512,11 +512,52 @@ def test_persistent_workers_begin_anew(stop):
 def test_a_second_attach_waits_for_the_first_to_let_go():
     dataset, net = examples(8), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    other = OrderedSampler(dataset, "cd-grab", batch_size=4)
     herd = attach(net, order=sampler)
-    with pytest.raises(ValueError, match=r"attached already: call detach\(\) of the herd"):
-        attach(net, order=sampler)
+    with pytest.raises(ValueError, match=r"order is attached already: call detach\(\) of the herd"):
+        attach(network(), order=sampler)
+    # Also with another order, or none.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    refused = r"model is attached already: call detach\(\) of the herd"
+    with pytest.raises(ValueError, match=refused):
+        attach(net, order=other)
+    with pytest.raises(ValueError, match=refused):
+        attach(net, optimizer=optimizer, local=LocalSteps(every=2))
+    attach(copy.deepcopy(net), order=other)  # a copy is another model
     herd.detach()
     attach(net, order=sampler)
+
+
+def test_a_model_that_was_dropped_lets_its_sampler_go():
+    dataset, net = examples(8), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
+    herd = attach(net, order=sampler)
+    del net, herd
+    herd = attach(network(), order=sampler)
+    with pytest.raises(ValueError, match="order is attached already"):
+        attach(network(), order=sampler)
+    herd.detach()
+
+
+def test_a_herd_that_was_detached_says_so():
+    dataset, net = examples(8), network()
+    herd = attach(net, order=OrderedSampler(dataset, "cd-grab", batch_size=4))
+    state = herd.state_dict()
+    herd.detach()
+    herd.detach()  # does nothing
+    uses = {
+        "observe": lambda: herd.observe([0, 1, 2, 3]),
+        "finish": herd.finish,
+        "pause": lambda: herd.pause().__enter__(),
+        "sync": herd.sync,
+        "shared_weights": lambda: herd.shared_weights().__enter__(),
+        "state_dict": herd.state_dict,
+        "load_state_dict": lambda: herd.load_state_dict(state),
+    }
+    for name, use in uses.items():
+        with pytest.raises(RuntimeError, match=rf"^{name}\(\) needs a herd .* was detached$"):
+            use()
+    assert herd.metrics()["epoch"] == 0  # figures stay
 
 
 def test_a_pause_inside_a_pause_does_not_end_it():

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradherd.rows import Capture
-from gradherd.rows.row_check import CHECK_EVERY, FIRST_CHECKS, sum_and_norms
+from gradherd.rows.row_check import CHECK_EVERY, FIRST_CHECKS
+from gradherd.rows.row_sums import sum_and_norms
 from gradherd.rows.terms import DenseTerm, OuterTerm
 from tests.rows.reference import close, loop_over_examples
 from tests.rows.test_capture import BATCH, MODELS, per_example, values
@@ -47,13 +48,15 @@ def test_no_false_alarm(kind: str, dtype: torch.dtype) -> None:
         pytest.skip("not every CPU has LSTMs in bfloat16")
     model = make().to(torch.float32 if autocast else dtype)
     capture = Capture(model, strict=True)
+    early = Capture(model, strict=True, sketch=(16, 0), batch_size=BATCH)
     x = x.to(torch.float32 if autocast else dtype) if x.is_floating_point() else x
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = per_example(model(x)).mean()
         loss.backward()
         capture.pop_rows(BATCH)
-    assert capture.left_out == {}
+        early.pop_sketch(BATCH, 16, 0)
+    assert capture.left_out == early.left_out == {}
 
 
 @given(
@@ -102,11 +105,15 @@ def test_a_weight_used_outside_its_module_is_left_out_and_named(
     assert "embed.weight (they do not add up" in record.getMessage()
 
 
-def test_sketches_leave_out_the_same() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_sketches_leave_out_the_same(early: bool) -> None:
     torch.manual_seed(0)
     model, x = TiedByFunction().double(), tokens_of_batch()
     capture = Capture(model)
+    if early:  # rows are read, and compared, while gradients arrive
+        capture = Capture(model, sketch=(64, 0), batch_size=BATCH)
     step(model, x)
+    assert bool(capture.num_calls) != early
     first = capture.pop_sketch(BATCH, 64, 0)
     with torch.no_grad():
         before = model.embed.weight.clone()
@@ -126,15 +133,42 @@ def test_strict_raises() -> None:
     assert capture.num_calls == 0
 
 
-def test_a_gradient_penalty_is_an_error() -> None:
+class SharedByFunction(nn.Module):
+    """A linear layer whose weight a module without a rule owns, too."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(3, 3), nn.Module()
+        self.own.weight = self.layer.weight
+        self.own.forward = lambda x: F.linear(x, self.own.weight)
+        self.wide, self.scale = nn.Linear(3, 20), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.own(self.layer(x).tanh())
+        return self.wide(y + F.linear(x, self.layer.weight) * self.scale)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_rows_that_are_known_early_and_late_are_added(scale: float) -> None:
+    model = SharedByFunction(scale).double()
+    capture = Capture(model, sketch=(64, 0), batch_size=BATCH)
+    for _ in range(3):
+        step(model, values(BATCH, 3))
+        capture.pop_sketch(BATCH, 64, 0)
+    # With a third use that no module owns, they do not add up.
+    assert list(capture.left_out) == (["layer.weight"] if scale else [])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_gradient_penalty_is_an_error(early: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    capture = Capture(model)
+    capture = Capture(model, sketch=(64, 0), batch_size=BATCH if early else None)
     x = torch.randn(BATCH, 3, requires_grad=True)
     loss = per_example(model(x)).mean()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     (loss + grad.pow(2).sum()).backward()
     with pytest.raises(RuntimeError, match=r"create_graph=True.*order whole batches"):
-        capture.pop_rows(BATCH)
+        capture.pop_sketch(BATCH, 64, 0)
 
 
 def test_gradients_of_inputs_alone_do_not_count() -> None:

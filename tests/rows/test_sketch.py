@@ -201,13 +201,18 @@ def test_sketches_made_during_the_backward_have_the_bits_of_later_ones(kind: str
     make, x = MODELS[kind]
     model = make().double()
     late, early = Capture(model), Capture(model, sketch=(32, 5))
+    known = Capture(model, sketch=(32, 5), batch_size=BATCH)
     for batch in range(6):
         inputs = x + 0.1 * batch if x.is_floating_point() else (x + batch) % 7
         per_example(model(inputs)).mean().backward()
-        rule_calls = [call for call in early._recorder.calls if call.context is None]
-        assert bool(rule_calls) == (batch < 3)  # held only where rows are checked
+        held = [
+            any(call.context is None for call in capture._recorder.calls)
+            for capture in (early, known)
+        ]
+        assert held == [batch == 0, False]  # only until it is known where the examples are
         expected = late.pop_sketch(BATCH, 32, 5)
         assert torch.equal(early.pop_sketch(BATCH, 32, 5), expected)
+        assert torch.equal(known.pop_sketch(BATCH, 32, 5), expected)
     with pytest.raises(ValueError, match=r"size and seed \(32, 5\), got \(8, 5\)"):
         early.pop_sketch(BATCH, 8, 5)
     with pytest.raises(RuntimeError, match="pop_sketch"):
@@ -233,9 +238,9 @@ def test_sketches_made_early_count_only_for_gradients_of_parameters() -> None:
 def test_a_batch_of_another_size_than_the_model_was_given_is_named() -> None:
     model = nn.Linear(3, 2)
     capture = Capture(model, sketch=(16, 0))
-    for _ in range(4):
+    for batch in range(4):
         per_example(model(torch.randn(BATCH, 3))).mean().backward()
-        if capture.num_calls:
+        if batch < 3:
             capture.pop_sketch(BATCH, 16, 0)
     with pytest.raises(RuntimeError, match="given 4 examples, but the batch has 5"):
         capture.pop_sketch(5, 16, 0)
@@ -264,7 +269,7 @@ def test_inputs_inside_a_checkpoint_are_not_held(sketch: tuple[int, int] | None)
         loss = per_example(model(x)).mean()
         assert held() == []
         loss.backward()
-        if sketch and batch >= 3:
+        if sketch and batch:
             assert held() == []
         rows = capture.pop_sketch(BATCH, 16, 0)
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)

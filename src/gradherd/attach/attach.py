@@ -19,7 +19,7 @@ from gradherd.attach.fsdp_checks import ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.attach.herd import Herd
+from gradherd.attach.herd import Herd, refuse_attached
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.optimizer_checks import refuse_second_momentum, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
@@ -100,6 +100,7 @@ def attach(
         raise
     meeting = RankMeeting(world)
     try:
+        refuse_attached(bare)
         stepping = _check_local(bare, local, optimizer, sparsify is not None, scaler)
         settings = _sparsify_settings(bare, sparsify, worlds, mesh)
         sparsifies = settings is not None
@@ -134,7 +135,7 @@ def attach(
     if order is not None and plan is not None:
         transport = _make_transport(bare, order, plan)
         feedback = OrderFeedback(model, order, transport, plan, scaler)
-    return Herd(feedback, sparse)
+    return Herd(bare, feedback, sparse)
 
 
 def _check_order(order: object) -> None:
@@ -237,10 +238,10 @@ def _check_local(
         return None
     if not isinstance(local, LocalSteps):
         raise ValueError(f"local must be gh.LocalSteps(every=30, ...), got {local!r}")
-    if isinstance(model, DDP) or fsdp_modules(model):
+    if isinstance(model, DDP):
         raise ValueError(
-            "local steps need a plain module: DistributedDataParallel and FSDP average gradients "
-            "at every step; attach the module instead of wrapping it"
+            "local steps need a plain module: DistributedDataParallel averages gradients at every "
+            "step; attach the module instead of wrapping it"
         )
     if fsdp_modules(model):
         raise ValueError(

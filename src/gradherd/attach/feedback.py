@@ -80,6 +80,9 @@ class OrderFeedback:
             register_optimizer_step_post_hook(_around_step_of(model, self)),
             sampler.register_read_hook(_before_read_of(self)),
         ]
+        for handle in self._handles[1:]:
+            # A model that is dropped without detach() leaves optimizers and sampler free, too.
+            weakref.finalize(self, handle.remove)
         transport.on_backward(self.before_backward)
 
     @skip_on_replay

@@ -4,13 +4,14 @@ import contextlib
 import logging
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradherd.attach.feedback import OrderFeedback
+from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
@@ -22,6 +23,17 @@ from gradherd.rows.row_stats import RowStats
 
 log = logging.getLogger("gradherd")
 _DCP = "torch.distributed.checkpoint"
+_attached: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that a herd is attached to: a second one would credit each gradient twice."""
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise ValueError if a herd is attached to a model (inside DDP: to what DDP wraps)."""
+    if inner(model) in _attached:
+        raise ValueError(
+            "model is attached already: call detach() of the herd that attach() returned for it, "
+            "and give order, sparsify and local in one call"
+        )
 
 
 class Herd:
@@ -29,11 +41,20 @@ class Herd:
 
     def __init__(
         self,
+        model: nn.Module,
         feedback: OrderFeedback | None,
         sparse: SparseHook | ShardedSparseHook | LocalExchange | None,
     ) -> None:
         self._feedback = feedback
         self._sparse = sparse
+        self._detached = False
+        self._model = weakref.ref(inner(model))
+        _attached.add(inner(model))
+
+    def _refuse_detached(self, what: str) -> None:
+        """Raise RuntimeError after detach: a stale herd must not look as if it still worked."""
+        if self._detached:
+            raise RuntimeError(f"{what} needs a herd that is attached: this one was detached")
 
     @property
     def world(self) -> World:
@@ -62,11 +83,13 @@ class Herd:
         Args:
             indices: Indices of the examples into the data set, as the loader delivered them.
         """
+        self._refuse_detached("observe()")
         self._ordered("observe()").observe(indices)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Ignore backwards inside: they do not belong to examples of the sampler."""
+        self._refuse_detached("pause()")
         with contextlib.ExitStack() as stack:
             if self._feedback is not None:
                 stack.enter_context(self._feedback.pause())
@@ -74,6 +97,7 @@ class Herd:
 
     def finish(self) -> None:
         """Feed back what is waiting and let the sampler learn it, on all ranks together."""
+        self._refuse_detached("finish()")
         if self._feedback is not None:
             self._feedback.finish()
 
@@ -86,6 +110,7 @@ class Herd:
         Raises:
             RuntimeError: There are no local steps, or a rank does not come.
         """
+        self._refuse_detached("sync()")
         if not isinstance(self._sparse, LocalExchange):
             raise RuntimeError("sync() needs local steps: attach(model, optimizer=..., local=...)")
         self._sparse.sync()
@@ -97,6 +122,7 @@ class Herd:
         Without an exchange: these are the weights after the last one. Afterwards the parameters
         are this rank's own again, and so are all buffers.
         """
+        self._refuse_detached("shared_weights()")
         with contextlib.ExitStack() as stack:
             if isinstance(self._sparse, LocalExchange):
                 stack.enter_context(self._sparse.shared_weights())
@@ -204,8 +230,10 @@ class Herd:
                 its own state, and nothing is sent for it.
 
         Raises:
-            RuntimeError: torch.distributed.checkpoint asks for it: it needs `stateful()`.
+            RuntimeError: torch.distributed.checkpoint asks for it: it needs `stateful()`. Or the
+                herd was detached.
         """
+        self._refuse_detached("state_dict()")
         # DCP takes any object with these methods, drops what a fresh herd's state does not have,
         # and takes equal names on different ranks for equal tensors. None of it fits.
         if _asked_by_dcp():
@@ -235,6 +263,7 @@ class Herd:
             skipped_by: Who skips the batches of the epoch that were trained on before: the sampler,
                 or "loader" if the framework skips them by itself.
         """
+        self._refuse_detached("load_state_dict()")
         part: Mapping[str, Any] = {}
         if self._sparse is not None:
             key = self._sparse.key
@@ -303,6 +332,11 @@ class Herd:
         DDP cannot unregister a hook: it stays, and only averages from now on. Residuals are not
         sent any more: save `state_dict()` first if they matter.
         """
+        if self._detached:
+            return
+        self._detached = True
+        if (model := self._model()) is not None:
+            _attached.discard(model)
         if self._feedback is not None:
             self._feedback.detach()
         if self._sparse is not None:

@@ -1,5 +1,6 @@
 """How rows are read for ordering: the settings that fit a model, a sampler and each other."""
 
+import gc
 import logging
 
 import torch.distributed as dist
@@ -43,6 +44,8 @@ def plan_rows(
         _share_group(order, world_of(bare))
     elif worlds is not None:
         _share_group(order, worlds.all_workers(order))
+    if order.attached:
+        gc.collect()  # a model that was dropped without detach() lets go only then
     if order.attached:
         raise ValueError(
             "order is attached already: call detach() of the herd that attach() returned for it, "

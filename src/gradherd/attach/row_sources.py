@@ -108,6 +108,7 @@ class ExampleRowSource:
                 batch_dim=settings.batch_dim,
                 strict=settings.strict,
                 sketch=(settings.size, settings.seed) if isinstance(settings, SketchRows) else None,
+                batch_size=batch_size,
                 sharded=gradient_registrar(model) if fsdp_modules(model) else None,
             )
 

@@ -36,6 +36,7 @@ class CallRecorder:
         owners: Iterable[ParameterOwner],
         backward_done: Callable[[], None],
         consume: Callable[[ModuleCall, Tensor], bool],
+        model_ran: Callable[[ModuleCall], None],
         *,
         sharded: bool = False,
     ) -> None:
@@ -48,6 +49,7 @@ class CallRecorder:
                 module without a rule.
             consume: Is called with each output gradient of a module with a rule. If it returns
                 True, nothing of the call is held.
+            model_ran: Is called after each forward of the model while `records_model`.
             sharded: Whether modules hold shards of their parameters between passes.
         """
         self.calls: list[ModuleCall] = []
@@ -57,6 +59,8 @@ class CallRecorder:
         self.part_calls: list[ModuleCall] = []
         """Calls of the model's parts since its last own call, likewise: a loop may call them
         instead of the model."""
+        self.forward_shapes: dict[str, list[Shapes]] = {}
+        """Shapes in the modules' calls since the model's last forward, likewise."""
         self.records_model = True
         self.began: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
@@ -66,6 +70,7 @@ class CallRecorder:
         """Whether a backward was run with create_graph=True."""
         self._backward_done = backward_done
         self._consume = consume
+        self._model_ran = model_ran
         self._sharded = sharded
         # Half precision is for the model; rows keep theirs, also in a backward under autocast.
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
@@ -109,11 +114,12 @@ class CallRecorder:
             # A retained graph may run backward again; its gradients then start a new record.
             call.grads.clear()
             call.replayed = None
-            if call.saved is not None:
-                call.args = ()
+            if call.checkpointed:
+                call.args, call.kwargs = (), {}
         self.calls.clear()
         self.model_calls.clear()
         self.part_calls.clear()
+        self.forward_shapes.clear()
         self.create_graph = False
 
     def remove_hooks(self) -> None:
@@ -147,6 +153,8 @@ class CallRecorder:
             self.part_calls.clear()  # They were calls by the model.
             if self.records_model:
                 self.model_calls.append(_whole_call("", module, args, kwargs))
+                self._model_ran(self.model_calls[-1])
+        self.forward_shapes.clear()  # Also after an evaluation, whose sizes are others.
 
     def _after_part(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any
@@ -170,6 +178,10 @@ class CallRecorder:
         if self._shapes is not None:
             self._shapes.append((owner.name, call_shapes(args, kwargs, outputs)))
             return None
+        if self.records_model:
+            self.forward_shapes.setdefault(owner.name, []).append(
+                call_shapes(args, kwargs, outputs)
+            )
         # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
         # runs again with gradients enabled.
         if not torch.is_grad_enabled() or self._silent:
@@ -193,6 +205,8 @@ class CallRecorder:
             statistics=save_statistics(module),
             versions=tensor_versions((args, kwargs)),
             saved=saved,
+            # A reentrant checkpoint runs this forward inside the backward.
+            checkpointed=saved is not None or torch._C._current_graph_task_id() != -1,
         )
         tensors = [out for out in tensor_leaves(outputs) if out.requires_grad]
         if owner.rule is None and len(tensors) > 1:
@@ -231,18 +245,19 @@ class CallRecorder:
         if task != self._last_task:
             self._last_task = task
             self.began()
+        if torch.is_grad_enabled():
+            self.create_graph = True
         if not call.grads:
             if call.saved is not None:
                 call.args = call.saved.saved_tensors
                 call.versions = tensor_versions((call.args, call.kwargs))
             consumed = call.context is None and self._consume(call, grad.detach())
             if consumed:
-                if call.saved is not None:
-                    call.args = ()
+                # This hook lives as long as the graph; what is recomputed must not.
+                if call.checkpointed:
+                    call.args, call.kwargs = (), {}
                 return
             self.calls.append(call)
-        if torch.is_grad_enabled():
-            self.create_graph = True
         # A retained graph may run backward several times before the rows are read: add up.
         if call.context is not None and task != self._queued_task:
             self._queued_task = task

@@ -16,7 +16,7 @@ from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unw
 from gradherd.rows.row_check import Registrar, RowCheck
 from gradherd.rows.row_terms import ParameterTerms, TermReader
 from gradherd.rows.sketch import check_size, count_sketch
-from gradherd.rows.terms import OuterTerm, Term, at_least_float32
+from gradherd.rows.terms import DenseTerm, OuterTerm, Term, at_least_float32
 
 Reduction = Literal["mean", "sum"]
 
@@ -44,6 +44,7 @@ class Capture:
         batch_dim: int | None = None,
         strict: bool = False,
         sketch: tuple[int, int] | None = None,
+        batch_size: int | None = None,
         sharded: Registrar | None = None,
         owners: Sequence[ParameterOwner] | None = None,
     ) -> None:
@@ -57,6 +58,10 @@ class Capture:
             strict: Raise where a parameter would be left out.
             sketch: Size k and seed of sketches, if rows are popped as these sketches only. Layers
                 are then sketched as their gradients arrive, and nothing else is held of them.
+            batch_size: Examples in a full batch of the loader, if they are known. Then batch
+                dimensions are found before the first backward, and rows are either sketches or
+                popped by `pop_rows` only: those of checkpointed layers are formed as their
+                gradients arrive if that takes less memory than input and gradient.
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
                 rule: those are run again, for which their parameters would have to be gathered.
@@ -70,7 +75,13 @@ class Capture:
         self._model = model
         parameters = [p for p in model.parameters() if p in owned]
         self._check = RowCheck(self.spec, parameters, strict=strict, register=sharded)
+        # Fixes dtype and device of the rows, also for a batch without any gradient.
+        self._like = torch.empty(0)
+        if parameters:
+            first = parameters[0]  # not new_empty: a shard's would be a DTensor
+            self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
         self._early = sketch
+        self._only_rows = sketch is None and batch_size is not None
         self._reader = TermReader(
             model,
             owners,
@@ -78,15 +89,12 @@ class Capture:
             self._check,
             batch_dim,
             None if sketch is None else partial(self._sketch, *sketch),
+            like=self._like,
+            batch_size=batch_size,
             sharded=sharded is not None,
         )
         self._recorder = self._reader.recorder
         self._factored = _only_outer_terms(self._reader.owners, self._reader.index)
-        # Fixes dtype and device of the rows, also for a batch without any gradient.
-        self._like = torch.empty(0)
-        if parameters:
-            first = parameters[0]  # not new_empty: a shard's would be a DTensor
-            self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
         self._terms: ParameterTerms | None = None
         self._failures: dict[str, str] = {}
 
@@ -131,7 +139,11 @@ class Capture:
         scale = row_scale(examples, reduction, loss_scale)
         if self._early is not None:
             raise RuntimeError("this capture makes sketches: use pop_sketch()")
-        terms = self._pop_terms(examples)
+        early, held = self._pop_terms(examples)
+        terms = tuple(
+            (*(DenseTerm(rows) for rows in early.get(index, ())), *uses)
+            for index, uses in enumerate(held)
+        )
         return FactoredRows(self.spec, terms, examples, scale, self._like)
 
     def pop_sketch(
@@ -149,11 +161,12 @@ class Capture:
         """
         check_size(k)
         scale = row_scale(examples, reduction, loss_scale)
+        if self._only_rows:
+            raise RuntimeError("this capture makes exact rows: use pop_rows()")
         if self._early not in (None, (k, seed)):
             raise ValueError(f"sketches have size and seed {self._early}, got {(k, seed)}")
-        early = self._early_sketches(examples)
         total = self._like.new_zeros(examples, k)
-        terms_by_parameter = self._pop_terms(examples)
+        early, terms_by_parameter = self._pop_terms(examples)
         for index, terms in enumerate(terms_by_parameter):
             # In the order of parameters and calls, whether sketched early or now: equal bits.
             for rows in early.get(index, ()):
@@ -170,20 +183,18 @@ class Capture:
             return count_sketch(term.dense(), k, seed, name=name)
         return term.sketch(k, seed, name)
 
-    def _early_sketches(self, examples: int) -> dict[int, list[Tensor]]:
-        """Return the sketches made during the backward that count, by parameter."""
+    def _early_rows(self, examples: int) -> dict[int, list[Tensor]]:
+        """Return the rows read during the backward that count, by parameter."""
         early: dict[int, list[Tensor]] = {}
-        for sketched in self._reader.sketched:
-            if sketched.examples != examples:
+        for one in self._reader.early:
+            if one.examples != examples:
                 self.clear()
                 raise RuntimeError(
-                    f"the model was given {sketched.examples} examples, but the batch has "
+                    f"the model was given {one.examples} examples, but the batch has "
                     f"{examples}: one batch of the loader is one forward"
                 )
-            name = self.spec.names[sketched.parameter]
-            reached = sketched.task in self._check.tasks[sketched.parameter]
-            if reached and name not in self._check.left_out:
-                early.setdefault(sketched.parameter, []).append(sketched.rows)
+            if one.task in self._check.tasks[one.parameter]:
+                early.setdefault(one.parameter, []).append(one.rows)
         return early
 
     def check_bitmask(self, examples: int) -> Tensor | None:
@@ -242,9 +253,12 @@ class Capture:
         self._check.remove_hooks()
         self.clear()
 
-    def _pop_terms(self, examples: int) -> tuple[tuple[Term, ...], ...]:
-        """Return the terms of each parameter, one per use, and forget the calls."""
+    def _pop_terms(
+        self, examples: int
+    ) -> tuple[dict[int, list[Tensor]], tuple[tuple[Term, ...], ...]]:
+        """Return the rows read early, and the other terms, of each parameter; forget the calls."""
         try:
+            early = self._early_rows(examples)
             if self._terms is None and (mask := self.check_bitmask(examples)) is not None:
                 self.leave_out(mask)
             terms = self._terms
@@ -256,10 +270,11 @@ class Capture:
             self.clear()
             self._check.next_batch(self._model.training)
             self._recorder.records_model = self._check.due
-        left_out = self._check.left_out
-        return tuple(
+        left_out, names = self._check.left_out, self.spec.names
+        early = {index: rows for index, rows in early.items() if names[index] not in left_out}
+        return early, tuple(
             () if name in left_out else tuple(uses)
-            for name, uses in zip(self.spec.names, terms.by_parameter, strict=True)
+            for name, uses in zip(names, terms.by_parameter, strict=True)
         )
 
     def _read_terms(self, examples: int) -> ParameterTerms:

@@ -104,6 +104,8 @@ class ModuleCall:
     """What a replay gave, and what it depended on."""
     saved: Any = None
     """Node of autograd that holds `args` until the backward, or None if they are here."""
+    checkpointed: bool = False
+    """Whether activation checkpointing lets go of what this call has computed."""
 
 
 def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:

@@ -131,6 +131,10 @@ def norm_statistics(node: object, running: tuple[Tensor, ...]) -> tuple[Tensor, 
     """
     if running:
         return running
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        # Inside activation checkpointing, asking for what autograd has saved runs the whole block
+        # again, and holds it until the backward.
+        return ()
     # The two results of the forward beside the output; both kernels call them so.
     mean, rstd = (getattr(node, f"_saved_result{at}", None) for at in (1, 2))
     if not isinstance(mean, Tensor) or not isinstance(rstd, Tensor) or not mean.numel():

@@ -12,7 +12,6 @@ Shapes: B examples, N elements of a parameter, K random vectors.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.row_sums import RowSums, sum_and_norms
 from gradherd.rows.terms import Term
 
 log = logging.getLogger("gradherd")
@@ -82,6 +82,8 @@ class RowCheck:
         self._spec = spec
         self._strict = strict
         self._project = project
+        self.sums = RowSums()
+        """Rows of the batch that are known before their gradient arrives."""
         self._references: list[Tensor | None] = [None] * len(parameters)
         self._batches = 0
         self._remaining = FIRST_CHECKS
@@ -96,13 +98,19 @@ class RowCheck:
             self.reached = True
             tasks.add(torch._C._current_graph_task_id())
             if self.due:
-                # A copy: autograd may make this tensor p.grad, which is then clipped in place.
-                grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
-                grad = grad.clone() if self._project is None else self._project(index, grad)
-                before = self._references[index]
-                self._references[index] = grad if before is None else before + grad
+                self._receive(index, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
         return hook
+
+    def _receive(self, index: int, grad: Tensor) -> None:
+        """Compare a gradient with the rows that are known, or keep it for those that are not."""
+        rest = self.sums.compare(index, torch._C._current_graph_task_id(), grad)
+        if rest is None:
+            return
+        # A copy: autograd may make this tensor p.grad, which is then clipped in place.
+        rest = rest.clone() if self._project is None else self._project(index, rest)
+        before = self._references[index]
+        self._references[index] = rest if before is None else before + rest
 
     def failures(
         self,
@@ -123,16 +131,20 @@ class RowCheck:
         """
         measured: dict[int, tuple[float, float, float]] = {}
         for index, name in enumerate(self._spec.names):
-            reference = self._references[index]
-            if name in self.left_out or (reference is None and not terms[index]):
+            reference, uses = self._references[index], terms[index]
+            known = index in self.sums.compared
+            if name in self.left_out or (reference is None and not uses and not known):
                 continue
-            total, norm_sum = sum_and_norms(terms[index], self._spec.numels[index], examples, like)
-            if reference is not None:
-                total -= reference.reshape(-1).to(total)
-            size = 0.0 if reference is None else float(reference.norm())
+            error, size, norm_sum = self.sums.measured(index)
+            if reference is not None or uses:
+                total, norms = sum_and_norms(uses, self._spec.numels[index], examples, like)
+                if reference is not None:
+                    total -= reference.reshape(-1).to(total)
+                    size += float(reference.norm())
+                error, norm_sum = error + float(total.norm()), norm_sum + float(norms)
             if math.isfinite(size):  # else an overflow, which GradScaler handles
-                measured[index] = float(total.norm()), size, float(norm_sum)
-        has_rows = {index for index, uses in enumerate(terms) if uses}
+                measured[index] = error, size, norm_sum
+        has_rows = {index for index, uses in enumerate(terms) if uses} | self.sums.compared
         return self.judge(measured, has_rows, tolerances, like.dtype, hint)
 
     def reference(self, index: int) -> Tensor | None:
@@ -215,6 +227,7 @@ class RowCheck:
                 tasks.clear()
         if self.due:
             self._references = [None] * len(self._references)
+            self.sums.clear()
 
     def next_batch(self, training: bool) -> None:
         """Forget the current batch, and decide whether the next one is checked.
@@ -280,36 +293,6 @@ def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) ->
     if autocast is not None:
         widest = max(widest, _TOLERANCES[autocast])
     return widest
-
-
-def sum_and_norms(
-    terms: Sequence[Term], size: int, examples: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of the rows (N,), and an estimate of the sum of their norms.
-
-    An error is measured against the norms of the rows, not that of their sum: the rows of a bias
-    in front of BatchNorm cancel, and what is left is rounding.
-    """
-    total, ones = like.new_zeros(size), like.new_ones(examples)
-    # |<row, v>| is |row| times sqrt(2 / pi) on average for random signs v. Unlike the rows
-    # themselves this costs no more than a forward.
-    count = 4 if size <= 1 << 14 else 1
-    signs = _random_signs(like.dtype, like.device)
-    signs = signs.repeat(-(-count * size // len(signs)))[: count * size].view(count, size)
-    norms = like.new_zeros(())
-    for term in terms:
-        term.combine(ones, total)
-        for vector in signs:
-            norms += term.dot(vector).abs().sum() * (math.sqrt(math.pi / 2) / count)
-    return total, norms
-
-
-@lru_cache(maxsize=4)
-def _random_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return signs to repeat over longer vectors; a prime number, so that rows stay unaligned."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.empty(65_537).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-    return signs.to(dtype=dtype, device=device)
 
 
 def measure_errors(

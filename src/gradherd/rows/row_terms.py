@@ -39,8 +39,8 @@ class ParameterTerms:
     """Names of parameters that are used without a batch dimension, with the reason."""
 
 
-class EarlySketch(NamedTuple):
-    """The sketch of one use of a parameter."""
+class EarlyRows(NamedTuple):
+    """Rows of one use of a parameter, read when the gradient of the layer's output arrived."""
 
     parameter: int
     """Index of the parameter."""
@@ -49,7 +49,7 @@ class EarlySketch(NamedTuple):
     examples: int
     """B, by the inputs of the model."""
     rows: Tensor
-    """(B, k)."""
+    """(B, k) sketches, or the (B, N) rows themselves."""
 
 
 class TermReader:
@@ -64,6 +64,8 @@ class TermReader:
         batch_dim: int | None,
         sketch: Callable[[int, Term], Tensor] | None = None,
         *,
+        like: Tensor,
+        batch_size: int | None = None,
         sharded: bool = False,
     ) -> None:
         """Record the modules of `model` that own trainable parameters.
@@ -75,6 +77,9 @@ class TermReader:
             check: Knows which backwards reached which parameter, and which are left out.
             batch_dim: Batch dimension of the model's inputs, if it is given.
             sketch: Turns a term of a parameter, given by its index, into a sketch (B, k).
+            like: A tensor of the rows' dtype and device.
+            batch_size: Examples in a full batch of the loader, if rows may be read while their
+                gradients arrive. Without sketches, those of checkpointed layers are then.
             sharded: Whether modules hold shards of their parameters between passes.
         """
         owners = list(owners)
@@ -84,25 +89,38 @@ class TermReader:
         parameters = (p for p in model.parameters() if p in owned)
         self.index = {parameter: index for index, parameter in enumerate(parameters)}
         self.recorder = CallRecorder(
-            model, self.owners.values(), self._replay_early, self._sketch_early, sharded=sharded
+            model,
+            self.owners.values(),
+            self._replay_early,
+            self._read_early,
+            self._probe_early,
+            sharded=sharded,
         )
-        self.sketched: list[EarlySketch] = []
-        """Sketches made during the backward, in the order of the calls."""
+        self.early: list[EarlyRows] = []
+        """Rows read during the backward, in the order of the calls."""
         self.seconds = 0.0
         """Seconds spent on rows inside backwards."""
-        self._sketch = sketch
+        self._sketch, self._like, self._batch_size = sketch, like, batch_size
+        self._tolerances: dict[int, float] = {}  # of rows that were read early
         self._spec = spec
         self._check = check
-        self._dims = BatchDims(batch_dim, sharded=sharded)
+        self._dims, self._sharded = BatchDims(batch_dim, sharded=sharded), sharded
         self._unfrozen: set[str] = set()
         why = "its module has no rule, and a sharded one cannot be run again"
         replayed = (o for o in owners if o.name not in self.owners)
         names = (spec.names[self.index[p]] for o in replayed for p in o.parameters.values())
         check.leave_out(dict.fromkeys(names, why))
+        # Rows of modules without a rule are known after the backward only.
+        self._replayed_later = {
+            self.index[p]
+            for owner in self.owners.values()
+            if owner.rule is None
+            for p in owner.parameters.values()
+        }
 
     def read(self, examples: int) -> ParameterTerms:
         """Return the terms of a batch of B examples."""
-        terms = ParameterTerms([[] for _ in self._spec.names], {}, {})
+        terms = ParameterTerms([[] for _ in self._spec.names], dict(self._tolerances), {})
         with self.recorder.silent():
             for call, grads in self._probed_calls(examples):
                 if grads:
@@ -112,39 +130,71 @@ class TermReader:
     def clear(self) -> None:
         """Forget everything recorded."""
         self.recorder.clear()
-        self.sketched.clear()
+        self.early.clear()
+        self._tolerances.clear()
 
-    def _sketch_early(self, call: ModuleCall, grad: Tensor) -> bool:
-        """Sketch a layer's rows as its gradient arrives; say whether that was possible.
+    def _read_early(self, call: ModuleCall, grad: Tensor) -> bool:
+        """Read a layer's rows as its gradient arrives; say whether that was possible.
 
         Then its input and gradient are not held, so that activation checkpointing keeps its
-        effect. A batch that is checked needs the terms themselves.
+        effect. On a batch that is checked, the rows are also added up.
         """
-        examples = self._dims.model_examples(self.recorder.last_shapes)
-        if self._sketch is None or self._check.due or examples is None:
-            return False
-        inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
-        if not self._dims.knows(call.name, INPUT, inputs.dim()):
-            return False
         started = time.perf_counter()
-        owner = self.owners[call.name]
-        wanted = self._wanted(owner)
-        task = torch._C._current_graph_task_id()
         with self.recorder.silent():
-            try:
-                named_terms = list(self._call_terms(owner, call, {0: grad}, examples))
-            except UnbatchedError:
-                return False  # the pop knows the number of examples, and names the module
-            for local, term in named_terms:
-                if local in wanted:
-                    index = self.index[wanted[local]]
-                    self.sketched.append(
-                        EarlySketch(index, task, examples, self._sketch(index, term))
-                    )
-                elif local not in owner.parameters:
-                    self._warn_of_unfrozen(owner, local)
+            done = self._try_early(call, grad)
+        if not done and self._check.due:
+            owner = self.owners[call.name]
+            self._check.sums.incomplete |= {self.index[p] for p in owner.parameters.values()}
         self.seconds += time.perf_counter() - started
+        return done
+
+    def _try_early(self, call: ModuleCall, grad: Tensor) -> bool:
+        if self._sketch is None and not (call.checkpointed and self._batch_size):
+            return False
+        owner, examples = self.owners[call.name], self._examples()
+        wanted = self._wanted(owner)
+        inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
+        if examples is None or not self._dims.knows(call.name, INPUT, inputs.dim()):
+            return False
+        if self._sketch is None:
+            size = examples * sum(p.numel() for p in wanted.values())
+            if size > inputs.numel() + grad.numel():
+                return False  # exact rows cannot take less than this
+        try:
+            named_terms = list(self._call_terms(owner, call, {0: grad}, examples))
+        except UnbatchedError:
+            return False  # the pop knows the number of examples, and names the module
+        task = torch._C._current_graph_task_id()
+        for local, term in named_terms:
+            if local not in owner.parameters:
+                self._warn_of_unfrozen(owner, local)
+            elif local in wanted:
+                index = self.index[wanted[local]]
+                rows = self._sketch(index, term) if self._sketch else term.dense()
+                self.early.append(EarlyRows(index, task, examples, rows))
+                if self._check.due:
+                    sums, size = self._check.sums, self._spec.numels[index]
+                    sums.incomplete |= {index} & self._replayed_later
+                    sums.add(index, task, term, size, examples, self._like)
+                    self._note_tolerance(self._tolerances, index, wanted[local], call, [grad])
         return True
+
+    def _examples(self) -> int | None:
+        """Return B by the model's inputs, which is a guess until rows are popped."""
+        return self._dims.model_examples(self.recorder.last_shapes)
+
+    def _probe_early(self, call: ModuleCall) -> None:
+        """Find batch dimensions after a forward of the model, so that the backward knows them."""
+        shapes, sizes = self.recorder.forward_shapes, self.recorder.last_shapes
+        if self._batch_size is None or self._sharded or not self._dims.unknown(shapes):
+            return
+        with_dims = [size for size in sizes if len(size)]
+        if with_dims:
+            self._dims.expect(with_dims[0], self._batch_size)
+        # Of another batch, and of one that contradicts earlier ones, the pop decides.
+        if self._examples() == self._batch_size:
+            with self.recorder.silent(), suppress(ValueError):
+                self._dims.probe(call, self._batch_size, shapes, self.recorder.shapes_of)
 
     def _replay_early(self) -> None:
         """Replay at the end of a backward, before an optimizer can change the parameters.
@@ -154,7 +204,7 @@ class TermReader:
         replayed is replayed by the pop, which knows the number and raises.
         """
         started = time.perf_counter()
-        examples = self._dims.model_examples(self.recorder.last_shapes)
+        examples = self._examples()
         if examples is None:
             return
         dims, self._dims = self._dims, copy.deepcopy(self._dims)
@@ -229,10 +279,21 @@ class TermReader:
                 index = self.index[wanted[local]]
                 terms.by_parameter[index].append(term)
                 if self._check.due:
-                    autocast = call.context.autocast_dtype if call.context else None
-                    inputs = tensor_leaves((call.args, call.kwargs))
-                    widest = tolerance((wanted[local], *inputs, *grads.values()), autocast)
-                    terms.tolerances[index] = max(widest, terms.tolerances.get(index, 0.0))
+                    parameter = wanted[local]
+                    self._note_tolerance(terms.tolerances, index, parameter, call, grads.values())
+
+    def _note_tolerance(
+        self,
+        tolerances: dict[int, float],
+        index: int,
+        parameter: nn.Parameter,
+        call: ModuleCall,
+        grads: Iterable[Tensor],
+    ) -> None:
+        autocast = call.context.autocast_dtype if call.context else None
+        inputs = tensor_leaves((call.args, call.kwargs))
+        widest = tolerance((parameter, *inputs, *grads), autocast)
+        tolerances[index] = max(widest, tolerances.get(index, 0.0))
 
     def _warn_of_unfrozen(self, owner: ParameterOwner, local: str) -> None:
         name = f"{owner.name}.{local}" if owner.name else local

@@ -26,6 +26,8 @@ from gradherd.rows.sketch import (
 
 MAX_TEMPORARY = 1 << 24
 """Elements of the largest temporary; larger work is cut into pieces."""
+_MAX_SKETCHED = 1 << 20
+"""Elements of the sketched factors that are held at once."""
 
 
 class GramCache:
@@ -191,12 +193,18 @@ class OuterTerm:
         keys = f"{name}/left", f"{name}/right"
         if not self.one_hot and has_cached_matrix(left, k) and has_cached_matrix(right, k):
             return tensor_sketch_by_matrix(left, right, k, seed, keys)
-        sketched_right = factor_sketch(right, k, seed, keys[1])
-        if self.one_hot:
-            sketched_left = one_hot_sketch(left, self.out_features, k, seed, keys[0], right.dtype)
-        else:
-            sketched_left = factor_sketch(left, k, seed, keys[0])
-        return tensor_sketch(sketched_left, sketched_right)
+        total = right.new_zeros(len(right), k)
+        # In pieces: sketched factors have k columns, which may be more than the layer's own.
+        step = max(1, _MAX_SKETCHED // max(1, len(right) * k))
+        for lo in range(0, right.shape[1], step):
+            span = slice(lo, lo + step)
+            one, two = left[:, span], factor_sketch(right[:, span], k, seed, keys[1])
+            if self.one_hot:
+                one = one_hot_sketch(one, self.out_features, k, seed, keys[0], right.dtype)
+            else:
+                one = factor_sketch(one, k, seed, keys[0])
+            total = total + tensor_sketch(one, two) if lo else tensor_sketch(one, two)
+        return total
 
 
 def _dot_per_example(one: Tensor, two: Tensor) -> Tensor:
