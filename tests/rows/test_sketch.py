@@ -1,3 +1,4 @@
+import copy
 import gc
 import subprocess
 import sys
@@ -200,11 +201,14 @@ def test_sketches_made_during_the_backward_have_the_bits_of_later_ones(kind: str
     torch.manual_seed(0)
     make, x = MODELS[kind]
     model = make().double()
-    late, early = Capture(model), Capture(model, sketch=(32, 5))
-    known = Capture(model, sketch=(32, 5), batch_size=BATCH)
+    # Copies: captures would see what the others run again.
+    models = [model, copy.deepcopy(model), copy.deepcopy(model)]
+    late, early = Capture(models[0]), Capture(models[1], sketch=(32, 5))
+    known = Capture(models[2], sketch=(32, 5), batch_size=BATCH)
     for batch in range(6):
         inputs = x + 0.1 * batch if x.is_floating_point() else (x + batch) % 7
-        per_example(model(inputs)).mean().backward()
+        for one in models:
+            per_example(one(inputs)).mean().backward()
         held = [
             any(call.context is None for call in capture._recorder.calls)
             for capture in (early, known)

@@ -251,6 +251,11 @@ class CallRecorder:
             if call.saved is not None:
                 call.args = call.saved.saved_tensors
                 call.versions = tensor_versions((call.args, call.kwargs))
+            elif call.checkpointed and not call.args and not call.kwargs:
+                raise RuntimeError(
+                    f"a second backward ran through module '{call.name}' inside a checkpoint, "
+                    "whose input is not held: run one backward for each forward"
+                )
             consumed = call.context is None and self._consume(call, grad.detach())
             if consumed:
                 # This hook lives as long as the graph; what is recomputed must not.
