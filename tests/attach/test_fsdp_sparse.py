@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(ranks):
         "mesh alone": "mesh goes with sparsify",
         "ranks": "order was made for ranks [0, 1, 2, 3], but the model averages gradients over",
         "batches": "rows='batch' would exchange whole gradients beside the sparse ones",
-        "ddp": "mesh goes with sparsify and a model that fully_shard was called on",
+        "ddp": "mesh goes with sparsify or local, and a model that fully_shard was called on",
     }
     for rank in ranks:
         for name, text in says.items():

@@ -17,6 +17,7 @@ from gradherd.attach.feedback import OrderFeedback, inner
 from gradherd.attach.flat_weights import float_buffers, local_parameters
 from gradherd.attach.fsdp_checks import ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
+from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd, refuse_attached
@@ -65,15 +66,15 @@ def attach(
             settings. It uses the communication hook of DDP; of a sharded model it exchanges
             gradients between replicas.
         local: Instead of exchanging gradients, let each rank take steps on its own and exchange
-            what they have changed, as `LocalSteps` says. The model is then a plain module; all
-            ranks start with rank 0's weights.
+            what they have changed, as `LocalSteps` says. The model is then a plain module, or a
+            sharded one whose replicas take steps on their own; all start with rank 0's weights.
         optimizer: The optimizer of the loop, whose steps are counted; for `local` only.
         rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", "two-sided",
             or `BatchRows`, `ExactRows`, `SketchRows`, `TwoSidedRows` with their settings.
         scaler: The GradScaler of the loop, if there is one: rows and residuals are divided by its
             scale.
-        mesh: With `sparsify` and a sharded model: the mesh of ("replicate", "shard") whose "shard"
-            dimension `fully_shard` was given. Gradients are averaged over the other one.
+        mesh: With `sparsify` or `local` and a sharded model: the mesh of ("replicate", "shard")
+            whose "shard" dimension `fully_shard` was given. gradherd exchanges over the other one.
 
     Returns:
         A handle for metrics, checkpoints and detaching.
@@ -101,9 +102,16 @@ def attach(
     meeting = RankMeeting(world)
     try:
         refuse_attached(bare)
+        if mesh is not None and (worlds is None or (sparsify is None and local is None)):
+            raise ValueError(
+                "mesh goes with sparsify or local, and a model that fully_shard was called on with "
+                "mesh['shard']"
+            )
         stepping = _check_local(bare, local, optimizer, sparsify is not None, scaler)
+        if local is not None and worlds is not None:
+            worlds.check_exchange(bare, mesh, "local")
         settings = _sparsify_settings(bare, sparsify, worlds, mesh)
-        sparsifies = settings is not None
+        sparsifies = settings is not None or (local is not None and worlds is not None)
         plan = None if order is None else plan_rows(model, order, rows, sparsifies, worlds)
     except Exception as error:
         meeting.refuse(error)
@@ -129,7 +137,10 @@ def attach(
                 stacklevel=2,
             )
     if local is not None and stepping is not None:
-        sparse = LocalExchange(bare, stepping, local, world)
+        if worlds is None:
+            sparse = LocalExchange(bare, stepping, local, world)
+        else:
+            sparse = ShardedLocalExchange(bare, stepping, local, worlds, world)
         log.info("local steps: %s", local)
     feedback = None
     if order is not None and plan is not None:
@@ -196,14 +207,10 @@ def _sparsify_settings(
     mesh: "DeviceMesh | None",
 ) -> Sparsify | None:
     """Return the settings, or raise if they cannot be used with this model."""
-    if mesh is not None and (sparsify is None or worlds is None):
-        raise ValueError(
-            "mesh goes with sparsify and a model that fully_shard was called on with mesh['shard']"
-        )
     if sparsify is None:
         return None
     if worlds is not None:
-        worlds.check_sparsify(model, mesh)
+        worlds.check_exchange(model, mesh, "sparsify")
         check_device(model, worlds.replicate)
         return _as_settings(sparsify)
     if not isinstance(model, DDP):
@@ -243,11 +250,8 @@ def _check_local(
             "local steps need a plain module: DistributedDataParallel averages gradients at every "
             "step; attach the module instead of wrapping it"
         )
-    if fsdp_modules(model):
-        raise ValueError(
-            "local steps need a plain module: fully_shard averages the gradients of every step; "
-            "exchange them between replicas with sparsify=... and mesh=mesh instead"
-        )
+    if fsdp_modules(model) and local.overlap:
+        raise ValueError("overlap=True is not supported for sharded models: leave it out")
     if sparsifies:
         raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
     if scaler is not None:

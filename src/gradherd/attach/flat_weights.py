@@ -1,14 +1,18 @@
-"""The parameters and buffers of a plain module as flat vectors, for local steps.
+"""The parameters and buffers of a module as flat vectors, for local steps.
+
+Of a sharded module (FSDP2) the vectors hold this rank's shards.
 
 Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
 from gradherd.sparsify.residuals import FlatLayout
@@ -29,8 +33,16 @@ class FlatWeights:
     ) -> None:
         self._model = model
         self.parameters = local_parameters(model)
-        counts = [(name, p.numel()) for name, p in self.parameters.items()]
-        self.layout = FlatLayout.of(counts, dense_below)
+        # A shard is small if the whole parameter is, so that all ranks lay them out alike.
+        large = [name for name, p in self.parameters.items() if p.numel() >= dense_below]
+        small = [name for name, p in self.parameters.items() if p.numel() < dense_below]
+        counts = {name: own(p).numel() for name, p in self.parameters.items()}
+        self.layout = FlatLayout(
+            (*large, *small),
+            tuple(counts[name] for name in (*large, *small)),
+            sum(counts[name] for name in large),
+        )
+        self._shardings = [module for _, module in fsdp_modules(model)]
         slices = self.layout.slices()
         self._parts = [(p, slices[name]) for name, p in self.parameters.items()]
         self.device = device
@@ -42,7 +54,7 @@ class FlatWeights:
     @torch.no_grad()
     def broadcast(self, world: World) -> None:
         """Give all ranks the parameters and buffers of rank 0, as DDP does when it is made."""
-        for tensor in [*self._model.parameters(), *self._model.buffers()]:
+        for tensor in map(own, [*self._model.parameters(), *self._model.buffers()]):
             if world.size == 1 or not tensor.numel():
                 continue
             # As bytes: every dtype can be sent, and nothing is rounded.
@@ -56,6 +68,8 @@ class FlatWeights:
         Raises:
             RuntimeError: There is one.
         """
+        for module in self._shardings:
+            module.reshard()
         known = {id(p) for p, _ in self._parts}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -68,14 +82,16 @@ class FlatWeights:
         """Return (D,) the parameters."""
         flat = torch.empty(self.layout.size, dtype=self.dtype, device=self.device)
         for parameter, part in self._parts:
-            flat[part].view(parameter.shape).copy_(parameter.detach())
+            flat[part].view(own(parameter).shape).copy_(own(parameter))
         return flat
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Set the parameters to those of a (D,) vector."""
+        for module in self._shardings:
+            module.reshard()  # Whole parameters that an evaluation has left would be stale.
         for parameter, part in self._parts:
-            parameter.copy_(flat[part].view(parameter.shape))
+            own(parameter).copy_(flat[part].view(own(parameter).shape))
 
     def rounded(self, flat: Tensor) -> Tensor:
         """Return a copy of a (D,) vector as the parameters' dtypes can hold it."""
@@ -88,13 +104,13 @@ class FlatWeights:
     @contextlib.contextmanager
     def replaced_by(self, flat: Tensor) -> Iterator[None]:
         """Let the parameters be those of a (D,) vector inside; restore them and all buffers."""
-        own = self.read()
+        before_write = self.read()
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         self.write(flat)
         try:
             yield
         finally:
-            self.write(own)
+            self.write(before_write)
             # What runs inside may have changed them: statistics, or a broadcast for evaluation.
             for buffer, before in buffers:
                 buffer.detach().copy_(before)
@@ -106,8 +122,8 @@ class FlatWeights:
 
     def read_buffers(self) -> Tensor | None:
         """Return (B,) the buffers; None without any."""
-        own = [b.detach().to(self.device, self.dtype).reshape(-1) for b in self.buffers().values()]
-        return torch.cat(own) if own else None
+        flat = [b.detach().to(self.device, self.dtype).reshape(-1) for b in self.buffers().values()]
+        return torch.cat(flat) if flat else None
 
     @torch.no_grad()
     def write_buffers(self, flat: Tensor) -> None:
@@ -120,7 +136,8 @@ class FlatWeights:
         """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
         slices = self.layout.slices()
         return {
-            name: flat[slices[name]].view(p.shape).clone() for name, p in self.parameters.items()
+            name: flat[slices[name]].view(own(p).shape).clone()
+            for name, p in self.parameters.items()
         }
 
     def restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> Tensor:
@@ -131,13 +148,20 @@ class FlatWeights:
 
     def check_shapes(self, key: str, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless saved tensors have the names and shapes of the parameters."""
-        shapes = {(name, tuple(p.shape)) for name, p in self.parameters.items()}
+        shapes = {(name, tuple(own(p).shape)) for name, p in self.parameters.items()}
         if odd := {(name, tuple(tensor.shape)) for name, tensor in saved.items()} ^ shapes:
             name, shape = min(odd)
             raise ValueError(
                 f"local state is of another model: {key} of {name!r} with shape {shape} is on one "
                 "side only"
             )
+
+
+def own(parameter: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard, or the whole of it."""
+    whole: Any = parameter.detach()
+    local: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    return local
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

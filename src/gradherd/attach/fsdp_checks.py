@@ -101,10 +101,10 @@ def _check_groups(model: nn.Module, groups: list[ShardedGroup]) -> None:
                     f"parameter {parameter.name!r} is split by tensor parallelism as well as by "
                     "fully_shard, which gradherd does not support: use fully_shard alone"
                 )
-            if parameter.sharded.device.type != group.device.type:
+            if parameter.offloaded:
                 raise ValueError(
-                    f"parameters of {where} are offloaded to the {parameter.sharded.device.type}, "
-                    "which gradherd does not support: use fully_shard without offload_policy"
+                    f"parameters of {where} are offloaded to the CPU, which gradherd does not "
+                    "support: use fully_shard without offload_policy"
                 )
         if not group.parameters:
             continue
@@ -170,8 +170,14 @@ class ShardedWorlds:
         """Return whether ordering whole batches costs no bytes of its own."""
         return not self._foreign and rides(self.groups, world)
 
-    def check_sparsify(self, model: nn.Module, mesh: Any) -> None:
-        """Raise ValueError unless gradients can be exchanged sparsely between replicas."""
+    def check_exchange(self, model: nn.Module, mesh: Any, what: str) -> None:
+        """Raise ValueError unless gradherd can exchange something between replicas.
+
+        Args:
+            model: The sharded model.
+            mesh: What was given to `attach`.
+            what: The argument of `attach`: "sparsify" or "local".
+        """
         how = "call fully_shard(model, mesh=mesh['shard']) and attach(..., mesh=mesh)"
         if self.native.size > 1 or self.groups[0].mesh_dims > 1:
             raise ValueError(
@@ -180,13 +186,13 @@ class ShardedWorlds:
             )
         if mesh is None:
             raise ValueError(
-                "sparsify exchanges the gradients of a sharded model between its replicas, and "
-                f"needs to know them: {how}, with a mesh of ('replicate', 'shard')"
+                f"{what} exchanges what the replicas of a sharded model have computed, and needs "
+                f"to know them: {how}, with a mesh of ('replicate', 'shard')"
             )
         if self._foreign:
-            raise ValueError("sparsify needs the all-reduce hook of FSDP, and there is one already")
+            raise ValueError(f"{what} needs the all-reduce hook of FSDP, and there is one already")
         if not fsdp_modules(model) or fsdp_modules(model)[0][0]:
-            raise ValueError("sparsify needs fully_shard(model) on the whole model, too")
+            raise ValueError(f"{what} needs fully_shard(model) on the whole model, too")
 
 
 def _replicas(mesh: Any, shard: World) -> World:

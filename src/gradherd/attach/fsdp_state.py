@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.state import pack, unpack
 
@@ -29,7 +30,10 @@ class ShardedHerdState:
     """
 
     def __init__(
-        self, herd: "Herd", sparse: ShardedSparseHook, saved_by: tuple[int, int] | int | None = None
+        self,
+        herd: "Herd",
+        sparse: ShardedSparseHook | ShardedLocalExchange,
+        saved_by: tuple[int, int] | int | None = None,
     ) -> None:
         """Wrap a herd.
 

@@ -21,17 +21,12 @@ from gradherd.comm.world import World
 
 # Read or replaced on torch's FSDPParamGroup, FSDPParam and FSDPState objects.
 GROUP_NAMES = (
-    "fsdp_params",
-    "mesh_info",
-    "device",
-    "reduce_grads",
-    "all_reduce_grads",
-    "gradient_divide_factor",
-    "wait_for_unshard",
-    "post_backward",
-    "_all_reduce_hook",
-)
-PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad")
+    "fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads",
+    "gradient_divide_factor", "wait_for_unshard", "post_backward", "_all_reduce_hook",
+)  # fmt: skip
+PARAMETER_NAMES = (
+    "sharded_param", "sharded_size", "unsharded_accumulated_grad", "offload_to_cpu"
+)  # fmt: skip
 STATE_NAMES = ("_is_root", "_state_ctx", "_root_post_backward_final_callback")
 
 GradientHook = Callable[[Tensor], None]
@@ -72,6 +67,11 @@ class ShardedParameter:
     def sharded(self) -> Any:
         """The parameter as the optimizer sees it: a DTensor."""
         return self._handle.sharded_param
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the shard is kept in the memory of the CPU (CPUOffloadPolicy)."""
+        return bool(self._handle.offload_to_cpu)
 
     @property
     def local_numel(self) -> int:
@@ -252,7 +252,6 @@ class GroupWatch:
         if self._hooked.get(id(handle)) is not whole:
             self._hooked[id(handle)] = whole
             hooks = self._hooks[id(handle)]
-
             whole.register_hook(lambda grad: _call_all(hooks, grad))
 
     def on_gradient(self, handle: Any, hook: GradientHook) -> Handle:

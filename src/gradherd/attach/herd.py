@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from gradherd.attach.feedback import OrderFeedback, inner
+from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
@@ -320,7 +321,7 @@ class Herd:
             saved_by: Number of ranks that saved what is to be loaded, if it was another number;
                 with the residuals of a sharded model, (replicas, shards) of the mesh.
         """
-        if isinstance(self._sparse, ShardedSparseHook):
+        if isinstance(self._sparse, ShardedSparseHook | ShardedLocalExchange):
             return ShardedHerdState(self, self._sparse, saved_by)
         if isinstance(saved_by, tuple):
             saved_by = math.prod(saved_by)

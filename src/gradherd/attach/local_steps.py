@@ -1,9 +1,8 @@
 """Local steps on a plain module: a hook of the optimizer counts, and every H-th step exchanges.
 
 The exchange is that of gradients (`sparsify.workers`), with the difference between shared and own
-weights in the place of the gradient. Afterwards every rank writes the new shared weights into its
-parameters. With `overlap` the exchange runs in a thread, and what a rank has learned meanwhile is
-added to the new shared weights.
+weights in the place of the gradient. Then every rank takes over the new shared weights. With
+`overlap` the exchange runs in a thread, and what a rank has learned meanwhile is added to them.
 
 Shapes: D elements of all parameters in the flat vector.
 """
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradherd.attach.flat_weights import FlatWeights
+from gradherd.attach.flat_weights import FlatWeights, own
 from gradherd.attach.state import gather_states
 from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
@@ -109,15 +108,13 @@ class LocalExchange:
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    # --- The loop ------------------------------------------------------------------------------
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check that nothing has overwritten the weights that a state has set for this rank."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
         for name, parameter in self._weights.parameters.items():
-            if not torch.equal(parameter.detach(), loaded[name].to(parameter.device)):
+            if not torch.equal(own(parameter), loaded[name].to(parameter.device)):
                 raise RuntimeError(
                     f"{name} was changed after herd.load_state_dict(), which sets the weights of "
                     "each rank: load the model first, then the herd"
@@ -146,16 +143,16 @@ class LocalExchange:
     def _begin(self, *, forced: bool) -> None:
         """Start to exchange what the steps since the last exchange have changed."""
         self._weights.check_trainable()
-        own = self._weights.read()
+        weights = self._weights.read()
         worker, buffers = self._worker, self._weights.read_buffers()
         worker.set_unit(1.0)
-        worker.add(0, self._weights.rounded(self._outer.shared) - own)
+        worker.add(0, self._weights.rounded(self._outer.shared) - weights)
         at = torch.tensor([self._steps, int(forced)], device=self._weights.device)
         if self._thread is None:
             self._exchange(at, buffers)
         else:
             self._thread.submit(lambda: self._exchange(at, buffers))
-        self._taken, self._snapshot = 0, own  # not if the exchange has failed
+        self._taken, self._snapshot = 0, weights  # not if the exchange has failed
 
     def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
         """Run the exchange, here or in the thread, and keep its result until it is applied."""
@@ -176,9 +173,10 @@ class LocalExchange:
             )
         self.total_bytes += sent
         metrics: dict[str, Any] = {}
-        if result.outcome is not None:
-            metrics = result.outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        mean = commit_difference(self._worker, result.outcome, self._settings.decay)
+        outcome = result.outcome if self._everywhere(result.outcome is not None) else None
+        if outcome is not None:
+            metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        mean = commit_difference(self._worker, outcome, self._settings.decay)
         self._arrival = _Arrival(mean, result.buffers, metrics)
 
     @torch.no_grad()
@@ -211,7 +209,7 @@ class LocalExchange:
                 f"differences were not finite in {self._called_off} exchanges in a row: training "
                 "has diverged; try a lower learning rate, a warm-up or gradient clipping"
             )
-        if self._weights.read().isfinite().all():
+        if self._everywhere(bool(self._weights.read().isfinite().all())):
             return  # What this rank has learned is sent with the next exchange.
         log.warning(
             "rank %d: weights are not finite after local step %d; it goes on from the shared "
@@ -221,20 +219,21 @@ class LocalExchange:
         )
         self._weights.write(self._weights.rounded(self._outer.shared))
 
+    def _everywhere(self, here: bool) -> bool:
+        """Return whether something holds for the whole model: a plain one has no other shards."""
+        return here
+
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are the shared weights."""
         return self._weights.replaced_by(self._outer.shared)
 
     def _wait(self) -> None:
-        if self._thread is None:
-            return
         try:
-            self._thread.wait()
+            if self._thread is not None:
+                self._thread.wait()
         except RuntimeError:
             self._snapshot = None  # Differences are taken to the shared weights: nothing is lost.
             raise
-
-    # --- Figures and state ---------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last exchange, and totals so far."""
@@ -269,12 +268,9 @@ class LocalExchange:
             state["outer_momentum"] = self._weights.by_name(self._outer.momentum)
         # Between two phases own and shared weights are the same.
         if self._taken or self._snapshot is not None or self._called_off:
-            state["weights"] = {
-                name: p.detach().clone() for name, p in self._weights.parameters.items()
-            }
-            state["buffers"] = {
-                name: b.detach().clone() for name, b in self._weights.buffers().items()
-            }
+            parameters, buffers = self._weights.parameters, self._weights.buffers()
+            state["weights"] = {name: p.detach().clone() for name, p in parameters.items()}
+            state["buffers"] = {name: b.detach().clone() for name, b in buffers.items()}
         if self._snapshot is not None:
             assert self._arrival is not None
             state["snapshot"] = self._weights.by_name(self._snapshot)
@@ -329,12 +325,16 @@ class LocalExchange:
             self._arrival = _Arrival(**state["arrival"])
         if "weights" in state:
             empty = torch.empty_like(self._outer.shared)
-            self._weights.write(self._weights.restore(empty, state["weights"]))
+            self._set_weights(self._weights.restore(empty, state["weights"]))
             for name, buffer in self._weights.buffers().items():
                 buffer.detach().copy_(state["buffers"][name])
         else:
-            self._weights.write(self._weights.rounded(self._outer.shared))
-        self._loaded = {name: p.detach().clone() for name, p in self._weights.parameters.items()}
+            self._set_weights(self._weights.rounded(self._outer.shared))
+
+    def _set_weights(self, flat: Tensor) -> None:
+        """Set this rank's weights, and remember them: a model that is loaded later undoes it."""
+        self._weights.write(flat)
+        self._loaded = {name: own(p).clone() for name, p in self._weights.parameters.items()}
 
     def close(self) -> None:
         """Leave the optimizer alone from now on; parameters stay as they are on each rank."""

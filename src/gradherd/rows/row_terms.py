@@ -185,13 +185,11 @@ class TermReader:
 
     def _probe_early(self, call: ModuleCall) -> None:
         """Find batch dimensions after a forward of the model, so that the backward knows them."""
-        shapes, sizes = self.recorder.forward_shapes, self.recorder.last_shapes
+        shapes = self.recorder.forward_shapes
         if self._batch_size is None or self._sharded or not self._dims.unknown(shapes):
             return
-        with_dims = [size for size in sizes if len(size)]
-        if with_dims:
-            self._dims.expect(with_dims[0], self._batch_size)
-        # Of another batch, and of one that contradicts earlier ones, the pop decides.
+        # Of a short batch, one whose first dimension is not the batch, and one that contradicts
+        # earlier ones, the pop decides: it knows the number of examples.
         if self._examples() == self._batch_size:
             with self.recorder.silent(), suppress(ValueError):
                 self._dims.probe(call, self._batch_size, shapes, self.recorder.shapes_of)
