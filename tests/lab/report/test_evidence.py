@@ -129,7 +129,9 @@ def test_the_pages_in_the_tree_are_what_their_records_give():
         assert there == {path for path in made if path.parent == folder}
     # The README quotes the summary; without the marks it would only be a copy.
     assert Path("README.md") in made
+    # One screen of 1400 x 1000 pixels: more than this did not fit when it was looked at.
     assert made[PAGE].count("<img ") == 3
+    assert made[PAGE].count("\n| ") <= 15 and len(made[PAGE]) < 6000
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.toml")), ids=lambda p: p.stem)
