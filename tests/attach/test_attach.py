@@ -528,6 +528,23 @@ def test_a_second_attach_waits_for_the_first_to_let_go():
     attach(net, order=sampler)
 
 
+@pytest.mark.parametrize("rows", [("sketch", "batch"), ("batch", "sketch")])
+def test_rows_of_another_kind_within_an_epoch_are_refused(rows):
+    dataset, net = examples(16), network()
+    sampler = OrderedSampler(dataset, "grab", batch_size=4, unit=4)
+    herd = attach(net, order=sampler, rows=rows[0])
+    batches = iter(DataLoader(dataset, batch_size=4, sampler=sampler))
+    next(batches)
+    one_step(net, dataset)
+    herd.detach()
+    with pytest.raises(ValueError, match=r"elements, expected .* rows of another kind"):
+        attach(net, order=sampler, rows=rows[1])
+    herd = attach(net, order=sampler, rows=rows[0])
+    next(batches)
+    one_step(net, dataset)
+    assert herd.metrics()["examples_fed_back"] == 8
+
+
 def test_a_model_that_was_dropped_lets_its_sampler_go():
     dataset, net = examples(8), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)

@@ -11,6 +11,7 @@ from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.feedback import inner
 from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
 from gradherd.attach.fsdp_torch import fsdp_modules
+from gradherd.attach.state import check_row_length
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
@@ -20,6 +21,7 @@ from gradherd.rows.settings import (
     RowSettings,
     choose_rows,
     resolve_rows,
+    row_length,
 )
 
 log = logging.getLogger("gradherd")
@@ -64,6 +66,9 @@ def plan_rows(
         raise ValueError(
             "rows='batch' would exchange whole gradients beside the sparse ones: use 'sketch'"
         )
+    if order.world.size == 1:  # else sums may be sharded, and the first rows are compared
+        length = row_length(settings, FlatSpec.of(bare).size)
+        check_row_length(order.ordering.state_dict(), length)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return settings
 
