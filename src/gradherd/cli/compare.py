@@ -17,7 +17,7 @@ from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
 from gradherd.cli.launch import train_missing, train_runs
 from gradherd.cli.options import (
-    METHODS,
+    EXCHANGES,
     ORDERS,
     DensityOption,
     IntByTask,
@@ -36,10 +36,10 @@ from gradherd.lab.report.comparison import compare
 from gradherd.lab.report.comparison_table import comparison_json
 from gradherd.lab.report.page import write_report
 from gradherd.lab.train.config import RunConfig, plan_runs
+from gradherd.lab.train.powersgd import exchange_names
 from gradherd.lab.train.record import RunRecord, write_atomic
 from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
 from gradherd.ordering.registry import POLICIES
-from gradherd.sparsify.registry import SPARSIFIERS
 
 TUNING_FILE = "tuning.json"
 """What --tune has tried and chosen."""
@@ -74,8 +74,8 @@ class CompareCommand:
         str | None,
         tyro.conf.arg(
             metavar="C,D",
-            help=f"Sparsifiers, separated by commas, from: {METHODS}. exdyna:0.02@30 has a density "
-            "of its own, and exchanges what 30 local steps have changed.",
+            help=f"Sparsifiers, separated by commas, from: {EXCHANGES}. exdyna:0.02@30 has a "
+            "density of its own, and exchanges what 30 local steps have changed.",
             help_behavior_hint="(default: dense)",
         ),
     ] = None
@@ -148,7 +148,7 @@ class CompareCommand:
         # Whoever names sparsifiers compares those: a second order would double the runs.
         default = "d-rr,cd-grab" if only_task else "d-rr"
         orders = parse_names("--orders", self.orders or default, POLICIES)
-        exchanges = parse_exchanges("--sparsifiers", self.sparsifiers or "dense", SPARSIFIERS)
+        exchanges = parse_exchanges("--sparsifiers", self.sparsifiers or "dense", exchange_names())
         sparsifiers = [exchange.sparsify for exchange in exchanges]
         if len(orders) * len(exchanges) < 2:
             raise UsageError(

@@ -24,6 +24,7 @@ from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import ROWS, Exchange
+from gradherd.lab.train.powersgd import POWERSGD, exchange_names
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.tuning import what_to_try
 from gradherd.ordering.registry import POLICIES
@@ -32,6 +33,7 @@ from gradherd.sparsify.registry import SPARSIFIERS, takes_density
 # Names in help texts come from the registries: a new method needs no edit here.
 ORDERS = ", ".join(POLICIES)
 METHODS = ", ".join(SPARSIFIERS)
+EXCHANGES = ", ".join(exchange_names())
 _BY_TASK = "(default: the task's)"
 IntByTask = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
 FloatByTask = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
@@ -244,7 +246,7 @@ def density_for(sparsifiers: Sequence[str], density: float | None) -> float | No
     """
     if density is not None:
         check_density(density)
-    if not any(map(takes_density, sparsifiers)):
+    if not any(one == POWERSGD or takes_density(one) for one in sparsifiers):
         if density is not None:
             raise UsageError(f"--density {density} has no effect: nothing is sparsified")
         return None

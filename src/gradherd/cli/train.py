@@ -13,7 +13,7 @@ from gradherd.cli.errors import UsageError
 from gradherd.cli.folders import finished_record, output_folder, telling_survivors
 from gradherd.cli.launch import train_runs
 from gradherd.cli.options import (
-    METHODS,
+    EXCHANGES,
     ORDERS,
     DensityOption,
     TaskArgument,
@@ -26,10 +26,10 @@ from gradherd.cli.options import (
 from gradherd.cli.tables import print_table
 from gradherd.comm.world import World
 from gradherd.lab.train.config import RunConfig, sparse_recipe
+from gradherd.lab.train.powersgd import exchange_names
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.runner import CheckpointOptions
 from gradherd.ordering.registry import POLICIES
-from gradherd.sparsify.registry import SPARSIFIERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class TrainCommand:
     """Name of a task, or path/to/file.py:ClassName."""
     order: Annotated[str, tyro.conf.arg(help=f"Order of examples, one of: {ORDERS}.")] = "d-rr"
     sparsify: Annotated[
-        str, tyro.conf.arg(help=f"How gradients are exchanged, one of: {METHODS}.")
+        str, tyro.conf.arg(help=f"How gradients are exchanged, one of: {EXCHANGES}.")
     ] = "dense"
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
@@ -78,7 +78,7 @@ class TrainCommand:
     def run(self) -> None:
         """Train."""
         check_name("--order", self.order, POLICIES)
-        check_name("--sparsify", self.sparsify, SPARSIFIERS)
+        check_name("--sparsify", self.sparsify, exchange_names())
         density = density_for([self.sparsify], self.density)
         check_at_least("--seed", self.seed, 0)
         if self.local_steps is not None:

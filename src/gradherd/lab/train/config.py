@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gradherd.lab.tasks.task import Defaults
+from gradherd.lab.train.powersgd import POWERSGD, exchange_names
 from gradherd.ordering.registry import POLICIES
 from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.settings import RowSettings, SketchRows
 from gradherd.sparsify.outer_optimizer import LocalSteps
-from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
 
@@ -84,7 +84,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_known("order", self.order, tuple(POLICIES))
-        _check_known("sparsify", self.sparsify, tuple(SPARSIFIERS))
+        _check_known("sparsify", self.sparsify, exchange_names())
+        if self.sparsify == POWERSGD and (not self.virtual or self.local_steps is not None):
+            raise ValueError("powersgd is exchanged at every step, by simulated workers: --virtual")
         _check_known("rows", self.rows, ROWS)
         if self.sketch_size is not None and self.rows != "sketch":
             raise ValueError(
@@ -118,11 +120,10 @@ class RunConfig:
             raise ValueError(f"limit must be at least 1 or None, got {self.limit}")
         self._check_parallel()
         settings = dataclasses.asdict(self)
-        # A run must satisfy the same constraints as a task's defaults.
         shared = {
             f.name: settings[f.name] for f in dataclasses.fields(Defaults) if f.name in settings
         }
-        # Built only to be checked.
+        # Built only to be checked: a run has the same constraints as a task's defaults.
         Defaults(**shared, seeds=1, source="a run")
 
     def _check_parallel(self) -> None:
@@ -132,8 +133,7 @@ class RunConfig:
         if self.local_steps is not None:
             raise ValueError(f"local_steps need whole models, got parallel {self.parallel!r}")
         if self.virtual:
-            raise ValueError(f"parallel {self.parallel!r} shards a model over real workers, and "
-                             "virtual ones share a process")  # fmt: skip
+            raise ValueError(f"parallel {self.parallel!r} shards a model over real workers only")
         if self.parallel == "fsdp" and self.density is not None:
             raise ValueError(
                 f"sparsify {self.sparsify!r} works between replicas, and fsdp has one: use hsdp"
@@ -156,7 +156,6 @@ class RunConfig:
             ValueError: A setting is invalid; the message names it.
         """
         own = {f.name for f in dataclasses.fields(cls)}
-        # None is "not given" on the command line, so no setting can be reset to None here.
         given = {name: value for name, value in chosen.items() if value is not None}
         base = {k: v for k, v in dataclasses.asdict(defaults).items() if k in own}
         # Else a smaller batch size would fail, and a larger one would silently order half batches.
@@ -256,6 +255,7 @@ def sparse_recipe(config: RunConfig) -> RunConfig:
     What is sent has waited for many steps, and momentum would repeat it many times more.
     """
     sparse = config.density is not None and config.local_steps is None
+    sparse &= config.sparsify != POWERSGD  # which sends all of a gradient, roughly
     if not sparse or not config.momentum or (config.method or {}).get("momentum"):
         return config
     lr = float(f"{config.lr / (1 - config.momentum):.6g}")  # 0.5, not 0.5000000000000001

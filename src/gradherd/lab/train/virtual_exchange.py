@@ -20,6 +20,7 @@ from gradherd.lab.train.optimizers import (
     set_rng_states,
     worker_seed,
 )
+from gradherd.lab.train.powersgd import POWERSGD, LowRankWorkers, matrix_shape
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.ordering.coordination import RowGatherer, observe_gathered, observe_slices
 from gradherd.ordering.ordering import Ordering
@@ -83,7 +84,7 @@ class GradientAverager:
         self._workers = config.workers
         counts = [(name, p.numel()) for name, p in named.items()]
         settings = None
-        if config.density is not None:
+        if config.density is not None and config.sparsify != POWERSGD:
             settings = make_settings(config.sparsify, config.density, **(config.method or {}))
         # The layout of real ranks, so that partitions and thresholds cover the same elements.
         self.layout = FlatLayout.of(counts, 0 if settings is None else settings.dense_below)
@@ -92,9 +93,13 @@ class GradientAverager:
         """(D,) the last average."""
         self.series = BinnedSeries()
         """Densities of the steps."""
-        self._sparse: VirtualWorkers | None = None
+        self._sparse: VirtualWorkers | LowRankWorkers | None = None
+        if config.sparsify == POWERSGD and config.density is not None:
+            shapes = [matrix_shape(p.shape) for p in self.parameters]
+            device = self.parameters[0].device
+            self._sparse = LowRankWorkers(shapes, config.density, config.workers, device)
         if settings is not None:
-            self._sparse = VirtualWorkers(
+            workers = self._sparse = VirtualWorkers(
                 settings,
                 self.layout.size,
                 config.workers,
@@ -102,7 +107,7 @@ class GradientAverager:
                 layers=self.layout.layers,
                 device=self.parameters[0].device,
             )
-            self._sparse.keep_payload = config.rows == "payload"
+            workers.keep_payload = config.rows == "payload"
 
     @property
     def payload(self) -> Tensor | None:
@@ -137,7 +142,7 @@ class GradientAverager:
     def end_epoch(self, counters: EpochCounters) -> None:
         """Record the norm of worker 0's residual after the last step."""
         if self._sparse is not None:
-            residual = self._sparse.workers[0].feedback.residual
+            residual = self._sparse.residuals()[0]
             counters.residual_norm = float(torch.linalg.vector_norm(residual))
 
 
