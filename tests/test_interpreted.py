@@ -9,7 +9,11 @@ import sys
 
 import pytest
 
-MODULES = ["tests/sparsify/test_triton_kernels.py", "tests/ordering/test_triton_gram.py"]
+MODULES = [
+    "tests/sparsify/test_triton_kernels.py",
+    "tests/ordering/test_triton_gram.py",
+    "tests/rows/test_launch_group.py",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

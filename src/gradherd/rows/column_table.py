@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradherd.rows.launch_group import LaunchGroup
 from gradherd.rows.sketch import sketch_columns
 
 
@@ -25,7 +26,9 @@ class Slot(NamedTuple):
 class ColumnTable:
     """The columns of one batch."""
 
-    def __init__(self, width: int, exact: int, like: Tensor) -> None:
+    def __init__(
+        self, width: int, exact: int, like: Tensor, group: LaunchGroup | None = None
+    ) -> None:
         """Prepare an empty table.
 
         Args:
@@ -33,7 +36,9 @@ class ColumnTable:
             exact: How many columns at the start are those of biases and norms. The rest is for
                 projected weights, which some models do not have.
             like: A tensor of the rows' dtype and device.
+            group: Layers that wait for their kernels, on a GPU.
         """
+        self.group = group
         self._width, self._exact, self._like = width, exact, like
         self._table = like.new_zeros(0, width)
         self._used: set[Slot] = set()  # in this batch
@@ -42,18 +47,9 @@ class ColumnTable:
         """(B, k) sketches of parameters, by index, that are not made from columns."""
 
     @property
-    def examples(self) -> int:
-        """B."""
-        return len(self._table)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the columns."""
         return self._like.dtype
-
-    def take_back(self, slot: Slot) -> None:
-        """Undo a `view` that was not written to."""
-        self._used.discard(slot)
 
     @property
     def is_empty(self) -> bool:
@@ -62,24 +58,53 @@ class ColumnTable:
 
     def start(self, examples: int) -> None:
         """Make room for a batch of `examples` examples, if it is the first to write."""
-        if self.is_empty and examples != len(self._table):
+        if not self.is_empty:
+            return
+        if examples != len(self._table):
             self._table = self._like.new_zeros(examples, self._width)
             self._dirty = set()
+        if self.group is not None:
+            self.group.begin()
 
-    def view(self, slot: Slot) -> tuple[Tensor, bool]:
-        """Return a slot to be written, and whether to add to what is there."""
-        add = slot in self._used
+    @property
+    def width(self) -> int:
+        """W."""
+        return self._width
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return len(self._table)
+
+    def is_used(self, slot: Slot) -> bool:
+        """Say whether a slot was written in this batch, so that more is to be added to it."""
+        return slot in self._used
+
+    def claim(self, slot: Slot) -> int:
+        """Return the address of a slot that a kernel will write."""
         self._used.add(slot)
         self._dirty.add(slot)
-        return self._table[:, slot.begin : slot.begin + slot.width], add
+        return self._table.data_ptr() + slot.begin * self._table.element_size()
+
+    def take_back(self, slot: Slot) -> None:
+        """Undo a claim: no kernel writes the slot."""
+        self._used.discard(slot)
 
     def put(self, slot: Slot, columns: Tensor) -> None:
         """Write columns (B, width), or add them to those of earlier uses."""
-        view, add = self.view(slot)
-        if add:
+        view = self._table[:, slot.begin : slot.begin + slot.width]
+        if slot in self._used:
+            self._launch()
             view += columns
         else:
             view.copy_(columns)
+        self._used.add(slot)
+        self._dirty.add(slot)
+
+    def _launch(self) -> None:
+        """Let the layers that wait write their columns."""
+        if self.group is not None:
+            self.group.flush()
 
     def add_final(self, parameter: int, rows: Tensor) -> None:
         """Add sketches (B, k) of a parameter."""
@@ -90,6 +115,7 @@ class ColumnTable:
         """Return columns lo to hi of a slot, or None if it was not written in this batch."""
         if slot not in self._used:
             return None
+        self._launch()
         return self._table[:, slot.begin + lo : slot.begin + hi]
 
     def sketch(self, k: int, seed: int, leave_out: Iterable[tuple[Slot, int, int]]) -> Tensor:
@@ -100,6 +126,7 @@ class ColumnTable:
             seed: Seed of the hash.
             leave_out: Parts of slots that do not count.
         """
+        self._launch()
         for slot, lo, hi in leave_out:
             self._table[:, slot.begin + lo : slot.begin + hi].zero_()
         for slot in self._dirty - self._used:  # a layer that this batch has not used
@@ -118,6 +145,8 @@ class ColumnTable:
 
     def clear(self) -> None:
         """Forget this batch."""
+        if self.group is not None:
+            self.group.clear()
         self._used, self.finals = set(), {}
 
 

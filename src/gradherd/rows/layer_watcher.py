@@ -5,7 +5,7 @@ sketch writes its columns to a table, and input and gradient are let go.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradherd.rows.attention_uses import hook_attention
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
+from gradherd.rows.broadcast_uses import BroadcastUses, Meeting
 from gradherd.rows.call_recorder import hook_gradient, save_input
 from gradherd.rows.column_table import ColumnTable
 from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
@@ -37,6 +38,7 @@ class LayerWatcher:
         check: RowCheck,
         make_table: Callable[[], ColumnTable],
         *,
+        direct: Mapping[SketchedLayer, nn.Parameter],
         batch_dim: int | None,
         batch_size: int | None,
     ) -> None:
@@ -47,6 +49,7 @@ class LayerWatcher:
             layers: Its layers that have sketches.
             check: Knows which parameters are left out, and when a check is due.
             make_table: Returns an empty table.
+            direct: Parameters that modules use directly, by the layers that stand for them.
             batch_dim: Batch dimension of the model's inputs, if it is given.
             batch_size: Examples in a full batch of the loader, to tell the batch dimension.
         """
@@ -68,14 +71,20 @@ class LayerWatcher:
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
         self._free_table: ColumnTable | None = None
         self._began_task = -1
+        self._left_out: dict[SketchedLayer, bool] = {}
+        self._left_out_count = 0
         self._unknown: dict[str, list[Shapes]] = {}  # calls whose batch dimension is not known
         self._probed: list[tuple[str, Shapes]] | None = None
         self._device_type = next(model.parameters()).device.type
         self._handles: list[Any] = [
             model.register_forward_hook(UncopiedHook(self._after_model), with_kwargs=True)
         ]
+        self._uses = BroadcastUses(
+            {(layer, None): parameter for layer, parameter in direct.items()}, self._on_meeting
+        )
+        self._met: set[SketchedLayer] = set()  # tables that all examples of the batch share
         for layer in layers:
-            if layer.inside is None:
+            if layer.inside is None and not layer.is_direct:
                 # Before all other hooks: those may change the output.
                 hook = UncopiedHook(partial(self._after_forward, layer))
                 self._handles.append(
@@ -101,7 +110,8 @@ class LayerWatcher:
             self._probed.append((layer.name, call_shapes(args, kwargs, output)))
             return
         # Called with a keyword: layers have one argument, whatever its name.
-        inputs = (args[0] if args else next(iter(kwargs.values()))).detach()
+        given = args[0] if args else next(iter(kwargs.values()))
+        inputs = given.detach()
         if not self._dims.knows(layer.name, INPUT, inputs.dim()):
             # Also without gradients: a reentrant checkpoint runs its first forward so.
             shapes, known = call_shapes(args, kwargs, output), self._unknown.get(layer.name, [])
@@ -109,11 +119,15 @@ class LayerWatcher:
                 self._unknown[layer.name] = [*known, shapes]
         if not torch.is_grad_enabled():
             return
+        if self._uses.is_needed:
+            self._uses.search(given, layer.name, everywhere=self._check.due)
         if layer.inside is not None or not output.requires_grad:
             return  # what is inside an attention module is watched by itself
         saved: tuple[Tensor, ...] = ()
         if layer.is_norm:
             saved = norm_statistics(output.grad_fn, save_statistics(module))
+        if layer.is_table and self._dims.dim_of(layer.name, INPUT, inputs.dim()) is None:
+            self._uses.expect(output, (layer, inputs))
         self._watch(layer, inputs, output, saved)
 
     def _watch(
@@ -127,6 +141,9 @@ class LayerWatcher:
         """Hold a layer's detached input until the gradient of its output arrives."""
         # Inside activation checkpointing a reference would keep the input alive.
         node = save_input((inputs,))
+        if node is None and inputs.dtype == torch.float32:
+            if torch.is_autocast_enabled(self._device_type):
+                inputs = _autocast_input(inputs, output)
         held = HeldInputs(inputs if node is None else None, node, inputs._version, saved, pad)
         hook_gradient(output, partial(self._on_grad, layer, held))
 
@@ -155,7 +172,8 @@ class LayerWatcher:
                 "its rows were read: give the model a copy (clone()) of a buffer that is reused"
             )
         if layer.inside is not None:
-            grads = F.pad(grads.detach().reshape(*inputs.shape[:2], -1), held.pad)
+            grads = grads.detach().reshape(*inputs.shape[:2], -1)
+            grads = F.pad(grads, held.pad) if any(held.pad) else grads
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
             self.create_graph = self.create_graph or torch.is_grad_enabled()
             with self.quiet():
@@ -167,9 +185,7 @@ class LayerWatcher:
     def _write(
         self, layer: SketchedLayer, inputs: Tensor, grads: Tensor, saved: tuple[Tensor, ...]
     ) -> None:
-        left_out = self._check.left_out
-        names = [self._check.name(index) for index in layer.index.values()] if left_out else []
-        if names and all(name in left_out for name in names):
+        if self._check.left_out and self._is_left_out(layer):
             return
         ndim = inputs.dim()
         dim = self._dims.dim_of(layer.name, INPUT, ndim)
@@ -177,25 +193,70 @@ class LayerWatcher:
             # Inside, attention is (T, B, ...), whatever its input was.
             dim = 1 if dim == layer.inside else None
         if dim is None:
-            self._leave_layer_out(layer, unbatched_reason(layer, inputs, self._dims))
+            if layer not in self._met:
+                self._leave_layer_out(layer, unbatched_reason(layer, inputs, self._dims))
             return
-        examples = inputs.shape[dim]
+        self._put(layer, LayerCall(inputs, grads, layer.batch(inputs.shape[dim], dim, ndim), saved))
+
+    def _on_meeting(
+        self,
+        key: tuple[SketchedLayer, Tensor | None],
+        origin: tuple[str, int],
+        meeting: Meeting,
+        grads: Tensor,
+    ) -> None:
+        """Read the gradient of a shared tensor where it meets the examples."""
+        layer, tokens = key
+        if tokens is not None and self._dims.dim_of(layer.name, INPUT, tokens.dim()) is not None:
+            return  # a table whose tokens differ from example to example
+        # The tensors of a region lie alike: the probe has told how the layer's input does.
+        if self._dims.dim_of(origin[0], INPUT, origin[1]) != 0:
+            self._leave_layer_out(layer, "it meets examples that are not the first dimension")
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._began_task:
+            self._began_task = task
+            self.began()
+        with self.quiet():
+            try:
+                rows = meeting.gradients(grads)
+            except UnbatchedError as error:
+                self._leave_layer_out(layer, str(error))
+                return
+            batch = layer.batch(len(rows), 0, 2)
+            call = LayerCall(rows, rows, batch, ())
+            if tokens is not None:
+                tokens = tokens.reshape(1, -1).expand(len(rows), -1)
+                grads = rows.view(*tokens.shape, -1)
+                call = LayerCall(tokens, grads, batch, ())
+                self._met.add(layer)
+            self._put(layer, call)
+
+    def _put(self, layer: SketchedLayer, call: LayerCall) -> None:
+        """Write the columns of one use of a layer to the table of this backward."""
+        examples, inputs, grads = call.batch.examples, call.inputs, call.grads
         self.sizes.add(examples)
         if len(self.sizes) > 1:
             return  # refused when rows are popped
         if self._check.due:
             self.dtypes |= {one.dtype for one in (inputs, grads) if one.is_floating_point()}
-        task = torch._C._current_graph_task_id()
+        task = self._began_task
         if task not in self.tables:
             # Usually there is one backward for each batch, which always has the same table.
             table, self._free_table = self._free_table, None
             self.tables[task] = table or self._make_table()
-        batch = layer.batch(examples, dim, ndim)
-        call = LayerCall(inputs, grads, batch, saved)
         try:
             layer.sketch.write(call, self.tables[task], layer.slots, layer.index)
         except UnbatchedError as error:
             self._leave_layer_out(layer, str(error))
+
+    def _is_left_out(self, layer: SketchedLayer) -> bool:
+        """Say whether all parameters of a layer are left out; found once for each change."""
+        if self._left_out_count != len(self._check.left_out):
+            self._left_out_count, self._left_out = len(self._check.left_out), {}
+        if layer not in self._left_out:
+            self._left_out[layer] = all(map(self._check.is_left_out, layer.index.values()))
+        return self._left_out[layer]
 
     def _leave_layer_out(self, layer: SketchedLayer, why: str) -> None:
         names = (self._check.name(index) for index in layer.index.values())
@@ -204,7 +265,10 @@ class LayerWatcher:
     def _after_model(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any
     ) -> None:
-        if self._probed is not None or not self._unknown or not torch.is_grad_enabled():
+        if self._probed is not None or not torch.is_grad_enabled():
+            return
+        self._uses.next_forward()
+        if not self._unknown:
             return
         leaves = [t for t in tensor_leaves((args, kwargs)) if t.dim()]
         if leaves and self._batch_size is not None:
@@ -236,8 +300,34 @@ class LayerWatcher:
             self._free_table = table
         self.tables, self.unbatched, self._unknown = {}, {}, {}
         self.sizes, self.dtypes, self.create_graph = set(), set(), False
+        self._met = set()
+        self._uses.next_forward()
 
     def remove_hooks(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+def _autocast_input(inputs: Tensor, output: Tensor) -> Tensor:
+    """Return the copy of a layer's input in lower precision that autograd saves under autocast.
+
+    The input itself would be freed after the forward, but for us.
+    """
+    node: Any = output.grad_fn
+    for _ in range(3):  # Products of more than two dimensions are followed by a view.
+        name = node.name() if node is not None else ""
+        if name in _SAVED_INPUTS:
+            saved = getattr(node, _SAVED_INPUTS[name])
+            if isinstance(saved, Tensor) and saved.numel() == inputs.numel():
+                return saved.detach().view(inputs.shape) if saved.is_contiguous() else inputs
+            return inputs
+        node = node.next_functions[0][0] if node is not None and node.next_functions else None
+    return inputs
+
+
+_SAVED_INPUTS = {
+    "AddmmBackward0": "_saved_mat1",
+    "MmBackward0": "_saved_self",
+    "ConvolutionBackward0": "_saved_input",
+}

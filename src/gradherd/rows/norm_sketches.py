@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.rows.column_table import ColumnTable, Slot
+from gradherd.rows.conv_sketch import ConvSketch
+from gradherd.rows.launch_plan import NormLayer
 from gradherd.rows.layer_rules import rule_for
 from gradherd.rows.layer_sketches import (
-    ConvSketch,
     EmbeddingSketch,
     LayerCall,
     LayerSketch,
     LinearSketch,
 )
-from gradherd.rows.projected_weight import Place, SketchPlan
+from gradherd.rows.projected_weight import KERNEL_DTYPES, Place, SketchPlan
 from gradherd.rows.sketch import count_sketch
 from gradherd.rows.terms import DenseTerm, at_least_float32
 
@@ -98,24 +99,99 @@ class NormSketch(RuleSketch):
     def _launch(self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot]) -> bool:
         """Let one kernel write both; say whether it could."""
         layer_norm = isinstance(self._module, nn.LayerNorm)
-        if not call.inputs.is_cuda or len(call.saved) != 4 or table.dtype != torch.float32:
+        if table.group is None or len(call.saved) != 4:
             return False
         if list(self._sizes) != ["weight", "bias"] or call.batch.find(call.inputs.shape) != 0:
             return False
         if layer_norm and len(self._module.normalized_shape) > 1:  # type: ignore[arg-type]
             return False
-        from gradherd.rows.triton_rows import write_norm
-
-        table.start(len(call.inputs))
-        view, add = table.view(slots["all"])
-        target = torch.empty_like(view) if add else view
-        mean, rstd = call.saved[2:]
-        done = write_norm(call.inputs, call.grads, mean, rstd, target, per_channel=not layer_norm)
-        if done and add:
-            view += target
+        inputs, grads, (mean, rstd) = call.inputs, call.grads, call.saved[2:]
+        table.start(len(inputs))
+        slot = slots["all"]
+        add = table.is_used(slot)
+        if add:
+            table.group.flush()
+        key = (
+            slot.begin, add, inputs.shape, inputs.stride(), grads.stride(), inputs.dtype,
+            grads.dtype, mean.dtype, inputs.data_ptr() % 16, grads.data_ptr() % 16,
+        )  # fmt: skip
+        tensors = (inputs, grads, mean, rstd)
+        width = table.width
+        done = table.group.add(
+            key,
+            lambda: norm_layer(*tensors, row=width, add=add, per_channel=not layer_norm),
+            tensors,
+            table.claim(slot),
+        )
         if not done and not add:
-            table.take_back(slots["all"])
+            table.take_back(slot)
         return done
+
+
+def norm_layer(
+    inputs: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    row: int,
+    add: bool,
+    per_channel: bool,
+) -> NormLayer | None:
+    """Describe a norm to the kernels; None if they cannot read its tensors.
+
+    Args:
+        inputs: (B, C, ...) with a mean for each channel (BatchNorm), or (B, ..., C) with a mean
+            for each position (LayerNorm).
+        grads: Output gradients of the same shape.
+        mean: (C,) or one element for each position.
+        rstd: Reciprocal standard deviations of the same shape.
+        row: Elements between two examples' columns.
+        add: Whether to add to the columns of an earlier use.
+        per_channel: Whether there is a mean for each channel.
+    """
+    if inputs.dim() < 3 or inputs.shape != grads.shape:
+        return None
+    if not all(one.dtype in KERNEL_DTYPES for one in (inputs, grads, mean, rstd)):
+        return None
+    examples, channels = len(inputs), inputs.shape[1 if per_channel else -1]
+    positions = inputs.numel() // (examples * channels)
+    is_first = per_channel and inputs.is_contiguous() and grads.is_contiguous()
+    strides: list[tuple[int, int] | None] = [(0, 0), (0, 0)]
+    if not is_first:
+        if per_channel:
+            inputs, grads = inputs.movedim(1, -1), grads.movedim(1, -1)
+        elif mean.numel() != examples * positions or not mean.is_contiguous():
+            return None
+        strides = [_position_strides(one) for one in (inputs, grads)]
+    if strides[0] is None or strides[1] is None:
+        return None
+    return NormLayer(
+        examples=examples,
+        channels=channels,
+        positions=positions,
+        row=row,
+        add=add,
+        input_strides=strides[0],
+        grad_strides=strides[1],
+        input_dtype=inputs.dtype,
+        grad_dtype=grads.dtype,
+        stats_dtype=mean.dtype,
+        is_last=not is_first,
+        per_channel=per_channel,
+        is_aligned=inputs.data_ptr() % 16 == 0 and grads.data_ptr() % 16 == 0,
+    )
+
+
+def _position_strides(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the strides of (B, ..., C) over examples and positions, if one leads over all."""
+    sizes, strides = tensor.shape[1:-1], tensor.stride()
+    if strides[-1] != 1:
+        return None
+    inner = strides[1:-1]
+    if any(inner[at] != sizes[at + 1] * inner[at + 1] for at in range(len(sizes) - 1)):
+        return None
+    return strides[0], inner[-1]
 
 
 def norm_statistics(node: object, running: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -164,7 +240,7 @@ def make_layer_sketch(
         return LinearSketch(shape, names, plan, shared=shared, transposed=True)
     if isinstance(module, nn.modules.conv._ConvNd) and _is_plain_conv(module):
         # With few channels per group, q filters have more outputs than the layer has inputs.
-        few = module.weight[0].numel() <= 2 * plan.inside
+        few = module.weight[0].numel() <= plan.inside
         few = few or (module.groups > 1 and module.weight.shape[1] < plan.inside)
         if not few:
             return ConvSketch(module, names, plan, shared=shared)

@@ -3,19 +3,25 @@
 Shapes: B examples, T positions, O outputs, q columns of the input side, k elements of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradherd.rows.column_table import ColumnTable, Slot
-from gradherd.rows.projections import MAX_OUTPUTS, SideKey, project_matrix, shorten, side
+from gradherd.rows.launch_plan import ProductLayer
+from gradherd.rows.projections import (
+    MAX_OUTPUTS,
+    THIN_COLUMNS,
+    SideKey,
+    project_matrix,
+    shorten,
+    side,
+)
 from gradherd.rows.terms import at_least_float32
 
-_KERNEL_COLUMNS = 16
-"""Columns of the input side that the kernels of a GPU have room for."""
-_KERNEL_DTYPES = {torch.float16, torch.bfloat16, torch.float32}
+KERNEL_DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 
 
 class SketchPlan(NamedTuple):
@@ -72,36 +78,102 @@ class ProjectedWeight:
         columns = shorten(columns, self.plan.seed, self.name)
         table.put(slots["weight"], columns.flatten(1))
 
+    def can_launch(self, inputs: Tensor, grads: Tensor, table: ColumnTable) -> bool:
+        """Say whether kernels can compute the columns, those of the bias among them."""
+        return (
+            table.group is not None
+            and self.weight
+            and (self.free or not self.bias)
+            and self.plan.inside <= THIN_COLUMNS
+            and inputs.dtype in KERNEL_DTYPES
+            and grads.dtype in KERNEL_DTYPES
+        )
+
     def launch(
         self,
-        thin: Tensor,
-        strides: tuple[int, int, int],
-        grads: Tensor,
-        grad_strides: tuple[int, int, int],
+        key: Hashable,
+        make: Callable[[int, bool], ProductLayer | None],
+        tensors: tuple[Tensor, Tensor],
         table: ColumnTable,
         slots: Mapping[str, Slot],
-    ) -> None:
-        """Write columns by one kernel; strides are over examples, columns and positions."""
-        from gradherd.rows.triton_rows import combine
+    ) -> bool:
+        """Let kernels compute the columns together with those of other layers.
 
-        positions = thin.numel() // (len(grads) * self.plan.inside)
-        shape = (len(grads), self.plan.inside, self.outputs, positions)
-        if self.outputs <= MAX_OUTPUTS:
-            view, add = table.view(slots["weight"])
-            combine(thin, strides, grads, grad_strides, shape, view, add=add)
-            return
-        long = torch.empty(shape[0], shape[1] * shape[2], device=grads.device)
-        combine(thin, strides, grads, grad_strides, shape, long, add=False)
-        self.put(long.view(shape[:3]), table, slots)
+        Args:
+            key: Stands for everything that `make` depends on.
+            make: Returns the layer, given the elements between two examples' columns, and whether
+                to add to the columns of an earlier use.
+            tensors: Input and output gradient.
+            table: Where to write.
+            slots: The layer's slots.
 
-    def can_launch(self, inputs: Tensor, grads: Tensor, table: ColumnTable) -> bool:
-        """Say whether the kernels can do it."""
-        return (
-            inputs.is_cuda
-            and self.plan.inside <= _KERNEL_COLUMNS
-            and table.dtype == torch.float32
-            and inputs.dtype in _KERNEL_DTYPES
-            and grads.dtype in _KERNEL_DTYPES
+        Returns:
+            False if kernels cannot do it.
+        """
+        assert table.group is not None
+        slot = slots["weight"]
+        if self.outputs > MAX_OUTPUTS:  # hashed to fewer outputs at once
+            wide = self.plan.inside * self.outputs
+            long = torch.empty(table.examples, wide, device=tensors[1].device)
+            key = ("long", slot.begin, key)
+            if not table.group.add(key, lambda: make(wide, False), tensors, long.data_ptr()):
+                return False
+            table.group.flush()
+            self.put(long.view(len(long), self.plan.inside, -1), table, slots)
+            return True
+        add = table.is_used(slot)
+        if add:
+            table.group.flush()
+        key = (slot.begin, add, key)
+        done = table.group.add(key, lambda: make(table.width, add), tensors, table.claim(slot))
+        if not done and not add:
+            table.take_back(slot)
+        return done
+
+    def product_layer(
+        self,
+        inputs: tuple[int, int, Sequence[int]],
+        grads: tuple[int, int, Sequence[int]],
+        x: Tensor,
+        g: Tensor,
+        side_matrix: Tensor | None,
+        row: int,
+        add: bool,
+    ) -> ProductLayer | None:
+        """Describe the product of a layer to the kernels; None if they cannot read its tensors.
+
+        Args:
+            inputs: Examples, positions and strides of the input.
+            grads: Positions, outputs and strides of the output gradient.
+            x: The input.
+            g: The output gradient.
+            side_matrix: (C, 16) matrix of the input side; None if the input is projected already.
+            row: Elements between two examples' columns.
+            add: Whether to add to the columns of an earlier use.
+        """
+        examples, positions, strides = inputs
+        grad_positions, outputs, grad_strides = grads
+        projected = side_matrix is None
+        # Loads are wide only along a stride of 1.
+        if (not projected and 1 not in strides[1:]) or 1 not in grad_strides[1:]:
+            return None
+        columns = self.plan.inside
+        return ProductLayer(
+            examples=examples,
+            outputs=outputs,
+            columns=columns,
+            row=row,
+            add=add,
+            positions=grad_positions,
+            grad_strides=(grad_strides[0], grad_strides[1], grad_strides[2]),
+            grad_dtype=g.dtype,
+            free=columns - 1 if self.free else -1,
+            thin_strides=(strides[0], strides[1], strides[2]) if projected else None,
+            input_dtype=x.dtype,
+            side=side_matrix,
+            input_positions=positions,
+            input_strides=(strides[0], strides[1], strides[2]),
+            is_aligned=x.data_ptr() % 16 == 0 and g.data_ptr() % 16 == 0,
         )
 
     def projected_place(self, local: str) -> Place:
@@ -115,9 +187,15 @@ class ProjectedWeight:
             else Place("bias", 0, self.outputs)
         )
 
-    def project_weight(self, grad: Tensor, rows: int) -> Tensor:
-        """Return the columns of a whole (O, rows) gradient."""
-        inside = side(self.key(grad), rows)[0]
+    def project_weight(self, grad: Tensor, inside: Tensor | None = None) -> Tensor:
+        """Return the columns of a whole (O, rows) gradient.
+
+        Args:
+            grad: The gradient.
+            inside: (q, rows) matrix of the input side; None takes that of a linear layer.
+        """
+        if inside is None:
+            inside = side(self.key(grad), grad.shape[1])[0]
         columns = project_matrix(grad, inside, self.plan.seed, self.name)
         return columns[: self.plan.inside - self.free].flatten()
 

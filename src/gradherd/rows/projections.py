@@ -9,7 +9,10 @@ are right on average: all signs are independent, and columns of Q have unit seco
 A layer's bias has a gradient of G_i's form, with x_t = 1: one column of Q is replaced by this 1,
 and the same product yields the gradient of the bias exactly.
 
-A convolution's input side is the same convolution with q random filters.
+A convolution's input side is the same convolution with q random filters. With many channels a
+filter is the outer product of signs for channels and signs for places in the window: then each
+position is projected first, as in a linear layer, and the window is added up over few columns.
+Products of independent signs are uncorrelated, too, so inner products stay right on average.
 
 Equal seeds and names give equal signs on every rank and device (`sketch.hashes`).
 
@@ -30,6 +33,8 @@ from gradherd.rows.sketch import buckets_and_signs, count_sketch, hashes
 
 MAX_OUTPUTS = 4096
 """Columns of the output side; more outputs than that are hashed at once."""
+THIN_COLUMNS = 16
+"""Columns that kernels of a GPU have room for."""
 _BITS = 64
 _MAX_TEMPORARY = 1 << 24
 
@@ -63,19 +68,44 @@ class SideKey:
 
 
 @lru_cache(maxsize=4096)
-def side(key: SideKey, rows: int) -> tuple[Tensor, Tensor | None]:
+def side(key: SideKey, rows: int, places: int = 1) -> tuple[Tensor, Tensor | None]:
     """Return the (columns, rows) matrix, and the (columns,) offset of its free column.
 
     Scaled by 1 / sqrt(columns): then inner products of projections are right on average.
+
+    Args:
+        key: Names the matrix.
+        rows: Elements of a filter or inputs of a linear layer.
+        places: Places of a window whose signs are independent of those of the channels.
     """
     free = int(key.with_one)
-    signs = random_signs(key.seed, key.name, rows, key.columns - free).T
+    signs = random_signs(key.seed, key.name, rows // places, key.columns - free).T
+    if places > 1:
+        window = random_signs(key.seed, f"{key.name}/window", places, key.columns - free).T
+        signs = (signs.unsqueeze(2) * window.unsqueeze(1)).flatten(1)
     matrix = F.pad(signs / math.sqrt(key.columns - free), (0, 0, 0, free))
     offset = None
     if key.with_one:
         offset = F.pad(torch.zeros(key.columns - 1), (0, 1), value=1.0)
         offset = offset.to(device=key.device, dtype=key.dtype)
     return matrix.contiguous().to(device=key.device, dtype=key.dtype), offset
+
+
+@lru_cache(maxsize=4096)
+def kernel_side(key: SideKey, rows: int) -> Tensor:
+    """Return `side` without places as kernels read it: (rows, 16)."""
+    matrix, _ = side(key, rows)
+    return F.pad(matrix.T, (0, THIN_COLUMNS - key.columns)).contiguous()
+
+
+@lru_cache(maxsize=4096)
+def window_signs(key: SideKey, places: int) -> Tensor:
+    """Return the signs of the places of a window as kernels read them: (places, 16) float32."""
+    free = int(key.with_one)
+    signs = torch.ones(1, key.columns - free)
+    if places > 1:
+        signs = random_signs(key.seed, f"{key.name}/window", places, key.columns - free)
+    return F.pad(signs, (0, THIN_COLUMNS - key.columns + free)).contiguous().to(key.device)
 
 
 def linear_columns(inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor | None) -> Tensor:
@@ -156,10 +186,31 @@ def project_matrix(grad: Tensor, inside: Tensor, seed: int, name: str) -> Tensor
 class ConvShape:
     """How a convolution slides over its input; any number of spatial dimensions."""
 
+    window: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    def side(self, key: SideKey, channels: int) -> tuple[Tensor, Tensor | None]:
+        """Return the filters (q, channels, *window), and the offset of the free one."""
+        places = math.prod(self.window)
+        is_product = self.is_product(key.columns, channels)
+        matrix, offset = side(key, channels * places, places if is_product else 1)
+        return matrix.view(key.columns, channels, *self.window), offset
+
+    def is_product(self, columns: int, channels: int) -> bool:
+        """Say whether filters are outer products; with few channels there is nothing to save."""
+        return math.prod(self.window) > 1 and channels >= columns
+
+    def kernel_window(self, sizes: torch.Size, outputs: torch.Size) -> tuple[int, ...]:
+        """Describe a convolution over one or two dimensions; see `ProductLayer.window`."""
+        ones = (1,) * (2 - len(self.window))
+        zeros = (0,) * (2 - len(self.window))
+        return (
+            *ones, *sizes, *ones, *outputs, self.window[-1], *ones, *self.stride,
+            *zeros, *self.padding, *ones, *self.dilation,
+        )  # fmt: skip
 
     def apply(self, inputs: Tensor, weight: Tensor, offset: Tensor | None) -> Tensor:
         """Convolve the inputs of one group with other filters."""
@@ -168,13 +219,12 @@ class ConvShape:
         return result
 
 
-def conv_inputs(inputs: Tensor, key: SideKey, shape: ConvShape, window: tuple[int, ...]) -> Tensor:
+def conv_inputs(inputs: Tensor, key: SideKey, shape: ConvShape) -> Tensor:
     """Project the inputs of a convolution, (B, C, ...), by random filters: (B, G, q, T)."""
     batch, channels = inputs.shape[0], inputs.shape[1] // shape.groups
     if shape.groups > 1:  # All groups share the filters; outputs tell them apart.
         inputs = inputs.reshape(batch * shape.groups, channels, *inputs.shape[2:])
-    matrix, offset = side(key, channels * math.prod(window))
-    out = shape.apply(inputs, matrix.view(key.columns, channels, *window), offset)
+    out = shape.apply(inputs, *shape.side(key, channels))
     return out.reshape(batch, shape.groups, key.columns, -1)
 
 

@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradherd.rows.batch_dims import INPUT, BatchDims
+from gradherd.rows.broadcast_uses import DirectSketch
 from gradherd.rows.column_table import Slot, lay_out
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.layer_rules import BatchDim
-from gradherd.rows.layer_sketches import LayerSketch, LinearSketch
+from gradherd.rows.layer_sketches import EmbeddingSketch, LayerSketch, LinearSketch
 from gradherd.rows.norm_sketches import NormSketch, make_layer_sketch
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners
 from gradherd.rows.projected_weight import SketchPlan
@@ -64,6 +65,8 @@ class SketchedLayer:
         self.inside = inside
         self.slots: dict[str, Slot] = {}
         self.is_norm = isinstance(sketch, NormSketch)
+        self.is_table = isinstance(sketch, EmbeddingSketch)
+        self.is_direct = isinstance(sketch, DirectSketch)
         self._batches: dict[tuple[int, int, int], BatchDim] = {}
 
     def batch(self, examples: int, dim: int, ndim: int) -> BatchDim:
@@ -97,7 +100,12 @@ def sketched_layers(
             layers += _attention_layers(owner, names, index, plan)
             continue
         sketch = make_layer_sketch(owner.module, names, plan, shared=shared)
-        if sketch is None:
+        if sketch is None and has_layers(owner):
+            # Running such a module again would run all that is in it, maybe the whole model.
+            for local, parameter in owner.parameters.items():
+                direct = DirectSketch(local, names[local], plan)
+                layers.append(SketchedLayer(owner, direct, {local: index[parameter]}))
+        elif sketch is None:
             others.append(owner)
         else:
             own = {local: index[p] for local, p in owner.parameters.items()}

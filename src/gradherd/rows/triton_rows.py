@@ -1,11 +1,16 @@
-"""Rows on a GPU: one or two launches for each layer.
+"""Rows on a GPU: kernels that serve many layers in one launch.
 
-Launching costs more than computing here, so every kernel does as much as it can: the product of a
-layer's projected input with its output gradient, a norm's sums over positions. They write to a
-table of all columns, which one more launch sketches at the end of the batch.
+Launching costs more than computing here, so layers wait for each other (`launch_group`) and every
+kernel works on all of them. A table of tiles says which layer a program works on, a table of
+fields how large the layer is and how it lies in memory, and a table of addresses where. Fields
+and tiles stay the same from step to step; addresses are copied anew for each launch.
 
-Letters: B examples, C channels or inputs, O outputs, T positions, Q columns of the input side,
-N columns of the table, K elements of a row.
+The columns of a layer take two or three kernels: the input is projected to 16 columns, a
+convolution adds up its window, and the result is multiplied with the output gradient. Inputs and
+gradients are read once. One more launch sketches the columns of all layers at the end of the batch.
+
+Letters: B examples, C channels or inputs, O outputs, T positions, N columns of the table,
+K elements of a row.
 """
 
 import torch
@@ -13,8 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_Q = 16  # rows of the smallest matrix product
-_BLOCK = 512
+WIDTH = 16
+"""Columns of a projected input: rows of the smallest matrix product."""
+POINTERS = 5
+"""Addresses of a layer: input, output gradient, projected input before and after the window (or
+mean and reciprocal standard deviation of a norm), columns in the table."""
+FIELDS = 20
+"""Numbers that describe a layer in each of the tables."""
+
+_SKETCH_BLOCK = 512
 
 
 @triton.jit
@@ -51,121 +63,223 @@ def sketch_columns(
         signs: (K,) sign of each column within a block.
     """
     sketch = torch.empty(len(columns), size, device=columns.device)
-    grid = (len(columns), triton.cdiv(size, _BLOCK))
+    grid = (len(columns), triton.cdiv(size, _SKETCH_BLOCK))
     _sketch_kernel[grid](
         columns, shifts, block_signs, signs, sketch,
-        columns.shape[1], size, len(shifts), columns.stride(0), BLOCK=_BLOCK,
+        columns.shape[1], size, len(shifts), columns.stride(0), BLOCK=_SKETCH_BLOCK,
     )  # fmt: skip
     return sketch
 
 
 @triton.jit
-def _combine_kernel(
-    a, g, out, ab, aq, at, gb, go, gt, outputs, T, row, count,
-    ADD: tl.constexpr, Q: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Multiply one example's projected input with some outputs' gradients, over all positions."""
-    example = tl.program_id(0).to(tl.int64)
-    o = tl.program_id(1) * BO + tl.arange(0, BO)
-    q = tl.arange(0, Q)
-    total = tl.zeros((Q, BO), tl.float32)
-    for begin in range(0, T, BT):
-        t = begin + tl.arange(0, BT)
-        left = tl.load(
-            a + example * ab + q[:, None] * aq + t[None, :] * at,
-            mask=(q < count)[:, None] & (t < T)[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            g + example * gb + t.to(tl.int64)[:, None] * gt + o.to(tl.int64)[None, :] * go,
-            mask=(t < T)[:, None] & (o < outputs)[None, :],
-            other=0.0,
-        ).to(left.dtype)
-        total = tl.dot(left, right, total, input_precision="tf32")
-    where = example * row + q[:, None] * outputs + o[None, :]
-    mask = (q < count)[:, None] & (o < outputs)[None, :]
-    if ADD:
-        total += tl.load(out + where, mask=mask, other=0.0)
-    tl.store(out + where, total, mask=mask)
-
-
-def combine(
-    projected: Tensor,
-    strides: tuple[int, int, int],
-    grads: Tensor,
-    grad_strides: tuple[int, int, int],
-    shape: tuple[int, int, int, int],
-    out: Tensor,
-    *,
-    add: bool,
-) -> None:
-    """Write (or add) the columns of a layer: q rows of O columns for each example.
-
-    Args:
-        projected: Projected inputs in any layout.
-        strides: Their strides over examples, columns and positions.
-        grads: Output gradients in any layout.
-        grad_strides: Their strides over examples, outputs and positions.
-        shape: B, q (at most 16), O, T.
-        out: (B, q * O) view of the table; columns of an example lie side by side.
-        add: Whether to add to what is in `out`.
-    """
-    examples, count, outputs, positions = shape
-    block = 64 if examples * (-(-outputs // 64)) >= 256 else 32
-    _combine_kernel[(examples, -(-outputs // block))](
-        projected, grads, out, *strides, *grad_strides, outputs, positions, out.stride(0), count,
-        ADD=add, Q=_Q, BO=block, BT=32 if positions <= 32 else 64,
-    )  # fmt: skip
+def _address(pointers, layer, which: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(pointers + layer * 5 + which).to(tl.pointer_type(KIND))
+    return tl.multiple_of(address, 16) if ALIGNED else address
 
 
 @triton.jit
-def _channels_first_kernel(
-    inputs, grads, mean, rstd, out, rows, C, T, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _stride(field, ALIGNED: tl.constexpr):
+    stride = tl.load(field)
+    return tl.multiple_of(stride, 8) if ALIGNED else stride
+
+
+@triton.jit
+def project_kernel(
+    pointers, fields, tiles,
+    X: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the positions of some (example, channel) rows of T elements."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Project the channels of some positions of one example to 16 columns."""
+    layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    field = fields + layer * 20
+    x = _address(pointers, layer, 0, X, ALIGNED)
+    thin = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(THIN))
+    side = tl.multiple_of(tl.load(field).to(tl.pointer_type(THIN)), 16)
+    channels, positions, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 6)
+    blocks = (positions + BT - 1) // BT
+    example = block // blocks
+    t = ((block % blocks) * BT).to(tl.int32) + tl.arange(0, BT)
+    q = tl.arange(0, 16)
+    inside = t < positions
+    x += example * _stride(field + 3, ALIGNED)
+    total = tl.zeros((BT, 16), tl.float32)
+    for begin in range(0, channels, BC):
+        c = begin + tl.arange(0, BC)
+        known = c < channels
+        # The inner stride is 1, which wide loads need to know.
+        if LAST:
+            at = t.to(tl.int64)[:, None] * _stride(field + 4, ALIGNED) + c[None, :]
+            block_x = tl.load(x + at, mask=inside[:, None] & known[None, :], other=0.0)
+        else:
+            at = c.to(tl.int64)[:, None] * _stride(field + 5, ALIGNED) + t[None, :]
+            block_x = tl.trans(tl.load(x + at, mask=known[:, None] & inside[None, :], other=0.0))
+        matrix = tl.load(side + c[:, None] * 16 + q[None, :], mask=known[:, None], other=0.0)
+        total = tl.dot(block_x.to(THIN), matrix, total, input_precision="tf32")
+    # One column may be left free: all ones, whose product is the gradient of the bias.
+    total = tl.where((q == free)[None, :], 1.0, total)
+    at = (example * positions + t)[:, None] * 16 + q[None, :]
+    tl.store(thin + at, total.to(THIN), mask=inside[:, None])
+
+
+@triton.jit
+def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, BT: tl.constexpr):
+    """Add up the window of a convolution with a sign for each place and column."""
+    layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    field = fields + layer * 20
+    before = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(THIN))
+    after = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(THIN))
+    signs = tl.load(field).to(tl.pointer_type(tl.float32))
+    count, taps, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 3)
+    height, width, rows, columns = (
+        tl.load(field + 4), tl.load(field + 5), tl.load(field + 6), tl.load(field + 7),
+    )  # fmt: skip
+    across = tl.load(field + 8)
+    n = block.to(tl.int64) * BT + tl.arange(0, BT)
+    q = tl.arange(0, 16)
+    inside = n < count
+    example, place = n // (rows * columns), n % (rows * columns)
+    top = (place // columns) * tl.load(field + 9) - tl.load(field + 11)
+    left = (place % columns) * tl.load(field + 10) - tl.load(field + 12)
+    total = tl.zeros((BT, 16), tl.float32)
+    for tap in range(0, taps):
+        y = top + (tap // across) * tl.load(field + 13)
+        x = left + (tap % across) * tl.load(field + 14)
+        valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        at = ((example * height + y) * width + x)[:, None] * 16 + q[None, :]
+        value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
+        total += value * tl.load(signs + tap * 16 + q)[None, :]
+    total = tl.where((q == free)[None, :], 1.0, total)
+    tl.store(after + n[:, None] * 16 + q[None, :], total.to(THIN), mask=inside[:, None])
+
+
+@triton.jit
+def combine_kernel(
+    pointers, fields, tiles,
+    G: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
+    BT: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Multiply one example's projected input with some outputs' gradients, over all positions."""
+    layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    field = fields + layer * 20
+    grads = _address(pointers, layer, 1, G, ALIGNED)
+    thin = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(THIN))
+    out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
+    positions, outputs, count = tl.load(field + 8), tl.load(field + 9), tl.load(field + 10)
+    thin_b, thin_t, thin_q = tl.load(field + 15), tl.load(field + 16), tl.load(field + 17)
+    add = tl.load(field + 14)
+    blocks = (outputs + BO - 1) // BO
+    example = block // blocks
+    o = ((block % blocks) * BO).to(tl.int32) + tl.arange(0, BO)
+    q = tl.arange(0, 16)
+    known = o < outputs
+    grads += example * _stride(field + 11, ALIGNED)
+    thin += example * thin_b
+    total = tl.zeros((16, BO), tl.float32)
+    for begin in range(0, positions, BT):
+        t = begin + tl.arange(0, BT)
+        inside = t < positions
+        at = t.to(tl.int64)[None, :] * thin_t + q[:, None] * thin_q
+        left = tl.load(thin + at, mask=(q < count)[:, None] & inside[None, :], other=0.0)
+        if LAST:
+            at = t.to(tl.int64)[:, None] * _stride(field + 12, ALIGNED) + o[None, :]
+            right = tl.load(grads + at, mask=inside[:, None] & known[None, :], other=0.0)
+        else:
+            at = o.to(tl.int64)[:, None] * _stride(field + 13, ALIGNED) + t[None, :]
+            right = tl.trans(tl.load(grads + at, mask=known[:, None] & inside[None, :], other=0.0))
+        total = tl.dot(left, right.to(THIN), total, input_precision="tf32")
+    at = example * tl.load(field + 18) + q[:, None] * outputs + o[None, :]
+    mask = (q < count)[:, None] & known[None, :]
+    if add:
+        total += tl.load(out + at, mask=mask, other=0.0)
+    tl.store(out + at, total, mask=mask)
+
+
+@triton.jit
+def norm_first_kernel(
+    pointers, fields, tiles,
+    X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum over the positions of some (example, channel) rows of T elements: BatchNorm."""
+    layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    field = fields + layer * 20
+    inputs, grads = (
+        _address(pointers, layer, 0, X, ALIGNED),
+        _address(pointers, layer, 1, G, ALIGNED),
+    )
+    mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
+    rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
+    out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
+    rows, channels, positions = tl.load(field), tl.load(field + 1), _stride(field + 2, ALIGNED)
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
-    at = tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     product = tl.zeros((ROWS, BLOCK), tl.float32)
-    for begin in range(0, T, BLOCK):
-        mask = valid[:, None] & (begin + at < T)[None, :]
-        offset = row[:, None] * T + (begin + at)[None, :]
+    for begin in range(0, positions, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        mask = valid[:, None] & (at < positions)[None, :]
+        offset = row[:, None] * positions + at[None, :]
         g = tl.load(grads + offset, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(inputs + offset, mask=mask, other=0.0).to(tl.float32)
         total += g
         product += g * x
     bias = tl.sum(total, 1)
-    channel = row % C
+    channel = row % channels
     m = tl.load(mean + channel, mask=valid, other=0.0).to(tl.float32)
     r = tl.load(rstd + channel, mask=valid, other=0.0).to(tl.float32)
-    where = row // C * row_stride + channel
-    tl.store(out + where, (tl.sum(product, 1) - m * bias) * r, mask=valid)
-    tl.store(out + where + C, bias, mask=valid)
+    where = row // channels * tl.load(field + 9) + channel
+    scale = (tl.sum(product, 1) - m * bias) * r
+    if tl.load(field + 8):
+        scale += tl.load(out + where, mask=valid, other=0.0)
+        bias += tl.load(out + where + channels, mask=valid, other=0.0)
+    tl.store(out + where, scale, mask=valid)
+    tl.store(out + where + channels, bias, mask=valid)
 
 
 @triton.jit
-def _channels_last_kernel(
-    inputs, grads, mean, rstd, out, xb, xt, gb, gt, C, T, row_stride,
+def norm_last_kernel(
+    pointers, fields, tiles,
+    X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, ALIGNED: tl.constexpr,
     PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over the positions of some channels of one example; channels lie side by side."""
-    example = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < C
+    """Sum over the positions of some channels of one example, which lie side by side."""
+    layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    block = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    field = fields + layer * 20
+    inputs, grads = (
+        _address(pointers, layer, 0, X, ALIGNED),
+        _address(pointers, layer, 1, G, ALIGNED),
+    )
+    mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
+    rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
+    out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
+    channels, positions = tl.load(field + 1), tl.load(field + 2)
+    blocks = (channels + BLOCK - 1) // BLOCK
+    example = (block // blocks).to(tl.int64)
+    channel = ((block % blocks) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    inside = channel < channels
+    inputs += example * _stride(field + 3, ALIGNED)
+    grads += example * _stride(field + 5, ALIGNED)
     total = tl.zeros((BLOCK,), tl.float32)
     product = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, T, ROWS):
+    for begin in range(0, positions, ROWS):
         at = begin + tl.arange(0, ROWS)
-        position = example * T + at
-        mask = (at < T)[:, None] & inside[None, :]
+        mask = (at < positions)[:, None] & inside[None, :]
         t = at.to(tl.int64)[:, None]
-        g = tl.load(grads + example * gb + t * gt + channel[None, :], mask=mask, other=0.0)
-        x = tl.load(inputs + example * xb + t * xt + channel[None, :], mask=mask, other=0.0)
-        g, x = g.to(tl.float32), x.to(tl.float32)
+        x = tl.load(
+            inputs + t * _stride(field + 4, ALIGNED) + channel[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
+        g = tl.load(
+            grads + t * _stride(field + 6, ALIGNED) + channel[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
         if not PER_CHANNEL:
-            m = tl.load(mean + position, mask=at < T, other=0.0).to(tl.float32)
-            r = tl.load(rstd + position, mask=at < T, other=0.0).to(tl.float32)
+            place = example * positions + at
+            m = tl.load(mean + place, mask=at < positions, other=0.0).to(tl.float32)
+            r = tl.load(rstd + place, mask=at < positions, other=0.0).to(tl.float32)
             x = (x - m[:, None]) * r[:, None]
         total += tl.sum(g, 0)
         product += tl.sum(g * x, 0)
@@ -173,62 +287,9 @@ def _channels_last_kernel(
         m = tl.load(mean + channel, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(rstd + channel, mask=inside, other=0.0).to(tl.float32)
         product = (product - m * total) * r
-    tl.store(out + example * row_stride + channel, product, mask=inside)
-    tl.store(out + example * row_stride + C + channel, total, mask=inside)
-
-
-def write_norm(
-    inputs: Tensor, grads: Tensor, mean: Tensor, rstd: Tensor, out: Tensor, *, per_channel: bool
-) -> bool:
-    """Write each example's gradient of a norm's scale and shift.
-
-    Args:
-        inputs: (B, C, ...) with a mean for each channel (BatchNorm), or (B, ..., C) with a mean
-            for each position (LayerNorm).
-        grads: Output gradients of the same shape.
-        mean: (C,) or one element for each position.
-        rstd: Reciprocal standard deviations of the same shape.
-        out: (B, 2 C) view of the table.
-        per_channel: Whether there is a mean for each channel.
-
-    Returns:
-        False, with nothing written, if the tensors lie in memory in another way.
-    """
-    examples = inputs.shape[0]
-    if inputs.dim() < 3 or inputs.shape != grads.shape:
-        return False
-    contiguous = inputs.is_contiguous() and grads.is_contiguous()
-    channels = inputs.shape[1 if per_channel else -1]
-    positions = inputs.numel() // (examples * channels)
-    if per_channel and contiguous:
-        block = min(1024, triton.next_power_of_2(positions))
-        rows = max(1, 2048 // block)
-        _channels_first_kernel[(triton.cdiv(examples * channels, rows),)](
-            inputs, grads, mean, rstd, out, examples * channels, channels, positions,
-            out.stride(0), ROWS=rows, BLOCK=block,
-        )  # fmt: skip
-        return True
-    if per_channel:
-        inputs, grads = inputs.movedim(1, -1), grads.movedim(1, -1)
-    elif mean.numel() != examples * positions or not mean.is_contiguous():
-        return False
-    strides = [_position_strides(one) for one in (inputs, grads)]
-    if strides[0] is None or strides[1] is None:
-        return False
-    grid = (examples, triton.cdiv(channels, 64))
-    _channels_last_kernel[grid](
-        inputs, grads, mean, rstd, out, *strides[0], *strides[1], channels, positions,
-        out.stride(0), PER_CHANNEL=per_channel, ROWS=32, BLOCK=64,
-    )  # fmt: skip
-    return True
-
-
-def _position_strides(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the strides of (B, ..., C) over examples and positions, if one leads over all."""
-    sizes, strides = tensor.shape[1:-1], tensor.stride()
-    if strides[-1] != 1:
-        return None
-    inner = strides[1:-1]
-    if any(inner[at] != sizes[at + 1] * inner[at + 1] for at in range(len(sizes) - 1)):
-        return None
-    return strides[0], inner[-1]
+    where = out + example * tl.load(field + 9) + channel
+    if tl.load(field + 8):
+        product += tl.load(where, mask=inside, other=0.0)
+        total += tl.load(where + channels, mask=inside, other=0.0)
+    tl.store(where, product, mask=inside)
+    tl.store(where + channels, total, mask=inside)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from gradherd.rows.capture import Capture, Reduction, row_scale
 from gradherd.rows.column_table import ColumnTable, Slot, empty_like_rows
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.launch_group import launch_group
 from gradherd.rows.layer_watcher import LayerWatcher
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.projected_weight import SketchPlan
 from gradherd.rows.row_check import RowCheck, measure_errors, tolerance
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sketched_layers import has_layers, sketched_layers
+from gradherd.rows.sketched_layers import sketched_layers
 from gradherd.rows.terms import at_least_float32
 
 
@@ -62,17 +63,6 @@ class TwoSidedCapture:
             index: (layer, local) for layer in layers for local, index in layer.index.items()
         }
         self._check = RowCheck(self.spec, parameters, strict=settings.strict, project=self._project)
-        # Running a module again runs all that is in it, which may be the whole model.
-        heavy = [owner for owner in others if has_layers(owner)]
-        others = [owner for owner in others if owner not in heavy]
-        reason = "a module with layers of its own uses it directly"
-        self._check.leave_out(
-            {
-                f"{owner.name}.{local}" if owner.name else local: reason
-                for owner in heavy
-                for local in owner.parameters
-            }
-        )
         self._capture: Capture | None = None
         if others:
             self._capture = Capture(
@@ -87,7 +77,12 @@ class TwoSidedCapture:
             model,
             layers,
             self._check,
-            partial(ColumnTable, width, exact, self._like),
+            partial(ColumnTable, width, exact, self._like, launch_group(self._like)),
+            direct={
+                layer: parameters[index]
+                for index, (layer, _) in self._layer_of.items()
+                if layer.is_direct
+            },
             batch_dim=settings.batch_dim,
             batch_size=batch_size,
         )

@@ -132,9 +132,10 @@ class ModelTraining:
 
     def attach(self, rows: str) -> None:
         """Order examples by these rows; "plain" attaches nothing."""
-        if rows == "plain":
-            return
         data = TensorDataset(torch.arange(_BATCHES * self.batch))
+        if rows == "plain":  # Its loader shuffles, so that every case pays for a loader.
+            self._indices = _endless(DataLoader(data, batch_size=self.batch, shuffle=True))
+            return
         unit = self.batch if rows == "batch" else 1
         sampler = OrderedSampler(data, "grab", batch_size=self.batch, unit=unit)
         self.herd = attach(self.model, order=sampler, rows=rows)

@@ -1,0 +1,315 @@
+"""What the kernels of a group of layers need to know, laid out once for many steps.
+
+A plan has the launches of a group of layers: tables of sizes and strides, and of tiles, which say
+what each program of a kernel works on. Only addresses are missing.
+
+Shapes: B examples, T positions, C channels, q columns of the input side.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradherd.rows.projections import THIN_COLUMNS
+
+Strides = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class ProductLayer:
+    """How the columns of a weight are computed: project, add up the window, multiply."""
+
+    examples: int
+    outputs: int
+    columns: int
+    """q."""
+    row: int
+    """Elements between the columns of two examples."""
+    add: bool
+    """Whether to add to the columns of an earlier use."""
+    positions: int
+    """Of the output gradient."""
+    grad_strides: Strides
+    """Over examples, positions, outputs."""
+    grad_dtype: torch.dtype
+    free: int = -1
+    """The column that is 1 for the bias, if there is one."""
+    thin_strides: Strides | None = None
+    """Over examples, positions, columns, for an input that is projected already."""
+    input_dtype: torch.dtype = torch.float32
+    side: Tensor | None = None
+    """(C, 16) matrix that projects the input."""
+    input_positions: int = 0
+    input_strides: Strides = (0, 0, 0)
+    """Over examples, positions, channels."""
+    window: tuple[int, ...] = ()
+    """Height and width of input and output, columns of the window, then stride, padding and
+    dilation of both dimensions."""
+    signs: Tensor | None = None
+    """(places of the window, 16) float32."""
+    is_aligned: bool = True
+    """Whether all addresses are multiples of 16 bytes."""
+
+    @property
+    def thin_dtype(self) -> torch.dtype:
+        """Dtype of the projected input: that of the product."""
+        return self.grad_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class NormLayer:
+    """How the gradients of a norm's scale and shift are computed."""
+
+    examples: int
+    channels: int
+    positions: int
+    row: int
+    add: bool
+    input_strides: tuple[int, int]
+    """Over examples and positions."""
+    grad_strides: tuple[int, int]
+    input_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    stats_dtype: torch.dtype
+    is_last: bool
+    """Whether channels lie side by side, else positions do."""
+    per_channel: bool
+    """Whether there is one mean for each channel (BatchNorm), else for each position."""
+    is_aligned: bool = True
+
+
+class _Launch:
+    """One kernel with all of its arguments but the addresses."""
+
+    def __init__(
+        self, kernel: Any, programs: int, fields: Tensor, tiles: Tensor, constants: dict[str, Any]
+    ) -> None:
+        self._kernel, self._programs = kernel, programs
+        self._tables, self._constants = (fields, tiles), constants
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, pointers: Tensor) -> None:
+        """Launch it."""
+        if self._compiled is not None:
+            self._compiled(pointers, *self._tables, *self._constants.values())
+            return
+        done = self._kernel[(self._programs,)](pointers, *self._tables, **self._constants)
+        # From now on without looking for the compiled kernel, which takes longer than launching.
+        if hasattr(done, "function"):  # Triton's interpreter has none
+            self._compiled = done[(self._programs, 1, 1)]
+
+
+@dataclass
+class LaunchPlan:
+    """The launches of a group of layers."""
+
+    launches: list[_Launch]
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    """Which addresses point into the scratch memory."""
+    offsets: np.ndarray[Any, np.dtype[np.int64]]
+    scratch: int
+    """Bytes of scratch memory."""
+    held: list[Any] = field(default_factory=list)
+
+
+def make_plan(layers: list[ProductLayer | NormLayer], device: torch.device) -> LaunchPlan:
+    """Lay out the launches of a group."""
+    builder = _PlanBuilder(layers, device)
+    for at, layer in enumerate(layers):
+        if isinstance(layer, ProductLayer):
+            builder.add_product(at, layer)
+        else:
+            builder.add_norm(at, layer)
+    return builder.build()
+
+
+_Key = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+class _PlanBuilder:
+    """Collects the tiles of each kernel, by kernel and constants."""
+
+    def __init__(self, layers: list[ProductLayer | NormLayer], device: torch.device) -> None:
+        # Imported here: Triton is optional, and absent where there is no GPU.
+        from gradherd.rows import triton_rows
+
+        self._kernels, self._device = triton_rows, device
+        shape = (len(layers), triton_rows.FIELDS)
+        self._fields = {name: np.zeros(shape, np.int64) for name in ("product", "window", "norm")}
+        self._tiles: dict[_Key, list[tuple[int, int]]] = {}
+        self._places: list[int] = []
+        self._offsets: list[int] = []
+        self._scratch = 0
+        self._held: list[Tensor | None] = []
+
+    def _tile(self, kernel: str, at: int, count: int, **constants: Any) -> None:
+        key = (kernel, tuple(constants.items()))
+        self._tiles.setdefault(key, []).append((at, count))
+
+    def _reserve(self, at: int, which: tuple[int, ...], elements: int, dtype: torch.dtype) -> None:
+        """Let addresses of a layer point to new scratch memory."""
+        for one in which:
+            self._places.append(at * self._kernels.POINTERS + one)
+            self._offsets.append(self._scratch)
+        self._scratch += -(-elements * dtype.itemsize // 128) * 128
+
+    def add_product(self, at: int, layer: ProductLayer) -> None:
+        """Add the kernels of a weight."""
+        types, fields = _types(), self._fields["product"][at]
+        thin = types[layer.thin_dtype]
+        size = THIN_COLUMNS
+        thin_strides = (layer.positions * size, size, 1)
+        if layer.thin_strides is not None:
+            thin_strides = layer.thin_strides
+        else:
+            self._add_projection(at, layer)
+        fields[8:19] = (
+            layer.positions, layer.outputs, layer.columns, *layer.grad_strides, layer.add,
+            *thin_strides, layer.row,
+        )  # fmt: skip
+        last = layer.grad_strides[2] == 1
+        outer = layer.grad_strides[:2] if last else layer.grad_strides[::2]
+        block = 64 if layer.examples * (-(-layer.outputs // 64)) >= 256 else 32
+        self._tile(
+            "combine_kernel",
+            at,
+            layer.examples * -(-layer.outputs // block),
+            G=types[layer.grad_dtype],
+            THIN=thin,
+            LAST=last,
+            ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
+            BT=32 if layer.positions <= 32 else 64,
+            BO=block,
+        )
+
+    def _add_projection(self, at: int, layer: ProductLayer) -> None:
+        assert layer.side is not None
+        types, fields = _types(), self._fields["product"][at]
+        thin = types[layer.thin_dtype]
+        examples, positions = layer.examples, layer.input_positions
+        strides = layer.input_strides
+        last = strides[2] == 1
+        if last and strides[0] == positions * strides[1]:
+            # One long example: no tiles that are filled in part.
+            examples, positions = 1, examples * positions
+        self._held.append(layer.side)
+        free = -1 if layer.window else layer.free
+        fields[:7] = (
+            layer.side.data_ptr(), len(layer.side), positions, *strides, free,
+        )  # fmt: skip
+        self._reserve(
+            at,
+            (2,) if layer.window else (2, 3),
+            layer.examples * layer.input_positions * THIN_COLUMNS,
+            layer.thin_dtype,
+        )
+        outer = strides[:2] if last else strides[::2]
+        self._tile(
+            "project_kernel",
+            at,
+            examples * -(-positions // 64),
+            X=types[layer.input_dtype],
+            THIN=thin,
+            LAST=last,
+            ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
+            BT=64,
+            BC=64,
+        )
+        if layer.window:
+            assert layer.signs is not None
+            self._held.append(layer.signs)
+            height, width, rows, columns, across, *rest = layer.window
+            count = layer.examples * rows * columns
+            self._fields["window"][at, :15] = (
+                layer.signs.data_ptr(), count, len(layer.signs), layer.free,
+                height, width, rows, columns, across, *rest,
+            )  # fmt: skip
+            self._reserve(at, (3,), count * THIN_COLUMNS, layer.thin_dtype)
+            self._tile("window_kernel", at, -(-count // 128), THIN=thin, BT=128)
+
+    def add_norm(self, at: int, layer: NormLayer) -> None:
+        """Add the kernel of a norm."""
+        types = _types()
+        self._fields["norm"][at, :10] = (
+            layer.examples * layer.channels, layer.channels, layer.positions,
+            *layer.input_strides, *layer.grad_strides, 0, layer.add, layer.row,
+        )  # fmt: skip
+        kinds = {
+            "X": types[layer.input_dtype],
+            "G": types[layer.grad_dtype],
+            "STATS": types[layer.stats_dtype],
+        }
+        if layer.is_last:
+            steps = (*layer.input_strides, *layer.grad_strides)
+            aligned = layer.is_aligned and all(step % 8 == 0 for step in steps)
+            self._tile(
+                "norm_last_kernel",
+                at,
+                layer.examples * -(-layer.channels // 64),
+                **kinds,
+                ALIGNED=aligned,
+                PER_CHANNEL=layer.per_channel,
+                ROWS=32,
+                BLOCK=64,
+            )
+            return
+        block = min(1024, 1 << max(0, layer.positions - 1).bit_length())
+        rows = max(1, 2048 // block)
+        self._tile(
+            "norm_first_kernel",
+            at,
+            -(-layer.examples * layer.channels // rows),
+            **kinds,
+            ALIGNED=layer.is_aligned and layer.positions % 8 == 0,
+            ROWS=rows,
+            BLOCK=block,
+        )
+
+    def build(self) -> LaunchPlan:
+        """Copy the tables to the device."""
+        fields = {
+            name: torch.from_numpy(table).to(self._device) for name, table in self._fields.items()
+        }
+        launches = []
+        order = ["project_kernel", "window_kernel", "combine_kernel"]
+        order += ["norm_first_kernel", "norm_last_kernel"]
+        for (kernel, constants), layers in sorted(
+            self._tiles.items(), key=lambda item: order.index(item[0][0])
+        ):
+            tiles = np.concatenate(
+                [
+                    np.stack([np.full(count, at), np.arange(count)], 1).astype(np.int32)
+                    for at, count in layers
+                ]
+            )
+            table = kernel.split("_")[0]
+            launches.append(
+                _Launch(
+                    getattr(self._kernels, kernel),
+                    len(tiles),
+                    fields[table if table in ("window", "norm") else "product"],
+                    torch.from_numpy(tiles).to(self._device),
+                    dict(constants),
+                )
+            )
+        return LaunchPlan(
+            launches,
+            np.array(self._places, np.int64),
+            np.array(self._offsets, np.int64),
+            max(1, self._scratch),
+            self._held,
+        )
+
+
+def _types() -> dict[torch.dtype, Any]:
+    import triton.language as tl
+
+    return {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+    }

@@ -1,0 +1,113 @@
+"""Kernels that serve many layers at once: the same columns as the layers' own products.
+
+Run in a process with TRITON_INTERPRET=1 (see tests/test_interpreted.py), or on a GPU.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from gradherd.rows import launch_group, projected_weight, projections
+from gradherd.rows.settings import TwoSidedRows
+from gradherd.rows.two_sided import TwoSidedCapture
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="there is no GPU"),
+]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+        self.out = nn.Linear(24, 5, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.out(self.attention(x, x, x, need_weights=False)[0])
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(17, 17), nn.LayerNorm(17)
+
+    def forward(self, x):
+        return self.norm(self.layer(self.norm(self.layer(x))))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 18, 5, padding=2),
+        nn.BatchNorm2d(18),
+        nn.Conv2d(18, 40, 3, stride=2, padding=1, bias=False),
+        nn.ReLU(),
+        nn.Conv2d(40, 33, 1, stride=2),
+        nn.BatchNorm2d(33),
+        nn.Conv2d(33, 16, (3, 2), dilation=(1, 2), padding=(2, 0), padding_mode="circular"),
+        nn.ConvTranspose2d(16, 17, 3, stride=2),
+    )
+
+
+CASES = {
+    "linear": (lambda: nn.Sequential(nn.Linear(70, 40), nn.GELU(), nn.Linear(40, 3)), (9, 70)),
+    "attention": (Attention, (7, 24)),
+    "twice": (Twice, (5, 17)),
+    "convolutions": (convolutions, (3, 13, 12)),
+    "signals": (
+        lambda: nn.Sequential(nn.Conv1d(16, 20, 3, padding=1), nn.BatchNorm1d(20)),
+        (16, 11),
+    ),
+    "many outputs": (lambda: nn.Linear(20, 70), (3, 20)),
+}
+
+
+def sketches(model, inputs, weights, *, kernels, monkeypatch, rank=16):
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_group, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        capture = TwoSidedCapture(model, TwoSidedRows(rank=rank, size=512, strict=True))
+        for _ in range(2):  # some layers decide by the first batch
+            model.zero_grad()
+            (model(inputs) * weights).sum().backward()
+            rows = capture.pop_sketch(len(inputs), reduction="sum")
+        capture.remove_hooks()
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def few_outputs_are_many(monkeypatch):
+    """More than 64 outputs are hashed at once: real models have thousands."""
+    for module in (projections, projected_weight):
+        monkeypatch.setattr(module, "MAX_OUTPUTS", 64)
+
+
+@pytest.mark.parametrize(("name", "rank"), [*((name, 16) for name in CASES), ("linear", 5)])
+def test_kernels_give_what_layers_give(name, rank, monkeypatch):
+    torch.manual_seed(0)
+    make, shape = CASES[name]
+    model = make().to(DEVICE)
+    inputs = torch.randn(4, *shape, device=DEVICE)
+    weights = torch.randn_like(model(inputs))
+    expected = sketches(model, inputs, weights, kernels=False, monkeypatch=monkeypatch, rank=rank)
+    rows = sketches(model, inputs, weights, kernels=True, monkeypatch=monkeypatch, rank=rank)
+    tolerance = 1e-4 if DEVICE == "cpu" else 5e-3
+    assert (rows - expected).norm() <= tolerance * expected.norm()
+
+
+def test_channels_last(monkeypatch):
+    layout = torch.channels_last
+    torch.manual_seed(0)
+    model = convolutions().to(DEVICE, memory_format=layout)
+    inputs = torch.randn(2, 3, 12, 12, device=DEVICE).to(memory_format=layout)
+    weights = torch.randn_like(model(inputs))
+    expected = sketches(model, inputs, weights, kernels=False, monkeypatch=monkeypatch)
+    rows = sketches(model, inputs, weights, kernels=True, monkeypatch=monkeypatch)
+    tolerance = 1e-4 if DEVICE == "cpu" else 5e-3
+    assert (rows - expected).norm() <= tolerance * expected.norm()
