@@ -55,7 +55,7 @@ def run_ranks(
     fn: Callable[..., Any],
     size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 150.0,
     collective_timeout: float | None = None,
     forward_signals: Sequence[int] = (),
     on_start: Callable[[list[int]], None] | None = None,

@@ -1,14 +1,19 @@
 """The passes over an epoch: a sampler's iterators, and the loaders that draw from them."""
 
 import gc
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import Any, ClassVar, Protocol
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+_FRAMES_TO_LOADER = 12
+"""Calls between a loader and its sampler: those of batch samplers and of wrappers around them."""
+_LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 
 
 class EpochSource(Protocol):
@@ -25,6 +30,25 @@ class EpochSource(Protocol):
     def position_of(self, state: Mapping[str, Any]) -> int:
         """Return the position of a cursor in the current order; raise if it is of another one."""
         ...
+
+
+def asking_loader() -> "weakref.ref[_BaseDataLoaderIter] | None":
+    """Return the iterator of a DataLoader on behalf of which this code runs, if there is one.
+
+    A sampler is not told its loader. But a loader asks for indices in a method of its iterator,
+    which is on the stack while the sampler's pass begins.
+    """
+    frame = sys._getframe().f_back
+    for _ in range(_FRAMES_TO_LOADER):
+        if frame is None:
+            break
+        # Not in frames of the user's: looking at their variables would keep those alive.
+        if frame.f_globals.get("__name__", "").startswith(_LOADER_MODULES):
+            asker: Any = frame.f_locals.get("self")
+            if isinstance(asker, _BaseDataLoaderIter):
+                return weakref.ref(asker)
+        frame = frame.f_back
+    return None
 
 
 @dataclass(eq=False)
@@ -55,6 +79,8 @@ class EpochPass:
     """The pass of a loader that prefetches, if it does and could be found."""
     looked_up: bool = False
     """Whether `loader` was looked up."""
+    asked_by: "weakref.ref[_BaseDataLoaderIter] | None" = field(default_factory=asking_loader)
+    """The loader's iterator that began the pass, if one did."""
 
     def __post_init__(self) -> None:
         self.handed_out = self.begin
@@ -169,15 +195,21 @@ class CountedPass:
         return self.delivered
 
 
-def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderPass | None:
+def find_loader_pass(
+    sampler: object,
+    iterator: EpochIterator | None,
+    asked_by: "weakref.ref[_BaseDataLoaderIter] | None" = None,
+) -> LoaderPass | None:
     """Return the pass of a torch DataLoader that draws its indices from an iterator.
 
-    A sampler is not told its loader, so iterators of loaders are looked up among the objects of the
-    process. That takes some 20 ms: call it once per pass, and only where it matters.
+    Where it is not known which loader asked for them, iterators of loaders are looked up among the
+    objects of the process. That takes up to 100 ms: call it once per pass, and only where it
+    matters.
 
     Args:
         sampler: The sampler of the loader.
         iterator: The sampler's iterator; None if it is exhausted and the loader has released it.
+        asked_by: The loader's iterator that began the pass, as `asking_loader` found it.
 
     Returns:
         None if there is no such loader, or more than one.
@@ -185,9 +217,23 @@ def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderP
     Raises:
         ValueError: Something between loader and sampler shards the batches once more.
     """
+    if asked_by is not None:
+        asker = asked_by()
+        if asker is None:
+            return None  # its loop was broken off
+        if passes := _loader_passes([asker], sampler, iterator):
+            return passes[0]
+    passes = _loader_passes(gc.get_objects(), sampler, iterator)
+    return passes[0] if len(passes) == 1 else None
+
+
+def _loader_passes(
+    objects: Iterable[Any], sampler: object, iterator: EpochIterator | None
+) -> list[LoaderPass]:
+    """Return the passes among some objects that draw their indices from an iterator."""
     passes = []
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), _BaseDataLoaderIter):  # isinstance wakes up proxies
+    for candidate in objects:
+        if not issubclass(type(candidate), _BaseDataLoaderIter):
             continue
         source, between = candidate._index_sampler, []
         for _ in range(4):
@@ -214,7 +260,7 @@ def find_loader_pass(sampler: object, iterator: EpochIterator | None) -> LoaderP
             continue  # torchdata's batch sampler: an iterator that is no generator
         batches = between[0] if between and isinstance(between[0], BatchSampler) else None
         passes.append(LoaderPass(candidate, getattr(batches, "batch_size", None)))
-    return passes[0] if len(passes) == 1 else None
+    return passes
 
 
 def _reaches(indices: object, iterator: EpochIterator | None) -> bool:

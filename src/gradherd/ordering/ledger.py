@@ -38,8 +38,8 @@ class BatchLedger:
         batch_size: int,
         ahead: int | None = None,
         find_loader: Callable[
-            [EpochIterator | None], LoaderPass | CountedPass | None
-        ] = lambda iterator: None,
+            [EpochIterator | None, EpochPass], LoaderPass | CountedPass | None
+        ] = lambda iterator, epoch_pass: None,
     ) -> None:
         """Start empty.
 
@@ -47,7 +47,7 @@ class BatchLedger:
             batch_size: Examples in a batch.
             ahead: Batches that the loop fetches before it trains on the one at hand; None if that
                 is not known. Then it must become clear from the first forward.
-            find_loader: Looks up the loader's pass that an iterator belongs to.
+            find_loader: Looks up the loader's pass that an iterator and its pass belong to.
         """
         self._batch_size = batch_size
         self._ahead = ahead
@@ -151,7 +151,7 @@ class BatchLedger:
         iterator = one.iterator() if one.iterator is not None else None
         if iterator is None and one.handed_out < one.length:
             return  # a loop that was broken off
-        loader, one.looked_up = self._find_loader(iterator), True
+        loader, one.looked_up = self._find_loader(iterator, one), True
         known = (other.loader for other in self._passes if other.loader is not None)
         if loader is None:
             return

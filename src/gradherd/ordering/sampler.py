@@ -111,7 +111,9 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _begin_ledger(self) -> None:
         self._ledger = BatchLedger(
-            self.batch_size, self._ahead, lambda it: self.counted_pass or find_loader_pass(self, it)
+            self.batch_size,
+            self._ahead,
+            lambda it, one: self.counted_pass or find_loader_pass(self, it, one.asked_by),
         )
         self._clock = itertools.count(1)
 

@@ -159,7 +159,7 @@ class _PlanBuilder:
 
     def add_product(self, at: int, layer: ProductLayer) -> None:
         """Add the kernels of a weight."""
-        types, fields = _types(), self._fields["product"][at]
+        types, fields = self._kernels.TYPES, self._fields["product"][at]
         thin = types[layer.thin_dtype]
         size = THIN_COLUMNS
         thin_strides = (layer.positions * size, size, 1)
@@ -188,7 +188,7 @@ class _PlanBuilder:
 
     def _add_projection(self, at: int, layer: ProductLayer) -> None:
         assert layer.side is not None
-        types, fields = _types(), self._fields["product"][at]
+        types, fields = self._kernels.TYPES, self._fields["product"][at]
         thin = types[layer.thin_dtype]
         examples, positions = layer.examples, layer.input_positions
         strides = layer.input_strides
@@ -233,7 +233,7 @@ class _PlanBuilder:
 
     def add_norm(self, at: int, layer: NormLayer) -> None:
         """Add the kernel of a norm."""
-        types = _types()
+        types = self._kernels.TYPES
         self._fields["norm"][at, :10] = (
             layer.examples * layer.channels, layer.channels, layer.positions,
             *layer.input_strides, *layer.grad_strides, 0, layer.add, layer.row,
@@ -303,13 +303,3 @@ class _PlanBuilder:
             max(1, self._scratch),
             self._held,
         )
-
-
-def _types() -> dict[torch.dtype, Any]:
-    import triton.language as tl
-
-    return {
-        torch.float32: tl.float32,
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-    }

@@ -26,6 +26,8 @@ mean and reciprocal standard deviation of a norm), columns in the table."""
 FIELDS = 20
 """Numbers that describe a layer in each of the tables."""
 
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""Triton's names of the dtypes that kernels read."""
 _SKETCH_BLOCK = 512
 
 
