@@ -106,6 +106,10 @@ except SystemExit as stop:
     assert not modules_after(code) & heavy
 
 
+def test_reports_are_written_without_torch():
+    assert "torch" not in modules_after("import gradherd.cli.report")
+
+
 @pytest.mark.parametrize("package", ["gradherd", "gradherd.lab.tasks"])
 def test_lazy_names_are_those_that_type_checkers_see(package):
     module = importlib.import_module(package)

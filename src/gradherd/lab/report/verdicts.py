@@ -22,7 +22,6 @@ from gradherd.lab.report.phrases import (
     with_density,
 )
 from gradherd.lab.report.stats import PairedDifference, finite, holm
-from gradherd.lab.study.kinds import balances_gradients
 from gradherd.lab.text import counted, decimals, fixed, p_value
 
 CONTROL = "always-plus"
@@ -189,10 +188,15 @@ def _loss_clause(pair: ArmPair, corrected: Corrected) -> tuple[str, Direction]:
 
 def _control_verdicts(pairs: Sequence[ArmPair], corrected: Corrected) -> list[Verdict]:
     """Compare the gain of each order that uses gradients with the control's."""
+    controls = [pair for pair in pairs if pair.arm.order == CONTROL]
+    if not controls:
+        return []
+    # Imported late: it loads torch, which nothing else in a report needs.
+    from gradherd.lab.study.kinds import balances_gradients
+
     return [
         verdict
-        for control in pairs
-        if control.arm.order == CONTROL
+        for control in controls
         for pair in pairs
         if pair.reference.key == control.reference.key and balances_gradients(pair.arm.order)
         if (verdict := _control_verdict(pair, control, corrected)) is not None
