@@ -6,7 +6,13 @@ from typing import Annotated
 import torch
 import tyro
 
-from gradherd.cli.arguments import check_at_least, check_density, json_help, parse_counts
+from gradherd.cli.arguments import (
+    check_at_least,
+    check_density,
+    json_help,
+    parse_counts,
+    parse_names,
+)
 from gradherd.cli.errors import UsageError
 from gradherd.cli.launch import measure_on_ranks
 from gradherd.cli.options import usable_device
@@ -18,6 +24,7 @@ from gradherd.lab.bench.bench_models import CASES, MODELS, bench_models
 from gradherd.lab.bench.bench_rows import bench_rows
 from gradherd.lab.bench.bench_signs import bench_signs
 from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
+from gradherd.lab.bench.bench_step import EXCHANGES as STEP_EXCHANGES
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import CASES as VIRTUAL_CASES
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
@@ -228,12 +235,14 @@ def _bench_select_on_one_core(
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStepCommand:
-    """Time a whole DDP step over local processes, with d-rr and with cd-grab.
+    """Time a whole training step over local processes: with d-rr, cd-grab and other exchanges.
 
     An MLP is trained with whole batches as units; a step is data, forward, backward, exchange and
-    optimizer.
+    optimizer. d-rr and cd-grab exchange densely. With --exchanges, the same step with d-rr is also
+    timed with torch's fp16 and powersgd hooks, with exdyna, and with 30 local steps (local-30).
 
     Example: gradherd bench step --workers 4 --params 2e6 --batch 64
+    Example: gradherd bench step --params 1e7 --exchanges fp16,exdyna,exdyna-int2,local-30
     """
 
     workers: str = "4"
@@ -243,7 +252,15 @@ class BenchStepCommand:
     batch: int = 64
     """Examples per rank and step."""
     repeats: int = 9
-    """Blocks of 4 steps to measure with each order; the median counts."""
+    """Blocks of 4 steps to measure in each case (local-30: of 30); the median counts."""
+    exchanges: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="A,B",
+            help=f"Other exchanges to time, of {', '.join(STEP_EXCHANGES)}.",
+            help_behavior_hint="(default: none)",
+        ),
+    ] = ""
     json: Annotated[
         bool,
         json_help('Print {"bench", "device", "rows": [...]}; `ratio` is relative to d-rr.'),
@@ -255,11 +272,16 @@ class BenchStepCommand:
         params = parse_counts("--params", self.params)
         check_at_least("--batch", self.batch, 1)
         check_at_least("--repeats", self.repeats, 1)
+        exchanges = []
+        if self.exchanges:
+            exchanges = parse_names("--exchanges", self.exchanges, STEP_EXCHANGES)
         rows = []
         with counted_loop(len(workers) * len(params), "sizes") as advance:
             for count in workers:
                 for size in params:
-                    rows += measure_on_ranks(bench_step, count, size, self.batch, self.repeats)
+                    rows += measure_on_ranks(
+                        bench_step, count, size, self.batch, self.repeats, exchanges
+                    )
                     advance()
         print_bench("step", "cpu", rows, as_json=self.json)
 

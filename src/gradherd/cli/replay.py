@@ -30,6 +30,7 @@ from gradherd.replay.arrays import open_array
 from gradherd.replay.order import load_vectors, replay_order
 from gradherd.replay.sparsify import replay_sparsify
 from gradherd.sparsify.message_sizes import ValueFormat
+from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,
@@ -154,6 +155,11 @@ class ReplaySparsifyCommand:
     ] = None
     values: ValueFormat = "fp32"
     """Precision of the values sent; what is rounded off stays in the residual."""
+    local_steps: Annotated[
+        int, tyro.conf.arg(metavar="H", help_behavior_hint="(default: none)")
+    ] = 1
+    """Exchange the sum of H gradients at every H-th step, as local steps of SGD would; residuals
+    shrink by 0.95 each time, as in training."""
     layers: Annotated[
         str | None,
         tyro.conf.arg(
@@ -182,20 +188,28 @@ class ReplaySparsifyCommand:
             layers = self._layers(gradients.shape[2])
             with counted_loop(len(gradients), "steps") as advance:
                 steps = replay_sparsify(
-                    gradients, settings, layers=layers, out=self.out, progress=advance
+                    gradients,
+                    settings,
+                    layers=layers,
+                    every=self.local_steps,
+                    decay=LocalSteps().decay if self.local_steps > 1 else 1.0,
+                    out=self.out,
+                    progress=advance,
                 )
         except ValueError as error:
             raise UsageError(str(error)) from None
         # From the method, not the option: dense has density 1 whatever was given.
         density = settings.method.density
         if self.json:
-            print_json({"method": self.method, "density": density, "steps": steps})
+            local = {"local_steps": self.local_steps} if self.local_steps > 1 else {}
+            print_json({"method": self.method, "density": density, **local, "steps": steps})
         else:
             self._print(steps, gradients.shape, density)
 
     def _settings(self) -> Sparsify:
         check_name("--method", self.method, SPARSIFIERS)
         check_density(self.density)
+        check_at_least("--local-steps", self.local_steps, 1)
         if self.threshold is not None and "threshold" not in setting_names(self.method):
             raise UsageError(
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
@@ -232,13 +246,13 @@ class ReplaySparsifyCommand:
         errors = [abs(step["density"] / density - 1) for step in steps]
         within = sum(error <= 0.1 for error in errors) / len(errors)
         dense_bytes = 8 * dim * (workers - 1) / workers  # ring all-reduce of float32
-        sent_bytes = statistics.fmean(step["bytes"] for step in steps)
+        sent_bytes = sum(step["bytes"] for step in steps) / count
         mean = {
             key: statistics.fmean(step[key] for step in steps) for key in ("density", "padding")
         }
         table = Table(
             title=f"{self.method}, density {density:g}: {count} steps of {workers} workers, "
-            f"{dim:,} elements",
+            f"{dim:,} elements" + (f", {len(steps)} exchanges" if self.local_steps > 1 else ""),
             show_header=False,
         )
         table.add_row("mean density", f"{mean['density']:.6g}")

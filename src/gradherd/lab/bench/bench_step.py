@@ -1,12 +1,17 @@
-"""Time a whole DDP training step: the same step with D-RR and with CD-GraB."""
+"""Time a whole training step on real ranks, with D-RR, with CD-GraB, and with other exchanges.
+
+Exchanges: torch's hooks fp16 and powersgd (rank 1); exdyna, also with values of 2 bits; local-30,
+which is 30 steps alone, then an exchange of the difference, averaged over these steps.
+"""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,26 +22,53 @@ from gradherd.comm.world import World
 from gradherd.lab.bench.bench_rows import mlp
 from gradherd.lab.bench.timing import PeakMemory
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.sparsify.outer_optimizer import LocalSteps
+from gradherd.sparsify.settings import make_settings
 
 _BATCHES = 32  # per epoch; even, so that each block of steps holds whole pairs
 _BLOCK = 4  # steps timed together, for the same reason
 
 
-class DDPTraining:
-    """A DDP training loop with its own model, optimizer, loader and order."""
+EXCHANGES = ("fp16", "powersgd", "exdyna", "exdyna-int2", "local-30", "local-30-int2")
+"""What can be measured beside the dense exchange of both orders."""
 
-    def __init__(self, order: str, params: int, batch: int, world: World) -> None:
-        # The same data and the same model for both orders, on every rank.
+
+class DDPTraining:
+    """A training loop with its own model, optimizer, loader, order and exchange."""
+
+    def __init__(
+        self, order: str, params: int, batch: int, world: World, exchange: str = "dense"
+    ) -> None:
+        # The same data and the same model in all cases, on every rank.
         torch.manual_seed(0)
         x = torch.randn(_BATCHES * batch * world.size, 784)
         data = TensorDataset(x, torch.randint(10, (len(x),)))
-        self.model = DDP(mlp(params))
+        method, _, detail = exchange.partition("-")
+        net = mlp(params)
+        # One bucket for PowerSGD: the order of its second all-reduces of several ones differs
+        # between ranks, and gloo would hang.
+        cap = {"bucket_cap_mb": 1 + 4 * params // 2**20} if method == "powersgd" else {}
+        self.model: nn.Module = net if method == "local" else DDP(net, **cap)  # type: ignore[arg-type]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         # Whole batches as units: the gradients that are averaged anyway are the rows.
         self.sampler = OrderedSampler(data, order, batch_size=batch, unit=batch)
         self.loader = DataLoader(data, batch_size=batch, sampler=self.sampler)
-        self.herd: Herd = attach(self.model, order=self.sampler)
+        self.block = _BLOCK
+        settings: dict[str, Any] = {}
+        if method == "local":
+            every, _, values = detail.partition("-")
+            local = LocalSteps(every=int(every), values=values or "fp32")
+            settings = {"optimizer": self.optimizer, "local": local}
+            self.block = local.every  # from one exchange to the next
+        elif method == "exdyna":
+            # Momentum beside a sparse exchange is refused; it costs next to nothing in time.
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+            settings = {"sparsify": make_settings("exdyna", values=detail or "fp32")}
+        elif isinstance(self.model, DDP) and exchange != "dense":
+            _register_hook(self.model, exchange)
+        self.herd: Herd = attach(self.model, order=self.sampler, **settings)
         self.batches = self._endless_batches()
+        self.steps_done = 0
 
     def _endless_batches(self) -> Iterator[list[Tensor]]:
         while True:
@@ -45,6 +77,7 @@ class DDPTraining:
 
     def steps(self, count: int) -> None:
         """Train for `count` steps."""
+        self.steps_done += count
         for _ in range(count):
             x, y = next(self.batches)
             self.optimizer.zero_grad()
@@ -52,49 +85,74 @@ class DDPTraining:
             self.optimizer.step()
 
 
-def bench_step(params: int, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure blocks of steps, alternating between the orders so that noise hits both alike.
+def _register_hook(model: DDP, exchange: str) -> None:
+    if exchange == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def bench_step(
+    params: int, batch: int, repeats: int, exchanges: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Measure blocks of steps, alternating between the cases so that noise hits all alike.
 
     Args:
         params: Approximate number of parameters of the MLP.
         batch: Examples per rank and step.
-        repeats: Blocks measured of each order; the median counts.
+        repeats: Blocks measured of each case; the median counts.
+        exchanges: Other exchanges to measure with D-RR, of `EXCHANGES`.
 
     Returns:
-        A row for each order, with seconds and bytes of one step.
+        A row for each case, with seconds and bytes of one step.
     """
     world = World.detect()
     runs: dict[str, DDPTraining] = {}
     peaks: dict[str, int | None] = {}
-    for order in ("d-rr", "cd-grab"):
+    cases = {"d-rr": ("d-rr", "dense"), "cd-grab": ("cd-grab", "dense")}
+    for case, (order, exchange) in (cases | {name: ("d-rr", name) for name in exchanges}).items():
         # The first block also warms up: DDP rebuilds its buckets after the first step.
         with PeakMemory(torch.device("cpu")) as peak:
-            runs[order] = DDPTraining(order, params, batch, world)
-            runs[order].steps(_BLOCK)
-        peaks[order] = peak.bytes
-    times: dict[str, list[float]] = {order: [] for order in runs}
+            runs[case] = DDPTraining(order, params, batch, world, exchange)
+            runs[case].steps(runs[case].block)
+        peaks[case] = peak.bytes
+    times: dict[str, list[float]] = {case: [] for case in runs}
     for _ in range(repeats):
-        for order, run in runs.items():
+        for case, run in runs.items():
             all_reduce(torch.zeros(1), world)  # a barrier: start together
             begin = time.perf_counter()
-            run.steps(_BLOCK)
+            run.steps(run.block)
             all_reduce(torch.zeros(1), world)  # time until the slowest rank is done
-            times[order].append((time.perf_counter() - begin) / _BLOCK)
+            times[case].append((time.perf_counter() - begin) / run.block)
     size = sum(p.numel() for p in runs["d-rr"].model.parameters())
-    seconds = {order: statistics.median(blocks) for order, blocks in times.items()}
-    # Averaging sends the same bytes with both orders; the herd counts what ordering adds.
-    averaging = 2 * 4 * size * (world.size - 1) // world.size
-    steps = _BLOCK * (repeats + 1)
+    seconds = {case: statistics.median(blocks) for case, blocks in times.items()}
     return [
         {
-            "case": order,
+            "case": case,
             "workers": world.size,
             "dim": size,
             "batch": batch,
-            "seconds": seconds[order],
-            "bytes": averaging + run.herd.metrics()["bytes_for_ordering"] // steps,
-            "peak_bytes": peaks[order],
-            "ratio": seconds[order] / seconds["d-rr"],
+            "seconds": seconds[case],
+            "bytes": _bytes_sent(case, run, size, world.size) // (run.block * (repeats + 1)),
+            "peak_bytes": peaks[case],
+            "ratio": seconds[case] / seconds["d-rr"],
         }
-        for order, run in runs.items()
+        for case, run in runs.items()
     ]
+
+
+def _bytes_sent(case: str, run: DDPTraining, size: int, ranks: int) -> int:
+    """Return what a rank has sent since the start: counted, or computed for torch's exchanges."""
+    metrics, steps = run.herd.metrics(), run.steps_done
+    ordering = int(metrics["bytes_for_ordering"])
+    if "total_bytes" in metrics:
+        return ordering + int(metrics["total_bytes"])
+    # Averaging sends the same bytes with both orders; the herd counts what ordering adds.
+    elements = size
+    if case == "powersgd":  # two factors of each matrix, and biases as they are
+        elements = sum(sum(p.shape) for p in run.model.parameters())
+    width = 2 if case == "fp16" else 4
+    return ordering + steps * (2 * width * elements * (ranks - 1) // ranks)
