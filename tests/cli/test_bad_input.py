@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -145,6 +147,112 @@ WRONG = {
     "report, nowhere": (["report", ".", "--out", "away/x.html"], ["--out", "away"]),
     "demo": (["demo", "--workers", "0"], ["--workers", "at least 1"]),
 }
+
+
+ONE_LINERS = """
+train digits --epochs 1e3 | --epochs must be a whole number, got '1e3'
+train digits --workers two | --workers must be a whole number, got 'two'
+train digits --batch-size 1.5 | --batch-size must be a whole number, got '1.5'
+train digits --momentum -0.1 | momentum must be in [0, 1), got -0.1
+train digits --weight-decay -1 | weight_decay
+train digits --lr-warmup 2 | --lr-warmup must be in [0, 1), got 2
+train digits --lr-warmup x | --lr-warmup must be a number, got 'x'
+train digits --lr-schedule linear | 'linear'
+train digits --local-steps 0 | --local-steps must be at least 1, got 0
+train digits --local-steps x | --local-steps must be a whole number, got 'x'
+train digits --sketch-size 8 | --sketch-size
+train digits --parallel pipeline | --parallel must be one of ddp, fsdp, hsdp, got 'pipeline'
+train digits --device gpu | --device must be cpu or cuda, got 'gpu'
+train digits --checkpoint-every 0 | --checkpoint-every
+train digits extra | there is no option or argument extra here
+train digits --nope | there is no option or argument --nope here
+train digits.py | 'digits.py'
+train :X | ':X'
+train digits --unit 0 | --unit must be at least 1, got 0
+train digits --limit 0 | --limit must be at least 1, got 0
+train digits --resume | --resume needs --out
+compare digits --tune lr | --tune
+compare digits --tune lr=a,b | --tune
+compare digits --tune momentum=1 | --tune
+compare digits --tune lr=-1,1 | --tune
+compare digits --sparsifiers exdyna:x | exdyna:x
+compare digits --sparsifiers exdyna:2 | exdyna:2
+compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
+compare digits --seeds 1.5 | --seeds must be a whole number, got '1.5'
+compare digits --resume | --resume needs --out
+demo extra | there is no option or argument extra here
+study | FILE is missing
+study nowhere.toml | nowhere.toml: No such file
+study bad.toml | bad.toml
+study kind.toml | kind.toml: there is no theme
+study bin.toml | bin.toml
+study kind.toml --jobs 0 | --jobs must be at least 1, got 0
+herding --units 0 | --units must be at least 1, got 0
+herding --dim -1 | --dim must be at least 1, got -1
+herding --orders all | --orders: unknown 'all'
+replay order flat.npy | flat.npy: array has shape (5,)
+replay order objects.npy | objects.npy: not a .npy file of numbers (it holds Python objects)
+replay order text.npy | text.npy: not a .npy file
+replay order nan.npy | nan.npy
+replay order complex.npy | expected real numbers
+replay order words.npy | expected numbers
+replay sparsify flat.npy | flat.npy
+replay sparsify nan.npy | step 0 is not finite
+replay sparsify cube.npy --values int3 | --values must be one of fp32, bf16
+replay sparsify cube.npy --threshold x | --threshold must be one of consensus, online, got 'x'
+replay sparsify cube.npy --local-steps 0 | --local-steps must be at least 1, got 0
+replay sparsify cube.npy --layers 1,2 | --layers has no effect with --method exdyna
+replay sparsify cube.npy --method deft --layers 1,2 | --layers must add up to
+replay sparsify cube.npy --method deft --layers a | --layers: 'a' is not a positive whole number
+replay sparsify cube.npy --out flat.npy | flat.npy
+bench signs --workers '' | --workers must name at least one number
+bench rows --batch 0 | --batch: '0' is not a positive whole number
+bench rows --model x | --model must be one of mlp
+bench rows --model mlp --cases x | --cases must be some of
+bench sparsify --density 0 | --density must be in (0, 1], got 0
+bench step --exchanges x | --exchanges: unknown 'x'
+bench step --batch 0 | --batch must be at least 1, got 0
+bench step --params 0 | --params: '0' is not a positive whole number
+bench virtual --workers 0 | --workers must be at least 1, got 0
+bench coordination --repeats 0 | --repeats must be at least 1, got 0
+bench dance | unknown command 'bench dance'
+advise --params 1M --backward | --backward needs a value
+advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
+report text.npy | text.npy
+data get nothing | 'nothing'
+data list extra | there is no option or argument extra here
+doctor --json yes | there is no option or argument yes here
+--nope | unknown command '--nope'
+"""
+"""A wrong call, and what the one line about it says."""
+
+
+@pytest.fixture
+def bad_files(place):
+    arrays = {
+        "cube": np.zeros((2, 3, 4)),
+        "flat": np.zeros(5),
+        "nan": np.full((2, 2, 4), np.nan),
+        "complex": np.zeros((2, 2, 4), dtype=complex),
+        "words": np.array([[["a"]]]),
+        "objects": np.array([{}], dtype=object),
+    }
+    for name, array in arrays.items():
+        np.save(place / f"{name}.npy", array)
+    (place / "text.npy").write_text("hello")
+    (place / "bad.toml").write_text("kind = ")
+    (place / "kind.toml").write_text('kind = "dance"\ntitle = "x"\n')
+    (place / "bin.toml").write_bytes(b"\xff\xfe\x00")
+
+
+def test_wrong_calls_say_what_is_wrong_with_which_value(capsys, bad_files):
+    # In one test: the files and the checks around each call cost more than the calls.
+    for line in ONE_LINERS.strip().splitlines():
+        call, says = line.split(" | ")
+        err = refused(capsys, *shlex.split(call))
+        assert says in err, line
+        for internal in ("Traceback", "NoneType", "Expected", "Errno", "tyro", "<class", "Error:"):
+            assert internal not in err, line
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -152,8 +152,10 @@ def attach(
 def _check_order(order: object) -> None:
     """Raise ValueError if an order is something else than a sampler, such as its name."""
     if order is not None and not isinstance(order, OrderedSampler):
+        # The address of an object says nothing to anyone.
+        got = repr(order) if isinstance(order, str) else f"a {type(order).__name__}"
         raise ValueError(
-            f"order must be the OrderedSampler of the training loader, got {order!r}: make one, as "
+            f"order must be the OrderedSampler of the training loader, got {got}: make one, as "
             "in OrderedSampler(dataset, 'cd-grab', batch_size=32), and give it to the DataLoader, "
             "too"
         )

@@ -18,6 +18,7 @@ from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.attach.state import HerdState, part_of_rank
+from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.row_stats import RowStats
@@ -265,6 +266,7 @@ class Herd:
                 or "loader" if the framework skips them by itself.
         """
         self._refuse_detached("load_state_dict()")
+        check_state(state)
         part: Mapping[str, Any] = {}
         if self._sparse is not None:
             key = self._sparse.key

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import safetensors.torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_state
 from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
 from gradherd.ordering.policy import COLUMNS
@@ -187,6 +188,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     def exchange_states() -> Iterator[tuple[str, Mapping[str, Any]]]:
         for one in states:
+            check_state(one)
             # Equal on all ranks, so any rank's will do.
             state.update({key: one[key] for key in ("ordering", "sampler") if key in one})
             for key in EXCHANGES:
@@ -196,9 +198,15 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 if key in one:
                     yield key, one[key]
 
+    if isinstance(states, Mapping):
+        states = [states]
+    if not isinstance(states, Iterable):
+        raise ValueError(f"states must be a list of states, got {type(states).__name__}")
     # A generator again, so that only one rank's residuals are in memory beside their sum.
     pieces = exchange_states()
     first = next(pieces, None)
+    if not state and first is None:
+        raise ValueError("states must be what Herd.state_dict() returned on every rank, got none")
     if first is not None:
         parts = (part for _, part in chain([first], pieces))
         state[first[0]] = merge_residuals(parts)

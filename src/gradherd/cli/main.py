@@ -204,6 +204,12 @@ def _own_words(text: str) -> str:
     kind = "a whole number" if re.search(r"\bINT\b|int\(\)", text) else "a number"
     if wrong and value and re.search(r"\b(INT|FLOAT)\b|int\(\)|to float", text):
         return f"{wrong[1]} must be {kind}, got {value[1] or value[2]}"
+    # "invalid choice 'x' for argument '--values'. Expected one of ('fp32', 'bf16')."
+    if bad := re.match(r"invalid choice (.+) for argument '(.+?)'. Expected one of \((.+)\)", text):
+        known = [name for name in re.findall(r"'(.+?)'", bad[3]) if name != "None"]
+        return f"{bad[2]} must be one of {', '.join(known)}, got {bad[1]}"
+    if rest := re.match(r"Unrecognized options: (.+)$", text):
+        return f"there is no option or argument {rest[1].split(', ')[0]} here"
     if value := re.match(r"Missing value for argument '(.+?)'", text):
         return f"{value[1]} needs a value"
     # "Missing from gradherd advise: --params STR Number of parameters ... (required)"

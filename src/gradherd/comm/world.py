@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from gradherd.comm.checks import check_whole
+
 
 @dataclass(frozen=True)
 class World:
@@ -22,8 +24,8 @@ class World:
     """Process group for collectives; None is torch's default group."""
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        check_whole("size", self.size, 1)
+        check_whole("rank", self.rank, 0)
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be in [0, {self.size}), got {self.rank}")
 

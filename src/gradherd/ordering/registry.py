@@ -24,7 +24,7 @@ from gradherd.ordering.shuffles import (
     random_reshuffling,
     unchanged,
 )
-from gradherd.ordering.sign_rules import SIGN_RULES
+from gradherd.ordering.sign_rules import SIGN_RULES, Greedy
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     # The baseline comes first: reports and charts compare the others with it.
@@ -52,6 +52,26 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 def order_names() -> tuple[str, ...]:
     """Return the names of all orders, the baseline d-rr first."""
     return tuple(POLICIES)
+
+
+def find_policy(policy: str | Policy) -> Policy:
+    """Return the order of a name, or the order that is given.
+
+    >>> find_policy(CDGraB)
+    Traceback (most recent call last):
+        ...
+    ValueError: policy must be the name of an order or an order such as CDGraB(), got CDGraB
+    """
+    if isinstance(policy, str):
+        return make_policy(policy)
+    if isinstance(policy, type) or not hasattr(policy, "begin"):
+        got = policy.__name__ if isinstance(policy, type) else repr(policy)
+        raise ValueError(
+            f"policy must be the name of an order or an order such as CDGraB(), got {got}"
+        )
+    if not hasattr(rule := getattr(policy, "rule", Greedy()), "decide"):
+        raise ValueError(f"rule must be a sign rule such as Greedy(), got {rule!r}")
+    return policy
 
 
 def make_policy(name: str, signs: str = "greedy", **settings: Any) -> Policy:

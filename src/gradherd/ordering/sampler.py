@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
+from gradherd.comm.checks import check_state, check_whole
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim
@@ -30,8 +31,8 @@ from gradherd.ordering.ledger import (
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
-from gradherd.ordering.registry import make_policy
-from gradherd.ordering.sharding import UnitSharding, stripe
+from gradherd.ordering.registry import find_policy
+from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -70,19 +71,11 @@ class OrderedSampler(DistributedSampler[Any]):
                 plain loop, 1 if it copies the next batch to the GPU. Needed only if several
                 batches arrive before the first forward.
         """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"dataset must be map-style, with a length, got {type(dataset).__name__}: a stream "
-                "cannot be reordered"
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if not 1 <= unit <= batch_size or batch_size % unit:
-            raise ValueError(f"unit must divide batch_size {batch_size}, got {unit}")
-        if ahead is not None and ahead < 0:
-            raise ValueError(f"ahead must be at least 0, got {ahead}")
+        check_sampling(dataset, batch_size, unit, seed, ahead)
         world = World.detect() if world is None else world
-        self.sharding = UnitSharding(len(dataset), unit, world.size, drop_last)
+        if not isinstance(world, World):
+            raise ValueError(f"world must be World(rank=0, size=4) or None, got {world!r}")
+        self.sharding = UnitSharding(len(dataset), unit, world.size, drop_last)  # type: ignore[arg-type]
         super().__init__(
             dataset,
             num_replicas=world.size,
@@ -95,7 +88,7 @@ class OrderedSampler(DistributedSampler[Any]):
         self.batch_size = batch_size
         self.unit = unit
         self.ordering = Ordering(
-            make_policy(policy) if isinstance(policy, str) else policy,
+            find_policy(policy),
             self.sharding.sizes,
             seed=seed,
             length=self.sharding.length,
@@ -222,6 +215,7 @@ class OrderedSampler(DistributedSampler[Any]):
         visited come first in the next one. A learned order cannot go back: naming an epoch that is
         over (frameworks count from 0 after a restart) only tells that the loop has moved on.
         """
+        check_whole("epoch", epoch, 0)
         self._call_read_hooks("end")
         named, self._named_epoch = self._named_epoch, epoch
         if not self.ordering.policy.needs_rows:
@@ -342,6 +336,7 @@ class OrderedSampler(DistributedSampler[Any]):
         """
         if skipped_by not in ("sampler", "loader"):
             raise ValueError(f"skipped_by must be 'sampler' or 'loader', got {skipped_by!r}")
+        check_state(state, "epoch")
         self._loader_skips = skipped_by == "loader"
         self._named_epoch = None
         self._resumed = (state["epoch"], self.position_of(state))

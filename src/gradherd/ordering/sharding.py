@@ -18,6 +18,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from gradherd.comm.checks import check_whole
+
+
+def check_sampling(
+    dataset: object, batch_size: int, unit: int, seed: int, ahead: int | None
+) -> None:
+    """Raise ValueError if a sampler cannot be made with these arguments."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"dataset must be map-style, with a length, got {type(dataset).__name__}: a stream "
+            "cannot be reordered"
+        )
+    check_whole("batch_size", batch_size, 1)
+    check_whole("seed", seed, 0)
+    if type(unit) is not int or not 1 <= unit <= batch_size or batch_size % unit:
+        raise ValueError(f"unit must divide batch_size {batch_size}, got {unit!r}")
+    if ahead is not None:
+        check_whole("ahead", ahead, 0)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from gradherd.comm.checks import check_numbers, check_whole
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -102,6 +104,7 @@ class Walk:
     randomized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        check_numbers(c=self.c)
         if not 0 < self.c < math.inf:
             raise ValueError(f"c must be a positive number, got {self.c}")
 
@@ -138,8 +141,8 @@ class Kernel:
     randomized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {self.epochs}")
+        check_whole("epochs", self.epochs, 1)
+        check_numbers(delta=self.delta)
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must be in (0, 1), got {self.delta}")
 

@@ -37,6 +37,7 @@ class SketchRows:
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def __post_init__(self) -> None:
+        _check_whole("size", self.size)
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
 
@@ -76,10 +77,18 @@ class TwoSidedRows:
         return min(65536, max(1024, 1 << (parameters // 2048).bit_length()))
 
     def __post_init__(self) -> None:
+        _check_whole("rank", self.rank)
+        if self.size is not None:
+            _check_whole("size", self.size)
         if self.size is not None and self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
         if not 2 <= self.rank <= 64:
             raise ValueError(f"rank must be between 2 and 64, got {self.rank}")
+
+
+def _check_whole(name: str, value: object) -> None:
+    if type(value) is not int:  # not isinstance: True is an int, too
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
 
 
 RowSettings = BatchRows | ExactRows | SketchRows | TwoSidedRows

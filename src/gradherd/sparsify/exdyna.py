@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_numbers, check_whole
 from gradherd.comm.script import Script
 from gradherd.sparsify.device_consensus import DeviceRule
 from gradherd.sparsify.exclusive import (
@@ -92,8 +93,8 @@ class ExDyna:
         check_threshold_rule(self.threshold, self.capacity)
         if self.balance not in ("recut", "diffusive", "none"):
             raise ValueError(f"balance must be recut, diffusive or none, got {self.balance!r}")
-        if self.blocks < 1:
-            raise ValueError(f"blocks must be at least 1, got {self.blocks}")
+        check_whole("blocks", self.blocks, 1)
+        check_numbers(memory=self.memory)
         if not 0 <= self.memory < 1:
             raise ValueError(f"memory must be in [0, 1), got {self.memory}")
         if not isinstance(self.rotate, bool):

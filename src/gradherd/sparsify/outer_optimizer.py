@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.exdyna import ExDyna
@@ -64,6 +65,7 @@ class LocalSteps:
         # Not isinstance: True is an int, too.
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"every must be an integer of at least 1, got {self.every!r}")
+        check_numbers(decay=self.decay, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum)
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         if not self.outer_lr > 0:

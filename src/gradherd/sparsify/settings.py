@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gradherd.comm.checks import check_numbers
 from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
@@ -59,6 +60,12 @@ class Sparsify:
                 f"values={self.values!r} has no effect on {_name_of(self.method)}: it sums values "
                 "while they are exchanged",
                 stacklevel=3,  # The line that calls Sparsify(), past the generated __init__.
+            )
+        check_numbers(momentum=self.momentum, warmup_from=self.warmup_from)
+        if self.learning_rate is not None and not callable(self.learning_rate):
+            raise ValueError(
+                "learning_rate must be a function that returns the rate of a step, such as "
+                f"lambda: optimizer.param_groups[0]['lr'], got {self.learning_rate!r}"
             )
         # Not isinstance: True is an int, too, and a setting read from a file may be one.
         for name in ("dense_below", "warmup_steps"):

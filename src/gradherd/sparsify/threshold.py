@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_union
 from gradherd.sparsify.kernels import indices_above
@@ -55,6 +56,8 @@ class Threshold:
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        if self.value is not None:
+            check_numbers(value=self.value)
         if self.value is not None and not 0 < self.value < math.inf:
             raise ValueError(f"value must be a positive number or None, got {self.value}")
 
