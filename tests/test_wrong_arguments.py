@@ -96,7 +96,7 @@ WRONG = [
     (lambda: gh.TwoSidedRows(rank="a"), "rank must be a whole number, got 'a'"),
     (lambda: gh.Walk(c="a"), "c must be a number, got 'a'"),
     (lambda: gh.Kernel(epochs="x"), "epochs must be a whole number, got 'x'"),
-    (lambda: gh.World(rank="a", size=2), "rank must be a whole number, got 'a'"),
+    (lambda: gh.World(rank="a", size=2), "rank must be a number, got 'a'"),
     (lambda: gh.World(rank=3, size=2), "rank must be in"),
     (lambda: gh.merge_states(None), "states must be a list of states, got NoneType"),
     (lambda: gh.merge_states([]), "states must be what .* got none"),
