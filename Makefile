@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Most tests wait for child processes, so running two at a time halves the time.
 JOBS ?= 2
 
-.PHONY: help demo test integrations composer docs stress lint format example bench evidence clean
+.PHONY: help demo test integrations composer docs stress lint format example bench evidence dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -89,5 +89,11 @@ evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and writ
 	@for study in studies/*.toml; do $(BIN)/gradherd study $$study --resume || exit 1; done
 	@$(BIN)/gradherd report --evidence
 
+dist: $(STAMP) ## Build the wheel and the source distribution in dist/
+	@rm -rf dist
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	@$(BIN)/python -m build --outdir dist . > dist.log 2>&1 || { cat dist.log; exit 1; }
+	@rm -f dist.log; ls -l dist
+
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .venv-integrations .venv-composer .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-integrations .venv-composer .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis dist

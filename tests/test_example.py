@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -40,3 +41,19 @@ def test_the_sharded_example_continues_from_its_checkpoint(tmp_path):
 
 def test_the_example_fits_on_a_page():
     assert len(SCRIPT.read_text().splitlines()) < 80
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys):
+    # Its code in a plain namespace: jupyter would start a kernel and add nothing.
+    path = Path(__file__).parent.parent / "examples" / "gradherd_tour.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    assert len(cells) == 10
+    here: dict[str, object] = {}
+    for cell in cells:
+        assert not cell.get("outputs"), "save it without outputs"
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), here)
+    losses, sent = here["losses"], here["sent"]
+    assert losses["grab"][-1] < losses["grab"][0] and sent["int2"] < sent["fp32"]
+    out = capsys.readouterr().out
+    assert float(out.split("largest difference: ")[1].split()[0]) < 1e-6 and "So use " in out

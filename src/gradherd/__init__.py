@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from gradherd.sparsify.threshold import Threshold as Threshold
     from gradherd.sparsify.topk import TopK as TopK
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "attach": "attach.attach",
