@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradherd as gh
+from gradherd.integrations.loaders import CountedLoader
 
 BATCH, WARM = 32, 16
 Arm = Callable[[bool, int], float]
@@ -47,9 +48,9 @@ def parts() -> tuple[Net, torch.optim.Optimizer, list[dict[str, Any]]]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01), data
 
 
-def ordered(data: Any, ahead: int = 0) -> tuple[gh.OrderedSampler, DataLoader[Any]]:
+def ordered(data: Any) -> tuple[gh.OrderedSampler, DataLoader[Any]]:
     """Return a sampler and its loader, as a loop of one's own has them."""
-    sampler = gh.OrderedSampler(data, "grab", batch_size=BATCH, unit=BATCH, ahead=ahead)
+    sampler = gh.OrderedSampler(data, "grab", batch_size=BATCH, unit=BATCH)
     return sampler, DataLoader(data, batch_size=BATCH, sampler=sampler)
 
 
@@ -102,8 +103,9 @@ def accelerate(integrated: bool, steps: int) -> float:
         )
     else:
         # At one rank Accelerate does not shard again. Its loader is one batch ahead of the loop.
-        sampler, loader = ordered(data, ahead=1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        sampler, plain = ordered(data)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, plain)
+        loader = CountedLoader(loader, sampler)
         herd = gh.attach(model, order=sampler)
 
     def step(batch: Any) -> None:
@@ -118,8 +120,6 @@ def accelerate(integrated: bool, steps: int) -> float:
 
 def counted_loader(integrated: bool, steps: int) -> float:
     """Train in a plain loop, with the loader that Ray's integration puts around Ray's."""
-    from gradherd.integrations.loaders import CountedLoader
-
     model, optimizer, data = parts()
     sampler, loader = ordered(data)
     herd = gh.attach(model, order=sampler)
@@ -189,9 +189,9 @@ def transformers(integrated: bool, steps: int) -> float:
 
     class ByHand(Trainer):
         def get_train_dataloader(self) -> Any:
-            sampler, loader = ordered(data, ahead=1)
+            sampler, loader = ordered(data)
             self.herd = gh.attach(self.model, order=sampler)
-            return self.accelerator.prepare(loader)
+            return CountedLoader(self.accelerator.prepare(loader), sampler)
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
