@@ -232,10 +232,8 @@ class Herd:
                 its own state, and nothing is sent for it.
 
         Raises:
-            RuntimeError: torch.distributed.checkpoint asks for it: it needs `stateful()`. Or the
-                herd was detached.
+            RuntimeError: torch.distributed.checkpoint asks for it: it needs `stateful()`.
         """
-        self._refuse_detached("state_dict()")
         # DCP takes any object with these methods, drops what a fresh herd's state does not have,
         # and takes equal names on different ranks for equal tensors. None of it fits.
         if _asked_by_dcp():
