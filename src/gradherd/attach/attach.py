@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from gradherd.attach.agreement import RankMeeting
 from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
-from gradherd.attach.feedback import OrderFeedback, inner
+from gradherd.attach.feedback import OrderFeedback, inner, refuse_attached
 from gradherd.attach.flat_weights import float_buffers, local_parameters
 from gradherd.attach.fsdp_checks import ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
 from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.attach.herd import Herd, refuse_attached
+from gradherd.attach.herd import Herd
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.optimizer_checks import refuse_second_momentum, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows

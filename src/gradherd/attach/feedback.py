@@ -38,6 +38,19 @@ def inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DDP) else model
 
 
+attached_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models (inside DDP) that a herd is attached to: a second would claim each batch once more."""
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise ValueError if a herd is attached to a model (inside DDP: to what DDP wraps)."""
+    if inner(model) in attached_models:
+        raise ValueError(
+            "model is attached already: call detach() of the herd that attach() returned for it, "
+            "and give order, sparsify and local in one call"
+        )
+
+
 class OrderFeedback:
     """Feeds a model's gradients back to its sampler."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gradherd.attach.feedback import OrderFeedback, inner
+from gradherd.attach.feedback import OrderFeedback, attached_models, inner
 from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_state import ShardedHerdState
@@ -25,17 +25,6 @@ from gradherd.rows.row_stats import RowStats
 
 log = logging.getLogger("gradherd")
 _DCP = "torch.distributed.checkpoint"
-_attached: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models that a herd is attached to: a second one would credit each gradient twice."""
-
-
-def refuse_attached(model: nn.Module) -> None:
-    """Raise ValueError if a herd is attached to a model (inside DDP: to what DDP wraps)."""
-    if inner(model) in _attached:
-        raise ValueError(
-            "model is attached already: call detach() of the herd that attach() returned for it, "
-            "and give order, sparsify and local in one call"
-        )
 
 
 class Herd:
@@ -51,7 +40,7 @@ class Herd:
         self._sparse = sparse
         self._detached = False
         self._model = weakref.ref(inner(model))
-        _attached.add(inner(model))
+        attached_models.add(inner(model))
 
     def _refuse_detached(self, what: str) -> None:
         """Raise RuntimeError after detach: a stale herd must not look as if it still worked."""
@@ -337,7 +326,7 @@ class Herd:
             return
         self._detached = True
         if (model := self._model()) is not None:
-            _attached.discard(model)
+            attached_models.discard(model)
         if self._feedback is not None:
             self._feedback.detach()
         if self._sparse is not None:

@@ -76,6 +76,8 @@ class GradherdCallback(Callback):
                 f"GradherdCallback works with strategy='ddp', ModelParallelStrategy or a single "
                 f"device, got {type(strategy).__name__}"
             )
+        if self._herd is not None:
+            self._herd.detach()  # from an earlier fit that failed
         self._herd = self._sampler = None
         if self._settings.order is not None:
             # Earlier than any other hook: `trainer.estimated_stepping_batches`, which many a
