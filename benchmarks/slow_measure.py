@@ -24,7 +24,7 @@ _HEADER_BYTES = 66  # Ethernet, IP and TCP with timestamps, in front of each pac
 # The small training: its cases, target loss, most epochs and density.
 _TRAINED_CASES = ("dense", "fp16", "topk", "exdyna", "dense+cd-grab", "exdyna+cd-grab")
 _TARGET, _EPOCHS, _DENSITY = 0.25, 10, 0.01
-_LINK_SECONDS = 0.3  # a message to measure a link takes about this long
+_LINK_SECONDS = 1.0  # a message to measure a link takes about this long: TCP starts slowly
 
 
 def progress(text: str) -> None:

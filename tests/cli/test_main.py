@@ -132,6 +132,16 @@ def test_wrong_usage_gets_one_line_and_code_2(capsys, tiny, args, complaint):
     assert complaint in err
 
 
+@pytest.mark.parametrize("width", [50, 80, 160])
+def test_the_overview_fits_the_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = run(capsys)
+    lines = out.splitlines()[1:]
+    assert all(len(line) <= width for line in lines)
+    words = " ".join(out.split())
+    assert all(f"gradherd {name} {about}" in words for name, (_, about) in COMMANDS.items())
+
+
 def test_help_everywhere(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and all(f"gradherd {name}" in out for name in COMMANDS)

@@ -10,7 +10,9 @@ import importlib
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -148,17 +150,26 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     Args:
         names: Commands to list, keys of `COMMANDS`.
     """
-    lines = [f"  gradherd {name:<19} {COMMANDS[name][1]}" for name in names]
-    return "\n".join(
-        [
-            "gradherd: distributed PyTorch training in fewer epochs and fewer bytes",
-            "",
-            *lines,
-            "",
-            "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json",
-            "for programs), progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage.",
-        ]
+    # Read by people at a terminal of any width; a file or a pipe has none.
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = max(30, shutil.get_terminal_size().columns) if known else 1000
+    end = (
+        "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json for "
+        "programs), progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage."
     )
+    lines = ["gradherd: distributed PyTorch training in fewer epochs and fewer bytes", ""]
+    for name in names:
+        lines += _hanging(f"  gradherd {name}", COMMANDS[name][1], width)
+    return "\n".join([*lines, "", *textwrap.wrap(end, min(width, 88))])
+
+
+def _hanging(left: str, right: str, width: int) -> list[str]:
+    """Return a name and its description: side by side if there is room for that, else below."""
+    side_by_side = f"{left:<30} {right}"
+    if len(side_by_side) <= width:
+        return [side_by_side]
+    below = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+    return [left, *textwrap.wrap(right, width, **below)]  # type: ignore[arg-type]
 
 
 def _parse(command: type[Command], prog: str, args: list[str]) -> Command:

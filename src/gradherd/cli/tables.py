@@ -232,7 +232,8 @@ def print_advice(
     """
     from gradherd.advise.units import format_bytes, format_rate, format_seconds
 
-    console = Console()
+    # Without rich's own colours of numbers: in sentences they distract from what is recommended.
+    console = Console(highlight=False)
     coloured = has_colours(console)
     link = setting.link
     about = (
