@@ -160,7 +160,7 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     lines = ["gradherd: distributed PyTorch training in fewer epochs and fewer bytes", ""]
     for name in names:
         lines += _hanging(f"  gradherd {name}", COMMANDS[name][1], width)
-    return "\n".join([*lines, "", *textwrap.wrap(end, min(width, 88))])
+    return "\n".join([*lines, "", *textwrap.wrap(end, min(width, 88), break_on_hyphens=False)])
 
 
 def _hanging(left: str, right: str, width: int) -> list[str]:
@@ -168,8 +168,10 @@ def _hanging(left: str, right: str, width: int) -> list[str]:
     side_by_side = f"{left:<30} {right}"
     if len(side_by_side) <= width:
         return [side_by_side]
-    below = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-    return [left, *textwrap.wrap(right, width, **below)]  # type: ignore[arg-type]
+    indent = " " * 6
+    # Not at hyphens: all-reduce and --json are one word each.
+    lines = textwrap.wrap(right, width - len(indent), break_on_hyphens=False)
+    return [left, *(indent + line for line in lines)]
 
 
 def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
