@@ -15,6 +15,7 @@ Shapes: R ranks.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -312,16 +313,12 @@ def send_recv(
     """
     received, sent = None, 0
     operations = []
+    message = partial(dist.P2POp, group=world.group, tag=_TAG)
     if src is not None and like is not None:
         received = torch.empty_like(like)
-        operations.append(
-            dist.P2POp(dist.irecv, received, group=world.group, group_peer=src, tag=_TAG)
-        )
+        operations.append(message(dist.irecv, received, group_peer=src))
     if dst is not None and tensor is not None:
-        message = tensor.contiguous()
-        operations.append(
-            dist.P2POp(dist.isend, message, group=world.group, group_peer=dst, tag=_TAG)
-        )
+        operations.append(message(dist.isend, tensor.contiguous(), group_peer=dst))
         sent = nbytes(tensor)
     # In one batch: nccl deadlocks if two ranks both send first and receive second.
     for work in dist.batch_isend_irecv(operations) if operations else []:

@@ -163,8 +163,7 @@ class OrderedSampler(DistributedSampler[Any]):
         if self._ended_short():
             self.end_epoch()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
-        skipped //= self.batch_size
-        epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped)
+        epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped // self.batch_size)
         iterator = EpochIterator(self, epoch_pass, self._clock)
         epoch_pass.iterator = weakref.ref(iterator)
         self._ledger.begin(epoch_pass)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradherd.rows.column_table import LayerColumns
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.layer_sketches import LayerCall
 from gradherd.rows.projected_weight import Place, SketchPlan
@@ -164,10 +165,10 @@ class DirectSketch:
         self.widths: dict[str, tuple[int, bool]] = {}
         self._local, self._name, self._plan = local, name, plan
 
-    def write(self, call: LayerCall, table: Any, slots: Any, index: Mapping[str, int]) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the sketch of each example's gradient, given as `call.grads` (B, N)."""
-        table.start(len(call.grads))
-        table.add_final(index[self._local], self._sketch(call.grads))
+        out.table.start(len(call.grads))
+        out.table.add_final(out.indices[self._local], self._sketch(call.grads))
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the sketch of a whole gradient."""

@@ -6,7 +6,7 @@ and without a launch of its own for the sketch. The table is kept from batch to 
 Shapes: B examples, W columns of the table, k elements of a row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -148,6 +148,20 @@ class ColumnTable:
         if self.group is not None:
             self.group.clear()
         self._used, self.finals = set(), {}
+
+
+class LayerColumns(NamedTuple):
+    """Where one layer writes its columns."""
+
+    table: ColumnTable
+    slots: Mapping[str, Slot]
+    """By local name."""
+    indices: Mapping[str, int]
+    """Indices of the layer's trainable parameters by local name."""
+
+    def put(self, slot: str, columns: Tensor) -> None:
+        """Write columns (B, width) of a slot, or add them to those of earlier uses."""
+        self.table.put(self.slots[slot], columns)
 
 
 def lay_out(widths: Iterable[tuple[int, bool]]) -> tuple[list[Slot], int, int]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.column_table import ColumnTable, Slot
+from gradherd.rows.column_table import LayerColumns
 from gradherd.rows.launch_plan import ProductLayer, Strides
 from gradherd.rows.layer_sketches import LayerCall, sum_positions
 from gradherd.rows.projected_weight import Place, ProjectedWeight, SketchPlan
@@ -55,33 +55,25 @@ class ConvSketch(ProjectedWeight):
         )
         self._channels = module.weight.shape[1]
 
-    def write(
-        self,
-        call: LayerCall,
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-        index: Mapping[str, int],
-    ) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns from inputs (B, C, ...) and output gradients (B, O, ...)."""
         inputs, grads = call.batch.require_first(call.inputs), call.batch.require_first(call.grads)
-        table.start(len(grads))
+        out.table.start(len(grads))
         small, large = (grads, inputs) if self._transposed else (inputs, grads)
         if self._pad is not None:
             small = F.pad(small, self._pad[0], mode=self._pad[1])
-        if self._launch(small, large, table, slots):
+        if self._launch(small, large, out):
             return
         if self.weight:
             small = small.to(large.dtype)
             thin = conv_inputs(small, self.key(small), self._conv)
-            self.put(conv_columns(thin, large), table, slots)
+            self.put(conv_columns(thin, large), out)
         if self.bias and not self.free:
-            table.put(slots["bias"], sum_positions(grads.flatten(2), 2))
+            out.put("bias", sum_positions(grads.flatten(2), 2))
 
-    def _launch(
-        self, small: Tensor, large: Tensor, table: ColumnTable, slots: Mapping[str, Slot]
-    ) -> bool:
+    def _launch(self, small: Tensor, large: Tensor, out: LayerColumns) -> bool:
         """Let kernels write the columns; say whether they can."""
-        if self._conv.groups > 1 or not self.can_launch(small, large, table):
+        if self._conv.groups > 1 or not self.can_launch(small, large, out.table):
             return False
         is_projected = not self._fits_kernels()
         inputs = small
@@ -111,7 +103,7 @@ class ConvSketch(ProjectedWeight):
                 signs=window_signs(self.key(large), math.prod(self._conv.window)),
             )
 
-        return self.launch(key, make, (inputs, large), table, slots)
+        return self.launch(key, make, (inputs, large), out)
 
     def _slides(self) -> bool:
         """Say whether an output depends on another position than its own."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows.column_table import ColumnTable, Slot
+from gradherd.rows.column_table import LayerColumns
 from gradherd.rows.launch_plan import ProductLayer
 from gradherd.rows.layer_rules import BatchDim
 from gradherd.rows.projected_weight import Place, ProjectedWeight, SketchPlan
@@ -47,20 +47,12 @@ class LayerSketch(Protocol):
     widths: dict[str, tuple[int, bool]]
     """Width of each slot by its local name, and whether it is for a projected weight."""
 
-    def write(
-        self,
-        call: LayerCall,
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-        index: Mapping[str, int],
-    ) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns of all trainable parameters.
 
         Args:
             call: The use of the layer.
-            table: Where to write.
-            slots: The layer's slots by local name.
-            index: Indices of its trainable parameters by local name.
+            out: Where to write.
         """
         ...
 
@@ -101,40 +93,32 @@ class LinearSketch(ProjectedWeight):
         super().__init__(names, plan, outputs, may_free=one_bias or not shared)
         self._one_position: bool | None = False if shared else None
 
-    def write(
-        self,
-        call: LayerCall,
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-        index: Mapping[str, int],
-    ) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns from inputs (..., I) and output gradients (..., O)."""
-        if self._one_position is False and self._launch(call, table, slots):
+        if self._one_position is False and self._launch(call, out):
             return
         grads = call.batch.move_first(call.grads, 1)
         inputs = call.batch.move_first(call.inputs, 1) if self.weight else grads
         if self._one_position is None:
             # Fixed from here on: rows of different batches are compared with each other.
             self._one_position = inputs.shape[1] == 1
-        table.start(len(grads))
+        out.table.start(len(grads))
         if self.weight and self._one_position:
             term = OuterTerm(grads, inputs.to(grads.dtype), self.outputs)
             rows = term.sketch(self.plan.size, self.plan.seed, self.name)
-            table.add_final(index["weight"], rows)
+            out.table.add_final(out.indices["weight"], rows)
         elif self.weight:
             inside = side(self.key(grads), self._inputs)
-            self.put(linear_columns(inputs.to(grads.dtype), grads, *inside), table, slots)
+            self.put(linear_columns(inputs.to(grads.dtype), grads, *inside), out)
         if self.bias and (self._one_position or not self.free):
-            table.put(
-                slots["bias"], grads[:, 0] if grads.shape[1] == 1 else sum_positions(grads, 1)
-            )
+            out.put("bias", grads[:, 0] if grads.shape[1] == 1 else sum_positions(grads, 1))
 
-    def _launch(self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot]) -> bool:
+    def _launch(self, call: LayerCall, out: LayerColumns) -> bool:
         """Let kernels write the columns; say whether they can."""
         inputs, grads = call.inputs, call.grads
-        if not self.can_launch(inputs, grads, table):
+        if not self.can_launch(inputs, grads, out.table):
             return False
-        table.start(call.batch.examples)
+        out.table.start(call.batch.examples)
         key = (
             inputs.shape, inputs.stride(), grads.stride(), inputs.dtype, grads.dtype,
             call.batch.dim, inputs.data_ptr() % 16, grads.data_ptr() % 16,
@@ -154,7 +138,7 @@ class LinearSketch(ProjectedWeight):
                 add,
             )
 
-        return self.launch(key, make, (inputs, grads), table, slots)
+        return self.launch(key, make, (inputs, grads), out)
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of a whole gradient."""
@@ -179,13 +163,7 @@ class EmbeddingSketch(ProjectedWeight):
         super().__init__(names, plan, module.num_embeddings, may_free=False)
         self._padding, self._features = module.padding_idx, module.embedding_dim
 
-    def write(
-        self,
-        call: LayerCall,
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-        index: Mapping[str, int],
-    ) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns from token ids (...) and output gradients (..., C)."""
         tokens = call.batch.move_first(call.inputs, 0).long()
         grads = call.batch.move_first(call.grads, 1)
@@ -193,8 +171,8 @@ class EmbeddingSketch(ProjectedWeight):
             grads = grads * (tokens != self._padding).unsqueeze(-1)
         inside = side(self.key(grads), self._features)[0]
         columns = embedding_columns(tokens, grads, inside, self.plan.seed, self.name, self.outputs)
-        table.start(len(tokens))
-        table.put(slots["weight"], columns.flatten(1))
+        out.table.start(len(tokens))
+        out.put("weight", columns.flatten(1))
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of a whole gradient."""

@@ -18,7 +18,7 @@ from gradherd.rows.attention_uses import hook_attention
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.broadcast_uses import BroadcastUses, Meeting
 from gradherd.rows.call_recorder import hook_gradient, save_input
-from gradherd.rows.column_table import ColumnTable
+from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
 from gradherd.rows.layer_rules import UnbatchedError, save_statistics
 from gradherd.rows.layer_sketches import LayerCall
@@ -246,7 +246,7 @@ class LayerWatcher:
             table, self._free_table = self._free_table, None
             self.tables[task] = table or self._make_table()
         try:
-            layer.sketch.write(call, self.tables[task], layer.slots, layer.index)
+            layer.sketch.write(call, LayerColumns(self.tables[task], layer.slots, layer.index))
         except UnbatchedError as error:
             self._leave_layer_out(layer, str(error))
 

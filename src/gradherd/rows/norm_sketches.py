@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows.column_table import ColumnTable, Slot
+from gradherd.rows.column_table import LayerColumns
 from gradherd.rows.conv_sketch import ConvSketch
 from gradherd.rows.launch_plan import NormLayer
 from gradherd.rows.layer_rules import rule_for
@@ -40,13 +40,7 @@ class RuleSketch:
         # One slot for scale and shift, so that one kernel can write both.
         self.widths = {"all": (sum(self._sizes.values()), False)} if self._sizes else {}
 
-    def write(
-        self,
-        call: LayerCall,
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-        index: Mapping[str, int],
-    ) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns of each parameter."""
         saved = call.saved if len(call.saved) == 2 else ()
         dense: dict[str, Tensor] = {}
@@ -55,13 +49,13 @@ class RuleSketch:
                 continue
             if isinstance(term, DenseTerm) and local not in self._final:
                 dense[local] = term.grads.flatten(1)
-                table.start(len(dense[local]))
+                out.table.start(len(dense[local]))
             else:
                 rows = term.sketch(self._plan.size, self._plan.seed, self._names[local])
-                table.start(len(rows))
-                table.add_final(index[local], rows)
+                out.table.start(len(rows))
+                out.table.add_final(out.indices[local], rows)
         if dense:
-            table.put(slots["all"], torch.cat([dense[local] for local in self._sizes], 1))
+            out.put("all", torch.cat([dense[local] for local in self._sizes], 1))
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of a whole gradient."""
@@ -85,19 +79,14 @@ class RuleSketch:
 class NormSketch(RuleSketch):
     """Columns of BatchNorm and LayerNorm, in one kernel on a GPU."""
 
-    def write(
-        self,
-        call: LayerCall,
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
-        index: Mapping[str, int],
-    ) -> None:
+    def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns of scale and shift."""
-        if not self._launch(call, table, slots):
-            super().write(call, table, slots, index)
+        if not self._launch(call, out):
+            super().write(call, out)
 
-    def _launch(self, call: LayerCall, table: ColumnTable, slots: Mapping[str, Slot]) -> bool:
+    def _launch(self, call: LayerCall, out: LayerColumns) -> bool:
         """Let one kernel write both; say whether it could."""
+        table = out.table
         layer_norm = isinstance(self._module, nn.LayerNorm)
         if table.group is None or len(call.saved) != 4:
             return False
@@ -107,7 +96,7 @@ class NormSketch(RuleSketch):
             return False
         inputs, grads, (mean, rstd) = call.inputs, call.grads, call.saved[2:]
         table.start(len(inputs))
-        slot = slots["all"]
+        slot = out.slots["all"]
         add = table.is_used(slot)
         if add:
             table.group.flush()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradherd.rows.column_table import ColumnTable, Slot
+from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.launch_plan import ProductLayer
 from gradherd.rows.projections import (
     MAX_OUTPUTS,
@@ -73,10 +73,10 @@ class ProjectedWeight:
         plan = self.plan
         return SideKey(plan.seed, self.name, plan.inside, like.dtype, like.device, self.free)
 
-    def put(self, columns: Tensor, table: ColumnTable, slots: Mapping[str, Slot]) -> None:
+    def put(self, columns: Tensor, out: LayerColumns) -> None:
         """Write columns (B, q, O)."""
         columns = shorten(columns, self.plan.seed, self.name)
-        table.put(slots["weight"], columns.flatten(1))
+        out.put("weight", columns.flatten(1))
 
     def can_launch(self, inputs: Tensor, grads: Tensor, table: ColumnTable) -> bool:
         """Say whether kernels can compute the columns, those of the bias among them."""
@@ -94,8 +94,7 @@ class ProjectedWeight:
         key: Hashable,
         make: Callable[[int, bool], ProductLayer | None],
         tensors: tuple[Tensor, Tensor],
-        table: ColumnTable,
-        slots: Mapping[str, Slot],
+        out: LayerColumns,
     ) -> bool:
         """Let kernels compute the columns together with those of other layers.
 
@@ -104,14 +103,13 @@ class ProjectedWeight:
             make: Returns the layer, given the elements between two examples' columns, and whether
                 to add to the columns of an earlier use.
             tensors: Input and output gradient.
-            table: Where to write.
-            slots: The layer's slots.
+            out: Where to write.
 
         Returns:
             False if kernels cannot do it.
         """
+        table, slot = out.table, out.slots["weight"]
         assert table.group is not None
-        slot = slots["weight"]
         if self.outputs > MAX_OUTPUTS:  # hashed to fewer outputs at once
             wide = self.plan.inside * self.outputs
             long = torch.empty(table.examples, wide, device=tensors[1].device)
@@ -119,7 +117,7 @@ class ProjectedWeight:
             if not table.group.add(key, lambda: make(wide, False), tensors, long.data_ptr()):
                 return False
             table.group.flush()
-            self.put(long.view(len(long), self.plan.inside, -1), table, slots)
+            self.put(long.view(len(long), self.plan.inside, -1), out)
             return True
         add = table.is_used(slot)
         if add:
