@@ -220,6 +220,8 @@ def _own_words(text: str) -> str:
     # "invalid choice 'x' for argument '--values'. Expected one of ('fp32', 'bf16')."
     if bad := re.match(r"invalid choice (.+) for argument '(.+?)'. Expected one of \((.+)\)", text):
         known = [name for name in re.findall(r"'(.+?)'", bad[3]) if name != "None"]
+        if "None" in bad[3]:  # tyro keeps optional choices in a set, in no order
+            known.sort()
         return f"{bad[2]} must be one of {', '.join(known)}, got {bad[1]}"
     if rest := re.match(r"Unrecognized options: (.+)$", text):
         return f"there is no option or argument {rest[1].split(', ')[0]} here"
