@@ -5,7 +5,8 @@ algorithms, one around a ring and one over a tree; libraries pick the faster one
 functions here.
 
 The overheads are measurements. CPU: one rank on one core of a Neoverse-N1 (processor times of
-`benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly).
+`benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly;
+"local" is an estimate).
 GPU: topk and exdyna are what their hooks add to a DDP step on one H200
 (`benchmarks/results/2026-11-16-hook-h200.json`); the others are derived from passes over memory at
 its bandwidth, as several GPUs were not available. Take both as starting points, and measure.
