@@ -30,8 +30,7 @@ _gather_into = (
 )
 # Up to this many ranks an all-gather of a small tensor takes fewer hops than an all-reduce.
 _SMALL_WORLD = 8
-# Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default ("gh" in
-# ASCII).
+# Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default ("gh").
 _TAG = 0x6768
 
 
@@ -311,8 +310,7 @@ def send_recv(
     Returns:
         The received tensor, or None, and the bytes sent.
     """
-    received, sent = None, 0
-    operations = []
+    received, sent, operations = None, 0, []
     message = partial(dist.P2POp, group=world.group, tag=_TAG)
     if src is not None and like is not None:
         received = torch.empty_like(like)
