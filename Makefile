@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Most tests wait for child processes, so running two at a time halves the time.
-JOBS ?= 2
+# Many tests wait for child processes, so a few more run at a time than there are cores.
+JOBS ?= 3
 
 .PHONY: help demo test integrations composer docs stress lint format example bench evidence dist clean
 

@@ -18,7 +18,12 @@ def test_imports_of_the_package_resolve(script):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gradherd")
     ]
     for node in imports:
-        module = importlib.import_module(node.module)
+        try:
+            module = importlib.import_module(node.module)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("gradherd"):
+                raise
+            continue  # a framework that is not installed here
         missing = [name.name for name in node.names if not hasattr(module, name.name)]
         for name in missing:  # `from package import module` names a submodule
             importlib.import_module(f"{node.module}.{name}")

@@ -1,10 +1,12 @@
 import copy
+import gc
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import BatchRows, ExactRows, LocalSteps, OrderedSampler, SketchRows, World, attach
@@ -553,6 +555,22 @@ def test_a_model_that_was_dropped_lets_its_sampler_go():
     herd = attach(network(), order=sampler)
     with pytest.raises(ValueError, match="order is attached already"):
         attach(network(), order=sampler)
+    herd.detach()
+
+
+def test_a_model_that_is_dropped_during_a_step_does_not_disturb_it():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    dropped = [attach(network(), order=OrderedSampler(examples(8), "grab", batch_size=4))]
+
+    def collect(*args):
+        dropped.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    herd = attach(net, order=OrderedSampler(examples(8), "grab", batch_size=4))
+    optimizer.step()
+    handle.remove()
     herd.detach()
 
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradherd.attach.optimizer_checks import remove_after
 from gradherd.attach.row_watch import RowWatch
 from gradherd.attach.state import check_row_length
 from gradherd.attach.transports import GatheringTransport, RowTransport
@@ -93,9 +94,9 @@ class OrderFeedback:
             register_optimizer_step_post_hook(_around_step_of(model, self)),
             sampler.register_read_hook(_before_read_of(self)),
         ]
-        for handle in self._handles[1:]:
-            # A model that is dropped without detach() leaves optimizers and sampler free, too.
-            weakref.finalize(self, handle.remove)
+        # A model that is dropped without detach() leaves optimizers and sampler free, too.
+        remove_after(self, self._handles[1:3])
+        weakref.finalize(self, self._handles[3].remove)
         transport.on_backward(self.before_backward)
 
     @skip_on_replay

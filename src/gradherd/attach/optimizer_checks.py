@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -54,5 +55,22 @@ def refuse_second_momentum(model: nn.Module, owner: Any, momentum: float) -> Non
                 )
 
     # Global, because attach does not know the optimizer; so it must not keep the model alive.
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(owner, handle.remove)
+    remove_after(owner, [register_optimizer_step_pre_hook(before_step)])
+
+
+_hooks: list[tuple["weakref.ref[Any]", RemovableHandle]] = []
+"""Hooks of all optimizers, and what they work for."""
+
+
+def remove_after(owner: Any, handles: Iterable[RemovableHandle]) -> None:
+    """Remove hooks of all optimizers some time after their owner is gone.
+
+    Not at once: the garbage collector may come in the middle of an optimizer's step, which fails if
+    its hooks change meanwhile. Hooks of owners that are gone wait for the next call; until then
+    they do nothing.
+    """
+    for alive, handle in _hooks:
+        if alive() is None:
+            handle.remove()
+    _hooks[:] = [hook for hook in _hooks if hook[0]() is not None]
+    _hooks.extend((weakref.ref(owner), handle) for handle in handles)

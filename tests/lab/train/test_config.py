@@ -41,7 +41,7 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({**EXDYNA, "method": {"capacity": math.inf}}, "method must be a dict of JSON values"),
         ({**EXDYNA, "method": {"threshold": Online()}}, "method must be a dict of JSON values"),
         ({**EXDYNA, "method": {"warmup": 9}}, "run with values, .*, momentum, warmup_steps"),
-        ({**EXDYNA, "method": {"momentum": "a"}}, "exdyna cannot be run with {'momentum': 'a'}"),
+        ({**EXDYNA, "method": {"momentum": "a"}}, "momentum must be a number, got 'a'"),
         (
             {**EXDYNA, "momentum": 0.5, "method": {"momentum": 0.9}},
             "method has momentum 0.9, which replaces .* with momentum 0, got sgd with 0.5",

@@ -90,7 +90,7 @@ def test_learning_rates_of_a_run():
         ({"lr_schedule": "cosine", "lr_drop": 0.1, "lr_drop_every": 3}, "choose one"),
         ({"local_steps": 0}, "every must be an integer of at least 1, got 0"),
         ({"local_steps": 2, "method": {"decay": 2}}, r"decay must be in \[0, 1\], got 2"),
-        ({"local_steps": 2, "method": {"decay": "a"}}, "local steps cannot be run with"),
+        ({"local_steps": 2, "method": {"decay": "a"}}, "decay must be a number, got 'a'"),
         ({"local_steps": 2, "method": {"odd": 1}}, "unknown setting 'odd'"),
         ({"local_steps": 2, "method": {"momentum": 0.9}, "momentum": 0.0}, "do not have"),
         ({"local_steps": 2, "method": {"outer_lr": float("nan")}}, "JSON values"),
