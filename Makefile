@@ -25,7 +25,7 @@ demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a rep
 	@$(BIN)/gradherd demo
 
 test: $(STAMP) ## Run the tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Lightning and Ray are large, and mkdocs is of no use to the tests: environments of their own.
 .venv-integrations/.installed: pyproject.toml constraints.txt

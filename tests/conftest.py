@@ -3,10 +3,11 @@
 import pytest
 
 LONGEST_FIRST = (
-    "test_loops.py", "test_virtual_trainer.py", "test_bad_input.py", "test_stacked_trainer.py",
-    "test_bench.py", "test_faults.py", "test_example.py", "test_page.py", "test_interpreted.py",
-    "test_run.py", "test_torchrun.py", "test_slow_network.py", "test_fsdp.py", "test_fuzz.py",
-    "test_pages.py", "test_state.py", "test_checkpoint.py", "test_conformance.py",
+    "test_faults.py", "test_bad_input.py", "test_virtual_trainer.py", "test_bench.py",
+    "test_fsdp_local.py", "test_stacked_trainer.py", "test_example.py", "test_interpreted.py",
+    "test_loops.py", "test_page.py", "test_run.py", "test_torchrun.py", "test_slow_network.py",
+    "test_fsdp.py", "test_fsdp_sparse.py", "test_fuzz.py", "test_pages.py", "test_state.py",
+    "test_checkpoint.py", "test_conformance.py", "test_sparse_hook.py", "test_advise.py",
 )  # fmt: skip
 
 
