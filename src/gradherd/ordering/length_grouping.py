@@ -12,11 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Script
-from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.scored import UnitValues
 from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.shuffles import WithoutGradients
 
 # As in transformers: groups of 50 batches, but at least four groups, or little would be random.
 _BATCHES_OF_A_GROUP, _GROUPS = 50, 4
@@ -50,7 +49,7 @@ def group_by_length(permutation: Tensor, lengths: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LengthGrouped:
+class LengthGrouped(WithoutGradients):
     """Give batches sequences of about the same length.
 
     >>> LengthGrouped([5, 9, 7], batch=2)
@@ -63,7 +62,6 @@ class LengthGrouped:
     batch: int
     """Units in a rank's batch: batch_size / unit."""
 
-    needs_rows: ClassVar[bool] = False
     start: ClassVar[Start | None] = "computed"
 
     def __post_init__(self) -> None:
@@ -71,22 +69,6 @@ class LengthGrouped:
             raise ValueError(f"batch must be at least 1, got {self.batch}")
         if not isinstance(self.lengths, UnitValues):
             object.__setattr__(self, "lengths", UnitValues("lengths", self.lengths))
-
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
-        """Nothing to prepare."""
-
-    def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
-    ) -> Script[None]:
-        """Count the steps; gradients are ignored."""
-        state.steps += len(seen)
-        yield from ()  # nothing to ask of other ranks
 
     def reorder(
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom

@@ -22,21 +22,8 @@ NextOrders = Callable[[list[Tensor], Sequence[int], int, SeededRandom], list[Ten
 """(orders of the epoch before, units of each worker, epoch, random) -> orders of `epoch`."""
 
 
-@dataclass(frozen=True)
-class Shuffle:
-    """A policy that ignores gradients.
-
-    >>> Shuffle("fixed", unchanged, start="identity")
-    Shuffle(name='fixed', start='identity')
-    """
-
-    name: str
-    """Its name in the registry."""
-    # Not in the repr: saved states are compared by it, and it would contain an address.
-    next_orders: NextOrders = field(repr=False)
-    """Computes an epoch's orders from those of the epoch before."""
-    start: Start | None = None
-    """The first order, if the method prescribes one."""
+class WithoutGradients:
+    """What policies that ignore gradients have in common."""
 
     needs_rows: ClassVar[bool] = False
 
@@ -55,6 +42,23 @@ class Shuffle:
         """Count the steps; gradients are ignored."""
         state.steps += len(seen)
         yield from ()  # nothing to ask of other ranks
+
+
+@dataclass(frozen=True)
+class Shuffle(WithoutGradients):
+    """A policy that ignores gradients.
+
+    >>> Shuffle("fixed", unchanged, start="identity")
+    Shuffle(name='fixed', start='identity')
+    """
+
+    name: str
+    """Its name in the registry."""
+    # Not in the repr: saved states are compared by it, and it would contain an address.
+    next_orders: NextOrders = field(repr=False)
+    """Computes an epoch's orders from those of the epoch before."""
+    start: Start | None = None
+    """The first order, if the method prescribes one."""
 
     def reorder(
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
