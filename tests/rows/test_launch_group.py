@@ -111,3 +111,21 @@ def test_channels_last(monkeypatch):
     rows = sketches(model, inputs, weights, kernels=True, monkeypatch=monkeypatch)
     tolerance = 1e-4 if DEVICE == "cpu" else 5e-3
     assert (rows - expected).norm() <= tolerance * expected.norm()
+
+
+def test_lengths_that_change_from_batch_to_batch(monkeypatch):
+    monkeypatch.setattr(launch_group, "_MOST_PLANS", 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 7)).to(DEVICE)
+    batches = [torch.randn(2, length, 6, device=DEVICE) for length in (3, 4, 5, 3, 4, 6)]
+    rows = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(launch_group, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        capture = TwoSidedCapture(model, TwoSidedRows(size=64, strict=True))
+        rows[kernels] = []
+        for inputs in batches:
+            model(inputs).square().mean().backward()
+            rows[kernels].append(capture.pop_sketch(2))
+        capture.remove_hooks()
+    for one, other in zip(rows[True], rows[False], strict=True):
+        assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()

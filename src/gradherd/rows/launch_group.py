@@ -8,6 +8,7 @@ on what) lies on the device already; only the addresses are copied.
 Shapes: B examples, T positions, q columns of the input side.
 """
 
+import itertools
 from collections.abc import Callable, Hashable
 from importlib.util import find_spec
 
@@ -33,6 +34,7 @@ class LaunchGroup:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[Hashable, tuple[int, ProductLayer | NormLayer] | None] = {}
+        self._numbers = itertools.count()
         self._plans: dict[tuple[int, ...], LaunchPlan] = {}
         self._layers: list[ProductLayer | NormLayer] = []
         self._ids: list[int] = []
@@ -75,7 +77,7 @@ class LaunchGroup:
         """
         if key not in self._known:
             made = make()
-            self._known[key] = None if made is None else (len(self._known), made)
+            self._known[key] = None if made is None else (next(self._numbers), made)
         known = self._known[key]
         if known is None:
             return False
@@ -100,6 +102,7 @@ class LaunchGroup:
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
+                self._known.clear()  # numbers are not used again, so no old plan fits new layers
             plan = self._plans[key] = make_plan(self._layers, self._device)
         count = len(self._addresses)
         row = self._rows[self._at]
