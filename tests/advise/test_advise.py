@@ -286,7 +286,7 @@ def test_the_arithmetic_needs_no_torch():
 
 def test_units_that_are_none_are_refused():
     for reader, texts in (
-        (units.parse_rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999"]),
+        (units.parse_rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999", "10", "1"]),
         (units.parse_seconds, ["", "ms", "1h", "nan", "-5ms", "5 m s"]),
         (units.parse_count, ["", "M", "1.2.3", "0", "-1", "1e400", "nan"]),
     ):

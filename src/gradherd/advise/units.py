@@ -5,6 +5,7 @@ import re
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_SLOWEST_LINK = 1e4
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
@@ -23,7 +24,10 @@ def parse_rate(text: str) -> float:
     number, prefix, unit = match.groups()
     # "b" is a bit and "B" a byte, as network vendors write them; prefixes may be in either case.
     bits = 8 if (unit or "").startswith("B") and unit.lower() in ("b", "bps") else 1
-    return _positive(float(number) * _PREFIXES[prefix.lower()] * bits, text)
+    rate = _positive(float(number) * _PREFIXES[prefix.lower()] * bits, text)
+    if rate < _SLOWEST_LINK:  # Nobody trains over it: a unit was forgotten.
+        raise ValueError(f"{text!r} is {rate:g} bits per second: give a unit, such as {number}G")
+    return rate
 
 
 def parse_seconds(text: str, *, zero: bool = True) -> float:
