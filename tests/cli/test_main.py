@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from gradherd.cli.main import COMMANDS, main
-from gradherd.ordering.registry import POLICIES
-from gradherd.ordering.sign_rules import SIGN_RULES
+from gradherd.ordering.registry import POLICIES, SIGN_RULES
 
 
 def run(capsys, *args) -> tuple[int, str, str]:
@@ -158,7 +157,7 @@ def test_an_unexpected_failure_is_one_line_and_code_1(capsys, tiny, monkeypatch)
     def broken(*args, **kwargs):
         raise OSError("disk\non fire")
 
-    monkeypatch.setattr("gradherd.cli.replay.replay_order", broken)
+    monkeypatch.setattr("gradherd.replay.order.replay_order", broken)
     code, _, err = run(capsys, "replay", "order", tiny)
     assert code == 1 and err == (
         "gradherd: failed: OSError: disk on fire (set GRADHERD_TRACEBACK=1 to see where)\n"

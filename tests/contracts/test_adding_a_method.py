@@ -155,18 +155,20 @@ def test_one_file_and_one_line_each_are_enough_for_real_ranks(tmp_path):
     shutil.copytree(Path(gradherd.__file__).parent, package)
     for file, text in FILES.items():
         (package / file).write_text(text)
-    for room, module, entry, last in (
-        ("sparsify", "cyclic", f'"{SPARSIFIER}": CyclicK', "SPARSIFIERS"),
-        ("ordering", "learn_once", f'"{ORDER}": LearnOnce', "POLICIES"),
+    for room, entry, last in (
+        ("sparsify", f'"{SPARSIFIER}": "cyclic:CyclicK"', "SPARSIFIERS"),
+        ("ordering", f'"{ORDER}": "learn_once:LearnOnce"', "POLICIES"),
     ):
         assert f"{entry},\n" in PAGE
         registry = package / room / "registry.py"
         text, count = re.subn(
-            rf"(^{last}\b.*?)^\}}", rf"\1    {entry},\n}}", registry.read_text(), flags=re.S | re.M
+            rf"(^{last}\b.*?)^    \}}",
+            rf"\1        {entry},\n    }}",
+            registry.read_text(),
+            flags=re.S | re.M,
         )
         assert count == 1
-        first = f"from gradherd.{room}.{module} import {entry.split()[-1]}\n"
-        registry.write_text(text.replace("from gradherd.", f"{first}from gradherd.", 1))
+        registry.write_text(text)
 
     def gradherd_copy(*words: str) -> str:
         done = subprocess.run(

@@ -18,7 +18,7 @@ from gradherd.sparsify.workers import Worker
 from tests.sparsify.example_sparsifier import EveryNth
 
 # What contracts hold for: the registry, and a method of a user's own.
-METHODS = SPARSIFIERS | {"every-nth": EveryNth}
+METHODS = {**SPARSIFIERS, "every-nth": EveryNth}
 
 
 def normal(seed, *shape, dtype=torch.float32):

@@ -15,6 +15,8 @@ from gradherd.advise.decide import advise
 from gradherd.advise.measured import MODELS
 from gradherd.cli.arguments import (
     Flag,
+    MaybeFloat,
+    MaybeStr,
     check_at_least,
     check_name,
     json_help,
@@ -36,7 +38,7 @@ _DEFAULT_LATENCY = 50e-6
 _PLACEHOLDER = {"bandwidth": 1e9, "backward": 1.0}
 """Stands for what is still to be measured, so that all others are checked first."""
 OverheadOption = Annotated[
-    str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(from --device)")
+    MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(from --device)")
 ]
 
 
@@ -87,11 +89,11 @@ class AdviseCommand:
     """
 
     params: Annotated[
-        str | None, tyro.conf.arg(metavar="COUNT", help_behavior_hint="(that of --model)")
+        MaybeStr, tyro.conf.arg(metavar="COUNT", help_behavior_hint="(that of --model)")
     ] = None
     """Number of parameters, such as 25M or 7e9."""
     model: Annotated[
-        str | None,
+        MaybeStr,
         tyro.conf.arg(
             metavar="NAME",
             help=f"Instead of --params and --backward: {', '.join(MODELS)}, as measured on one "
@@ -101,20 +103,16 @@ class AdviseCommand:
     ] = None
     workers: int = 4
     """Number of workers."""
-    bandwidth: Annotated[str | None, tyro.conf.arg(metavar="BITS", help_behavior_hint="(10G)")] = (
-        None
-    )
+    bandwidth: Annotated[MaybeStr, tyro.conf.arg(metavar="BITS", help_behavior_hint="(10G)")] = None
     """Speed of a worker's network link in bits per second."""
-    latency: Annotated[str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(50us)")] = (
-        None
-    )
+    latency: Annotated[MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(50us)")] = None
     """Time of a short message to another worker."""
     backward: Annotated[
-        str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(that of --model)")
+        MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(that of --model)")
     ] = None
     """Time of a backward pass of one worker. Decides more than anything else: time yours."""
     forward: Annotated[
-        str | None, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
+        MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
     ] = None
     """Time of everything else in a step: forward pass, optimizer, data."""
     density: float = 0.001
@@ -128,7 +126,7 @@ class AdviseCommand:
     device: str = "cuda"
     """cuda or cpu: where gradients are. Decides how long selection takes, and where to measure."""
     overlap: Annotated[
-        float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(1; cpu: 0)")
+        MaybeFloat, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(1; cpu: 0)")
     ] = None
     """Share of the backward pass that a dense exchange can overlap with, in [0, 1]."""
     overheads: OverheadOptions = field(default_factory=OverheadOptions)

@@ -15,9 +15,13 @@ import tyro
 
 from gradherd.cli.errors import UsageError
 
-# Not `Path | None`: to check a default of that form tyro imports typeguard, which takes longer than
-# all of `gradherd data list`.
-FolderOption = Annotated[Optional[Path], tyro.conf.arg(metavar="DIR", help_behavior_hint="")]  # noqa: UP045
+# Not `int | None` and so on: to check a default of that form tyro imports typeguard, which takes a
+# third of the time of a --help.
+MaybeInt = Optional[int]  # noqa: UP045
+MaybeFloat = Optional[float]  # noqa: UP045
+MaybeStr = Optional[str]  # noqa: UP045
+MaybePath = Optional[Path]  # noqa: UP045
+FolderOption = Annotated[MaybePath, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 

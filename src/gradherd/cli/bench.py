@@ -1,12 +1,15 @@
 """`gradherd bench`: time gradherd's parts against what a user would do instead."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
 import tyro
 
 from gradherd.cli.arguments import (
+    MaybeInt,
+    MaybeStr,
     check_at_least,
     check_density,
     json_help,
@@ -14,20 +17,14 @@ from gradherd.cli.arguments import (
     parse_names,
 )
 from gradherd.cli.errors import UsageError
-from gradherd.cli.launch import measure_on_ranks
 from gradherd.cli.options import usable_device
-from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_bench
-from gradherd.lab.bench.bench_coordination import bench_coordination
-from gradherd.lab.bench.bench_hook import bench_hook, one_rank
-from gradherd.lab.bench.bench_models import CASES, MODELS, bench_models
-from gradherd.lab.bench.bench_rows import bench_rows
-from gradherd.lab.bench.bench_signs import bench_signs
-from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
-from gradherd.lab.bench.bench_step import EXCHANGES as STEP_EXCHANGES
-from gradherd.lab.bench.bench_step import bench_step
-from gradherd.lab.bench.bench_virtual import CASES as VIRTUAL_CASES
-from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
+from gradherd.lab.bench import STEP_EXCHANGES
+
+# Benchmarks are imported by the command that runs them: they import torch, and --help must not
+# wait for it.
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +55,9 @@ class BenchSignsCommand:
         workers = parse_counts("--workers", self.workers)
         dims = parse_counts("--dim", self.dim)
         device = usable_device(self.device)
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_signs import bench_signs
+
         with counted_loop(len(workers) * len(dims), "sizes") as advance:
             rows = bench_signs(workers, dims, device, advance)
         print_bench("signs", str(device), rows, as_json=self.json)
@@ -90,6 +90,10 @@ class BenchCoordinationCommand:
         workers = parse_counts("--workers", self.workers)
         dims = parse_counts("--dim", self.dim)
         check_at_least("--repeats", self.repeats, 1)
+        from gradherd.cli.launch import measure_on_ranks
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_coordination import bench_coordination
+
         rows = []
         with counted_loop(len(workers) * len(dims), "sizes") as advance:
             for count in workers:
@@ -113,7 +117,7 @@ class BenchRowsCommand:
     """
 
     model: Annotated[
-        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: an MLP)")
+        MaybeStr, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: an MLP)")
     ] = None
     """mlp, lenet, resnet18, resnet50, vit-b16 or gpt2-124m; the last three need torchvision or
     transformers."""
@@ -122,7 +126,7 @@ class BenchRowsCommand:
     params: str = "2000000"
     """Without --model: approximate number of parameters of the MLP."""
     batch: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 256; the model's)")
+        MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 256; the model's)")
     ] = None
     """Examples in a batch."""
     repeats: int = 3
@@ -146,11 +150,17 @@ class BenchRowsCommand:
         if self.model is not None:
             self._run_model(self.model, batch, device)
             return
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_rows import bench_rows
+
         with counted_loop(5, "cases") as advance:
             rows = bench_rows(sizes[0], batch or 256, device, advance)
         print_bench("rows", str(device), rows, as_json=self.json)
 
     def _run_model(self, model: str, batch: int | None, device: torch.device) -> None:
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_models import CASES, MODELS, bench_models
+
         if model not in MODELS:
             raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
         cases = tuple(case.strip() for case in self.cases.split(","))
@@ -206,6 +216,11 @@ class BenchSparsifyCommand:
         check_at_least("--repeats", self.repeats, 1)
         check_density(self.density)
         device = usable_device(self.device)
+        from gradherd.cli.launch import measure_on_ranks
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_hook import bench_hook, one_rank
+        from gradherd.lab.bench.bench_sparsify import bench_exchange
+
         # Local ranks are gloo processes on the CPU, and one worker sends nothing.
         counts = [count for count in workers if count > 1] if device.type == "cpu" else []
         rows = []
@@ -224,6 +239,10 @@ class BenchSparsifyCommand:
 def _bench_select_on_one_core(
     dim: int, density: float, device: torch.device
 ) -> list[dict[str, object]]:
+    import torch
+
+    from gradherd.lab.bench.bench_sparsify import bench_select
+
     # A local rank has one core as well, so the rows can be compared.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -275,6 +294,10 @@ class BenchStepCommand:
         exchanges = []
         if self.exchanges:
             exchanges = parse_names("--exchanges", self.exchanges, STEP_EXCHANGES)
+        from gradherd.cli.launch import measure_on_ranks
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_step import bench_step
+
         rows = []
         with counted_loop(len(workers) * len(params), "sizes") as advance:
             for count in workers:
@@ -303,7 +326,7 @@ class BenchVirtualCommand:
     batch: int = 1
     """Examples per worker and step."""
     steps: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 10; cuda: 200)")
+        MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 10; cuda: 200)")
     ] = None
     """Steps of an epoch; turns takes a tenth of them."""
     repeats: int = 5
@@ -323,11 +346,14 @@ class BenchVirtualCommand:
         check_at_least("--batch", self.batch, 1)
         check_at_least("--repeats", self.repeats, 1)
         device = usable_device(self.device)
+        from gradherd.cli.progress import counted_loop
+        from gradherd.lab.bench.bench_virtual import CASES, LEAST_STEPS, bench_virtual
+
         # Steps are short on a GPU, so an epoch needs more of them to be timed well.
         default = 10 if device.type == "cpu" else 200
         steps = default if self.steps is None else self.steps
         # Fewer would time the capture of the CUDA graph, not its replay.
         check_at_least("--steps", steps, LEAST_STEPS)
-        with counted_loop(len(VIRTUAL_CASES) * (self.repeats + 1), "epochs") as advance:
+        with counted_loop(len(CASES) * (self.repeats + 1), "epochs") as advance:
             rows = bench_virtual(self.workers, self.batch, steps, self.repeats, device, advance)
         print_bench("virtual", str(device), rows, as_json=self.json)

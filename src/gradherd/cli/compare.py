@@ -1,5 +1,7 @@
 """`gradherd compare`: train a task with several orders or sparsifiers, over several seeds."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
@@ -8,14 +10,19 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradherd.cli.arguments import Flag, check_at_least, json_help, parse_names, print_json
+from gradherd.cli.arguments import (
+    Flag,
+    MaybeStr,
+    check_at_least,
+    json_help,
+    parse_names,
+    print_json,
+)
 from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
-from gradherd.cli.launch import train_missing, train_runs
 from gradherd.cli.options import (
     EXCHANGES,
     ORDERS,
@@ -29,17 +36,13 @@ from gradherd.cli.options import (
     parse_exchanges,
     warn_of_divergence,
 )
-from gradherd.cli.tables import print_comparison
-from gradherd.comm.world import World
-from gradherd.lab.report.arms import find_records
-from gradherd.lab.report.comparison import compare
-from gradherd.lab.report.comparison_table import comparison_json
-from gradherd.lab.report.page import write_report
-from gradherd.lab.train.config import RunConfig, plan_runs
-from gradherd.lab.train.powersgd import exchange_names
-from gradherd.lab.train.record import RunRecord, write_atomic
-from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
+from gradherd.lab.train import exchange_names
 from gradherd.ordering.registry import POLICIES
+
+# Imported by the functions that need them: these import torch, and --help must not wait for it.
+if TYPE_CHECKING:
+    from gradherd.lab.train.config import RunConfig
+    from gradherd.lab.train.record import RunRecord
 
 TUNING_FILE = "tuning.json"
 """What --tune has tried and chosen."""
@@ -63,7 +66,7 @@ class CompareCommand:
     task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
     orders: Annotated[
-        str | None,
+        MaybeStr,
         tyro.conf.arg(
             metavar="A,B",
             help=f"Orders of examples, separated by commas, from: {ORDERS}.",
@@ -71,7 +74,7 @@ class CompareCommand:
         ),
     ] = None
     sparsifiers: Annotated[
-        str | None,
+        MaybeStr,
         tyro.conf.arg(
             metavar="C,D",
             help=f"Sparsifiers, separated by commas, from: {EXCHANGES}. exdyna:0.02@30 has a "
@@ -82,7 +85,7 @@ class CompareCommand:
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     tune: Annotated[
-        str | None, tyro.conf.arg(metavar="lr=A,B", help_behavior_hint="(default: none)")
+        MaybeStr, tyro.conf.arg(metavar="lr=A,B", help_behavior_hint="(default: none)")
     ] = None
     """First give each arm the best of these learning rates, on examples that are held out."""
     seeds: IntByTask = None
@@ -108,6 +111,10 @@ class CompareCommand:
             raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the comparison to continue")
+        from gradherd.cli.folders import PAGE_FILE, output_folder
+        from gradherd.cli.launch import train_missing
+        from gradherd.comm.world import World
+
         name = f"compare-{named_task(self.task).name}"
         with output_folder(self.training.out, name, resume=self.resume, many=True) as out:
             if rates:
@@ -120,6 +127,10 @@ class CompareCommand:
 
     def _tuned(self, configs: list[RunConfig], rates: list[float], out: Path) -> list[RunConfig]:
         """Return the runs with the best rate of each arm."""
+        from gradherd.cli.launch import train_runs
+        from gradherd.comm.world import World
+        from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
+
         runs = tuning_runs(configs, rates)
         if self.resume and (chosen := _chosen_before(runs, out)) is not None:
             return with_rates(configs, chosen)
@@ -135,6 +146,11 @@ class CompareCommand:
         return with_rates(configs, best)
 
     def _print(self, records: list[RunRecord], page: Path) -> None:
+        from gradherd.cli.tables import print_comparison
+        from gradherd.lab.report.comparison import compare
+        from gradherd.lab.report.comparison_table import comparison_json
+        from gradherd.lab.report.page import write_report
+
         comparison = compare(records)
         warn_of_divergence(records)
         write_report(records, page)
@@ -160,6 +176,8 @@ class CompareCommand:
         task, settings = named_task(self.task), self.training.checked()
         seeds = task.defaults.seeds if self.seeds is None else self.seeds
         check_at_least("--seeds", seeds, 1)
+        from gradherd.lab.train.config import plan_runs
+
         try:
             configs = plan_runs(
                 self.task,
@@ -219,6 +237,8 @@ def _keep_tuning(
     out: Path,
 ) -> None:
     """Write what was tried to tuning.json, and say what was chosen on stderr."""
+    from gradherd.lab.train.record import write_atomic
+
     tried = [
         {
             "order": config.order,
@@ -245,6 +265,11 @@ def reporting_what_is_left(out: Path, planned: int) -> Iterator[None]:
         out: Folder with the records.
         planned: Number of runs there would have been.
     """
+    from gradherd.cli.folders import PAGE_FILE, telling_survivors
+    from gradherd.comm.world import World
+    from gradherd.lab.report.arms import find_records
+    from gradherd.lab.report.page import write_report
+
     with telling_survivors(out, planned):
         try:
             yield

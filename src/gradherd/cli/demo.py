@@ -1,26 +1,21 @@
 """`gradherd demo`: both halves at work, on data that comes with scikit-learn."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from rich.console import Console
-from rich.markup import escape
+from typing import TYPE_CHECKING, Annotated
 
 from gradherd.cli.arguments import Flag, FolderOption, check_at_least, json_help, print_json
 from gradherd.cli.compare import reporting_what_is_left
 from gradherd.cli.errors import UsageError
-from gradherd.cli.folders import PAGE_FILE, output_folder
-from gradherd.cli.launch import train_missing
 from gradherd.cli.options import TrainingOptions
-from gradherd.cli.tables import print_comparison
-from gradherd.lab.report.comparison import compare
-from gradherd.lab.report.comparison_table import comparison_json
-from gradherd.lab.report.page import write_report
-from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig, plan_runs
-from gradherd.lab.train.record import RunRecord
+
+# Imported by the functions that need them: these import torch, and --help must not wait for it.
+if TYPE_CHECKING:
+    from gradherd.lab.train.config import RunConfig
+    from gradherd.lab.train.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +54,23 @@ class DemoCommand:
         check_at_least("--seeds", self.seeds, 1)
         if self.resume and self.out is None:
             raise UsageError("--resume needs --out, the folder of the demo to continue")
+        from gradherd.cli.folders import output_folder
+
         with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
             self._compare(out)
 
     def _compare(self, out: Path) -> None:
+        # All before any training, so that a missing package is reported at once.
+        from rich.console import Console
+        from rich.markup import escape
+
+        from gradherd.cli.folders import PAGE_FILE
+        from gradherd.cli.launch import train_missing
+        from gradherd.cli.tables import print_comparison
+        from gradherd.lab.report.comparison import compare
+        from gradherd.lab.report.comparison_table import comparison_json
+        from gradherd.lab.report.page import write_report
+
         # stdout must hold nothing but the JSON then.
         console = Console(quiet=self.json)
         begin, comparisons = time.monotonic(), []
@@ -105,6 +113,9 @@ class _DemoPart:
 
     def configs(self, workers: int, seeds: int) -> list[RunConfig]:
         """Return the settings of its runs."""
+        from gradherd.lab.tasks.registry import find_task
+        from gradherd.lab.train.config import plan_runs
+
         return plan_runs(
             self.task,
             find_task(self.task).defaults,

@@ -1,17 +1,20 @@
 """`gradherd doctor`: check that this machine has what gradherd needs."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli import doctor_checks as checks_of
 from gradherd.cli.arguments import json_help, print_json
-from gradherd.cli.doctor_checks import Check
 from gradherd.cli.errors import CommandFailed
 from gradherd.cli.tables import plain_table, print_table
+
+if TYPE_CHECKING:
+    from gradherd.cli.doctor_checks import Check
 
 _STATUS_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}
 
@@ -51,6 +54,9 @@ class DoctorCommand:
             Console().print(_summary(checks))
 
     def _checks(self) -> list[Check]:
+        # Late, for the sake of --help: the checks import torch.
+        from gradherd.cli import doctor_checks as checks_of
+
         console = Console(stderr=True, quiet=self.json)
         with console.status("starting two local workers"):  # drawn on a terminal only
             workers = checks_of.local_workers()

@@ -1,16 +1,14 @@
 """`gradherd herding`: the random-vector study of the CD-GraB paper."""
 
 from dataclasses import dataclass
-from typing import Annotated
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated
 
 from gradherd.cli.arguments import check_at_least, json_help, parse_names, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.progress import counted_loop
-from gradherd.cli.tables import print_table
 from gradherd.ordering.registry import POLICIES, make_policy
-from gradherd.replay.order import random_vectors, replay_order
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _MAX_ELEMENTS = 1 << 33  # 64 GiB of float64
 
@@ -63,6 +61,11 @@ class HerdingCommand:
                 f"got {self.workers * self.units * self.dim:,}"
             )
         orders = parse_names("--orders", self.orders, POLICIES)
+        # Late, for the sake of --help: these import torch.
+        from gradherd.cli.progress import counted_loop
+        from gradherd.cli.tables import print_table
+        from gradherd.replay.order import random_vectors, replay_order
+
         # The same vectors for all policies, so that bounds can be compared.
         vectors = random_vectors(self.workers, self.units, self.dim, self.seed)
         bounds: dict[str, list[float]] = {}
@@ -78,7 +81,9 @@ class HerdingCommand:
         else:
             print_table(self._table(bounds))
 
-    def _table(self, bounds: dict[str, list[float]]) -> Table:
+    def _table(self, bounds: dict[str, list[float]]) -> "Table":
+        from rich.table import Table
+
         table = Table(
             title=f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
             f"dimension {self.dim}, seed {self.seed}",

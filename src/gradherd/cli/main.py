@@ -27,8 +27,7 @@ class Command(Protocol):
         ...
 
 
-# Modules by name, not classes: importing them all would load jinja2, scipy and rich for every
-# --help.
+# Modules by name, not classes: one --help imports one of them.
 COMMANDS = {
     "demo": ("demo:DemoCommand", "see both halves at work in three minutes, with an HTML report"),
     "train": ("train:TrainCommand", "train a task once and record every epoch"),
@@ -63,6 +62,8 @@ COMMANDS = {
 # Everything else under torchrun would do the same work once per rank and print it as often.
 _ON_ALL_RANKS = ("train", "compare", "advise")
 """Commands that run on every rank under torchrun."""
+_FOR_REPORTS = ("jinja2", "scipy")
+"""Packages of the extra `report`."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -124,24 +125,19 @@ def _run(words: list[str]) -> None:
         raise UsageError(f"unknown command {asked!r}; choose from: {known}")
     if os.environ.get("RANK", "0") != "0" and name not in _ON_ALL_RANKS:
         return  # torchrun started several processes, but this command needs only one.
-    _parse(_load(name), f"gradherd {name}", words[len(name.split()) :]).run()
-
-
-def _load(name: str) -> type[Command]:
     module, command = COMMANDS[name][0].split(":")
+    command_class = getattr(importlib.import_module(f"gradherd.cli.{module}"), command)
+    parsed = _parse(command_class, f"gradherd {name}", words[len(name.split()) :])
     try:
-        loaded = importlib.import_module(f"gradherd.cli.{module}")
+        parsed.run()
     except ModuleNotFoundError as error:
-        # Commands import their optional packages at the top, so that a missing one is reported
-        # before any work is done. All of these belong to the extra `report`.
-        # A missing module of our own is a defect, not an extra to install.
-        if (error.name or "").split(".")[0] == "gradherd":
+        # Commands import what they need before they start to work. Any other missing module is a
+        # defect, not an extra to install.
+        if error.name not in _FOR_REPORTS:
             raise
         raise UsageError(
             f"reports need {error.name}, which is not installed: pip install 'gradherd[report]'"
         ) from None
-    command_class: type[Command] = getattr(loaded, command)
-    return command_class
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:

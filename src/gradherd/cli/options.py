@@ -1,4 +1,10 @@
-"""Options of commands that train: which task, how, and on which device."""
+"""Options of commands that train: which task, how, and on which device.
+
+Imports no torch, as all modules that declare options: `gradherd train --help` answers at once. What
+a check needs beyond names is imported where it is done.
+"""
+
+from __future__ import annotations
 
 import importlib.util
 import os
@@ -6,14 +12,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import tyro
 
 from gradherd.cli.arguments import (
     Flag,
     FolderOption,
+    MaybeFloat,
+    MaybeInt,
     check_at_least,
     check_density,
     check_name,
@@ -21,24 +28,26 @@ from gradherd.cli.arguments import (
 )
 from gradherd.cli.errors import UsageError
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.task import Task
-from gradherd.lab.train.config import ROWS, Exchange
-from gradherd.lab.train.powersgd import POWERSGD, exchange_names
-from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.tuning import what_to_try
+from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS, takes_density
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradherd.lab.tasks.task import Task
+    from gradherd.lab.train.config import Exchange
+    from gradherd.lab.train.record import RunRecord
 
 # Names in help texts come from the registries: a new method needs no edit here.
 ORDERS = ", ".join(POLICIES)
 METHODS = ", ".join(SPARSIFIERS)
 EXCHANGES = ", ".join(exchange_names())
 _BY_TASK = "(default: the task's)"
-IntByTask = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
-FloatByTask = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
+IntByTask = Annotated[MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
+FloatByTask = Annotated[MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
 DensityOption = Annotated[
-    float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
+    MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
 ]
 TaskArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
 DEFAULT_DENSITY = 0.001
@@ -55,6 +64,8 @@ def usable_device(name: str) -> torch.device:
     """
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, got {name!r}")
+    import torch
+
     try:
         device = torch.device(name)
         # Parsing a name touches no device: only an allocation tells whether there is one.
@@ -86,7 +97,7 @@ class TrainingOptions:
     weight_decay: FloatByTask = None
     """Weight decay."""
     lr_warmup: Annotated[
-        float | None, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: none)")
+        MaybeFloat, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: none)")
     ] = None
     """Share of all steps over which the learning rate rises from zero, such as 0.05."""
     lr_schedule: Annotated[
@@ -97,11 +108,11 @@ class TrainingOptions:
         str, tyro.conf.arg(help=f"How gradients are read for ordering; one of {', '.join(ROWS)}.")
     ] = "auto"
     sketch_size: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 512)")
+        MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 512)")
     ] = None
     """Size of a sketched gradient; needs --rows sketch."""
     limit: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
+        MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
     ] = None
     """Use only this many examples of the training set and of the test set."""
     parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
@@ -184,6 +195,8 @@ def _is_installed(package: str) -> bool:
 
 def named_task(text: str) -> Task:
     """Return the task of that name, or raise UsageError."""
+    from gradherd.lab.tasks.registry import find_task
+
     try:
         return find_task(text)
     except ValueError as error:
@@ -208,6 +221,8 @@ def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchan
     >>> parse_exchanges("--sparsifiers", "dense,exdyna,exdyna:0.02@30", ["dense", "exdyna"])[2]
     Exchange(sparsify='exdyna', density=0.02, local_steps=30)
     """
+    from gradherd.lab.train.config import Exchange
+
     known, exchanges = list(known), []
     for word in filter(None, (word.strip() for word in text.split(","))):
         rest, at, steps = word.partition("@")
@@ -255,6 +270,8 @@ def density_for(sparsifiers: Sequence[str], density: float | None) -> float | No
 
 def warn_of_divergence(records: Iterable[RunRecord]) -> None:
     """Say on stderr which runs have diverged, and what to try."""
+    from gradherd.lab.train.tuning import what_to_try
+
     for record in records:
         if (advice := what_to_try(record)) is not None:
             print(f"gradherd: {advice}", file=sys.stderr)

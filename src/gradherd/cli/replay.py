@@ -1,9 +1,11 @@
 """`gradherd replay`: run a policy or a sparsifier on recorded gradients, without training."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import tyro
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.table import Table
 from gradherd.cli.arguments import (
     FileArgument,
     FolderOption,
+    MaybeStr,
     check_at_least,
     check_density,
     check_name,
@@ -21,16 +24,9 @@ from gradherd.cli.arguments import (
 )
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import METHODS, ORDERS
-from gradherd.cli.progress import counted_loop
 from gradherd.cli.tables import print_table
-from gradherd.ordering.policy import Start
-from gradherd.ordering.registry import POLICIES, make_policy
-from gradherd.ordering.sign_rules import SIGN_RULES
-from gradherd.replay.arrays import open_array
-from gradherd.replay.order import load_vectors, replay_order
-from gradherd.replay.sparsify import replay_sparsify
+from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.sparsify.message_sizes import ValueFormat
-from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,
@@ -39,17 +35,11 @@ from gradherd.sparsify.registry import (
     takes_density,
     uses_layers,
 )
-from gradherd.sparsify.settings import Sparsify
 
+# Imported by the methods that need them: these import torch, and --help must not wait for it.
+if TYPE_CHECKING:
+    from gradherd.sparsify.settings import Sparsify
 
-# Help texts and errors name the methods that the registry says have a setting: a new method needs
-# no edit here.
-def _methods_where(condition: Callable[[str], bool]) -> str:
-    return " or ".join(name for name in SPARSIFIERS if condition(name))
-
-
-_WITH_THRESHOLD = _methods_where(lambda name: "threshold" in setting_names(name))
-_WITH_LAYERS = _methods_where(uses_layers)
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
 
@@ -71,7 +61,7 @@ class ReplayOrderCommand:
     order: Annotated[str, tyro.conf.arg(help=f"Policy, one of: {ORDERS}.")] = "cd-grab"
     rounds: int = 10
     """Number of rounds in which the policy reorders."""
-    start: Start = "identity"
+    start: Literal["identity", "random"] = "identity"
     """First order: as in the file (identity) or random."""
     signs: Annotated[
         str,
@@ -95,6 +85,9 @@ class ReplayOrderCommand:
             raise UsageError(f"--signs {self.signs!r} has no effect: {self.order} uses no signs")
         check_at_least("--rounds", self.rounds, 0)
         check_at_least("--seed", self.seed, 0)
+        from gradherd.cli.progress import counted_loop
+        from gradherd.replay.order import load_vectors, replay_order
+
         try:
             # Whatever is wrong with the file is wrong with the call: exit code 2.
             vectors = load_vectors(self.file)
@@ -145,11 +138,11 @@ class ReplaySparsifyCommand:
     density: float = 0.001
     """Share of the elements to send, in (0, 1]; dense sends all."""
     threshold: Annotated[
-        Literal["consensus", "online"] | None,
+        Optional[Literal["consensus", "online"]],  # noqa: UP045
         tyro.conf.arg(
             metavar="{consensus,online}",
-            help=f"For {_WITH_THRESHOLD}: agree on a threshold in each step (consensus), or adjust "
-            "it a little after each step as in the papers (online).",
+            help="For methods that select by a threshold: agree on one in each step (consensus), "
+            "or adjust it a little after each step as in the papers (online).",
             help_behavior_hint="(default: consensus)",
         ),
     ] = None
@@ -161,11 +154,11 @@ class ReplaySparsifyCommand:
     """Exchange the sum of H gradients at every H-th step, as local steps of SGD would; residuals
     shrink by 0.95 each time, as in training."""
     layers: Annotated[
-        str | None,
+        MaybeStr,
         tyro.conf.arg(
             metavar="N,N",
-            help=f"For {_WITH_LAYERS}: lengths of the tensors that make up the vector, separated "
-            "by commas.",
+            help="For methods that look at layers: lengths of the tensors that make up the "
+            "vector, separated by commas.",
             help_behavior_hint="",
         ),
     ] = None
@@ -181,6 +174,11 @@ class ReplaySparsifyCommand:
 
     def run(self) -> None:
         """Replay the file."""
+        from gradherd.cli.progress import counted_loop
+        from gradherd.replay.arrays import open_array
+        from gradherd.replay.sparsify import replay_sparsify
+        from gradherd.sparsify.outer_optimizer import LocalSteps
+
         settings = self._settings()
         try:
             # Mapped, not read: the file may be larger than memory.
@@ -211,9 +209,10 @@ class ReplaySparsifyCommand:
         check_density(self.density)
         check_at_least("--local-steps", self.local_steps, 1)
         if self.threshold is not None and "threshold" not in setting_names(self.method):
+            known = _methods_where(lambda name: "threshold" in setting_names(name))
             raise UsageError(
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
-                f"with {_WITH_THRESHOLD}"
+                f"with {known}"
             )
         if self.values != "fp32" and sums_values(self.method):
             raise UsageError(
@@ -222,8 +221,11 @@ class ReplaySparsifyCommand:
             )
         if self.layers is not None and not uses_layers(self.method):
             raise UsageError(
-                f"--layers has no effect with --method {self.method}: use it with {_WITH_LAYERS}"
+                f"--layers has no effect with --method {self.method}: use it with "
+                f"{_methods_where(uses_layers)}"
             )
+        from gradherd.sparsify.settings import Sparsify
+
         density = self.density if takes_density(self.method) else None
         settings = {} if self.threshold is None else {"threshold": self.threshold}
         return Sparsify(
@@ -269,3 +271,8 @@ class ReplaySparsifyCommand:
         print_table(table)
         if self.out is not None:
             Console().print(f"wrote mean.npy and residual.npy to {self.out}")
+
+
+def _methods_where(condition: Callable[[str], bool]) -> str:
+    """Return the names of the methods that the registry says have a setting."""
+    return " or ".join(name for name in SPARSIFIERS if condition(name))

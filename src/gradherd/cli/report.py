@@ -10,13 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from gradherd.cli.arguments import Flag, json_help, print_json
+from gradherd.cli.arguments import Flag, MaybePath, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.tables import claims_json, print_claims, print_comparison
-from gradherd.lab.report.arms import find_records, record_files
-from gradherd.lab.report.comparison import compare_all
-from gradherd.lab.report.comparison_table import comparison_json
-from gradherd.lab.report.page import write_report
 from gradherd.lab.text import counted
 
 _POLL = 1.0
@@ -51,7 +46,7 @@ class ReportCommand:
         tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help_behavior_hint="")
     ] = ()
     """Folders with record.json files at any depth."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    out: Annotated[MaybePath, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """HTML file to write; by default report.html in the first folder."""
     json: Annotated[
         bool,
@@ -84,6 +79,13 @@ class ReportCommand:
             # Now if it was given, since reading many records takes a while. The default is checked
             # after the folders, whose own errors say more.
             _check_out(out)
+        # Late, for the sake of --help: these import scipy and jinja2.
+        from gradherd.cli.tables import print_comparison
+        from gradherd.lab.report.arms import find_records
+        from gradherd.lab.report.comparison import compare_all
+        from gradherd.lab.report.comparison_table import comparison_json
+        from gradherd.lab.report.page import write_report
+
         try:
             paths_and_records = find_records(self.folders)
             records = [record for _, record in paths_and_records]
@@ -101,7 +103,7 @@ class ReportCommand:
             print_comparison(comparison, out if comparison is comparisons[-1] else None)
 
     def _evidence(self) -> None:
-        # Imported late: only this option draws charts for a page in Markdown.
+        from gradherd.cli.tables import claims_json, print_claims
         from gradherd.lab.report.evidence import write_evidence
 
         if self.out is not None or self.watch or len(self.folders) > 1:
@@ -128,6 +130,8 @@ class ReportCommand:
 
 def _watch(folders: Sequence[Path], given: Path | None) -> None:
     """Write the page whenever a record changes, until Ctrl-C; the last page no longer reloads."""
+    from gradherd.lab.report.arms import record_files
+
     for folder in folders:
         # The folder may still be empty, but a misspelt one would be watched for ever.
         if not folder.is_dir():
@@ -151,6 +155,9 @@ def _watch(folders: Sequence[Path], given: Path | None) -> None:
 
 def _write_page(folders: Sequence[Path], out: Path, said: str, reload: int) -> str:
     """Write the page and say so; return what was said, so that nothing is said twice."""
+    from gradherd.lab.report.arms import find_records
+    from gradherd.lab.report.page import write_report
+
     try:
         found = find_records(folders)
         records = [record for _, record in found]

@@ -1,5 +1,7 @@
 """`gradherd study`: run the arms and seeds of a study file, and keep small results."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -10,40 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.markup import escape
-from rich.table import Table
 
 from gradherd.cli.arguments import (
     FileArgument,
     Flag,
     FolderOption,
+    MaybeStr,
     check_at_least,
     json_help,
     print_json,
 )
 from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.launch import raise_interrupt
 from gradherd.cli.options import check_data, named_task, usable_device
-from gradherd.cli.progress import ProgressBar, is_quiet
-from gradherd.cli.tables import claims_json, print_claims, print_table
-from gradherd.lab.study.file import read_study
-from gradherd.lab.study.kinds import PlannedRun, RunContext, task_path
-from gradherd.lab.study.results import RunResult, read_arms, read_other_studies
-from gradherd.lab.study.run import (
-    ProcessDied,
-    kind_of,
-    missing_runs,
-    plan_runs,
-    reusable_results,
-    run_planned,
-    store_results,
-)
-from gradherd.lab.study.spec import Study
-from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.text import counted
 
+# Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
     from gradherd.lab.report.claims import ClaimVerdict
+    from gradherd.lab.study.kinds import PlannedRun
+    from gradherd.lab.study.results import RunResult
+    from gradherd.lab.study.spec import Study
 
 RESULTS = Path("benchmarks") / "results"
 
@@ -73,7 +61,7 @@ class StudyCommand:
     """Run only these of the study's seeds."""
     plan: Flag = False
     """Show what would be run and what is there already; run nothing."""
-    device: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
+    device: Annotated[MaybeStr, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """cpu or cuda; by default what the file says."""
     jobs: int = 1
     """Number of runs at a time, each in its own process; on a CPU use its number of cores."""
@@ -94,6 +82,10 @@ class StudyCommand:
         check_at_least("--jobs", self.jobs, 1)
         if self.device is not None:
             usable_device(self.device)
+        from gradherd.lab.study.file import read_study
+        from gradherd.lab.study.results import read_arms
+        from gradherd.lab.study.run import kind_of, missing_runs, plan_runs, store_results
+
         try:
             study = read_study(self.file)
             planned = plan_runs(study, self.only, self.seeds)
@@ -135,6 +127,9 @@ class StudyCommand:
         Other studies are searched only in benchmarks/results, where all of them are. Kinds that
         measure time reuse nothing: times belong to one machine.
         """
+        from gradherd.lab.study.results import read_other_studies
+        from gradherd.lab.study.run import kind_of, reusable_results
+
         if not self.resume or self.out is not None or kind_of(study).alone or not todo:
             return []
         warn = partial(print, "gradherd: skipped:", file=sys.stderr)
@@ -143,6 +138,12 @@ class StudyCommand:
     def _run_missing(
         self, study: Study, todo: Sequence[PlannedRun], out: Path
     ) -> list[dict[str, Any]]:
+        from gradherd.cli.launch import raise_interrupt
+        from gradherd.cli.progress import ProgressBar, is_quiet
+        from gradherd.lab.study.kinds import RunContext, task_path
+        from gradherd.lab.study.run import ProcessDied, run_planned
+        from gradherd.lab.tasks.safe_readers import DamagedData
+
         if not todo:
             return []
         if study.task is not None:
@@ -174,6 +175,8 @@ class StudyCommand:
     def _print_result(
         self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int
     ) -> None:
+        from gradherd.cli.tables import claims_json, print_claims
+
         verdicts = _verdicts(study, out)
         if self.json:
             result = {"study": study.name, "kind": study.kind, "out": str(out), "runs": runs}
@@ -194,6 +197,11 @@ class StudyCommand:
             result = {"study": study.name, "kind": study.kind, "left": left_over}
             print_json({**result, "skipped": skipped})
             return
+        from rich.markup import escape
+        from rich.table import Table
+
+        from gradherd.cli.tables import print_table
+
         table = Table(title=escape(study.title), title_justify="left")
         for name in ("arm", "seeds with results", "seeds to run"):
             table.add_column(name)
@@ -222,7 +230,7 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"--out {str(out)!r}: the folder {str(existing)!r} cannot be written to")
 
 
-def _verdicts(study: Study, out: Path) -> "list[ClaimVerdict]":
+def _verdicts(study: Study, out: Path) -> list[ClaimVerdict]:
     """Return the verdicts on the study's claims; none if a package for reports is missing."""
     try:
         from gradherd.lab.report.evidence import judge_study

@@ -1,17 +1,15 @@
 """`gradherd train`: train a task once."""
 
+from __future__ import annotations
+
 import signal
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.markup import escape
-from rich.table import Table
 
-from gradherd.cli.arguments import Flag, check_at_least, check_name, json_help, print_json
+from gradherd.cli.arguments import Flag, MaybeInt, check_at_least, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.folders import finished_record, output_folder, telling_survivors
-from gradherd.cli.launch import train_runs
 from gradherd.cli.options import (
     EXCHANGES,
     ORDERS,
@@ -23,13 +21,13 @@ from gradherd.cli.options import (
     named_task,
     warn_of_divergence,
 )
-from gradherd.cli.tables import print_table
-from gradherd.comm.world import World
-from gradherd.lab.train.config import RunConfig, sparse_recipe
-from gradherd.lab.train.powersgd import exchange_names
-from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.runner import CheckpointOptions
+from gradherd.lab.train import exchange_names
 from gradherd.ordering.registry import POLICIES
+
+# Imported by the functions that need them: these import torch, and --help must not wait for it.
+if TYPE_CHECKING:
+    from gradherd.lab.train.record import RunRecord
+    from gradherd.lab.train.runner import CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +52,13 @@ class TrainCommand:
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     local_steps: Annotated[
-        int | None, tyro.conf.arg(metavar="H", help_behavior_hint="(default: none)")
+        MaybeInt, tyro.conf.arg(metavar="H", help_behavior_hint="(default: none)")
     ] = None
     """Let workers take H steps on their own, then exchange what these have changed."""
     seed: int = 0
     """Seed of the model and the order."""
     checkpoint_every: Annotated[
-        int | None, tyro.conf.arg(metavar="STEPS", help_behavior_hint="(default: once a minute)")
+        MaybeInt, tyro.conf.arg(metavar="STEPS", help_behavior_hint="(default: once a minute)")
     ] = None
     """Save a checkpoint every so many steps; the last two are kept."""
     resume: Flag = False
@@ -86,6 +84,11 @@ class TrainCommand:
         # RunConfig checks this as well, but does not know the name of the option.
         if self.seed >= 2**31:
             raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
+        from gradherd.cli.folders import finished_record, output_folder, telling_survivors
+        from gradherd.cli.launch import train_runs
+        from gradherd.comm.world import World
+        from gradherd.lab.train.config import RunConfig, sparse_recipe
+
         task, settings = named_task(self.task), self.training.checked()
         try:
             config = RunConfig.of(
@@ -126,6 +129,8 @@ class TrainCommand:
             raise UsageError("--virtual runs are not saved: drop --resume and --checkpoint-every")
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the run to continue")
+        from gradherd.lab.train.runner import CheckpointOptions
+
         return CheckpointOptions(every=self.checkpoint_every, resume=self.resume)
 
     def _print(self, record: RunRecord, out: str) -> None:
@@ -147,6 +152,11 @@ class TrainCommand:
         if self.json:
             print_json(result)
             return
+        from rich.markup import escape
+        from rich.table import Table
+
+        from gradherd.cli.tables import print_table
+
         table = Table(title=escape(f"{record.task}: {record.description}"), show_header=False)
         for label, value in (
             ("status", record.status),

@@ -1,15 +1,42 @@
-"""From gradients to signs to permutations: which unit comes next."""
+"""From gradients to signs to permutations: which unit comes next.
 
-from gradherd.ordering.cd_grab import CDGraB as CDGraB
-from gradherd.ordering.grab import GraB as GraB
-from gradherd.ordering.herding import herding_bound as herding_bound
-from gradherd.ordering.herding import parallel_herding_bound as parallel_herding_bound
-from gradherd.ordering.ordering import Ordering as Ordering
-from gradherd.ordering.pair_grab import PairGraB as PairGraB
-from gradherd.ordering.policy import Policy as Policy
-from gradherd.ordering.registry import POLICIES as POLICIES
-from gradherd.ordering.registry import make_policy as make_policy
-from gradherd.ordering.sign_rules import SIGN_RULES as SIGN_RULES
-from gradherd.ordering.sign_rules import Greedy as Greedy
-from gradherd.ordering.sign_rules import Kernel as Kernel
-from gradherd.ordering.sign_rules import Walk as Walk
+Names are imported when they are first used, so that `registry` can be read without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from gradherd.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gradherd.ordering.cd_grab import CDGraB as CDGraB
+    from gradherd.ordering.grab import GraB as GraB
+    from gradherd.ordering.herding import herding_bound as herding_bound
+    from gradherd.ordering.herding import parallel_herding_bound as parallel_herding_bound
+    from gradherd.ordering.ordering import Ordering as Ordering
+    from gradherd.ordering.pair_grab import PairGraB as PairGraB
+    from gradherd.ordering.policy import Policy as Policy
+    from gradherd.ordering.registry import POLICIES as POLICIES
+    from gradherd.ordering.registry import SIGN_RULES as SIGN_RULES
+    from gradherd.ordering.registry import make_policy as make_policy
+    from gradherd.ordering.sign_rules import Greedy as Greedy
+    from gradherd.ordering.sign_rules import Kernel as Kernel
+    from gradherd.ordering.sign_rules import Walk as Walk
+
+_HOMES = {
+    "CDGraB": "cd_grab",
+    "GraB": "grab",
+    "herding_bound": "herding",
+    "parallel_herding_bound": "herding",
+    "Ordering": "ordering",
+    "PairGraB": "pair_grab",
+    "Policy": "policy",
+    "POLICIES": "registry",
+    "SIGN_RULES": "registry",
+    "make_policy": "registry",
+    "Greedy": "sign_rules",
+    "Kernel": "sign_rules",
+    "Walk": "sign_rules",
+}
+"""Name -> the module of this package that defines it; says the same as the imports above."""
+__all__ = list(_HOMES)
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -1,52 +1,51 @@
-"""All orders by name.
+"""All orders and sign rules by name.
 
 To add an order: one file here, one test, one row in docs/orders.md, one line in `POLICIES`.
 Everything else (help texts, error messages, colours of charts, the contract tests) reads this
-registry.
+registry. It imports no torch: an entry is imported when it is looked up.
 """
 
 import inspect
 import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gradherd.ordering.cd_grab import CDGraB
-from gradherd.ordering.grab import GraB
-from gradherd.ordering.pair_grab import PairGraB
-from gradherd.ordering.policy import Policy
-from gradherd.ordering.scored import ScoreOrder, easy_to_hard, saw, stair
-from gradherd.ordering.shuffles import (
-    Shuffle,
-    always_plus,
-    block_reshuffling,
-    flip_flop,
-    random_reshuffling,
-    unchanged,
+from gradherd.lazy import LazyRegistry
+
+if TYPE_CHECKING:
+    from gradherd.ordering.policy import Policy
+    from gradherd.ordering.sign_rules import SignRule
+
+POLICIES: "LazyRegistry[Callable[..., Policy]]" = LazyRegistry(
+    "gradherd.ordering",
+    {
+        # The baseline comes first: reports and charts compare the others with it.
+        "d-rr": "shuffles:D_RR",
+        "shuffle-once": "shuffles:SHUFFLE_ONCE",
+        "fixed": "shuffles:FIXED",
+        "flip-flop": "shuffles:FLIP_FLOP",
+        "grab": "grab:GraB",
+        "pair-grab": "pair_grab:PairGraB",
+        # Defined on one stream; with several workers each one has its own.
+        "id-grab": "grab:GraB",
+        "id-pair-grab": "pair_grab:PairGraB",
+        "cd-grab": "cd_grab:CDGraB",
+        # A control, not a method: see `shuffles.always_plus`.
+        "always-plus": "shuffles:ALWAYS_PLUS",
+        "block-reshuffling": "shuffles:BLOCK_RESHUFFLING",
+        # Scores are gradient norms unless `scores` are given.
+        "curriculum": "scored:CURRICULUM",
+        "stair": "scored:STAIR",
+        "saw": "scored:SAW",
+    },
 )
-from gradherd.ordering.sign_rules import SIGN_RULES, Greedy
-
-POLICIES: dict[str, Callable[..., Policy]] = {
-    # The baseline comes first: reports and charts compare the others with it.
-    "d-rr": partial(Shuffle, "d-rr", random_reshuffling),
-    "shuffle-once": partial(Shuffle, "shuffle-once", unchanged, start="random"),
-    "fixed": partial(Shuffle, "fixed", unchanged, start="identity"),
-    "flip-flop": partial(Shuffle, "flip-flop", flip_flop),
-    "grab": GraB,
-    "pair-grab": PairGraB,
-    # GraB and pair balance are defined on one stream; with several workers each one has its own.
-    "id-grab": GraB,
-    "id-pair-grab": PairGraB,
-    "cd-grab": CDGraB,
-    # A control, not a method: see `shuffles.always_plus`.
-    "always-plus": partial(Shuffle, "always-plus", always_plus),
-    "block-reshuffling": partial(Shuffle, "block-reshuffling", block_reshuffling, start="random"),
-    # Scores are gradient norms unless `scores` are given.
-    "curriculum": partial(ScoreOrder, "curriculum", easy_to_hard),
-    "stair": partial(ScoreOrder, "stair", stair),
-    "saw": partial(ScoreOrder, "saw", saw),
-}
 """Orders by name; each can be built without arguments."""
+
+SIGN_RULES: "LazyRegistry[Callable[[], SignRule]]" = LazyRegistry(
+    "gradherd.ordering",
+    {"greedy": "sign_rules:Greedy", "walk": "sign_rules:Walk", "kernel": "sign_rules:Kernel"},
+)
+"""Sign rules by name, each with its default settings."""
 
 
 def order_names() -> tuple[str, ...]:
@@ -54,9 +53,10 @@ def order_names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
-def find_policy(policy: str | Policy) -> Policy:
+def find_policy(policy: "str | Policy") -> "Policy":
     """Return the order of a name, or the order that is given.
 
+    >>> from gradherd.ordering.cd_grab import CDGraB
     >>> find_policy(CDGraB)
     Traceback (most recent call last):
         ...
@@ -69,12 +69,13 @@ def find_policy(policy: str | Policy) -> Policy:
         raise ValueError(
             f"policy must be the name of an order or an order such as CDGraB(), got {got}"
         )
-    if not hasattr(rule := getattr(policy, "rule", Greedy()), "decide"):
+    rule = getattr(policy, "rule", None)
+    if hasattr(policy, "rule") and not hasattr(rule, "decide"):
         raise ValueError(f"rule must be a sign rule such as Greedy(), got {rule!r}")
     return policy
 
 
-def make_policy(name: str, signs: str = "greedy", **settings: Any) -> Policy:
+def make_policy(name: str, signs: str = "greedy", **settings: Any) -> "Policy":
     """Build an order by name.
 
     Args:

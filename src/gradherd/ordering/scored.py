@@ -12,6 +12,7 @@ Shapes: n units, b time steps of a call, M workers, D columns of a row, T time s
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -202,3 +203,9 @@ class ScoreOrder:
         following = order.clone()
         following[known] = self.arrange(order[known][scores[known].argsort(stable=True)])
         return following
+
+
+# What the registry names.
+CURRICULUM = partial(ScoreOrder, "curriculum", easy_to_hard)
+STAIR = partial(ScoreOrder, "stair", stair)
+SAW = partial(ScoreOrder, "saw", saw)

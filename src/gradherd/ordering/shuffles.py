@@ -7,6 +7,7 @@ a policy.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -157,3 +158,12 @@ def always_plus(
     [tensor([0, 2, 4, 3, 1])]
     """
     return [reorder(order, 1 - 2 * (torch.arange(len(order)) % 2)) for order in orders]
+
+
+# What the registry names.
+D_RR = partial(Shuffle, "d-rr", random_reshuffling)
+SHUFFLE_ONCE = partial(Shuffle, "shuffle-once", unchanged, start="random")
+FIXED = partial(Shuffle, "fixed", unchanged, start="identity")
+FLIP_FLOP = partial(Shuffle, "flip-flop", flip_flop)
+ALWAYS_PLUS = partial(Shuffle, "always-plus", always_plus)
+BLOCK_RESHUFFLING = partial(Shuffle, "block-reshuffling", block_reshuffling, start="random")

@@ -10,7 +10,6 @@ functions, because every rank must decide the same from the same bits.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -170,11 +169,3 @@ class Kernel:
         grown = q + 2 * square * np.maximum(0, penalty + 0.5 - r) / penalty
         after = np.stack([np.where(small, 2 * square, grown), seen + 1, factor])
         return inner <= draw * threshold, np.where(real, after, carry)
-
-
-SIGN_RULES: dict[str, Callable[[], SignRule]] = {
-    "greedy": Greedy,
-    "walk": Walk,
-    "kernel": Kernel,
-}
-"""Sign rules by name, each with its default settings."""

@@ -2,40 +2,35 @@
 
 To add a sparsifier: one file here, one test, one card in docs/cards, one line in `SPARSIFIERS`.
 Everything else (help texts, error messages, colours of charts, the contract tests) reads this
-registry.
+registry. It imports no torch: an entry is imported when it is looked up.
 """
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gradherd.sparsify.cltk import CLTK
-from gradherd.sparsify.deft import Deft
-from gradherd.sparsify.dense import Dense
-from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.gtopk import GTopK
-from gradherd.sparsify.micro import Micro
-from gradherd.sparsify.randomk import RandomK
-from gradherd.sparsify.sage import Sage
-from gradherd.sparsify.selector import Selector
-from gradherd.sparsify.sidco import SIDCo
-from gradherd.sparsify.threshold import Threshold
-from gradherd.sparsify.topk import TopK
+from gradherd.lazy import LazyRegistry
 
-# Charts colour methods by their position here, so a new method goes at the end.
-SPARSIFIERS: dict[str, Callable[..., Selector]] = {
-    "dense": Dense,
-    "exdyna": ExDyna,
-    "micro": Micro,
-    "topk": TopK,
-    "cltk": CLTK,
-    "deft": Deft,
-    "threshold": Threshold,
-    "sidco": SIDCo,
-    "gtopk": GTopK,
-    "randomk": RandomK,
-    "sage": Sage,
-}
+if TYPE_CHECKING:
+    from gradherd.sparsify.selector import Selector
+
+SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
+    "gradherd.sparsify",
+    {
+        # Charts colour methods by their position here, so a new method goes at the end.
+        "dense": "dense:Dense",
+        "exdyna": "exdyna:ExDyna",
+        "micro": "micro:Micro",
+        "topk": "topk:TopK",
+        "cltk": "cltk:CLTK",
+        "deft": "deft:Deft",
+        "threshold": "threshold:Threshold",
+        "sidco": "sidco:SIDCo",
+        "gtopk": "gtopk:GTopK",
+        "randomk": "randomk:RandomK",
+        "sage": "sage:Sage",
+    },
+)
 """Sparsifiers by name; each is a frozen dataclass that can be built without arguments."""
 
 
@@ -82,7 +77,7 @@ def uses_layers(name: str) -> bool:
     return bool(getattr(_registered(name), "uses_layers", False))
 
 
-def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> Selector:
+def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> "Selector":
     """Build a sparsifier by name.
 
     Args:
@@ -109,7 +104,7 @@ memory=0.9, rotate=True)
         raise ValueError(f"{name} cannot have {given}: {error}") from None
 
 
-def _registered(name: str) -> Callable[..., Selector]:
+def _registered(name: str) -> "Callable[..., Selector]":
     if name not in SPARSIFIERS:
         raise ValueError(f"unknown sparsifier {name!r}; known are {', '.join(SPARSIFIERS)}")
     return SPARSIFIERS[name]

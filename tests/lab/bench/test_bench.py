@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from gradherd.cli.main import main
 from gradherd.comm import World
+from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.lab.bench import bench_virtual as virtual
 from gradherd.lab.bench.bench_coordination import CASES
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
 from gradherd.lab.bench.bench_signs import published_loop
-from gradherd.lab.bench.bench_step import EXCHANGES
 from gradherd.rows import Capture
 
 KEYS = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}
@@ -68,12 +68,12 @@ def test_rows_shows_every_way_to_them(capsys):
 
 def test_step_compares_both_orders_and_every_exchange(capsys):
     options = ("--workers", 2, "--params", 9000, "--batch", 2, "--repeats", 1)
-    output = result(capsys, "bench", "step", *options, "--exchanges", ",".join(EXCHANGES))
+    output = result(capsys, "bench", "step", *options, "--exchanges", ",".join(STEP_EXCHANGES))
     drr, cd, *others = output["rows"]
     assert (drr["case"], cd["case"]) == ("d-rr", "cd-grab") and drr["ratio"] == 1
     assert KEYS <= set(drr) and 0 < cd["bytes"] - drr["bytes"] < 100
     sent = {row["case"]: row["bytes"] for row in others}
-    assert list(sent) == list(EXCHANGES)
+    assert list(sent) == list(STEP_EXCHANGES)
     assert sent["fp16"] == drr["bytes"] // 2
     assert 0 < sent["exdyna-int2"] < sent["exdyna"] < drr["bytes"]
     assert 0 < sent["local-30-int2"] <= sent["local-30"] < sent["exdyna"]

@@ -138,7 +138,7 @@ def test_disk_that_is_full_is_one_line(capsys, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradherd.cli.report.write_report", full)
+    monkeypatch.setattr("gradherd.lab.report.page.write_report", full)
     code, _, err = run(capsys, saved(tmp_path, [record(epochs=2)]))
     assert code == 1 and "No space left on device" in err and err.count("\n") == 1
 

@@ -29,10 +29,6 @@ _BATCHES = 32  # per epoch; even, so that each block of steps holds whole pairs
 _BLOCK = 4  # steps timed together, for the same reason
 
 
-EXCHANGES = ("fp16", "powersgd", "exdyna", "exdyna-int2", "local-30", "local-30-int2")
-"""What can be measured beside the dense exchange of both orders."""
-
-
 class DDPTraining:
     """A training loop with its own model, optimizer, loader, order and exchange."""
 
@@ -104,7 +100,7 @@ def bench_step(
         params: Approximate number of parameters of the MLP.
         batch: Examples per rank and step.
         repeats: Blocks measured of each case; the median counts.
-        exchanges: Other exchanges to measure with D-RR, of `EXCHANGES`.
+        exchanges: Other exchanges to measure with D-RR, of `STEP_EXCHANGES`.
 
     Returns:
         A row for each case, with seconds and bytes of one step.

@@ -4,8 +4,9 @@ Names are imported when they are first used: `gradherd data list` reads only the
 sets and does not wait for torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gradherd.lazy import lazy_names
 
 if TYPE_CHECKING:
     from gradherd.lab.tasks.data_files import MissingData as MissingData
@@ -27,9 +28,4 @@ _HOMES = {
 }
 """Name -> the module of this package that defines it; says the same as the imports above."""
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'gradherd.lab.tasks' has no attribute {name!r}")
-    return getattr(import_module(f"gradherd.lab.tasks.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gradherd.lab.tasks.task import Defaults
-from gradherd.lab.train.powersgd import POWERSGD, exchange_names
+from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
 from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.settings import RowSettings, SketchRows
 from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
-
-# The names that `attach` takes for rows, and "payload", an experiment with simulated workers.
-ROWS = ("auto", "batch", "exact", "sketch", "two-sided", "payload")
 
 
 @dataclass(frozen=True, kw_only=True)

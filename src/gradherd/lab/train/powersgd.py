@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.sliced_mean import mean_bytes
-from gradherd.sparsify.registry import SPARSIFIERS
 
-POWERSGD = "powersgd"
-"""Its name among sparsifiers."""
 Shape = tuple[int, int]
-
-
-def exchange_names() -> tuple[str, ...]:
-    """Return the names of all sparsifiers, and of PowerSGD, which they are compared with."""
-    return (*SPARSIFIERS, POWERSGD)
 
 
 def matrix_shape(shape: Sequence[int]) -> Shape:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.script import SharedRunner
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
+from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.optimizers import (
@@ -20,7 +21,7 @@ from gradherd.lab.train.optimizers import (
     set_rng_states,
     worker_seed,
 )
-from gradherd.lab.train.powersgd import POWERSGD, LowRankWorkers, matrix_shape
+from gradherd.lab.train.powersgd import LowRankWorkers, matrix_shape
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.ordering.coordination import RowGatherer, observe_gathered, observe_slices
 from gradherd.ordering.ordering import Ordering
