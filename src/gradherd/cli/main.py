@@ -133,10 +133,11 @@ def _run(words: list[str]) -> None:
     except ModuleNotFoundError as error:
         # Commands import what they need before they start to work. Any other missing module is a
         # defect, not an extra to install.
-        if error.name not in _FOR_REPORTS:
+        package = (error.name or "").partition(".")[0]
+        if package not in _FOR_REPORTS:
             raise
         raise UsageError(
-            f"reports need {error.name}, which is not installed: pip install 'gradherd[report]'"
+            f"reports need {package}, which is not installed: pip install 'gradherd[report]'"
         ) from None
 
 
