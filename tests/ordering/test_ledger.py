@@ -1,3 +1,4 @@
+import gc
 import itertools
 import weakref
 
@@ -5,7 +6,8 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from gradherd import OrderedSampler, World
-from gradherd.ordering.iterators import EpochPass, find_loader_pass
+from gradherd.ordering import iterators
+from gradherd.ordering.iterators import EpochPass, LoaderRegistry
 from gradherd.ordering.ledger import UNKNOWN, BatchLedger, PositionIndex
 
 
@@ -162,8 +164,50 @@ def test_sharding_once_more_is_refused():
         sampler.current_batch()
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_that_prefetches_is_found_without_searching_all_objects(persistent, monkeypatch):
+    searched = []
+    search = iterators._loader_iterators
+    monkeypatch.setattr(
+        iterators, "_loader_iterators", lambda ages: searched.extend(ages) or search(ages)
+    )
+    sampler = make()
+    loader = DataLoader(  # fetches the whole epoch, and releases the sampler's iterator, at once
+        Numbers(),
+        4,
+        sampler=sampler,
+        num_workers=2,
+        prefetch_factor=4,
+        persistent_workers=persistent,
+        multiprocessing_context="fork",
+    )
+    for _ in range(2):
+        for batch, _ in enumerate(loader):
+            assert sampler.current_batch().number == batch
+        gc.collect()  # makes a persistent iterator an old object
+    assert set(searched) <= set(iterators._YOUNG)
+
+
+def test_two_loaders_that_have_fetched_everything_are_told_apart():
+    sampler = make(ahead=0)
+    passes = []
+    for _ in range(2):
+        loader = DataLoader(
+            Numbers(),
+            4,
+            sampler=sampler,
+            num_workers=1,
+            prefetch_factor=8,
+            multiprocessing_context="fork",
+        )
+        passes.append(iter(loader))
+    next(passes[1])
+    ticket = sampler.current_batch()
+    assert ticket == (sampler._ledger.newest, 0)
+
+
 def test_no_loader_is_running():
-    assert find_loader_pass(make(), None) is None
+    assert LoaderRegistry().find_pass(make(), None) is None
 
 
 def test_batches_are_found_by_their_examples():

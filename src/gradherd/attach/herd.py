@@ -3,10 +3,8 @@
 import contextlib
 import logging
 import math
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -17,14 +15,13 @@ from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.sparse_hook import SparseHook
-from gradherd.attach.state import HerdState, part_of_rank
+from gradherd.attach.state import NOT_FOR_DCP, HerdState, RefuseDCP, part_of_rank
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.row_stats import RowStats
 
 log = logging.getLogger("gradherd")
-_DCP = "torch.distributed.checkpoint"
 
 
 class Herd:
@@ -214,23 +211,15 @@ class Herd:
         0's "sparsify" holds those of all ranks, so it is enough that rank 0 saves its state. That
         takes the memory of one fp32 model for each rank on rank 0's CPU (two with momentum). With
         local steps it is "local", which within a phase also holds the weights of each rank: the
-        model's own state is that of one rank only.
+        model's own state is that of one rank only. torch.distributed.checkpoint refuses to save
+        it: give that `stateful()`.
 
         Args:
             gather: Whether rank 0 gets the residuals of all ranks. With False every rank must save
                 its own state, and nothing is sent for it.
-
-        Raises:
-            RuntimeError: torch.distributed.checkpoint asks for it: it needs `stateful()`.
         """
-        # DCP takes any object with these methods, drops what a fresh herd's state does not have,
-        # and takes equal names on different ranks for equal tensors. None of it fits.
-        if _asked_by_dcp():
-            raise RuntimeError(
-                "torch.distributed.checkpoint cannot save or load a Herd itself: give it "
-                "herd.stateful(), or return herd.stateful().state_dict() from your own Stateful"
-            )
-        state: dict[str, Any] = {}
+        # First, so that DCP comes to it before anything else.
+        state: dict[str, Any] = {NOT_FOR_DCP: RefuseDCP()}
         if self._feedback is not None:
             state |= self._feedback.state_dict()
         if self._sparse is not None:
@@ -331,16 +320,3 @@ class Herd:
             self._feedback.detach()
         if self._sparse is not None:
             self._sparse.close()
-
-
-def _asked_by_dcp() -> bool:
-    """Return whether DCP asks for a herd's state, directly or through an object of the user's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module in (HerdState.__module__, ShardedHerdState.__module__):
-            return False  # `stateful()` packs the state as DCP needs it.
-        if module.startswith(_DCP):
-            return True
-        frame = frame.f_back
-    return False

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from gradherd.sparsify.residuals import COMMON_KEYS, MERGED_KEYS, merge_residual
 # What JSON holds without loss.
 _PLAIN = (type(None), bool, int, float, str)
 _TREE = "tree"
+NOT_FOR_DCP = "dcp_needs_stateful"
+"""Key of the `RefuseDCP` in a herd's state. DCP names it as missing when it is to load the state."""
 EXCHANGES = ("sparsify", "local")
 """Parts of a herd's state that differ between ranks: a herd has at most one of them."""
 
@@ -45,6 +48,8 @@ def pack(state: Any) -> bytes:
 
 
 def _to_tree(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, RefuseDCP):
+        value = {}  # as in a file of torch.save
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -211,6 +216,26 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         parts = (part for _, part in chain([first], pieces))
         state[first[0]] = merge_residuals(parts)
     return state
+
+
+class RefuseDCP:
+    """An entry of a state that torch.distributed.checkpoint (DCP) cannot save.
+
+    DCP drops what a fresh herd's state does not have, and takes entries of the same name on
+    different ranks for copies of one. A herd's own state would lose the residuals of all ranks but
+    one, without an error. torch.save writes this entry as an empty dict, which loads anywhere.
+    """
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[Any]:
+        """Raise RuntimeError: DCP calls this when it plans how to save an object."""
+        raise RuntimeError(
+            f"torch.distributed.checkpoint cannot save the state of a Herd itself ({fqn}): give it "
+            "herd.stateful(), or return herd.stateful().state_dict() from your own Stateful"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # One of the few types that torch.load(weights_only=True) accepts.
+        return OrderedDict, ()
 
 
 class Saveable(Protocol):

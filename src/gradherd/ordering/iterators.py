@@ -1,7 +1,7 @@
 """The passes over an epoch: a sampler's iterators, and the loaders that draw from them."""
 
 import gc
-import sys
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +11,12 @@ from typing import Any, ClassVar, Protocol
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-_FRAMES_TO_LOADER = 12
-"""Calls between a loader and its sampler: those of batch samplers and of wrappers around them."""
-_LOADER_MODULES = ("torch.utils.data.", "torchdata.")
+_YOUNG, _OLD = (0, 1), (2,)
+"""Generations of Python's garbage collector: new objects, and those that survived collections."""
+_NESTED = 4
+"""Wrappers between a loader and its sampler, at most: batch samplers, and what frameworks add."""
+_LARGE = 1000
+"""Containers with more items hold data, not iterators."""
 
 
 class EpochSource(Protocol):
@@ -32,25 +35,6 @@ class EpochSource(Protocol):
         ...
 
 
-def asking_loader() -> "weakref.ref[_BaseDataLoaderIter] | None":
-    """Return the iterator of a DataLoader on behalf of which this code runs, if there is one.
-
-    A sampler is not told its loader. But a loader asks for indices in a method of its iterator,
-    which is on the stack while the sampler's pass begins.
-    """
-    frame = sys._getframe().f_back
-    for _ in range(_FRAMES_TO_LOADER):
-        if frame is None:
-            break
-        # Not in frames of the user's: looking at their variables would keep those alive.
-        if frame.f_globals.get("__name__", "").startswith(_LOADER_MODULES):
-            asker: Any = frame.f_locals.get("self")
-            if isinstance(asker, _BaseDataLoaderIter):
-                return weakref.ref(asker)
-        frame = frame.f_back
-    return None
-
-
 @dataclass(eq=False)
 class EpochPass:
     """One pass over the order of an epoch, and how far it has come."""
@@ -65,8 +49,6 @@ class EpochPass:
     """Batches at its start that the loader skips, since they were trained on before a restart."""
     handed_out: int = 0
     """Position up to which it has handed out examples."""
-    stamp: int = 0
-    """When it last handed out an example, counted over all passes."""
     ended: bool = False
     """Whether more examples were asked for than there are."""
     logged: int = 0
@@ -79,8 +61,8 @@ class EpochPass:
     """The pass of a loader that prefetches, if it does and could be found."""
     looked_up: bool = False
     """Whether `loader` was looked up."""
-    asked_by: "weakref.ref[_BaseDataLoaderIter] | None" = field(default_factory=asking_loader)
-    """The loader's iterator that began the pass, if one did."""
+    drawn_by: "weakref.ref[_BaseDataLoaderIter] | None" = None
+    """The loader's iterator that draws from the pass, where it was found while it prefetched."""
 
     def __post_init__(self) -> None:
         self.handed_out = self.begin
@@ -109,20 +91,38 @@ class EpochPass:
 class EpochIterator(Iterator[int]):
     """Iterates over an epoch. The order is that of the sampler when the pass began."""
 
-    def __init__(self, sampler: EpochSource, epoch_pass: EpochPass, clock: Iterator[int]) -> None:
+    def __init__(
+        self,
+        sampler: EpochSource,
+        epoch_pass: EpochPass,
+        batch_size: int,
+        loaders: "LoaderRegistry",
+    ) -> None:
+        """Start a pass.
+
+        Args:
+            sampler: What hands out the examples.
+            epoch_pass: How far the pass has come.
+            batch_size: Examples in a batch.
+            loaders: Finds the loader that draws from this iterator.
+        """
         self._sampler = sampler
         self._indices = sampler.indices()
         self._cursor = sampler.cursor(0)
         self._pass = epoch_pass
-        self._clock = clock
+        self._batch_size = batch_size
+        self._loaders = loaders
 
     def __next__(self) -> int:
         position = self._pass.handed_out
+        # Asked for more than a batch before any forward: the loader prefetches. It may exhaust and
+        # release this iterator before the first forward, so look for it while it still draws.
+        if position - self._pass.begin == self._batch_size and not self._pass.logged:
+            self._pass.drawn_by = self._loaders.drawing_from(self)
         if position >= len(self._indices):
             self._pass.ended = True
             raise StopIteration
         self._pass.handed_out = position + 1
-        self._pass.stamp = next(self._clock)
         return self._indices[position]
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,48 +195,85 @@ class CountedPass:
         return self.delivered
 
 
-def find_loader_pass(
-    sampler: object,
-    iterator: EpochIterator | None,
-    asked_by: "weakref.ref[_BaseDataLoaderIter] | None" = None,
-) -> LoaderPass | None:
-    """Return the pass of a torch DataLoader that draws its indices from an iterator.
+class LoaderRegistry:
+    """Finds the torch DataLoader that draws from an iterator of a sampler.
 
-    Where it is not known which loader asked for them, iterators of loaders are looked up among the
-    objects of the process. That takes up to 100 ms: call it once per pass, and only where it
-    matters.
-
-    Args:
-        sampler: The sampler of the loader.
-        iterator: The sampler's iterator; None if it is exhausted and the loader has released it.
-        asked_by: The loader's iterator that began the pass, as `asking_loader` found it.
-
-    Returns:
-        None if there is no such loader, or more than one.
-
-    Raises:
-        ValueError: Something between loader and sampler shards the batches once more.
+    A DataLoader does not tell its sampler who it is, but how many batches its loop has received is
+    known to it alone. Its iterator is found among the objects that Python's garbage collector
+    tracks: youngest first, because it was created just before it asked for its first batch.
     """
-    if asked_by is not None:
-        asker = asked_by()
-        if asker is None:
-            return None  # its loop was broken off
-        if passes := _loader_passes([asker], sampler, iterator):
-            return passes[0]
-    passes = _loader_passes(gc.get_objects(), sampler, iterator)
-    return passes[0] if len(passes) == 1 else None
+
+    def __init__(self) -> None:
+        # Persistent workers keep one iterator for all epochs: it is no young object then.
+        self._known: weakref.WeakSet[_BaseDataLoaderIter] = weakref.WeakSet()
+
+    def drawing_from(self, iterator: EpochIterator) -> "weakref.ref[_BaseDataLoaderIter] | None":
+        """Return the loader's iterator that draws from a sampler's, if it is known or new."""
+        candidates = {*self._known, *_loader_iterators(_YOUNG)}
+        drawing = [
+            one for one in candidates if _reaches(getattr(one, "_sampler_iter", None), iterator)
+        ]
+        if len(drawing) != 1:
+            return None
+        self._known.update(drawing)
+        return weakref.ref(drawing[0])
+
+    def find_pass(
+        self,
+        sampler: object,
+        iterator: EpochIterator | None,
+        drawn_by: "weakref.ref[_BaseDataLoaderIter] | None" = None,
+    ) -> LoaderPass | None:
+        """Return the pass of a torch DataLoader that draws its indices from an iterator.
+
+        Where the loader is not known, that takes up to 100 ms: call it once per pass, and only
+        where it matters.
+
+        Args:
+            sampler: The sampler of the loader.
+            iterator: The sampler's iterator; None if it is exhausted and the loader has released
+                it.
+            drawn_by: The loader's iterator, if `drawing_from` has found it.
+
+        Returns:
+            None if there is no such loader, or more than one.
+
+        Raises:
+            ValueError: Something between loader and sampler shards the batches once more.
+        """
+        if drawn_by is None and iterator is not None:
+            drawn_by = self.drawing_from(iterator)
+        if drawn_by is not None:
+            drawer = drawn_by()
+            if drawer is None:
+                return None  # its loop was broken off
+            if passes := _loader_passes([drawer], sampler, iterator):
+                return passes[0]
+        passes = _loader_passes(_loader_iterators(_YOUNG + _OLD), sampler, iterator)
+        return passes[0] if len(passes) == 1 else None
+
+
+def _loader_iterators(generations: Iterable[int]) -> list[_BaseDataLoaderIter]:
+    """Return the iterators of DataLoaders in some generations of the garbage collector."""
+    # A list, not a generator: suspended, that would be part of what it searches, a cycle that
+    # keeps every object alive. And the type alone: isinstance asks objects for their class.
+    return [
+        candidate
+        for generation in generations
+        for candidate in gc.get_objects(generation)
+        if issubclass(type(candidate), _BaseDataLoaderIter)
+    ]
 
 
 def _loader_passes(
-    objects: Iterable[Any], sampler: object, iterator: EpochIterator | None
+    candidates: Iterable[_BaseDataLoaderIter], sampler: object, iterator: EpochIterator | None
 ) -> list[LoaderPass]:
-    """Return the passes among some objects that draw their indices from an iterator."""
+    """Return the passes of loaders that draw their indices from an iterator."""
     passes = []
-    for candidate in objects:
-        if not issubclass(type(candidate), _BaseDataLoaderIter):
-            continue
-        source, between = candidate._index_sampler, []
-        for _ in range(4):
+    for candidate in candidates:
+        source: Any = candidate._index_sampler
+        between: list[object] = []
+        for _ in range(_NESTED):
             if source is sampler or source is None:
                 break
             between.append(source)
@@ -267,12 +304,24 @@ def _reaches(indices: object, iterator: EpochIterator | None) -> bool:
     """Return whether an iterator over batches draws from the sampler's, through any wrapper.
 
     Batch samplers of a user's own need not tell what they draw from, but their generators hold it.
+    A generator that is being executed hides what it holds; it draws from the iterator that asks.
     """
-    if iterator is None:
-        return False
+    if iterator is None or indices is iterator or _runs(indices):
+        return iterator is not None
     near: list[object] = [indices]
-    for _ in range(4):
-        near = [one for each in near for one in gc.get_referents(each)][:1000]
-        if any(one is iterator for one in near):
+    for _ in range(_NESTED):
+        # Not through large containers: data sets are lists of examples, too.
+        small = (
+            one
+            for one in near
+            if not isinstance(one, list | tuple | dict | set) or len(one) <= _LARGE
+        )
+        held = (one for each in small for one in gc.get_referents(each))
+        near = list(itertools.islice(held, _LARGE))
+        if any(one is iterator or _runs(one) for one in near):
             return True
     return False
+
+
+def _runs(one: object) -> bool:
+    return isinstance(one, GeneratorType) and one.gi_running

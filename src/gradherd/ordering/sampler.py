@@ -5,7 +5,6 @@ may prefetch as they like. The next order is adopted when the last gradient of t
 observed, or when `set_epoch` names another epoch.
 """
 
-import itertools
 import warnings
 import weakref
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.implicit_rows import ImplicitRows
-from gradherd.ordering.iterators import CountedPass, EpochIterator, EpochPass, find_loader_pass
+from gradherd.ordering.iterators import CountedPass, EpochIterator, EpochPass, LoaderRegistry
 from gradherd.ordering.ledger import (
     BEFORE_ANY_EXAMPLE,
     BatchLedger,
@@ -106,9 +105,9 @@ class OrderedSampler(DistributedSampler[Any]):
         self._ledger = BatchLedger(
             self.batch_size,
             self._ahead,
-            lambda it, one: self.counted_pass or find_loader_pass(self, it, one.asked_by),
+            lambda it, one: self.counted_pass or self._loaders.find_pass(self, it, one.drawn_by),
         )
-        self._clock = itertools.count(1)
+        self._loaders = LoaderRegistry()
 
     def _begin_epoch(self) -> None:
         self.epoch = self.ordering.epoch
@@ -128,7 +127,7 @@ class OrderedSampler(DistributedSampler[Any]):
         position = self.state_dict()["position"]
         state = self.__dict__ | {"_read_hooks": OrderedDict()}
         state["_resumed"] = self.ordering.epoch, position
-        for name in ("_ledger", "_clock", "_claims"):
+        for name in ("_ledger", "_loaders", "_claims"):
             del state[name]
         return state
 
@@ -164,7 +163,7 @@ class OrderedSampler(DistributedSampler[Any]):
             self.end_epoch()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
         epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped // self.batch_size)
-        iterator = EpochIterator(self, epoch_pass, self._clock)
+        iterator = EpochIterator(self, epoch_pass, self.batch_size, self._loaders)
         epoch_pass.iterator = weakref.ref(iterator)
         self._ledger.begin(epoch_pass)
         return iterator
