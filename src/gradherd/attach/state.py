@@ -20,7 +20,7 @@ from gradherd.sparsify.residuals import COMMON_KEYS, MERGED_KEYS, merge_residual
 _PLAIN = (type(None), bool, int, float, str)
 _TREE = "tree"
 NOT_FOR_DCP = "dcp_needs_stateful"
-"""Key of the `RefuseDCP` in a herd's state. DCP names it as missing when it is to load the state."""
+"""Key of the `RefuseDCP` in a herd's state. DCP reports it as missing when asked to load."""
 EXCHANGES = ("sparsify", "local")
 """Parts of a herd's state that differ between ranks: a herd has at most one of them."""
 
