@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import OrderedSampler, World, attach
 from gradherd.attach import coordinated_hook
-from gradherd.attach.bucket_layout import BucketLayout
+from gradherd.attach.layouts import BucketLayout
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.ordering import Ordering

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradherd.attach import fsdp_torch
 from gradherd.attach.fsdp_checks import check_parameters
-from gradherd.attach.fsdp_layout import ShardLayout, ShardSpan
+from gradherd.attach.layouts import ShardLayout, ShardSpan
 from gradherd.comm import run_ranks
 
 

@@ -22,7 +22,7 @@ from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.local_steps import LocalExchange
-from gradherd.attach.optimizer_checks import refuse_second_momentum, stepping_optimizer
+from gradherd.attach.parameter_usage import refuse_second_momentum, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable

@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradherd.attach.optimizer_checks import remove_after
-from gradherd.attach.row_watch import RowWatch
+from gradherd.attach.parameter_usage import remove_after
+from gradherd.attach.row_sources import RowWatch
 from gradherd.attach.state import check_row_length
 from gradherd.attach.transports import GatheringTransport, RowTransport
 from gradherd.comm.collectives import all_gather

@@ -1,11 +1,15 @@
 """What a loop does with parameters: which ones a backward uses, and how the optimizer steps."""
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradherd.rows.forward_replay import UncopiedHook
 
@@ -61,3 +65,69 @@ class ParameterUsage:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the torch optimizer inside wrappers such as Accelerate's, if it fits the model.
+
+    Raises:
+        ValueError: It is no optimizer, or steps parameters that would not be exchanged.
+    """
+    while isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"local steps need optimizer=, a torch.optim.Optimizer, got {optimizer!r}")
+    known = {id(p) for p in parameters}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(p) not in known for p in stepped if p.requires_grad)
+    if strange:
+        raise ValueError(
+            f"optimizer steps {strange} tensors that are not trainable parameters of the model, so "
+            "ranks would not share them: give local steps the module that holds them all"
+        )
+    return optimizer
+
+
+def refuse_second_momentum(model: nn.Module, owner: Any, momentum: float) -> None:
+    """Raise at the first step of an optimizer that has momentum beside the sparsifier's.
+
+    Args:
+        model: The model whose gradients the sparsifier exchanges.
+        owner: The sparsifier's hook; the check ends with it.
+        momentum: The momentum of its correction.
+    """
+    parameters, alive = {id(p) for p in model.parameters()}, weakref.ref(owner)
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        hook = alive()
+        if hook is None or not hook.active:
+            return
+        for group in optimizer.param_groups:
+            own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+            if own and any(id(p) in parameters for p in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has momentum {own:g} and the sparsifier "
+                    f"{momentum:g}: each would multiply what the other repeats; use SGD with "
+                    "momentum 0, or Sparsify(momentum=0)"
+                )
+
+    # Global, because attach does not know the optimizer; so it must not keep the model alive.
+    remove_after(owner, [register_optimizer_step_pre_hook(before_step)])
+
+
+_hooks: list[tuple["weakref.ref[Any]", RemovableHandle]] = []
+"""Hooks of all optimizers, and what they work for."""
+
+
+def remove_after(owner: Any, handles: Iterable[RemovableHandle]) -> None:
+    """Remove hooks of all optimizers some time after their owner is gone.
+
+    Not at once: the garbage collector may come in the middle of an optimizer's step, which fails if
+    its hooks change meanwhile. Hooks of owners that are gone wait for the next call; until then
+    they do nothing.
+    """
+    for alive, handle in _hooks:
+        if alive() is None:
+            handle.remove()
+    _hooks[:] = [hook for hook in _hooks if hook[0]() is not None]
+    _hooks.extend((weakref.ref(owner), handle) for handle in handles)

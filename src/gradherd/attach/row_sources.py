@@ -7,16 +7,19 @@ Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.attach.batch_gradient import BatchGradientSource, gradient_registrar
 from gradherd.attach.fsdp_torch import fsdp_modules
+from gradherd.ordering.herding import WatchedPolicy
+from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.row_stats import RowFigures
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.two_sided import TwoSidedCapture
 
@@ -206,3 +209,80 @@ def make_row_source(
         sketch = settings if isinstance(settings, SketchRows) else None
         return BatchGradientSource(model, sketch)
     return ExampleRowSource(model, settings, unit, batch_size)
+
+
+class WatchedSource:
+    """A row source whose rows are measured when they are taken."""
+
+    def __init__(self, source: RowSource, figures: RowFigures) -> None:
+        """Wrap a source.
+
+        Args:
+            source: Reads the rows.
+            figures: Measures them.
+        """
+        self._source, self._figures = source, figures
+
+    def take(self, examples: int, loss_scale: float) -> Tensor:
+        """Return the (U, k) rows of the last backward."""
+        rows = self._source.take(examples, loss_scale)
+        self._figures.add(rows)
+        return rows
+
+    def take_implicit(self, examples: int, loss_scale: float) -> Any:
+        """Return the rows without forming them, or None if the source cannot."""
+        rows = self._source.take_implicit(examples, loss_scale)
+        if rows is None:
+            return None
+        once = _GramOnce(rows)
+        self._figures.add(once)
+        return once
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class _GramOnce:
+    """Rows that are not formed and compute their Gram matrix once: norms and signs need it."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self._gram: Tensor | None = None
+
+    def gram(self) -> Tensor:
+        if self._gram is None:
+            self._gram = self._rows.gram()
+        return self._gram
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+
+class RowWatch:
+    """What is known of an order's rows: figures of the last batch, and of the last epoch."""
+
+    def __init__(self, sampler: OrderedSampler) -> None:
+        """Watch what the sampler learns from, from its next epoch on.
+
+        Args:
+            sampler: The sampler.
+        """
+        self.figures = RowFigures(sampler.unit)
+        self._ordering = ordering = sampler.ordering
+        self._policy = WatchedPolicy(ordering.policy, ordering.length)
+        if ordering.policy.needs_rows:
+            ordering.policy = self._policy
+
+    def numbers(self) -> dict[str, float]:
+        """Return what can be logged so far."""
+        numbers = self.figures.numbers()
+        if self._policy.last is not None:
+            numbers["herding_bound"] = float(self._policy.last.bound())
+        return numbers
+
+    def close(self) -> None:
+        """Leave the sampler as it was."""
+        self._ordering.policy = self._policy.policy

@@ -20,8 +20,8 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
-from gradherd.attach.bucket_map import BucketMap, pieces
 from gradherd.attach.device_exchange import DeviceExchange, runs_on_device
+from gradherd.attach.layouts import BucketMap, pieces
 from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce

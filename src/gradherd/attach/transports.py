@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.attach.batch_gradient import ParameterHooks
-from gradherd.attach.row_sources import CHECK_FAILED, RowSource
-from gradherd.attach.row_watch import WatchedSource
+from gradherd.attach.row_sources import CHECK_FAILED, RowSource, WatchedSource
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World
