@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.lab.tasks.transformer import Transformer
+from gradherd.lab.tasks.language import Transformer
 
 Step = Callable[[], None]
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.transformer import Transformer
+from gradherd.lab.tasks.language import Transformer
 
 LENGTH, WIDTH, BATCH = 64, 64, 8
 

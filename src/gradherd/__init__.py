@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from gradherd.comm.world import World as World
     from gradherd.ordering.cd_grab import CDGraB as CDGraB
     from gradherd.ordering.grab import GraB as GraB
-    from gradherd.ordering.length_grouping import LengthGrouped as LengthGrouped
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
     from gradherd.ordering.registry import POLICIES as POLICIES
     from gradherd.ordering.registry import make_policy as make_policy
     from gradherd.ordering.sampler import OrderedSampler as OrderedSampler
+    from gradherd.ordering.scored import LengthGrouped as LengthGrouped
     from gradherd.ordering.sign_rules import Greedy as Greedy
     from gradherd.ordering.sign_rules import Kernel as Kernel
     from gradherd.ordering.sign_rules import Walk as Walk
@@ -54,7 +54,7 @@ _HOMES = {
     "World": "comm.world",
     "CDGraB": "ordering.cd_grab",
     "GraB": "ordering.grab",
-    "LengthGrouped": "ordering.length_grouping",
+    "LengthGrouped": "ordering.scored",
     "PairGraB": "ordering.pair_grab",
     "POLICIES": "ordering.registry",
     "make_policy": "ordering.registry",

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import BatchRows, ExactRows, LocalSteps, OrderedSampler, SketchRows, World, attach
 from gradherd.comm import run_ranks
-from gradherd.replay.order import replay_order
+from gradherd.replay.recorded import replay_order
 from tests.attach import attach_work
 from tests.attach.attach_work import (
     Loop,

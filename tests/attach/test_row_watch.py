@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.comm.ranks import run_ranks
-from gradherd.ordering import herding_bound
+from gradherd.ordering.bounds import herding_bound
 from gradherd.rows import DenseRows
 from tests.rows.reference import loop_over_examples
 
@@ -128,12 +128,12 @@ def test_watching_changes_neither_orders_nor_states():
 
 
 def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
-    from gradherd.ordering import herding
+    from gradherd.ordering import bounds
 
-    monkeypatch.setattr(herding, "_PREFIXES", 5)
-    monkeypatch.setattr(herding, "_COLUMNS", 7)
+    monkeypatch.setattr(bounds, "_PREFIXES", 5)
+    monkeypatch.setattr(bounds, "_COLUMNS", 7)
     rows = torch.randn(23, 20, generator=torch.Generator().manual_seed(3))
-    sums = herding.PrefixSums(23)
+    sums = bounds.PrefixSums(23)
     for first in range(0, 23, 4):
         part = rows[first : first + 4].unsqueeze(1)
         sums.add(first, part, torch.ones(len(part), 1, dtype=torch.bool))
@@ -141,7 +141,7 @@ def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
     kept = centred[4::5][:, torch.arange(7) * 20 // 7]
     assert float(sums.bound()) == pytest.approx(float(kept.abs().max()))
     assert float(sums.bound()) <= herding_bound(rows, torch.arange(23)) + 1e-9
-    sums = herding.PrefixSums(23)
+    sums = bounds.PrefixSums(23)
     for first in range(0, 23, 4):
         part = rows[first : first + 4]
         sums.add(first, DenseRows(part), torch.ones(len(part), 1, dtype=torch.bool))
@@ -152,7 +152,7 @@ def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_waits_for_the_gpu():
-    from gradherd.ordering.herding import PrefixSums
+    from gradherd.ordering.bounds import PrefixSums
     from gradherd.rows.row_stats import RowFigures
 
     rows, seen = torch.randn(8, 1, 5000, device="cuda"), torch.ones(8, 1, dtype=torch.bool)

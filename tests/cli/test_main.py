@@ -157,7 +157,7 @@ def test_an_unexpected_failure_is_one_line_and_code_1(capsys, tiny, monkeypatch)
     def broken(*args, **kwargs):
         raise OSError("disk\non fire")
 
-    monkeypatch.setattr("gradherd.replay.order.replay_order", broken)
+    monkeypatch.setattr("gradherd.replay.recorded.replay_order", broken)
     code, _, err = run(capsys, "replay", "order", tiny)
     assert code == 1 and err == (
         "gradherd: failed: OSError: disk on fire (set GRADHERD_TRACEBACK=1 to see where)\n"

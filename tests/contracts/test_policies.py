@@ -12,7 +12,7 @@ from gradherd.ordering import (
     make_policy,
     parallel_herding_bound,
 )
-from gradherd.replay.order import random_vectors, replay_order
+from gradherd.replay.recorded import random_vectors, replay_order
 from tests.ordering.helpers import is_permutation, lists, same, show, through_disk
 
 

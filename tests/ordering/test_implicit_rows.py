@@ -3,7 +3,7 @@ import torch
 
 from gradherd import OrderedSampler, World
 from gradherd.ordering import Ordering, make_policy
-from gradherd.ordering.implicit_rows import LinearCombination
+from gradherd.ordering.balance import LinearCombination
 from gradherd.rows.exact_rows import DenseRows
 from tests.ordering.helpers import RULES, lists, same
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from gradherd import LengthGrouped, OrderedSampler, World, make_policy
 from gradherd.comm.script import run_together
 from gradherd.ordering import Ordering
-from gradherd.ordering.length_grouping import group_by_length
-from gradherd.ordering.scored import easy_to_hard, saw, stair
+from gradherd.ordering.scored import easy_to_hard, group_by_length, saw, stair
 from tests.ordering.helpers import is_permutation, lists, make, show, whole_vectors
 
 

@@ -28,9 +28,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.wikitext2 import load_tokens, save_tokens
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import write_record
-from gradherd.replay.arrays import open_array
-from gradherd.replay.order import load_vectors
-from gradherd.replay.sparsify import replay_sparsify
+from gradherd.replay.recorded import load_vectors, open_array, replay_sparsify
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.settings import Sparsify
 from tests.lab.report.sample_records import record

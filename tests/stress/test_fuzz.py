@@ -35,8 +35,7 @@ from gradherd.lab.tasks.safe_readers import (
 )
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
-from gradherd.replay.arrays import open_array
-from gradherd.replay.order import load_vectors
+from gradherd.replay.recorded import load_vectors, open_array
 from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data
 from tests.stress.fuzz import fuzz, limits

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradherd.attach.batch_gradient import BatchGradientSource, gradient_registrar
 from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.ordering.herding import WatchedPolicy
+from gradherd.ordering.bounds import WatchedPolicy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows

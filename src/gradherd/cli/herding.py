@@ -64,7 +64,7 @@ class HerdingCommand:
         # Late, for the sake of --help: these import torch.
         from gradherd.cli.progress import counted_loop
         from gradherd.cli.tables import print_table
-        from gradherd.replay.order import random_vectors, replay_order
+        from gradherd.replay.recorded import random_vectors, replay_order
 
         # The same vectors for all policies, so that bounds can be compared.
         vectors = random_vectors(self.workers, self.units, self.dim, self.seed)

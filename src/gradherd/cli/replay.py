@@ -86,7 +86,7 @@ class ReplayOrderCommand:
         check_at_least("--rounds", self.rounds, 0)
         check_at_least("--seed", self.seed, 0)
         from gradherd.cli.progress import counted_loop
-        from gradherd.replay.order import load_vectors, replay_order
+        from gradherd.replay.recorded import load_vectors, replay_order
 
         try:
             # Whatever is wrong with the file is wrong with the call: exit code 2.
@@ -175,8 +175,7 @@ class ReplaySparsifyCommand:
     def run(self) -> None:
         """Replay the file."""
         from gradherd.cli.progress import counted_loop
-        from gradherd.replay.arrays import open_array
-        from gradherd.replay.sparsify import replay_sparsify
+        from gradherd.replay.recorded import open_array, replay_sparsify
         from gradherd.sparsify.outer_optimizer import LocalSteps
 
         settings = self._settings()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from gradherd.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from gradherd.ordering.bounds import herding_bound as herding_bound
+    from gradherd.ordering.bounds import parallel_herding_bound as parallel_herding_bound
     from gradherd.ordering.cd_grab import CDGraB as CDGraB
     from gradherd.ordering.grab import GraB as GraB
-    from gradherd.ordering.herding import herding_bound as herding_bound
-    from gradherd.ordering.herding import parallel_herding_bound as parallel_herding_bound
     from gradherd.ordering.ordering import Ordering as Ordering
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
     from gradherd.ordering.policy import Policy as Policy
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "CDGraB": "cd_grab",
     "GraB": "grab",
-    "herding_bound": "herding",
-    "parallel_herding_bound": "herding",
+    "herding_bound": "bounds",
+    "parallel_herding_bound": "bounds",
     "Ordering": "ordering",
     "PairGraB": "pair_grab",
     "Policy": "policy",

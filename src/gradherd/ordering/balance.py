@@ -1,24 +1,40 @@
-"""Sign vectors so that their signed running sum stays short.
+"""Sign vectors so that their signed running sum stays short, and turn signs into the next order.
 
 A sign rule decides on scalars only: the inner product of a vector with the running sum before it,
-and the vector's squared norm. The same rule therefore drives two forms with equal results:
-`sequential` (one vector after the other) and `block_gram` (many vectors from their Gram matrix).
-`balance` picks the faster one; `balance_sharded` is the block form for ranks that each hold a
-shard of the columns.
+and the vector's squared norm. The same rule therefore drives several forms with equal results:
+`sequential` (one vector after the other), `block_gram` (many vectors from their Gram matrix),
+`balance_sharded` (the same for ranks that each hold a shard of the columns) and `balance_implicit`
+(vectors that are never formed). `balance` picks the faster one of the first two.
+
+`reorder` fills the next order from both ends, as in the papers: each unit at the next free slot of
+its side. A prefix of the new order is then half an old prefix plus half a signed sum, and a suffix
+half an old one minus half a signed sum, which is why short signed sums halve the herding bound from
+epoch to epoch.
 
 Shapes: W streams (each with its own running sum), P vectors of a stream in visiting order,
-D columns, C values of a rule's carry. Signs are int8: +1, -1, and 0 for a vector that was left
-out because it is not finite: added to the running sum, it would decide all later signs.
+D columns, C values of a rule's carry, B rows of a call, e extra vectors. Signs are int8: +1, -1,
+and 0 for a vector that was left out because it is not finite: added to the running sum, it would
+decide all later signs.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.gram import FloatArray, SignArray, Signed, block_gram, blocks, fast_form
+from gradherd.ordering.gram import (
+    FloatArray,
+    SignArray,
+    Signed,
+    block_gram,
+    blocks,
+    fast_form,
+    signs_from_products,
+)
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
@@ -197,3 +213,119 @@ def _sequential_stream(
         else:
             total -= vector
     return signs, carry[:, 0]
+
+
+class ImplicitRows(Protocol):
+    """A (B, D) matrix that is known only through its products. See `rows.exact_rows`."""
+
+    def __len__(self) -> int:
+        """Return B."""
+        ...
+
+    def dot(self, vectors: Tensor) -> Tensor:
+        """Return inner products with vectors (K, D): (K, B)."""
+        ...
+
+    def gram(self) -> Tensor:
+        """Return inner products between rows: (B, B)."""
+        ...
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Return sums of rows weighted by weights (K, B): (K, D)."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearCombination:
+    """The vectors A.rows + C.extra, described by their coefficients."""
+
+    rows: ImplicitRows
+    """(B, D), not formed."""
+    a: Tensor
+    """(P, B) weights of the rows."""
+    extra: Tensor
+    """(e, D) dense vectors; e may be 0."""
+    c: Tensor
+    """(P, e) weights of the extra vectors."""
+
+    def dot(self, vectors: Tensor) -> Tensor:
+        """Return inner products with vectors (K, D): (K, P)."""
+        return self.rows.dot(vectors) @ self.a.T + vectors @ self.extra.T @ self.c.T
+
+    def gram(self) -> Tensor:
+        """Return inner products between the vectors: (P, P)."""
+        # (A R + C E)(A R + C E)^T, term by term; the two mixed terms are transposes.
+        own = self.a @ self.rows.gram() @ self.a.T
+        if not len(self.extra):
+            return own
+        cross = self.a @ self.rows.dot(self.extra).T @ self.c.T
+        return own + cross + cross.T + self.c @ (self.extra @ self.extra.T) @ self.c.T
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Return sums weighted by weights (K, P): (K, D)."""
+        return self.rows.combine(weights @ self.a) + weights @ self.c @ self.extra
+
+
+def balance_implicit(
+    vectors: LinearCombination, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
+) -> Signed:
+    """Sign the vectors of one stream as one Gram block; all are left out if one is not finite.
+
+    Args:
+        vectors: The vectors to sign.
+        running: (1, D) sum before the first vector.
+        rule: Decides the signs.
+        draws: (1, P) uniform numbers in [-1, 1).
+        carry: (C, 1) what the rule carries from vector to vector.
+
+    Returns:
+        The (1, P) signs, the new sum and the new carry.
+    """
+    products = torch.cat([vectors.dot(running), vectors.gram()])  # (1 + P, P), one sync
+    host = products.to("cpu", torch.float64).numpy()
+    # All or none: they come from one batch, whose mean gradient is not finite either.
+    if not np.isfinite(host).all():
+        return Signed(torch.zeros((1, host.shape[1]), dtype=torch.int8), running, carry)
+    # Copied because the recursion overwrites it.
+    array, carry = signs_from_products(host[:1].copy(), host[np.newaxis, 1:], rule, draws, carry)
+    signs = torch.from_numpy(array)
+    return Signed(signs, running + vectors.combine(signs.to(running)), carry)
+
+
+def reorder(order: Tensor, sides: Tensor) -> Tensor:
+    """Return the next order: fronts as visited, then backs in reverse.
+
+    This one map serves mean balance (GraB: each unit has its own side) and pair balance
+    (CD-GraB: the two of a pair have opposite sides, so pair k fills slots k and n-1-k); an odd
+    unit comes last among the fronts, which is the middle. Units with side 0 stay where they
+    are and the others fill the slots between them.
+
+    Args:
+        order: (n,) unit ids in visiting order.
+        sides: (n,) int8 by position in `order`.
+
+    Returns:
+        (n,) the same unit ids; a new tensor, since orders that were handed out must not change.
+
+    >>> reorder(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([1, -1, -1, 1, 1]))
+    tensor([4, 7, 8, 6, 5])
+    >>> reorder(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([-1, 1, 0, 0, 1]))
+    tensor([5, 8, 6, 7, 4])
+    """
+    moved = torch.cat([order[sides > 0], order[sides < 0].flip(0)])
+    following = order.clone()
+    following[sides != 0] = moved
+    return following
+
+
+def reorder_all(orders: list[Tensor], sides: Tensor) -> list[Tensor]:
+    """Return every worker's next order.
+
+    Args:
+        orders: (n_i,) unit ids of worker i in visiting order; n_i may differ.
+        sides: (T, M) int8, T the longest n_i, by time step and worker.
+
+    Returns:
+        (n_i,) unit ids of each worker.
+    """
+    return [reorder(order, sides[: len(order), worker]) for worker, order in enumerate(orders)]

@@ -17,9 +17,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.balance import ImplicitRows, reorder_all
 from gradherd.ordering.pair_grab import sign_pairs
-from gradherd.ordering.permute import reorder_all
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, run
 from gradherd.comm.world import World
-from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.balance import ImplicitRows
 from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sharding import can_reshard, check_orders, own_units, sequence

@@ -17,9 +17,15 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import balance, balance_sharded, draws_for
-from gradherd.ordering.implicit_rows import ImplicitRows, LinearCombination, balance_implicit
-from gradherd.ordering.permute import reorder_all
+from gradherd.ordering.balance import (
+    ImplicitRows,
+    LinearCombination,
+    balance,
+    balance_implicit,
+    balance_sharded,
+    draws_for,
+    reorder_all,
+)
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.balance import ImplicitRows
 from gradherd.ordering.seeded_random import SeededRandom
 
 Start = Literal["identity", "random", "computed"]

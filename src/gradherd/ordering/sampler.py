@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from gradherd.comm.checks import check_state, check_whole
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
+from gradherd.ordering.balance import ImplicitRows
 from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.implicit_rows import ImplicitRows
 from gradherd.ordering.iterators import CountedPass, EpochIterator, EpochPass, LoaderRegistry
 from gradherd.ordering.ledger import (
     BEFORE_ANY_EXAMPLE,

@@ -1,10 +1,13 @@
-"""Orders by a score of each unit: an easy-to-hard curriculum, and the stair and saw orders.
+"""Orders by a value of each unit: a curriculum, the stair and saw orders, and length grouping.
 
 Stair and saw (STR and SAW in Dai et al., "Demystifying Data Organization for Enhanced LLM
 Training", arXiv:2605.30334) keep the trend of a curriculum but return to easier units around the
 borders of a few sections. The paper has scores from elsewhere; so does `ScoreOrder(scores=...)`.
 Without them a unit's score is the norm of its gradient in the epoch before, which is what the
 feedback of a balancing order already delivers.
+
+Length grouping is what transformers calls `group_by_length`: batches of sequences of about the same
+length save padding, and it is the order that a learned one competes with where lengths differ.
 
 Shapes: n units, b time steps of a call, M workers, D columns of a row, T time steps of an epoch.
 """
@@ -13,14 +16,16 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllReduceSmall, Script
-from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.balance import ImplicitRows
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.shuffles import WithoutGradients
 
 
 class UnitValues:
@@ -209,3 +214,67 @@ class ScoreOrder:
 CURRICULUM = partial(ScoreOrder, "curriculum", easy_to_hard)
 STAIR = partial(ScoreOrder, "stair", stair)
 SAW = partial(ScoreOrder, "saw", saw)
+
+
+# As in transformers: groups of 50 batches, but at least four groups, or little would be random.
+_BATCHES_OF_A_GROUP, _GROUPS = 50, 4
+
+
+def group_by_length(permutation: Tensor, lengths: Tensor, batch: int) -> Tensor:
+    """Sort groups of a permutation by length, the longest first.
+
+    Args:
+        permutation: (n,) unit ids in a random order.
+        lengths: (n,) length of each unit, by id.
+        batch: Units of a batch.
+
+    Returns:
+        (n,) the same unit ids, a longest one first: if memory does not suffice, this shows at once.
+
+    >>> group_by_length(torch.arange(4), torch.tensor([1.0, 5.0, 9.0, 7.0]), batch=2)
+    tensor([2, 0, 1, 3])
+    """
+    if not len(permutation):
+        return permutation
+    group = max(1, min(len(permutation) // (batch * _GROUPS), _BATCHES_OF_A_GROUP)) * batch
+    groups = [
+        ids[lengths[ids].argsort(descending=True, stable=True)] for ids in permutation.split(group)
+    ]
+    order = torch.cat(groups)
+    # The longest of all is the first of its group: it trades places with the first of the order.
+    longest = int(torch.stack([lengths[ids[0]] for ids in groups]).argmax()) * group
+    order[[0, longest]] = order[[longest, 0]]
+    return order
+
+
+@dataclass(frozen=True)
+class LengthGrouped(WithoutGradients):
+    """Give batches sequences of about the same length.
+
+    >>> LengthGrouped([5, 9, 7], batch=2)
+    LengthGrouped(lengths=<3 values ...>, batch=2)
+    """
+
+    lengths: UnitValues | Tensor | list[int]
+    """(n,) length of each unit, in the order of the data set; for units of several examples, that
+    of the longest."""
+    batch: int
+    """Units in a rank's batch: batch_size / unit."""
+
+    start: ClassVar[Start | None] = "computed"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        if not isinstance(self.lengths, UnitValues):
+            object.__setattr__(self, "lengths", UnitValues("lengths", self.lengths))
+
+    def reorder(
+        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+    ) -> list[Tensor]:
+        """Return the orders of `epoch`."""
+        assert isinstance(self.lengths, UnitValues)
+        return [
+            group_by_length(permutation, self.lengths.of(worker, state.sizes), self.batch)
+            for worker, permutation in enumerate(random.permutations(state.sizes, epoch))
+        ]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.implicit_rows import ImplicitRows
-from gradherd.ordering.permute import reorder
+from gradherd.ordering.balance import ImplicitRows, reorder
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 

@@ -37,7 +37,7 @@ def wikitext(root: Path, form: str) -> None:
 
 
 def gpt2_bpe(root: Path, form: str) -> None:
-    from gradherd.lab.tasks.tokenization import _BYTE_CHARACTERS
+    from gradherd.lab.tasks.language import _BYTE_CHARACTERS
 
     merges = ["t h", "th e", "Ġ the", "a t", "c at"]
     tokens = [*_BYTE_CHARACTERS, *(merge.replace(" ", "") for merge in merges)]

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradherd.lab.report.palette import COLOURS
 from gradherd.lab.report.svg_chart import ChartAxis
-from gradherd.lab.report.svg_parts import NARROW, SMALL, Layout, svg_head, svg_text
+from gradherd.lab.report.svg_parts import COLOURS, NARROW, SMALL, Layout, svg_head, svg_text
 from gradherd.lab.text import printable, significant
 
 _LEAST_ROW = 20

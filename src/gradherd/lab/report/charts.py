@@ -19,10 +19,9 @@ from gradherd.lab.report.arms import (
 )
 from gradherd.lab.report.bar_charts import BarRow, bar_chart
 from gradherd.lab.report.comparison import Comparison
-from gradherd.lab.report.palette import line_styles
 from gradherd.lab.report.stats import MeanStd, finite, mean_std
 from gradherd.lab.report.svg_chart import ChartLine, chart
-from gradherd.lab.report.svg_parts import INLINE
+from gradherd.lab.report.svg_parts import INLINE, line_styles
 from gradherd.lab.text import counted, in_seconds, listed, printable, significant
 from gradherd.lab.train.record import EpochRow
 

@@ -14,9 +14,8 @@ from gradherd.lab.report.measures import (
     measure_words,
     relative_change,
 )
-from gradherd.lab.report.palette import line_styles
 from gradherd.lab.report.svg_chart import ChartLine, chart
-from gradherd.lab.report.svg_parts import WIDE, Layout
+from gradherd.lab.report.svg_parts import WIDE, Layout, line_styles
 from gradherd.lab.study.file import check_known, has_type
 from gradherd.lab.study.kinds import method_names
 from gradherd.lab.study.results import RunResult

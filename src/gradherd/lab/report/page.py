@@ -15,7 +15,7 @@ from gradherd.lab.report import provenance
 from gradherd.lab.report.charts import charts_of
 from gradherd.lab.report.comparison import Comparison, compare_all
 from gradherd.lab.report.comparison_table import comparison_table
-from gradherd.lab.report.palette import COLOURS, INK, PAPER, dashes, line_styles
+from gradherd.lab.report.svg_parts import COLOURS, INK, PAPER, dashes, line_styles
 from gradherd.lab.report.verdicts import answer, multiple_testing_note
 from gradherd.lab.text import counted, listed, printable
 from gradherd.lab.train.record import RunRecord, write_atomic

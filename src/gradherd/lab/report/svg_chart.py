@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradherd.lab.report.palette import COLOURS, dashes
 from gradherd.lab.report.svg_parts import (
+    COLOURS,
     WIDE,
     Layout,
+    dashes,
     escaped,
     pixels,
     smaller_font,

@@ -22,7 +22,7 @@ from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
 from gradherd.ordering.registry import POLICIES, make_policy
-from gradherd.replay.order import random_vectors, replay_order
+from gradherd.replay.recorded import random_vectors, replay_order
 from gradherd.sparsify.registry import SPARSIFIERS
 
 NUMBER = (int, float)

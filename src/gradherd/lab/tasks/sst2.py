@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
+from gradherd.lab.tasks.language import Transformer, build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_table
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.tokenization import build_vocabulary, token_ids
-from gradherd.lab.tasks.transformer import Transformer
 
 WORDS = 12_000
 LENGTH = 64

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir, find_dataset
+from gradherd.lab.tasks.language import BytePairEncoder, Transformer, build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import mean_over_examples
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file, split_lines
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.tokenization import BytePairEncoder, build_vocabulary, token_ids
-from gradherd.lab.tasks.transformer import Transformer
 
 WORDS, LSTM_LENGTH = 33_278, 35
 UNKNOWN, END = "<unk>", "<eos>"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.implicit_rows import ImplicitRows
+from gradherd.ordering.balance import ImplicitRows
 from gradherd.ordering.policy import BalanceState, Policy, Start
 from gradherd.ordering.seeded_random import SeededRandom
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.tasks.data_files import MissingData, find_dataset
-from gradherd.lab.tasks.tokenization import _BYTE_CHARACTERS, BytePairEncoder, merge_pairs
+from gradherd.lab.tasks.language import _BYTE_CHARACTERS, BytePairEncoder, merge_pairs
 
 merges = st.lists(
     st.tuples(st.text("ab", min_size=1, max_size=3), st.text("ab", min_size=1, max_size=3)),

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from gradherd.lab.report.palette import COLOURS, INK, PAPER, dashes, line_styles
+from gradherd.lab.report.svg_parts import COLOURS, INK, PAPER, dashes, line_styles
 from gradherd.lab.study.kinds import method_names
 
 

@@ -1,0 +1,306 @@
+"""Run a policy or a sparsifier on recorded gradients, without training.
+
+`replay_order` shows which orders a policy produces and how good they are, `replay_sparsify` what a
+sparsifier sends and what stays in the residuals. `open_array` reads the recordings: a file may hold
+anything, and must not run code or hang.
+
+Letters: M or R workers, N units of a worker, D elements, T steps.
+"""
+
+import contextlib
+import shutil
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradherd.lab.text import printable
+from gradherd.ordering.bounds import parallel_herding_bound
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.policy import Policy, Start
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.workers import VirtualWorkers
+
+
+def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
+    """Map an .npy file of real numbers into memory, read-only.
+
+    Args:
+        path: The file.
+        axes: Names of the expected axes, for the message if their number is wrong.
+
+    Raises:
+        ValueError: The file is not such an array; the message says what is wrong with it.
+    """
+    name = printable(str(path))
+    try:
+        if path.exists() and not path.is_file():  # reading a pipe could block forever
+            raise ValueError("it is not a file")
+        with path.open("rb") as file:
+            magic = file.read(6)
+        if magic[:2] == b"PK":
+            raise ValueError("an archive of several arrays")
+        if magic != b"\x93NUMPY":
+            raise ValueError("it does not start like one")
+        # numpy warns about headers written by Python 2 and about overflowing shapes.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Never unpickle: an object array could run code.
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"{name}: no such file") from None
+    except _BAD_HEADER as error:
+        reason = printable(str(error), 200) or type(error).__name__
+        if "objects" in reason:  # numpy speaks of dtypes and memory maps
+            reason = "it holds Python objects"
+        raise ValueError(f"{name}: not a .npy file of numbers ({reason})") from None
+    assert isinstance(array, np.ndarray)
+    if array.ndim != len(axes):
+        raise ValueError(
+            f"{name}: array has shape {array.shape}, expected {len(axes)} axes ({', '.join(axes)})"
+        )
+    if array.dtype.kind not in "fiub":  # excludes dates and times, which are np.number too
+        real = "real " if array.dtype.kind == "c" else ""
+        raise ValueError(f"{name}: array holds {array.dtype.str}, expected {real}numbers")
+    if 0 in array.shape:
+        raise ValueError(
+            f"{name}: array of shape {array.shape} is empty; every axis needs at least one entry"
+        )
+    return array
+
+
+# numpy parses the header as a Python literal and checks shape and dtype in many places.
+_BAD_HEADER = (
+    *(ValueError, OSError, EOFError, TypeError, KeyError, SyntaxError, OverflowError),
+    *(RecursionError, MemoryError, tokenize.TokenError),
+)
+
+
+# Vectors given to a policy at once: enough to hide call overhead, few enough for the cache.
+_CHUNK = 32_768
+_LARGEST = 1e100  # inner products of larger values could overflow float64
+
+
+@dataclass(frozen=True)
+class OrderReplay:
+    """The result of `replay_order`."""
+
+    bounds: list[float]
+    """R + 1 parallel herding bounds, starting with that of the first orders."""
+    orders: list[list[int]]
+    """Unit ids of each worker after the last round."""
+
+
+def replay_order(
+    vectors: Tensor,
+    policy: Policy,
+    *,
+    rounds: int,
+    start: Start = "identity",
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> OrderReplay:
+    """Reorder fixed vectors with a policy for some rounds, one round standing for an epoch.
+
+    Args:
+        vectors: (M, N, D) gradients of each worker's units; the same in every round.
+        policy: The policy.
+        rounds: R, the number of rounds.
+        start: First orders, unless the policy prescribes them.
+        seed: Seed of all random choices.
+        progress: Called after each round.
+    """
+    workers, units, _ = vectors.shape
+    # The class that training uses: what is replayed is the policy itself, not a copy of it.
+    ordering = Ordering(policy, [units] * workers, seed=seed, start=start)
+    bounds = [parallel_herding_bound(list(vectors), ordering.orders)]
+    for _ in range(rounds):
+        # Shuffles ignore gradients, which saves reading all vectors once more.
+        if policy.needs_rows:
+            _observe_all(vectors, ordering)
+        ordering.end_epoch()
+        bounds.append(parallel_herding_bound(list(vectors), ordering.orders))
+        progress()
+    return OrderReplay(bounds, [order.tolist() for order in ordering.orders])
+
+
+def _observe_all(vectors: Tensor, ordering: Ordering) -> None:
+    workers, units, _ = vectors.shape
+    visits = torch.stack(ordering.orders, dim=1)  # (N, M) unit visited at each step
+    worker_ids = torch.arange(workers)
+    chunk = max(2, _CHUNK // workers)
+    for first in range(0, units, chunk):
+        ordering.observe(vectors[worker_ids, visits[first : first + chunk]])
+
+
+def load_vectors(path: Path) -> Tensor:
+    """Read an (M, N, D) array from an .npy file, as float64.
+
+    Raises:
+        ValueError: The file is not such an array; the message says what is wrong with it.
+    """
+    array = open_array(path, ("workers", "units", "dim"))
+    name = printable(str(path))
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # long doubles may become infinite
+            copied = np.array(array, dtype=np.float64)  # the memory map is read-only
+    except MemoryError:
+        raise ValueError(
+            f"{name}: {array.size:,} elements do not fit into memory; replay a part of them"
+        ) from None
+    vectors = torch.from_numpy(copied)
+    if float(vectors.abs().nan_to_num(0, 0).max()) > _LARGEST:
+        raise ValueError(
+            f"{name}: values must be below {_LARGEST:g}: products of larger ones overflow"
+        )
+    bad = (~vectors.isfinite()).nonzero()
+    if len(bad):
+        worker, unit, column = bad[0].tolist()
+        raise ValueError(
+            f"{name}: {len(bad)} values are NaN or infinite, the first at worker {worker}, "
+            f"unit {unit}, column {column}"
+        )
+    return vectors
+
+
+def random_vectors(workers: int, units: int, dim: int, seed: int) -> Tensor:
+    """Draw the vectors of the CD-GraB paper's herding study: (M, N, D), float64.
+
+    Gaussian vectors are scaled to length one and assigned to workers round-robin; then each
+    worker's mean is subtracted. The study is in arXiv:2302.00845.
+
+    Args:
+        workers: M.
+        units: N, vectors of each worker.
+        dim: D.
+        seed: Seed of the draw; numpy's legacy generator reproduces the published one.
+    """
+    rows = np.random.RandomState(seed).randn(units * workers, dim)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    rows = rows.reshape(units, workers, dim)
+    rows -= rows.mean(axis=0)
+    return torch.from_numpy(np.ascontiguousarray(rows.transpose(1, 0, 2)))
+
+
+def replay_sparsify(
+    gradients: NDArray[np.number],
+    settings: Sparsify,
+    *,
+    layers: Sequence[int] | None = None,
+    every: int = 1,
+    decay: float = 1.0,
+    out: Path | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Exchange recorded gradients step by step, all workers in this process.
+
+    Args:
+        gradients: (T, R, D). Read one step at a time, so it may be a memory map.
+        settings: The sparsifier and how its values are sent.
+        layers: Lengths of the tensors that make up D, for methods that use them.
+        every: Steps between two exchanges, of the sum of their gradients: what local steps of SGD
+            would have changed, if the gradients had stayed as recorded.
+        decay: Factor of the residuals after each exchange.
+        out: Folder for mean.npy (T, D), zero at steps without an exchange, and residual.npy (R, D).
+        progress: Called after each step.
+
+    Returns:
+        The metrics of each exchange; residual_norm and bytes are means over workers.
+
+    Raises:
+        ValueError: A gradient or a sum over workers is not finite, or `out` is no folder.
+    """
+    steps, workers, dim = gradients.shape
+    # Half precision is widened, as residuals are float32 in training; float64 stays exact.
+    dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
+    virtual = VirtualWorkers(
+        settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype
+    )
+    metrics = []
+    with _writer(out, (steps, dim), dtype) as write:
+        changes = torch.zeros(workers, dim, dtype=dtype)
+        for step in range(steps):
+            changes += _step(gradients, step, dtype)
+            # What is left after the last whole phase is exchanged, too.
+            if (step + 1) % every and step + 1 < steps:
+                write(step, torch.zeros(dim, dtype=dtype))
+                progress()
+                continue
+            mean = virtual.step(changes)
+            changes.zero_()
+            if not bool(mean.isfinite().all()):
+                raise ValueError(
+                    f"step {step}: the sum over workers overflows; scale the values down"
+                )
+            if decay != 1:
+                for worker in virtual.workers:
+                    worker.feedback.residual.mul_(decay)
+            write(step, mean)
+            metrics.append(virtual.metrics)
+            progress()
+        if out is not None:
+            _save(out / "residual.npy", virtual.residuals().numpy())
+    return metrics
+
+
+def _step(gradients: NDArray[np.number], step: int, dtype: torch.dtype) -> Tensor:
+    with np.errstate(over="ignore", invalid="ignore"):  # long doubles may become infinite
+        values = np.array(gradients[step], dtype=str(dtype).removeprefix("torch."))
+    grads = torch.from_numpy(values)
+    if not bool(grads.isfinite().all()):
+        worker, column = (~grads.isfinite()).nonzero()[0].tolist()
+        raise ValueError(
+            f"step {step} is not finite, first at worker {worker}, element {column}; training "
+            "would skip this step, so leave it out"
+        )
+    return grads
+
+
+@contextlib.contextmanager
+def _writer(
+    out: Path | None, shape: tuple[int, int], dtype: torch.dtype
+) -> Iterator[Callable[[int, Tensor], None]]:
+    """Yield a function that writes one row of mean.npy; the file appears once all are written."""
+    if out is None:
+        yield lambda step, mean: None
+        return
+    created = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{out} cannot be used as a folder for results: {error.strerror}"
+        ) from None
+    draft = out / "mean.npy.part"
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    try:
+        rows = np.lib.format.open_memmap(draft, mode="w+", dtype=kind, shape=shape)
+
+        def write(step: int, mean: Tensor) -> None:
+            rows[step] = mean.numpy()
+
+        yield write
+        rows.flush()
+        draft.replace(out / "mean.npy")
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        if created:
+            shutil.rmtree(out)
+        raise
+
+
+def _save(path: Path, array: NDArray[np.number]) -> None:
+    draft = path.with_suffix(".npy.part")
+    try:
+        with draft.open("wb") as file:
+            np.save(file, array)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
