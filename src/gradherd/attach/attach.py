@@ -90,6 +90,7 @@ def attach(
     try:
         _check_order(order)
     except ValueError as error:
+        # An order of a wrong type has no world; its peers wait in the group of the model.
         RankMeeting(_model_world(bare, None, None)).refuse(error)
         raise
     try:
@@ -120,7 +121,11 @@ def attach(
     if local is not None:
         buffers = sum(b.numel() for b in float_buffers(bare).values())
         shared |= {"local": local, "elements of buffers": buffers}
+    # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
+    # model as it was, on all ranks.
     meeting.compare(shared)
+    # From here on every rank does the same, so a hook that starts with a collective finds its
+    # peers.
     sparse: SparseHook | ShardedSparseHook | LocalExchange | None = None
     if settings is not None and worlds is not None:
         sparse = ShardedSparseHook(bare, settings, worlds, world, scaler)
@@ -144,6 +149,8 @@ def attach(
         log.info("local steps: %s", local)
     feedback = None
     if order is not None and plan is not None:
+        # After the sparse hook, which needs the slot of DDP's hook: coordination takes it only
+        # where nothing is sparsified.
         transport = _make_transport(bare, order, plan)
         feedback = OrderFeedback(model, order, transport, plan, scaler)
     return Herd(bare, feedback, sparse)
@@ -171,6 +178,7 @@ def _model_world(
         return world_of(model)
     if order is not None and order.world.group is not None:
         return order.world
+    # Variables of torchrun without a process group do not count: such ranks cannot meet.
     return World.detect() if dist.is_available() and dist.is_initialized() else World.single()
 
 
@@ -186,6 +194,7 @@ def _shared_settings(
     shared: dict[str, Any] = {
         "trainable parameters": len(trained),
         "trainable elements": sum(p.numel() for p in trained),
+        # Whether there is one, not its scale, which changes from step to step.
         "scaler": "none" if scaler is None else "given",
         "order": "none" if order is None else order.ordering.policy,
         "sparsify": "none" if sparsify is None else sparsify,
@@ -269,6 +278,7 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
     """Return what takes rows from the model to the sampler."""
     bare, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
+        # Nothing is read off the model but that a backward has happened.
         return CountingTransport(bare, order)
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
         return CoordinatedHook(model, order, world)

@@ -30,6 +30,7 @@ def gradient_registrar(model: nn.Module) -> Registrar:
     def register(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
         if id(parameter) in owners:
             group, sharded = owners[id(parameter)]
+            # FSDP reduces gradients before they reach the sharded parameter, so the group is asked.
             return group.on_gradient(sharded, hook)
         return parameter.register_hook(hook)
 
@@ -58,6 +59,7 @@ class ParameterHooks:
         """
         self.began: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
+        # No backward has this number.
         self._graph_task = -1
 
         def hook(name: str) -> Callable[[Tensor], None]:
@@ -117,8 +119,11 @@ class BatchGradientSource:
     def _begin(self) -> None:
         """Prepare to read all gradients at once when this backward is over."""
         if self._row is None:
+            # What earlier backwards have left in p.grad is subtracted at the end of this one.
             accumulated = any(p.grad is not None for p in self._parameters)
             self._before = self._all_grads() if accumulated else None
+        # Queued callbacks run when the engine has accumulated every gradient, which no hook of a
+        # single parameter can tell.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -129,7 +134,10 @@ class BatchGradientSource:
         """Return the accumulated gradients of all parameters, in one vector (D,)."""
         with torch.no_grad():
             parts = [
-                (p if p.grad is None else p.grad).detach().reshape(-1) for p in self._parameters
+                # The parameter itself stands in for a missing gradient, as it has the right length;
+                # its part is set to zero below.
+                (p if p.grad is None else p.grad).detach().reshape(-1)
+                for p in self._parameters
             ]
             row = torch.cat([part.to_dense() if part.is_sparse else part for part in parts]).float()
             for name, p in zip(self._spec.names, self._parameters, strict=True):
@@ -145,6 +153,8 @@ class BatchGradientSource:
         if self._sketch is None:
             self._row[offset : offset + len(flat)] += flat
         else:
+            # A count sketch is linear, so the sketch of the whole gradient is the sum over
+            # parameters.
             self._row += count_sketch(flat, self._sketch.size, self._sketch.seed, offset=offset)
 
     def take(self, examples: int, loss_scale: float) -> Tensor:

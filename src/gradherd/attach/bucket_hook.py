@@ -25,6 +25,7 @@ def world_of(ddp: DDP) -> World:
 
     Its own process group may hold fewer ranks than the default one.
     """
+    # Not the default group: a model may be trained by some of the ranks.
     group = ddp.process_group
     return World(dist.get_rank(group), dist.get_world_size(group), group)
 
@@ -83,6 +84,8 @@ class BucketHook(ABC):
         self.stopwatch = Stopwatch()
         """Time that the backward has spent in this hook."""
         self.active = True
+        # DDP waits for all futures at the end of a backward, so none has to complete before the
+        # last bucket has arrived.
         self._collected: list[tuple[dist.GradBucket, Future[Tensor]]] = []
         slot = _slot_of(ddp)
         if slot is None:
@@ -177,6 +180,7 @@ def average_bucket(bucket: dist.GradBucket, world: World) -> tuple[Future[Tensor
 def run_bucket_hook(state: HookSlot, bucket: dist.GradBucket) -> Future[Tensor]:
     """DDP communication hook. DDP inspects its signature, so it cannot be a method."""
     if state.hook is not None:
+        # Looked up at every call: detach() empties the slot while DDP keeps calling.
         return state.hook.on_bucket(bucket)
     assert state.world is not None
     future, _ = average_bucket(bucket, state.world)

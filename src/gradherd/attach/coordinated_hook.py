@@ -124,6 +124,7 @@ class CoordinatedHook(BucketHook):
         self._separate: dict[str, Tensor] = {}  # gradient of a backward that did not
         self._coordinates = True  # whether the buckets of this backward hold its gradient alone
         self._decided = False
+        # Counted apart from `total_bytes`, which DDP would have sent without an order, too.
         self._separate_bytes = 0
         self._hooks = ParameterHooks(ddp.module, self._arrived)
 
@@ -166,11 +167,13 @@ class CoordinatedHook(BucketHook):
 
     def add(self, bucket: dist.GradBucket) -> None:
         """Begin the all-to-all of the bucket, unless all buckets are exchanged as one."""
+        # The all-to-all needs the bucket alone, so it can start while the backward goes on.
         if not self._one_bucket:
             self._mean.start(bucket.buffer())
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Average all buckets and store this rank's slices of all workers' gradients."""
+        # Only what this exchange adds: the mean counts over the whole run.
         before = self._mean.bytes
         if self._one_bucket:
             self._exchange_as_one(buckets)
@@ -222,6 +225,8 @@ class CoordinatedHook(BucketHook):
             claim: The units that the gradient belongs to; None if it counts for nothing.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
+        # Released before the thread starts, so that the next backward cannot feed the same rows
+        # again.
         rows, self._rows = self._rows, None
         if rows is None:
             rows = self._exchange_separately()
@@ -266,6 +271,7 @@ class CoordinatedHook(BucketHook):
 
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
+        # The all-to-all has happened already; only its result is dropped.
         self._rows, self._separate = None, {}
         self._decided = False
 

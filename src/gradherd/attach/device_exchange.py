@@ -83,6 +83,7 @@ class DeviceExchange:
         self._warm = settings.warmup_steps == 0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self._launched = 0
+        # With several ranks the script runs collectives in between, and these are not captured.
         self._may_capture = world.size == 1
 
     def add(self, number: int, bucket: dist.GradBucket) -> None:
@@ -98,6 +99,8 @@ class DeviceExchange:
             self._late.append((number, bucket))
 
     def _begin(self) -> None:
+        # Residuals are in the unit of parameters (gradient times learning rate), and the rate may
+        # have changed since the last step.
         ratio = self._worker.next_unit(1.0)
         if ratio != 1 and self._device is not None:
             self._device.rescale(ratio)
@@ -120,6 +123,8 @@ class DeviceExchange:
             return False
         address, count, parameters = self._buckets[number]
         flat = bucket.buffer()
+        # A bucket that DDP has rebuilt has other memory, which is cheaper to compare than its
+        # parameters.
         if (flat.data_ptr(), flat.numel()) != (address, count):
             return False
         if self._checked < _CHECKED_STEPS:
@@ -130,6 +135,8 @@ class DeviceExchange:
         """Return whether it can exchange these buckets: all parameters known, of one dtype."""
         if not self._late:
             return True
+        # A parameter that was frozen at attach has no place in the residual, and one residual
+        # cannot hold two dtypes.
         known = all(p in self._slices for bucket in buckets for p in bucket.parameters())
         return known and len({bucket.buffer().dtype for bucket in buckets}) == 1
 
@@ -183,6 +190,7 @@ class DeviceExchange:
         device = self._device
         assert device is not None
         graph = torch.cuda.CUDAGraph()
+        # One pool for all graphs: they never run at the same time.
         pools = [one.pool() for one in self._graphs.values()]
         try:
             # Other threads, such as nccl's watchdog, may call CUDA meanwhile.
@@ -221,6 +229,7 @@ class DeviceExchange:
         )
         if old is None:
             new.take(flat, {piece.begin: piece.begin for piece in placement.pieces})
+            # Its memory would otherwise be held twice: as large as the model.
             self._worker.feedback.release()
         else:
             new.take_over(old)
@@ -265,6 +274,7 @@ class DeviceExchange:
         """Give the residual back to the worker, as D zeros: a saved one will be loaded."""
         if self._device is not None:
             self._worker.feedback.restore(dim)
+        # Laid out anew at the next backward, from what was loaded.
         self._device, self._buckets = None, []
         self._graphs.clear()
         self._warm = self._settings.warmup_steps == 0

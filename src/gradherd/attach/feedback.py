@@ -200,6 +200,7 @@ class OrderFeedback:
     def pause(self) -> Iterator[None]:
         """Ignore backwards inside: they do not belong to examples of the sampler."""
         self._feed_back()
+        # Remembered, so that pauses can be nested.
         before, self._paused = self._paused, True
         try:
             yield
@@ -273,6 +274,7 @@ class OrderFeedback:
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:
     """Raise if ranks hold different orders."""
+    # A version has 64 bits without a sign, an int64 has one.
     version = torch.tensor(int(sampler.ordering.version, 16) - 2**63, device=device)
     versions = all_gather(version, sampler.world).value.tolist()
     check_same_version(versions, sampler.ordering.epoch)

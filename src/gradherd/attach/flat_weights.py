@@ -105,6 +105,7 @@ class FlatWeights:
     def replaced_by(self, flat: Tensor) -> Iterator[None]:
         """Let the parameters be those of a (D,) vector inside; restore them and all buffers."""
         before_write = self.read()
+        # All of them, also integer ones such as num_batches_tracked.
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         self.write(flat)
         try:
@@ -122,6 +123,7 @@ class FlatWeights:
 
     def read_buffers(self) -> Tensor | None:
         """Return (B,) the buffers; None without any."""
+        # Running statistics are averaged like weights, in at least float32.
         flat = [b.detach().to(self.device, self.dtype).reshape(-1) for b in self.buffers().values()]
         return torch.cat(flat) if flat else None
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gradherd.attach.fsdp_coordination import rides
+from gradherd.attach.fsdp_coordination import shares_reduce_scatter
 from gradherd.attach.fsdp_torch import (
     ShardedGroup,
     fsdp_modules,
@@ -25,6 +25,7 @@ on every rank, which a model that does not fit one card may not have."""
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Return whether a module is wrapped by the first FSDP, FullyShardedDataParallel."""
+    # Not imported here: that takes seconds, and a model cannot be of a class nobody has imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
@@ -166,9 +167,9 @@ class ShardedWorlds:
             )
         return world
 
-    def rides(self, world: World) -> bool:
+    def shares_reduce_scatter(self, world: World) -> bool:
         """Return whether ordering whole batches costs no bytes of its own."""
-        return not self._foreign and rides(self.groups, world)
+        return not self._foreign and shares_reduce_scatter(self.groups, world)
 
     def check_exchange(self, model: nn.Module, mesh: Any, what: str) -> None:
         """Raise ValueError unless gradherd can exchange something between replicas.

@@ -56,6 +56,7 @@ class SlicingReduceScatter:
         """Write this rank's part of the reduced (N,) input to the (N / R,) output."""
         world = World(dist.get_rank(group), dist.get_world_size(group), group)
         with self._owner.stopwatch:
+            # FSDP lays out its input rank by rank, so row r is what rank r is to receive.
             block, sent = all_to_all(input_tensor.view(world.size, -1), world)
             # Rows are added in float32 or better, whatever the dtype of the reduction.
             mean_of_rows(block, output_tensor, share=self._group.share(op))
@@ -76,11 +77,11 @@ class ShardedCoordination:
         """
         self._model, self._sampler, self.world = model, sampler, world
         self._groups = sharded_groups(model)
-        self._rides = rides(self._groups, world)
+        self._shares = shares_reduce_scatter(self._groups, world)
         self.layout = ShardLayout(
             tuple(
                 # Without the reduce-scatter any cut would do; a flat one pads least.
-                ShardSpan(p.name, *((p.shape, p.dim) if self._rides else ((_numel(p),), 0)))
+                ShardSpan(p.name, *((p.shape, p.dim) if self._shares else ((_numel(p),), 0)))
                 for group in self._groups
                 for p in group.parameters
             )
@@ -88,7 +89,7 @@ class ShardedCoordination:
         self._signer = SliceSigner(sampler, world)
         self._separate_bytes = 0
         self.total_bytes = 0
-        """Bytes that this rank has sent to reduce gradients, where ordering rides with them."""
+        """Bytes that this rank has sent to reduce gradients, if ordering shares that exchange."""
         self.stopwatch = Stopwatch()
         """Time spent in the reduce-scatter."""
         self.waiting = False
@@ -101,7 +102,7 @@ class ShardedCoordination:
         self._buffers: list[Tensor | None] = [None, None]
         self._hooks = ParameterHooks(model, self._arrived)
         self._handles: list[Any] = []
-        for group in self._groups if self._rides else []:
+        for group in self._groups if self._shares else []:
             self._handles.append(group.before_reduce(self._noting(group)))
             self._handles.append(
                 group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
@@ -128,7 +129,7 @@ class ShardedCoordination:
         if not self._decided:
             # At the first gradient of a backward: what waits now is of earlier ones.
             alone = all(group.reduces and not group.accumulates for group in self._groups)
-            self._coordinates, self._decided = self._rides and alone, True
+            self._coordinates, self._decided = self._shares and alone, True
         self.waiting = True
         if not self._coordinates:
             # A parameter may have several gradients: two backwards of one forward are one batch.
@@ -146,6 +147,8 @@ class ShardedCoordination:
     def keep(self, group: ShardedGroup, block: Tensor) -> None:
         """Keep the (R, n) slices of one reduce-scatter until the batch is fed back."""
         if self._decided and self._coordinates:
+            # What FSDP has divided by before the reduction (half precision) is multiplied back:
+            # rows are plain gradients.
             factor, _ = group.divide_factors(block.dtype)
             self._blocks.append((self._present[id(group)], block, factor))
 
@@ -165,11 +168,14 @@ class ShardedCoordination:
         size = self.world.size
         assert self._blocks, "every backward that coordinates ends with a reduce-scatter"
         wide = torch.promote_types(self._blocks[0][1].dtype, torch.float32)
+        # The older of the two: its signs are done, as `submit` waits for the batch before.
         rows = self._buffers.pop(0)
         if rows is None or rows.dtype != wide:
             device = self._blocks[0][1].device
             rows = torch.empty(size, self.layout.columns(size), dtype=wide, device=device)
         self._buffers.append(rows)
+        # Parameters without a gradient in this batch are in no block, and the buffer holds an
+        # earlier batch.
         rows.zero_()
         starts = self.layout.starts(size)
         for present, block, factor in self._blocks:
@@ -183,6 +189,8 @@ class ShardedCoordination:
 
     def _exchange_separately(self) -> Tensor:
         """Return (R, C) slices of a gradient that no reduce-scatter held alone."""
+        # Whole gradients: FSDP has not reduced them, or has reduced them together with earlier
+        # ones.
         grads = {name: grad for name, grad in self._separate.items()}
         rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
         self._separate_bytes += sent
@@ -212,8 +220,8 @@ class ShardedCoordination:
         self._drop()
 
     def metrics(self) -> dict[str, Any]:
-        """Return what reducing gradients has cost, where ordering rides with it."""
-        if not self._rides:
+        """Return what reducing gradients has cost, where ordering shares that exchange."""
+        if not self._shares:
             return {}
         return {"exchange_seconds": self.stopwatch.seconds, "total_bytes": self.total_bytes}
 
@@ -246,12 +254,13 @@ class ShardedCoordination:
 
         def columns(row: Tensor) -> Tensor:
             by_name = dict(zip(spec.names, spec.split(row), strict=True))
+            # The state has whole rows on every rank, so nothing is sent to load it.
             return self.layout.cut(by_name, self.world.size)[self.world.rank]
 
         self._sampler.ordering.map_columns(columns)
 
 
-def rides(groups: Sequence[ShardedGroup], world: World) -> bool:
+def shares_reduce_scatter(groups: Sequence[ShardedGroup], world: World) -> bool:
     """Return whether every reduce-scatter is between all workers and may be replaced."""
     return world.size > 1 and all(
         group.shard_world.ranks() == world.ranks()

@@ -40,6 +40,7 @@ class ShardedLocalExchange(LocalExchange):
             worlds: Which ranks hold the shards, and which the replicas.
             world: All of them.
         """
+        # Only ranks that hold the same shard exchange; inside a replica FSDP averages gradients.
         super().__init__(model, optimizer, settings, worlds.replicate)
         self.world, self._shard, self._replicate = world, worlds.shard, worlds.replicate
         named = {p.name: p for group in worlds.groups for p in group.parameters}
@@ -50,6 +51,7 @@ class ShardedLocalExchange(LocalExchange):
     def _everywhere(self, here: bool) -> bool:
         """Return whether something holds for all shards of this replica."""
         flag = torch.tensor([int(here)], dtype=torch.int32, device=self._weights.device)
+        # A replica takes a step with all its shards or with none, else they would drift apart.
         flags, sent = all_gather(flag, self._shard)
         self.total_bytes += sent
         return bool(flags.all())
@@ -69,6 +71,7 @@ class ShardedLocalExchange(LocalExchange):
         kept = {"residual": self._worker.feedback.residual, "shared": self._outer.shared}
         if self._outer.momentum is not None:
             kept["outer_momentum"] = self._outer.momentum
+        # In the middle of a phase each replica's weights differ from the shared ones.
         kept["weights"] = self._weights.read()
         return {key: self._weights.by_name(flat) for key, flat in kept.items()}
 

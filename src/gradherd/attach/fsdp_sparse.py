@@ -119,6 +119,7 @@ class ShardedSparseHook:
             raise RuntimeError(
                 "the model is part of a larger one that fully_shard was called on: attach to that"
             )
+        # Read here, in the backward: the loop may set it anew before each one.
         self._averages = group.averages_replicas
         # Torch divides after this hook, but what is cleared here never gets there.
         _, divisor = group.divide_factors(reduced.dtype)
@@ -173,6 +174,8 @@ class ShardedSparseHook:
 
     def _all_shards(self, finite: bool) -> bool:
         """Return whether the exchange of every shard succeeded: a step is taken whole or not."""
+        # One integer per step: a rank alone cannot know that another shard of its replica has
+        # overflowed.
         flag = torch.tensor([int(finite)], dtype=torch.int32, device=self._grad.device)
         flags, sent = all_gather(flag, self._shard)
         self.total_bytes += sent

@@ -24,9 +24,7 @@ GROUP_NAMES = (
     "fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads",
     "gradient_divide_factor", "wait_for_unshard", "post_backward", "_all_reduce_hook",
 )  # fmt: skip
-PARAMETER_NAMES = (
-    "sharded_param", "sharded_size", "unsharded_accumulated_grad", "offload_to_cpu"
-)  # fmt: skip
+PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad", "offload_to_cpu")
 STATE_NAMES = ("_is_root", "_state_ctx", "_root_post_backward_final_callback")
 
 GradientHook = Callable[[Tensor], None]
@@ -171,6 +169,7 @@ class ShardedGroup:
         if not narrow:
             return 1.0, factor
         before = 1
+        # About the root before and after: a sum in half precision neither over- nor underflows.
         while factor % before == 0 and factor / before > before:
             before *= 2
         return float(before), factor / before
@@ -213,6 +212,7 @@ class ShardedGroup:
         return self._watch().before_reduce(hook)
 
     def _watch(self) -> "GroupWatch":
+        # Kept on torch's own object: it lives as long as the group, and a second herd finds it.
         watch = self._group.__dict__.get("_gradherd_watch")
         if watch is None:
             watch = self._group._gradherd_watch = GroupWatch(self._group)
@@ -303,6 +303,7 @@ def on_backward_end(model: nn.Module, hook: Callable[[], None]) -> Handle:
     states = [module._get_fsdp_state() for _, module in fsdp_modules(model)]
     for state in states:
         state._root_post_backward_final_callback = _then(state, hook)
+    # The wrapper is an attribute of the instance; deleting it uncovers the method of the class.
     undo = partial(
         _call_all, [partial(delattr, s, "_root_post_backward_final_callback") for s in states]
     )

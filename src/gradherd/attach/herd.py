@@ -36,6 +36,8 @@ class Herd:
         self._feedback = feedback
         self._sparse = sparse
         self._detached = False
+        # Weak, so that a model dropped without detach() can be freed, and its sampler attached
+        # again.
         self._model = weakref.ref(inner(model))
         attached_models.add(inner(model))
 
@@ -251,6 +253,7 @@ class Herd:
                 raise ValueError(f"state has no {key!r}: it was saved without {what}")
             part = part_of_rank(state[key], self._sparse.world)
             self._sparse.check_state(part)
+        # Only after the checks of both halves: a herd that is half loaded would go on training.
         self.load_shared(state, skipped_by=skipped_by)
         if self._sparse is not None:
             self._sparse.load_state_dict(part)
@@ -317,6 +320,8 @@ class Herd:
         if (model := self._model()) is not None:
             attached_models.discard(model)
         if self._feedback is not None:
+            # Ordering first: it may still need a collective, while the sparse hook has none at its
+            # end.
             self._feedback.detach()
         if self._sparse is not None:
             self._sparse.close()

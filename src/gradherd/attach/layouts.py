@@ -128,6 +128,7 @@ class ShardSpan(NamedTuple):
         """
         front = whole.reshape(self.shape).movedim(self.dim, 0)
         rows = -(-len(front) // ranks)
+        # Zeros at the end of the dimension, as torch pads the last shards.
         padded = F.pad(front, [0, 0] * (front.dim() - 1) + [0, rows * ranks - len(front)])
         shards = padded.view(ranks, rows, *front.shape[1:]).movedim(1, self.dim + 1)
         return shards.reshape(ranks, -1)
@@ -137,6 +138,7 @@ class ShardSpan(NamedTuple):
         ranks, size = len(shards), self.shape[self.dim]
         rows = -(-size // ranks)
         inside = (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+        # The dimension that was cut comes first, so that shards can be joined and padding cut off.
         front = shards.reshape(ranks, *inside).movedim(self.dim + 1, 1).flatten(0, 1)[:size]
         return front.movedim(0, self.dim).reshape(-1)
 
@@ -225,6 +227,8 @@ class BucketMap:
         Returns:
             (K,) the values as the dtypes of the buckets hold them.
         """
+        # Parameters are contiguous in the flat vector, so the last one that begins at or before an
+        # index holds it.
         row = torch.searchsorted(self._begins, indices, right=True) - 1
         offsets = indices - self._begins[row] + self._offsets[row]
         buckets = self._numbers[row]

@@ -43,6 +43,8 @@ class ParameterUsage:
             return
         if not self._accumulating:
             self._flags = [False] * len(self._flags)
+        # Under no_sync nothing is exchanged yet: what this backward uses counts for the one that
+        # syncs.
         if not self._ddp.require_backward_grad_sync:
             self._accumulating = True
 
@@ -73,6 +75,7 @@ def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Op
     Raises:
         ValueError: It is no optimizer, or steps parameters that would not be exchanged.
     """
+    # Wrappers are Optimizers themselves, but torch's step hooks run in the inner one.
     while isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inside
     if not isinstance(optimizer, Optimizer):
@@ -103,6 +106,7 @@ def refuse_second_momentum(model: nn.Module, owner: Any, momentum: float) -> Non
         if hook is None or not hook.active:
             return
         for group in optimizer.param_groups:
+            # Adam and its relatives have no momentum but a first beta, which has the same effect.
             own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
             if own and any(id(p) in parameters for p in group["params"]):
                 raise ValueError(

@@ -35,8 +35,10 @@ def plan_rows(
     worlds: ShardedWorlds | None,
 ) -> RowSettings:
     """Return how to read rows, or raise if this model cannot be used with this sampler."""
+    # The module inside torch.compile's wrapper.
     bare = getattr(model, "_orig_mod", model)
     here = World.detect()
+    # A sampler made before init_process_group() detects one rank and would hand out all the data.
     if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):
         raise ValueError(
             f"order was made for {order.world}, but this process is {here}: create the "
@@ -57,7 +59,9 @@ def plan_rows(
     if order.ordering.policy.needs_rows and order.unit < order.batch_size:
         unwrap_model(model)  # raises if compiled: hooks of its modules would not be called
     if worlds is not None:
-        free = worlds.rides(order.world) and FlatSpec.of(bare).size < WHOLE_ROWS_BELOW
+        free = (
+            worlds.shares_reduce_scatter(order.world) and FlatSpec.of(bare).size < WHOLE_ROWS_BELOW
+        )
     else:
         free = isinstance(bare, DDP) and hook_is_free(bare)
     settings, why = _choose(bare, order, rows, free and not sparsifies)

@@ -145,6 +145,7 @@ class ExampleRowSource:
         """Average the rows of single examples over units."""
         if self._unit == 1:
             return single
+        # A unit is ordered by the mean gradient of its examples.
         return single.view(len(single) // self._unit, self._unit, -1).mean(1)
 
     def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
@@ -202,6 +203,7 @@ def make_row_source(
     model: nn.Module, settings: RowSettings, unit: int, batch_size: int
 ) -> RowSource:
     """Return the source that reads rows off a bare model as the settings say."""
+    # One unit per batch: its gradient is p.grad itself, and no layer need be read.
     if unit == batch_size or isinstance(settings, BatchRows):
         if isinstance(settings, TwoSidedRows):
             size = settings.size_for(FlatSpec.of(model).size)
@@ -234,6 +236,7 @@ class WatchedSource:
         rows = self._source.take_implicit(examples, loss_scale)
         if rows is None:
             return None
+        # Figures and signs both need the Gram matrix, which costs as much as a backward.
         once = _GramOnce(rows)
         self._figures.add(once)
         return once

@@ -59,6 +59,7 @@ class SparseHook(BucketHook):
         counts = [(name, p.numel()) for name, p in self._parameters.items()]
         self.layout = FlatLayout.of(counts, settings.dense_below)
         self._scaler = scaler
+        # After the checks: registering a hook with DDP cannot be undone.
         super().__init__(ddp, world_of(ddp))
         dtypes = {p.dtype for p in self._parameters.values()}
         self._worker = Worker(
@@ -79,6 +80,7 @@ class SparseHook(BucketHook):
         }
         self._metrics: dict[str, Any] = {}
         self._device: DeviceExchange | None = None
+        # Which parameters a backward has used must be read on the host, once per step.
         if not tracks_usage(ddp) and runs_on_device(settings, self._worker, self.world.size):
             self._device = DeviceExchange(settings, self._worker, self._slices, self.world, scaler)
         self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
@@ -204,6 +206,7 @@ class SparseHook(BucketHook):
         parts = None
         if self._device is not None:
             self._device.pull()
+            # In the order of the buckets; they are named below.
             parts = self._device.residual_parts()
         state = self._worker.state_dict()
         state["residual"] = self._by_name(feedback.residual if parts is None else parts)

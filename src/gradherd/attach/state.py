@@ -147,6 +147,7 @@ def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
     # One rank alone has no others, and its state is that of all ranks.
     alone = (state.get("rank"), state.get("workers")) == (0, 1)
     if "other_ranks" in state or (alone and world.size > 1):
+        # On another number of ranks nobody has a part of its own, so all are merged.
         parts = all_parts(state)
         return parts[world.rank] if len(parts) == world.size else merge_residuals(parts)
     saved, size = state.get("rank"), state.get("workers")

@@ -176,6 +176,7 @@ class CountingTransport(_LocalState):
         self.waiting = False
         if claim is None:
             return
+        # An order that needs no gradients still counts units, to know when its epoch ends.
         seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
         self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
 
@@ -256,6 +257,8 @@ class GatheringTransport(_LocalState):
             return
         self._gatherer.add(self._source.take(*rows), claim)
         left = self._sampler.ordering.length - claim.step - claim.units
+        # A last batch that is shorter may be dropped by the loader (drop_last), and would then
+        # never come.
         if left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
 
@@ -264,6 +267,8 @@ class GatheringTransport(_LocalState):
         # Every rank has fed as many batches, so checks are due on all of them at once.
         error: Exception | None = None
         try:
+            # Compares the mean of the rows with the gradient of the batch, so it comes before they
+            # are taken.
             mask = self._source.check(claim.examples)
         except Exception as raised:
             if self._alone:
@@ -282,6 +287,7 @@ class GatheringTransport(_LocalState):
                 f"rows could not be read on {'rank' if len(failed) == 1 else 'ranks'} "
                 f"{', '.join(map(str, failed))}, which raised an error of its own"
             )
+        # The union over ranks: rows of all ranks must have the same columns.
         self._source.leave_out(masks.amax(0))
 
     def by_index(self) -> None:
