@@ -15,6 +15,7 @@ from gradherd.comm.world import World
 
 _LAYERS = 6
 _BATCH = 4
+# A short message is all latency, a long one nearly all bandwidth.
 _SHORT_BYTES, _LONG_BYTES = 4, 1 << 24
 _SHORT_REPEATS, _LONG_REPEATS = 50, 7
 _WARMUP_STEPS, _STEPS = 2, 5
@@ -62,6 +63,7 @@ def ring_seconds(size: int, repeats: int, world: World, device: torch.device = _
     """
     if world.size == 1:
         return 0.0
+    # One buffer for both directions: what arrives does not matter.
     message, times = torch.zeros(size, dtype=torch.uint8, device=device), []
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for _ in range(1 + repeats):

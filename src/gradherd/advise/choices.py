@@ -145,6 +145,7 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     if exchange != "dense" and ordered:
         # No other exchange gives a rank the gradients of all workers, so rows are sent beside it.
         seconds, size = _gathered_sketches(setting)
+        # Gathered after the backward, so nothing of it overlaps.
         exposed, sent, overhead = exposed + seconds, sent + size, overhead + overheads.sketch
     return Choice(
         exchange=exchange,
@@ -269,6 +270,7 @@ def _exdyna(
     offers = _index_bytes(count, math.ceil(span / PAGE))
     if form in VALUE_BITS:  # only then may indices take 12 bits
         offers = min(offers, index_bytes(count, (0, math.ceil(span)), 12))
+    # Every offer has its magnitude beside it; a flag says whether the gradient was finite.
     offers += MAGNITUDE_BYTES * count + FLAG_BYTES + COUNT_BYTES
     seconds, sent = _values(setting, k, form)
     return all_gather_seconds(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)

@@ -108,6 +108,7 @@ def all_reduce_seconds(size: float, ranks: int, link: NetworkLink) -> float:
     """
     if ranks == 1:
         return 0.0
+    # A ring sends the least, a tree waits the least: size and number of ranks decide.
     ring = 2 * (ranks - 1) * link.latency + link.transfer(2 * size * (ranks - 1) / ranks)
     tree = 2 * levels(ranks) * link.latency + link.transfer(2 * size)
     return min(ring, tree)

@@ -130,6 +130,7 @@ def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, f
         exchange: Whose speedup.
         rival: Over which exchange.
     """
+    # All corners of what may be wrong: a ratio of step times is extreme in one of them.
     ratios = []
     for link in (1 / _INPUT_ERROR, _INPUT_ERROR):
         for work in (1 / _INPUT_ERROR, _INPUT_ERROR):
@@ -198,6 +199,7 @@ def _answer(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
 
 def _conclusion(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
     """Return one sentence: what to use, how much faster it is than what, and how sure that is."""
+    # Not what is recommended: that may be a milder exchange, up to 5 % slower.
     fastest = min((c for c in choices if c.order == "d-rr"), key=lambda one: one.step_seconds)
     if chosen.exchange == "dense":
         low, high = speedup_range(setting, fastest.exchange, "dense")

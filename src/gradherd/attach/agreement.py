@@ -89,6 +89,8 @@ class RankMeeting:
     def _all_saw(self, entries: list[dict[str, Any]]) -> bool:
         """Write down which entries this rank has read; return whether all ranks read the same."""
         nonces = [entry["nonce"] for entry in entries]
+        # A second round: an entry in the store may be that of a process that died, which answers
+        # nobody.
         self._write("seen", {"nonces": nonces})
         seen = [self._read("seen", rank) for rank in range(self._world.size)]
         return all(one is not None and one["nonces"] == nonces for one in seen)
@@ -117,6 +119,7 @@ class RankMeeting:
     def _read(self, kind: str, rank: int) -> dict[str, Any] | None:
         assert self._store is not None
         key = f"{self._prefix}/{kind}/{rank}"
+        # `get` would block until the key is there, and could not say which rank is missing.
         if not self._store.check([key]):
             return None
         value: dict[str, Any] = json.loads(self._store.get(key))
@@ -138,6 +141,7 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
     for name in ranks[0]:
         holders: dict[str, list[int]] = {}
         for rank, settings in enumerate(ranks):
+            # A rank without local steps does not have their settings at all.
             holders.setdefault(settings.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             values = (
@@ -157,5 +161,7 @@ def _readable(value: Any) -> str:
     if isinstance(value, str):
         return value
     if callable(value) and not isinstance(value, type):
+        # Two ranks have the same lambda under the same name, but not the same object.
         return "a function"
+    # Addresses differ from process to process, and say nothing about the setting.
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

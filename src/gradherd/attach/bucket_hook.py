@@ -89,6 +89,7 @@ class BucketHook(ABC):
         self._collected: list[tuple[dist.GradBucket, Future[Tensor]]] = []
         slot = _slot_of(ddp)
         if slot is None:
+            # Once per DDP model: register_comm_hook raises the second time.
             slot = HookSlot(world)
             ddp.register_comm_hook(slot, run_bucket_hook)
         slot.hook, self._slot = self, slot

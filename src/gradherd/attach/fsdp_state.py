@@ -57,6 +57,7 @@ class ShardedHerdState:
         """Return this rank's state; to load from another mesh, what of it to read."""
         sparse = self._sparse
         if self._saved_by == sparse.mesh:
+            # Not gathered: every rank writes its own shards, which is what DCP is for.
             herd = self._herd.state_dict(gather=False)
             own = herd.pop(sparse.key)
             state = {"shared": pack(herd), self._worker_name(sparse.place): pack(own["worker"])}

@@ -128,8 +128,7 @@ class ShardedGroup:
     @property
     def device(self) -> torch.device:
         """Where the whole parameters are computed with."""
-        device: torch.device = self._group.device
-        return device
+        return torch.device(self._group.device)
 
     @property
     def reduces(self) -> bool:

@@ -99,6 +99,7 @@ class BucketLayout(NamedTuple):
         [[1, 2], [3, 4, 5]]
         """
         body, tails = [], []
+        # Any of them: all parameters of a row have one dtype and device.
         like = next(iter(by_name.values()))
         for bucket, length in zip(self.buckets, self.lengths(), strict=True):
             flat = torch.cat([by_name.get(name, like.new_zeros(count)) for name, count in bucket])

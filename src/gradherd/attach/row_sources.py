@@ -276,6 +276,7 @@ class RowWatch:
         self.figures = RowFigures(sampler.unit)
         self._ordering = ordering = sampler.ordering
         self._policy = WatchedPolicy(ordering.policy, ordering.length)
+        # An order without gradients has no prefix sums to watch.
         if ordering.policy.needs_rows:
             ordering.policy = self._policy
 

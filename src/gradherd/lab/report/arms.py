@@ -117,6 +117,7 @@ def record_files(folders: Sequence[Path]) -> dict[Path, tuple[int, int]]:
 def _check_unique(records: Sequence[tuple[Path, RunRecord]]) -> None:
     first_paths: dict[tuple[object, ...], Path] = {}
     for path, record in records:
+        # Compared by identity: the same path is stored on the first visit.
         first = first_paths.setdefault((record.task, *arm_key(record), record.seed), path)
         if first is not path:
             raise ValueError(

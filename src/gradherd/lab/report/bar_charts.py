@@ -20,7 +20,7 @@ class EffectRow:
     text: str
     """The effect in words, to the right of the plot."""
     style: int
-    """Colour, as in `palette`."""
+    """Colour and dashes; see `svg_parts.line_styles`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A chart of curves is {"kind", "title", "note", "alt", "x", "y", "log", "lines", "levels"}: `x` maps
 the axes that can be chosen to their labels, `log` is None for charts without a log switch, `levels`
 are horizontal lines. A line is {"arm", "xs", "mean", "low", "high", "runs"}, where `runs` are
-the single seeds. A chart of bars has only its drawing. Colours are missing: `palette` has them.
+the single seeds. A chart of bars has only its drawing. Colours are missing: `svg_parts` has them.
 """
 
 import statistics
@@ -41,6 +41,7 @@ def charts_of(comparison: Comparison) -> list[Chart]:
         under "svg".
     """
     styles = line_styles([arm.label for arm in comparison.arms])
+    # Only charts that have data: an empty frame would look like a failure.
     curves = [one for build in (_loss, _metric, _herding, _density) if (one := build(comparison))]
     bars = [one for draw in (_load, _time) if (one := draw(comparison, styles)) is not None]
     return [{**one, "svg": drawing(one, comparison, styles)} for one in curves] + bars
@@ -204,6 +205,7 @@ def _time(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
     if not arms:
         return None
     seconds = {part: [mean_seconds(arm, part) for _, arm in arms] for part in TIME_PARTS}
+    # Not the measured seconds: parts are clamped at zero, and a bar must be as long as its parts.
     total = [sum(column) for column in zip(*seconds.values(), strict=True)]
     # A part below half a percent in every arm would be an invisible bar with a legend entry.
     visible = [

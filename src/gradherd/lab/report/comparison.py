@@ -132,6 +132,7 @@ def compare_all(records: Sequence[RunRecord]) -> list[Comparison]:
     """Compare the runs of each task, tasks in order of first appearance."""
     by_task: dict[str, list[RunRecord]] = {}
     for record in records:
+        # A dict keeps the order of first appearance, which the page follows.
         by_task.setdefault(record.task, []).append(record)
     return [compare(group) for group in by_task.values()]
 
@@ -183,6 +184,7 @@ def _questions(arms: Sequence[ArmSummary]) -> tuple[Question, ...]:
 
 def _pair_up(arms: Sequence[ArmSummary], shared: Callable[[ArmSummary], object]) -> list[ArmPair]:
     """Pair each arm with the first one that has the same shared part."""
+    # The first arm with the same shared part, as the first arm of all is the baseline.
     references: dict[object, ArmSummary] = {}
     pairs = []
     for arm in arms:
@@ -261,6 +263,7 @@ def _difference(
     # An arm minus itself is zero for every seed, which is no result.
     if arm is reference or not min(ends):
         return None
+    # Seeds that only one arm has say nothing about the difference between the two.
     partners = {run.seed: run for run in reference.used}
     runs = [run for run in arm.used if run.seed in partners]
     finished = arm.finished and reference.finished and ends == (arm.epochs, reference.epochs)

@@ -92,6 +92,7 @@ def draw_figure(
     """Return one chart as SVG; None if there is nothing to draw."""
     figure = figure if title is None else replace(figure, title=title)
     names = [arm.name for arm in study.arms_in(figure)]
+    # In the order of the study, which decides the colours, not in that of the results.
     available = {name: results[name] for name in names if name in results}
     reference = () if figure.against is None else results.get(figure.against, ())
     return _draw(figure, available, reference, layout) if available else None

@@ -142,6 +142,7 @@ def measure_runs(
     Raises:
         ValueError: There is no such measure.
     """
+    # Of the longest run: one that diverged early has no value there, and that counts.
     end = max(len(run.epochs) for run in runs) if epoch is None else epoch
     seeds = [run.seed for run in runs]
     if name in _SUMS:

@@ -125,6 +125,8 @@ class PageSection:
 def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> PageSection:
     name = f"c{index}"
     charts = [
+        # An id must be unique in the page, and several tasks have charts of the same kind. The
+        # drawing is ours, with all names escaped, so it is not escaped again.
         {**chart, "id": f"{name}-{chart['kind']}", "group": name, "svg": Markup(chart["svg"])}
         for chart in charts_of(comparison)
     ]

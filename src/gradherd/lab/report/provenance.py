@@ -87,6 +87,7 @@ def _settings(arms: Sequence[ArmSummary]) -> Iterator[str]:
     names = dict.fromkeys(name for config in configs for name in config if name not in COMPARED)
     differing = []
     for name in names:
+        # As text: settings may be lists or tables, which cannot be put in a set.
         values = list(dict.fromkeys(setting_text(config.get(name)) for config in configs))
         if len(values) > 1:
             differing.append(f"{printable(name, 40)} ({', '.join(values[:4])})")

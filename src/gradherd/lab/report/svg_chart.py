@@ -41,7 +41,7 @@ class ChartLine:
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high): the range over single runs."""
     style: int | None = None
-    """As `palette.line_styles` gives it; None uses the position among the lines."""
+    """As `svg_parts.line_styles` gives it; None uses the position among the lines."""
     group: str = ""
     """Class of the line's group, by which a page can hide it."""
 

@@ -146,6 +146,7 @@ def gradients(
             picks = torch.randint(
                 len(split.train[0]), (settings["batch_size"],), generator=generator
             )
+            # Each worker's gradient by itself: the mean is put into p.grad afterwards.
             optimizer.zero_grad()
             task.loss(model, *(c[picks.to(c.device)] for c in split.train)).backward()
             rows.append(flat_grad(parameters))
@@ -168,6 +169,7 @@ def density_figures(steps: Sequence[Mapping[str, Any]], target: float) -> dict[s
     # Relative to the target, so that densities of 0.1 and 0.001 can be compared.
     ratios = [step["density"] / target for step in steps]
     errors = [abs(ratio - 1) for ratio in ratios]
+    # Thresholds and residuals start from nothing and need some steps to settle.
     late = steps[len(steps) // 2 :]
     series: dict[str, Any] = {}
     for name in ("density", "padding", "residual_norm"):

@@ -155,6 +155,7 @@ class CompareStudy:
         """Return the fields of RunConfig."""
         if study.task is None:
             raise ValueError("a study of kind compare needs a task")
+        # An arm's own settings come last, so they override those of the study.
         given = check_settings(self.keys, dict.fromkeys(self.keys), {**study.settings, **arm})
         # A density that all arms share means nothing to a dense one, nor may its results name it.
         if given.get("sparsify") in (None, "dense"):
@@ -222,6 +223,7 @@ class HerdingStudy(SeparateRuns):
         """Return the checked settings."""
         refuse_task(study)
         settings = check_settings(self.keys, {}, {**study.settings, **arm})
+        # replay_order would fail on these as well, but after other arms have run.
         check_positive(settings, "workers", "units", "dim", "rounds")
         # An unknown order fails here, before any run.
         make_policy(settings["order"])

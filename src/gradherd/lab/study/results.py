@@ -258,6 +258,7 @@ def downsample(
     >>> downsample([1.0, 3.0, 5.0, 7.0, 9.0], max_points=3)
     ([0, 2, 4], [2.0, 6.0, 9.0])
     """
+    # Rounded up: at most `max_points` bins, the last of which may be short.
     width = -(-len(values) // max_points) if values else 1
     starts = list(range(0, len(values), width))
     # Means of bins, not samples: a spike between two samples would be lost.
@@ -296,6 +297,7 @@ def _column(name: str, values: list[Any]) -> Any:
     if name in _AVERAGED:
         # Seconds of single epochs are noise; claims read their sum.
         return statistics.fmean(values)
+    # Bytes and steps are the same in every epoch of most runs.
     return values[0] if all(value == values[0] for value in values) else values
 
 

@@ -255,6 +255,7 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
     parts: list[list[PlannedRun]] = []
     for batch in batches:
         count = math.ceil(len(batch) / largest)
+        # Every count-th run: arms differ in cost, and neighbours are of the same seed.
         parts += [list(batch[at::count]) for at in range(count)]
     return parts
 
@@ -283,6 +284,7 @@ def _run_part(run: RunBatch, part: Sequence[PlannedRun], context: RunContext) ->
 
 
 def _died_message(futures: Sequence[Future[list[RunResult]]], jobs: int) -> str:
+    # A broken pool fails all futures that were not done, whichever process died.
     lost = sum(not future.done() or future.exception() is not None for future in futures)
     return (
         f"a process was killed, perhaps out of memory: {lost} of {len(futures)} batches are not "
