@@ -192,11 +192,11 @@ def table(names: Sequence[str], folder: Path, begin: str, command: str) -> str:
     return "\n".join([begin, "", *lines, "", made, "", END])
 
 
-def program(page: str) -> str:
-    """Return the program of a framework's page."""
+def program(page: str, number: int = 0) -> str:
+    """Return a program of a framework's page, the first by default."""
     text = PAGE.with_name(f"{page}.md").read_text()
-    (found,) = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
-    return found
+    found: list[str] = re.findall(r"^```py\w*\n(.*?)^```", text, re.S | re.M)
+    return found[number]
 
 
 def check_composer_page(folder: str) -> None:

@@ -14,58 +14,31 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from gradherd.attach.herd import Herd
-from gradherd.integrations.loaders import HerdSettings, with_sampler
+from gradherd.integrations.loaders import HerdCallbackBase, with_sampler
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.settings import RowSettings
-from gradherd.sparsify.selector import Selector
-from gradherd.sparsify.settings import Sparsify
 
 
-class HerdCallback(Callback):
+class HerdCallback(HerdCallbackBase, Callback):
     """Order the training examples and sparsify the gradient exchange of a ComposerModel."""
 
     def __init__(
-        self,
-        order: str | Policy | None = None,
-        *,
-        unit: int | str = "batch",
-        sparsify: str | Selector | Sparsify | None = None,
-        rows: str | RowSettings = "auto",
-        seed: int = 0,
-        log_rows: bool = False,
-        log_every: int = 50,
+        self, order: str | Policy | None = None, *, log_every: int = 50, **options: Any
     ) -> None:
         """Note the settings; nothing happens before `Trainer.fit`.
 
         Args:
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
-            unit: Examples that are ordered as one; whole batches by default.
-            sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
-            rows: How gradients are read for ordering; see `gradherd.attach`.
-            seed: Seed of the order.
-            log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
             log_every: Batches between two logs.
+            **options: unit, sparsify, rows, seed and log_rows, as for `HerdCallbackBase`.
 
         Raises:
             ValueError: Neither an order nor a sparsifier is given, or `log_every` is below 1.
         """
-        self._settings = HerdSettings(
-            order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed
-        )
+        super().__init__(order, **options)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}")
-        self._log_rows, self._log_every = log_rows, log_every
-        self._herd: Herd | None = None
-        self._loaded: dict[str, Any] | None = None
-
-    @property
-    def herd(self) -> Herd:
-        """The herd, for its metrics and its sampler."""
-        if self._herd is None:
-            raise RuntimeError("there is no herd yet: it is attached when Trainer.fit begins")
-        return self._herd
+        self._log_every = log_every
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Put the sampler in, attach, and continue from a checkpoint."""
@@ -92,12 +65,8 @@ class HerdCallback(Callback):
             length = state.dataloader_len
             state.set_dataloader(with_sampler(loader, sampler), state.dataloader_label, length)
         scaler = state.scaler if state.scaler is not None and state.scaler.is_enabled() else None
-        self._herd = self._settings.attach(state.model, sampler, scaler)
-        if self._loaded is not None:
-            self._herd.load_state_dict(self._loaded)
-            self._loaded = None
-            if sampler is not None:
-                state.dataset_resumption["train"] = True  # the sampler skips, Composer does not
+        if self._attach(state.model, sampler, scaler) and sampler is not None:
+            state.dataset_resumption["train"] = True  # the sampler skips, Composer does not
 
     def _make_sampler(self, loader: Any) -> OrderedSampler:
         own = getattr(loader, "sampler", None)
@@ -115,16 +84,6 @@ class HerdCallback(Callback):
         """Log the herd's numbers every few batches."""
         if int(state.timestamp.batch) % self._log_every == 0:
             logger.log_metrics(self.herd.scalars(rows=self._log_rows))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the herd; Composer asks on all ranks and saves rank 0's."""
-        if self._herd is None:
-            return {} if self._loaded is None else self._loaded
-        return self._herd.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint, when `fit` begins."""
-        self._loaded = dict(state) or None
 
     def close(self, state: State, logger: Logger) -> None:
         """Leave the model as it was."""

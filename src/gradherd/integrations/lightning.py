@@ -17,54 +17,14 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 
 from gradherd.attach.attach import attach
 from gradherd.attach.herd import Herd
-from gradherd.integrations.loaders import HerdSettings, with_sampler
-from gradherd.ordering.policy import Policy
+from gradherd.integrations.loaders import HerdCallbackBase, with_sampler
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.settings import RowSettings
-from gradherd.sparsify.selector import Selector
-from gradherd.sparsify.settings import Sparsify
 
 
-class GradherdCallback(Callback):
+class GradherdCallback(HerdCallbackBase, Callback):
     """Order the training examples and sparsify the gradient exchange of a LightningModule."""
 
-    def __init__(
-        self,
-        order: str | Policy | None = None,
-        *,
-        unit: int | str = "batch",
-        sparsify: str | Selector | Sparsify | None = None,
-        rows: str | RowSettings = "auto",
-        seed: int = 0,
-        log_rows: bool = False,
-    ) -> None:
-        """Note the settings; nothing happens before `Trainer.fit`.
-
-        Args:
-            order: Order of the training examples, such as "cd-grab"; None keeps Lightning's.
-            unit: Examples that are ordered as one; whole batches by default.
-            sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
-            rows: How gradients are read for ordering; see `gradherd.attach`.
-            seed: Seed of the order.
-            log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
-
-        Raises:
-            ValueError: Neither an order nor a sparsifier is given.
-        """
-        self._settings = HerdSettings(
-            order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed
-        )
-        self._log_rows = log_rows
-        self._herd: Herd | None = None
-        self._sampler: OrderedSampler | None = None
-        self._loaded: dict[str, Any] | None = None
-
-    @property
-    def herd(self) -> Herd:
-        """The herd of the current fit, for its metrics and its sampler."""
-        if self._herd is None:
-            raise RuntimeError("there is no herd yet: it is attached while Trainer.fit runs")
-        return self._herd
+    _sampler: OrderedSampler | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, and wait for the training loader."""
@@ -97,7 +57,7 @@ class GradherdCallback(Callback):
             loader = request()
             if self._sampler is None:
                 self._sampler = self._settings.make_sampler(loader)
-                self._attach(trainer)
+                self._attach_to(trainer)
             elif len(loader.dataset) != self._sampler.sharding.examples:
                 # reload_dataloaders_every_n_epochs
                 raise ValueError(
@@ -112,16 +72,13 @@ class GradherdCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach a sparsifier; the strategy has wrapped the model by now."""
         if self._settings.order is None:
-            self._attach(trainer)
+            self._attach_to(trainer)
 
-    def _attach(self, trainer: Trainer) -> None:
+    def _attach_to(self, trainer: Trainer) -> None:
+        # Lightning does not skip batches of an epoch it resumes: it counts them and takes what the
+        # loader gives. So it is the sampler that starts where the epoch continues.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._herd = self._settings.attach(trainer.strategy.model, self._sampler, scaler)
-        if self._loaded is not None:
-            # Lightning does not skip batches of an epoch it resumes: it counts them and takes
-            # what the loader gives. So it is the sampler that starts where the epoch continues.
-            self._herd.load_state_dict(self._loaded)
-            self._loaded = None
+        self._attach(trainer.strategy.model, self._sampler, scaler)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -129,21 +86,6 @@ class GradherdCallback(Callback):
         """Log the herd's numbers, at those steps at which the trainer logs."""
         if trainer._logger_connector.should_update_logs:
             self.log_dict(self.herd.scalars(rows=self._log_rows))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the herd; Lightning asks on all ranks and saves rank 0's."""
-        if self._herd is None:
-            return {} if self._loaded is None else self._loaded
-        return self._herd.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint, as soon as the model and the loader are there."""
-        if not state_dict:
-            return
-        if self._herd is not None:  # a strategy that restores after it was set up
-            self._herd.load_state_dict(state_dict)
-        else:
-            self._loaded = dict(state_dict)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the model as it was."""

@@ -98,6 +98,70 @@ class HerdSettings:
         return attach(model, order=sampler, sparsify=self.sparsify, rows=self.rows, scaler=scaler)
 
 
+class HerdCallbackBase:
+    """What callbacks of all frameworks share: settings, the herd, and the state in a checkpoint."""
+
+    def __init__(
+        self,
+        order: str | Policy | None = None,
+        *,
+        unit: int | str = "batch",
+        sparsify: str | Selector | Sparsify | None = None,
+        rows: str | RowSettings = "auto",
+        seed: int = 0,
+        log_rows: bool = False,
+    ) -> None:
+        """Note the settings; nothing happens before `Trainer.fit`.
+
+        Args:
+            order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
+            unit: Examples that are ordered as one; whole batches by default.
+            sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
+            rows: How gradients are read for ordering; see `gradherd.attach`.
+            seed: Seed of the order.
+            log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
+
+        Raises:
+            ValueError: Neither an order nor a sparsifier is given.
+        """
+        self._settings = HerdSettings(
+            order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed
+        )
+        self._log_rows = log_rows
+        self._herd: Herd | None = None
+        self._loaded: dict[str, Any] | None = None  # waits for the herd
+
+    @property
+    def herd(self) -> Herd:
+        """The herd of the current fit, for its metrics and its sampler."""
+        if self._herd is None:
+            raise RuntimeError("there is no herd yet: it is attached while Trainer.fit runs")
+        return self._herd
+
+    def _attach(
+        self, model: nn.Module, sampler: OrderedSampler | None, scaler: GradScaler | None
+    ) -> bool:
+        """Attach, and continue from a checkpoint if one was loaded, which is returned."""
+        self._herd = self._settings.attach(model, sampler, scaler)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._herd.load_state_dict(loaded)
+        return loaded is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the herd; frameworks ask on all ranks and save rank 0's."""
+        if self._herd is None:
+            return self._loaded or {}
+        return self._herd.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint, as soon as the model and the loader are there."""
+        if self._herd is not None and state_dict:  # a strategy that restores after it was set up
+            self._herd.load_state_dict(state_dict)
+        else:
+            self._loaded = dict(state_dict) or None
+
+
 def check_loader(loader: Any) -> None:
     """Refuse a training loader whose order is not ours to decide.
 
