@@ -1,5 +1,6 @@
 """The suite's training in Accelerate."""
 
+from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -23,11 +24,11 @@ from tests.integrations.task import (
 NAME, PACKAGE, TORCHRUN = "Accelerate", "accelerate", True
 
 
-def train(plan: Plan) -> Trace:
+def train(plan: Plan, create: Callable[..., Accelerator] | None = None) -> Trace:
     model, optimizer = make()
     trace = Trace()
     record_credits(trace, model)
-    accelerator = fresh(gradient_accumulation_steps=plan.accumulate)
+    accelerator = (create or fresh)(gradient_accumulation_steps=plan.accumulate)
     ddp, optimizer, loader, herd = prepare(
         accelerator, model, optimizer, make_loader(num_workers=plan.workers), **plan.options
     )

@@ -74,9 +74,9 @@ class Finish(GradherdCallback):
         self.trace.finish(pl_module.inner, self.herd)
 
 
-def train(plan: Plan) -> Trace:
+def train(plan: Plan, kind: type[Lit] = Lit, **options) -> Trace:
     trace = Trace()
-    lit = Lit(make_loader(num_workers=plan.workers), reads_steps=plan.name.startswith("whole"))
+    lit = kind(make_loader(num_workers=plan.workers), reads_steps=plan.name.startswith("whole"))
     record_credits(trace, lit.inner)
     callback = Finish(**plan.options, log_rows=True)
     callback.trace = trace
@@ -92,6 +92,7 @@ def train(plan: Plan) -> Trace:
         accumulate_grad_batches=plan.accumulate,
         limit_train_batches=plan.limit,
         logger=Log(trace),
+        **options,
     )
     own.fit(lit, ckpt_path=str(folder / "last.ckpt") if plan.resume else None, weights_only=False)
     return trace

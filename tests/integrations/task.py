@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import gradherd as gh
@@ -85,7 +86,8 @@ class Trace:
     def finish(self, model: "Net", herd: gh.Herd) -> "Trace":
         """Note the end of a training."""
         self.batches = list(model.seen)
-        self.weights = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        self.weights = torch.cat([p.detach().flatten() for p in whole]).clone()
         self.next_order = herd.sampler.indices()
         return self
 

@@ -1,4 +1,4 @@
-"""What single frameworks have beyond the suite: FSDP2 in Lightning, restarts in Ray."""
+"""What single frameworks have beyond the suite: restarts in Ray."""
 
 import os
 from importlib.util import find_spec
@@ -10,13 +10,6 @@ from tests.integrations.conformance import start
 pytestmark = pytest.mark.skipif(
     os.environ.get("GRADHERD_INTEGRATIONS") != "all", reason="slow: runs in `make integrations`"
 )
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not find_spec("lightning"), reason="Lightning is not installed")
-def test_lightning_shards_with_fsdp2(tmp_path):
-    start([*LAUNCH, "tests.integrations.lightning_fsdp_run", str(tmp_path)])
 
 
 @pytest.mark.timeout(600)

@@ -24,8 +24,7 @@ from gradherd.rows.settings import RowSettings
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
-# FSDP: which gradients Accelerate and FSDP scale, and when, has not been tested with an order.
-_UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 # What a user may have set on the loader, besides its data, batches and order.
 _OPTIONS = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
@@ -70,7 +69,7 @@ def prepare(
         ValueError: The set-up would train on wrong examples, or is not supported.
     """
     settings = HerdSettings(order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed)
-    check_accelerator(accelerator, ordered=order is not None)
+    check_accelerator(accelerator, ordered=order is not None, shards=sparsify is None)
     prepared = getattr(loader, "_is_accelerate_prepared", False)
     sampler = settings.sampler_before_prepare(loader, prepared)
     if sampler is None:
@@ -84,21 +83,32 @@ def prepare(
     return (model, optimizer, loader, *others, herd)
 
 
-def check_accelerator(accelerator: Accelerator, *, ordered: bool) -> None:
+def check_accelerator(accelerator: Accelerator, *, ordered: bool, shards: bool = False) -> None:
     """Refuse set-ups in which gradients or examples do not arrive as they are expected.
 
     Args:
         accelerator: The accelerator.
         ordered: Whether examples are ordered.
+        shards: Whether FSDP2 is supported.
 
     Raises:
         ValueError: One of its settings is not supported.
     """
     kind = accelerator.distributed_type
-    if kind in [getattr(DistributedType, name) for name in _UNSUPPORTED]:
+    if kind in [getattr(DistributedType, name) for name in _UNSUPPORTED] or (
+        kind == DistributedType.FSDP and not (shards and accelerator.is_fsdp2)
+    ):
         raise ValueError(
             f"Accelerate runs with {kind.value}, which this integration does not support: use DDP, "
-            "or shard the model with fully_shard in a loop of your own and attach to it"
+            "or fsdp_version=2 with an order and without a sparsifier, or shard the model with "
+            "fully_shard in a loop of your own and attach to it"
+        )
+    mesh = accelerator.parallelism_config
+    if mesh is not None and mesh.non_data_parallel_size > 1:
+        # Ranks would share examples, but every rank counts as a worker with its own.
+        raise ValueError(
+            f"parallelism_config puts {mesh.non_data_parallel_size} ranks on the same examples, "
+            "which this integration does not support: leave out tp_size, cp_size and sp_size"
         )
     if not ordered:
         return
