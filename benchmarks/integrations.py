@@ -1,15 +1,17 @@
 """Measure what integrations add to a step, beyond the same training with `attach` alone.
 
-python benchmarks/integrations.py [--steps 96] [--rounds 21] [--only accelerate,lightning]
+python benchmarks/integrations.py [--steps 400] [--only accelerate,lightning]
 
-One process per framework's row, two arms that take turns: one through the integration, the other
-with the same framework, order and loader, attached by hand. CPU time is measured, which other
-programs on the machine hardly change. Frameworks that are not installed are left out.
+Two trainings in one process, each in a thread, that take turns step by step: one through the
+integration, the other with the same framework, order and loader, attached by hand. CPU time is
+measured, which other programs on the machine hardly change, and each step is divided by its
+neighbour. Then the two change places. Frameworks that are not installed are left out.
 """
 
 import argparse
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,8 +26,8 @@ from torch.utils.data import DataLoader
 import gradherd as gh
 from gradherd.integrations.loaders import CountedLoader
 
-BATCH, WARM = 32, 16
-Arm = Callable[[bool, int], float]
+BATCH, WARM = 32, 32
+Arm = Callable[[bool, "Clock"], None]
 
 
 class Net(nn.Module):
@@ -54,29 +56,36 @@ def ordered(data: Any) -> tuple[gh.OrderedSampler, DataLoader[Any]]:
     return sampler, DataLoader(data, batch_size=BATCH, sampler=sampler)
 
 
-class Clock:
-    """CPU time from the end of the warm-up to the last step."""
+class Turns:
+    """Two trainings that run one step at a time each."""
 
-    def __init__(self, steps: int) -> None:
-        self.last, self.count = WARM + steps, 0
-        self.start = self.end = 0.0
+    def __init__(self) -> None:
+        self.free = (threading.Semaphore(1), threading.Semaphore(0))
+
+
+class Clock:
+    """CPU times of one training's steps; only this training runs while it counts."""
+
+    def __init__(self, turns: Turns, own: int, steps: int) -> None:
+        self.last, self.seconds = WARM + steps, list[float]()
+        self._own, self._other = turns.free[own], turns.free[1 - own]
+        self._start = 0.0
+
+    def wait(self) -> None:
+        """Wait for the turn of this training."""
+        self._own.acquire()
+        self._start = time.process_time()
 
     def tick(self) -> None:
-        """Count a step."""
-        self.count += 1
-        if self.count == WARM:
-            self.start = time.process_time()
-        if self.count == self.last:
-            self.end = time.process_time()
-
-    def ms(self) -> float:
-        """Return milliseconds of CPU per step."""
-        return (self.end - self.start) / (self.last - WARM) * 1e3
+        """Count a step, and let the other training take one."""
+        self.seconds.append(time.process_time() - self._start)
+        self._other.release()
+        if len(self.seconds) < self.last:
+            self.wait()
 
 
-def loop(loader: Any, steps: int, step: Callable[[Any], None]) -> float:
+def loop(loader: Any, clock: Clock, step: Callable[[Any], None]) -> None:
     """Train in a loop of one's own."""
-    clock = Clock(steps)
 
     def endless() -> Iterator[Any]:
         while True:
@@ -85,10 +94,9 @@ def loop(loader: Any, steps: int, step: Callable[[Any], None]) -> float:
     for batch in islice(endless(), clock.last):
         step(batch)
         clock.tick()
-    return clock.ms()
 
 
-def accelerate(integrated: bool, steps: int) -> float:
+def accelerate(integrated: bool, clock: Clock) -> None:
     """Train with an Accelerator."""
     from accelerate import Accelerator
 
@@ -113,12 +121,11 @@ def accelerate(integrated: bool, steps: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    taken = loop(loader, steps, step)
+    loop(loader, clock, step)
     herd.detach()
-    return taken
 
 
-def counted_loader(integrated: bool, steps: int) -> float:
+def counted_loader(integrated: bool, clock: Clock) -> None:
     """Train in a plain loop, with the loader that Ray's integration puts around Ray's."""
     model, optimizer, data = parts()
     sampler, loader = ordered(data)
@@ -129,12 +136,11 @@ def counted_loader(integrated: bool, steps: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    taken = loop(CountedLoader(loader, sampler) if integrated else loader, steps, step)
+    loop(CountedLoader(loader, sampler) if integrated else loader, clock, step)
     herd.detach()
-    return taken
 
 
-def lightning(integrated: bool, steps: int) -> float:
+def lightning(integrated: bool, clock: Clock) -> None:
     """Train with Lightning's Trainer."""
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -142,7 +148,6 @@ def lightning(integrated: bool, steps: int) -> float:
 
     model, optimizer, data = parts()
     sampler, loader = ordered(data)
-    clock = Clock(steps)
 
     class Lit(LightningModule):
         def __init__(self) -> None:
@@ -171,17 +176,15 @@ def lightning(integrated: bool, steps: int) -> float:
     own = GradherdCallback(order="grab") if integrated else ByHand()
     trainer = Trainer(max_steps=clock.last, callbacks=[own, Ticks()], **quiet)
     trainer.fit(Lit(), DataLoader(data, batch_size=BATCH) if integrated else loader)
-    return clock.ms()
 
 
-def transformers(integrated: bool, steps: int) -> float:
+def transformers(integrated: bool, clock: Clock) -> None:
     """Train with transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from gradherd.integrations.transformers import GradherdTrainer
 
     model, optimizer, data = parts()
-    clock = Clock(steps)
 
     class Ticks(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +218,6 @@ def transformers(integrated: bool, steps: int) -> float:
         trainer.train()
         if not integrated:
             trainer.herd.detach()
-    return clock.ms()
 
 
 FRAMEWORKS: dict[str, Arm] = {
@@ -226,11 +228,30 @@ FRAMEWORKS: dict[str, Arm] = {
 }
 
 
+def take_turns(arm: Arm, kinds: tuple[bool, bool], steps: int) -> list[list[float]]:
+    """Return milliseconds of CPU per step of two trainings."""
+    turns = Turns()
+    clocks = [Clock(turns, own, steps) for own in range(2)]
+
+    def train(integrated: bool, clock: Clock) -> None:
+        clock.wait()
+        arm(integrated, clock)
+
+    threads = [
+        threading.Thread(target=train, args=pair) for pair in zip(kinds, clocks, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The last step of one overlaps with the end of the other.
+    return [[1e3 * s for s in clock.seconds[WARM:-1]] for clock in clocks]
+
+
 def main() -> None:
-    """Print milliseconds per step, and the ratio of both arms in each round."""
+    """Print milliseconds per step, and the ratio of neighbouring steps."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--only", default=",".join(FRAMEWORKS))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -238,16 +259,17 @@ def main() -> None:
     for name in args.only.split(","):
         if name != "ray" and not find_spec(name):
             continue
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(args.rounds):
-            for integrated in (False, True):
-                times[integrated].append(FRAMEWORKS[name](integrated, args.steps))
-        ratios = sorted(b / a for a, b in zip(times[False], times[True], strict=True))
-        low, high = ratios[len(ratios) // 4], ratios[-len(ratios) // 4]
-        hand, own = (statistics.median(ms) for ms in times.values())
+        # Which training was made first, and where its memory lies, is worth a few percent.
+        hand, own = take_turns(FRAMEWORKS[name], (False, True), args.steps)
+        first = [b / a for a, b in zip(hand, own, strict=True)]
+        own_first, hand_second = take_turns(FRAMEWORKS[name], (True, False), args.steps)
+        second = [b / a for a, b in zip(hand_second, own_first, strict=True)]
+        places = [statistics.median(first), statistics.median(second)]
         print(
-            f"{name}: {own:.3f} ms of CPU per step, by hand {hand:.3f}; ratio "
-            f"{statistics.median(ratios):.3f}, quartiles {low:.3f} to {high:.3f}",
+            f"{name}: {statistics.median(own + own_first):.3f} ms of CPU per step, by hand "
+            f"{statistics.median(hand + hand_second):.3f}; ratio "
+            f"{statistics.geometric_mean(places):.3f}, in either place {places[0]:.3f} and "
+            f"{places[1]:.3f}",
             flush=True,
         )
 

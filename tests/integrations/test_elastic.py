@@ -1,4 +1,4 @@
-"""torchrun --nnodes 1:2: a second agent joins and is killed; the training goes on and ends."""
+"""torchrun --nnodes 1:4: a second agent joins and is killed; the training goes on and ends."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 def agent(folder: Path, port: int, log: Path) -> subprocess.Popen:
     """Start one machine's torchrun."""
-    launch = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    launch = ["-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", "1"]
     launch += ["--max-restarts", "10", "--monitor-interval", "0.2", "--rdzv-backend", "c10d"]
     launch += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
     script = [str(ROOT / "examples" / "train_elastic.py"), "--folder", str(folder)]
