@@ -1,11 +1,12 @@
 """Measure what integrations add to a step, beyond the same training with `attach` alone.
 
-python benchmarks/integrations.py [--steps 400] [--only accelerate,lightning]
+python benchmarks/integrations.py [--steps 200] [--repeats 4] [--only accelerate,lightning]
 
 Two trainings in one process, each in a thread, that take turns step by step: one through the
 integration, the other with the same framework, order and loader, attached by hand. CPU time is
 measured, which other programs on the machine hardly change, and each step is divided by its
-neighbour. Then the two change places. Frameworks that are not installed are left out.
+neighbour. This is repeated with new trainings, which change places. Frameworks that are not
+installed are left out.
 """
 
 import argparse
@@ -164,6 +165,11 @@ def lightning(integrated: bool, clock: Clock) -> None:
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             self.herd = gh.attach(trainer.strategy.model, order=sampler)
 
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            # Lightning goes through all numbers that were ever logged at every step.
+            if trainer._logger_connector.should_update_logs:
+                self.log_dict(self.herd.scalars())
+
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             self.herd.detach()
 
@@ -251,7 +257,8 @@ def take_turns(arm: Arm, kinds: tuple[bool, bool], steps: int) -> list[list[floa
 def main() -> None:
     """Print milliseconds per step, and the ratio of neighbouring steps."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--only", default=",".join(FRAMEWORKS))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -259,17 +266,20 @@ def main() -> None:
     for name in args.only.split(","):
         if name != "ray" and not find_spec(name):
             continue
-        # Which training was made first, and where its memory lies, is worth a few percent.
-        hand, own = take_turns(FRAMEWORKS[name], (False, True), args.steps)
-        first = [b / a for a, b in zip(hand, own, strict=True)]
-        own_first, hand_second = take_turns(FRAMEWORKS[name], (True, False), args.steps)
-        second = [b / a for a, b in zip(hand_second, own_first, strict=True)]
-        places = [statistics.median(first), statistics.median(second)]
+        times: dict[bool, list[float]] = {False: [], True: []}
+        ratios = []
+        for number in range(2 * args.repeats):
+            # Which training was made first, and where its memory lies, is worth a few percent.
+            kinds = (False, True) if number % 2 else (True, False)
+            found = dict(zip(kinds, take_turns(FRAMEWORKS[name], kinds, args.steps), strict=True))
+            pairs = zip(found[False], found[True], strict=True)
+            ratios.append(statistics.median(own / hand for hand, own in pairs))
+            for integrated, ms in found.items():
+                times[integrated] += ms
         print(
-            f"{name}: {statistics.median(own + own_first):.3f} ms of CPU per step, by hand "
-            f"{statistics.median(hand + hand_second):.3f}; ratio "
-            f"{statistics.geometric_mean(places):.3f}, in either place {places[0]:.3f} and "
-            f"{places[1]:.3f}",
+            f"{name}: {statistics.median(times[True]):.2f} ms of CPU per step, by hand "
+            f"{statistics.median(times[False]):.2f}; ratio {statistics.geometric_mean(ratios):.3f}, "
+            f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} pairs of trainings",
             flush=True,
         )
 
