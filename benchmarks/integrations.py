@@ -277,9 +277,9 @@ def main() -> None:
             for integrated, ms in found.items():
                 times[integrated] += ms
         print(
-            f"{name}: {statistics.median(times[True]):.2f} ms of CPU per step, by hand "
-            f"{statistics.median(times[False]):.2f}; ratio {statistics.geometric_mean(ratios):.3f}, "
-            f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} pairs of trainings",
+            f"{name}: {statistics.median(times[True]):.2f} ms of CPU per step, "
+            f"by hand {statistics.median(times[False]):.2f}; "
+            f"ratio {statistics.geometric_mean(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} pairs of trainings",
             flush=True,
         )
 
