@@ -279,7 +279,8 @@ def main() -> None:
         print(
             f"{name}: {statistics.median(times[True]):.2f} ms of CPU per step, "
             f"by hand {statistics.median(times[False]):.2f}; "
-            f"ratio {statistics.geometric_mean(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} pairs of trainings",
+            f"ratio {statistics.geometric_mean(ratios):.3f}, "
+            f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} pairs of trainings",
             flush=True,
         )
 
