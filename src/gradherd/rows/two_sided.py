@@ -22,8 +22,12 @@ from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.projected_weight import SketchPlan
 from gradherd.rows.row_check import RowCheck, measure_errors, tolerance
 from gradherd.rows.settings import TwoSidedRows
+from gradherd.rows.sketch import count_sketch
 from gradherd.rows.sketched_layers import sketched_layers
 from gradherd.rows.terms import at_least_float32
+
+# Gradients that `matrix` maps at a time.
+_MATRIX_ROWS = 1024
 
 
 class TwoSidedCapture:
@@ -215,6 +219,33 @@ class TwoSidedCapture:
         if not sketches:
             return self._like.new_zeros(examples, self._size)
         return sum(sketches[1:], start=sketches[0]).mul_(scale)
+
+    def matrix(self) -> Tensor:
+        """Return (D, k), which takes a gradient to its row; the model must have taken a batch.
+
+        For callers that have the gradients of single examples anyway.
+        """
+        if self._capture is not None or self._check.left_out:
+            raise ValueError("rows of this model are not a product of its gradients and a matrix")
+        blocks = []
+        for index, (count, shape) in enumerate(
+            zip(self.spec.numels, self.spec.shapes, strict=True)
+        ):
+            layer, local = self._layer_of[index]
+            place = layer.sketch.where(local)
+            for lo in range(0, count, _MATRIX_ROWS):
+                basis = self._like.new_zeros(min(_MATRIX_ROWS, count - lo), count)
+                basis.diagonal(lo).fill_(1)
+                with self._watcher.quiet():
+                    columns = torch.vmap(partial(layer.sketch.project, local))(
+                        basis.view(-1, *shape)
+                    )
+                if place.slot:
+                    begin = layer.slots[place.slot].begin + place.lo
+                    seed = self._settings.seed
+                    columns = count_sketch(columns, self._size, seed, name="columns", offset=begin)
+                blocks.append(columns)
+        return torch.cat(blocks)
 
     def _left_out_parts(self) -> Iterator[tuple[Slot, int, int]]:
         """Yield the columns of parameters that are left out."""

@@ -148,6 +148,8 @@ class CompareStudy:
         "lr_warmup": NUMBER,
         "lr_schedule": str,
         "local_steps": int,
+        "augment": bool,
+        "autocast": str,
         "limit": int,
     }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -113,6 +114,27 @@ def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
     mean = torch.tensor([0.4914, 0.4822, 0.4465], device=device) * 255
     std = torch.tensor([0.2023, 0.1994, 0.2010], device=device) * 255
     return mean.view(3, 1, 1), std.view(3, 1, 1)
+
+
+def crop_and_flip(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Return (n, 3, 32, 32) images, each shifted by up to 4 pixels and mirrored at random.
+
+    Args:
+        pixels: (n, 3, 32, 32) images; what is shifted in is black.
+        generator: A generator on the CPU, so that a GPU run sees the same crops.
+    """
+    moved = torch.empty_like(pixels)
+    size, device = pixels.shape[-1], pixels.device
+    offsets, channel = torch.arange(size), torch.arange(3, device=device).view(3, 1, 1)
+    # In parts: padded copies of all images at once would take twice the memory.
+    for part, out in zip(pixels.split(10_000), moved.split(10_000), strict=True):
+        top, left, flip = (torch.randint(n, (len(part), 1), generator=generator) for n in (9, 9, 2))
+        rows = (top + offsets).to(device).view(-1, 1, size, 1)
+        columns = left + torch.where(flip > 0, size - 1 - offsets, offsets)
+        example = torch.arange(len(part), device=device).view(-1, 1, 1, 1)
+        padded = F.pad(part, (4, 4, 4, 4))
+        out.copy_(padded[example, channel, rows, columns.to(device).view(-1, 1, 1, size)])
+    return moved
 
 
 def _to_tensors(rows: Rows) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.cifar10 import load_cifar10, normalize
+from gradherd.lab.tasks.cifar10 import crop_and_flip, load_cifar10, normalize
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_idx
@@ -42,7 +42,7 @@ def lenet(channels: int, padding: int = 0) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Cifar10LeNet:
-    """LeNet on CIFAR-10: 62,006 parameters; no augmentation, channels normalised."""
+    """LeNet on CIFAR-10: 62,006 parameters; channels normalised, augmented on request only."""
 
     name: ClassVar = "cifar10-lenet"
     description: ClassVar = "LeNet on CIFAR-10 images, 62,006 parameters"
@@ -73,6 +73,11 @@ class Cifar10LeNet:
         """Return the mean cross-entropy."""
         pixels, labels = tensors
         return F.cross_entropy(model(normalize(pixels)), labels)
+
+    def augment(self, generator: torch.Generator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the training examples cropped (after padding by 4) and flipped at random."""
+        pixels, labels = tensors
+        return crop_and_flip(pixels, generator), labels
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the accuracy in percent."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.cifar10 import load_cifar10, normalize
+from gradherd.lab.tasks.cifar10 import crop_and_flip, load_cifar10, normalize
 from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.task import Defaults, Split
 
@@ -71,19 +71,16 @@ def resnet18() -> nn.Sequential:
 class Cifar10ResNet18:
     """ResNet-18 on CIFAR-10: 11,173,962 parameters, BatchNorm.
 
-    Unlike in the ExDyna experiments, images are not cropped and flipped at random unless
-    `augment` is set: without augmentation an example's gradient predicts its next one better, and
-    virtual workers draw the same random numbers as real ranks.
+    Unlike in the ExDyna experiments, images are cropped and flipped at random only in runs with
+    `augment`: without it an example's gradient predicts its next one better.
     """
-
-    augment: bool = False
-    """Crop (after padding by 4) and flip at random in training mode."""
 
     name: ClassVar = "cifar10-resnet18"
     description: ClassVar = "ResNet-18 on CIFAR-10 images, 11,173,962 parameters"
     data: ClassVar = ("cifar10",)
     metric_name: ClassVar = "test accuracy (%)"
     higher_is_better: ClassVar = True
+    evaluation_chunk: ClassVar = 1000
     defaults: ClassVar = Defaults(
         workers=8,
         batch_size=32,
@@ -111,26 +108,20 @@ class Cifar10ResNet18:
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy."""
         pixels, labels = tensors
-        images = normalize(pixels)
-        # Not when the loss is evaluated: that must be the same in every epoch.
-        if self.augment and model.training:
-            images = _augment(images)
-        return F.cross_entropy(model(images), labels)
+        return F.cross_entropy(model(_prepare(pixels)), labels)
+
+    def augment(self, generator: torch.Generator, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the training examples cropped (after padding by 4) and flipped at random."""
+        pixels, labels = tensors
+        return crop_and_flip(pixels, generator), labels
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the accuracy in percent."""
-        return accuracy(model, *tensors, prepare=normalize, chunk=250)
+        chunk = self.evaluation_chunk if tensors[0].is_cuda else 250
+        return accuracy(model, *tensors, prepare=_prepare, chunk=chunk)
 
 
-def _augment(images: Tensor) -> Tensor:
-    """Return (B, C, 32, 32) images, each shifted by up to 4 pixels and flipped at random."""
-    count, _, height, width = images.shape
-    # Drawn on the CPU, so that a GPU run sees the same crops.
-    top, left, flip = (torch.randint(n, (count, 1), device="cpu") for n in (9, 9, 2))
-    rows = (top + torch.arange(height)).to(images.device)
-    offsets = torch.arange(width).expand(count, width)
-    columns = (left + torch.where(flip > 0, width - 1 - offsets, offsets)).to(images.device)
-    # Channels last, so that one index per row and column selects whole pixels.
-    padded = F.pad(images, (4, 4, 4, 4)).movedim(1, 3)
-    example = torch.arange(count, device=images.device).view(-1, 1, 1)
-    return padded[example, rows[:, :, None], columns[:, None, :]].movedim(3, 1).contiguous()
+def _prepare(pixels: Tensor) -> Tensor:
+    """Return normalised images, on a GPU in the layout that its convolutions are fastest in."""
+    images = normalize(pixels)
+    return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images

@@ -67,6 +67,11 @@ class RunConfig:
     local_steps: int | None = None
     """Steps that workers take on their own between two exchanges; None exchanges gradients at every
     step. Further settings of `LocalSteps` go into `method`."""
+    augment: bool | None = None
+    """Whether examples are transformed at random before each epoch, as the task does it; None is
+    no."""
+    autocast: Literal["bf16"] | None = None
+    """Precision of the passes of simulated workers; None is that of the parameters."""
     held_out: float | None = None
     """Share of the training examples that are held out; the metric is then the loss on these."""
     limit: int | None = None
@@ -109,6 +114,8 @@ class RunConfig:
                     "optimizer: that must be sgd with momentum 0, "
                     f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
                 )
+        if self.autocast is not None:
+            _check_known("autocast", self.autocast, ("bf16",))
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
         if not 0 <= self.seed < 2**31:

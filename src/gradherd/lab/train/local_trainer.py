@@ -21,6 +21,7 @@ from gradherd.comm.script import run_together
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout
 from gradherd.lab.train.measurements import BinnedSeries, DeviceTimer
 from gradherd.lab.train.optimizers import (
     clip_and_step,
@@ -32,14 +33,16 @@ from gradherd.lab.train.optimizers import (
 )
 from gradherd.lab.train.trainer import (
     EpochCounters,
+    EpochExamples,
     Evaluation,
     StepCallback,
     evaluation_chunk,
     finite_metric,
     full_loss,
+    passes,
 )
 from gradherd.lab.train.virtual_exchange import VirtualCoordination
-from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
+from gradherd.lab.train.virtual_trainer import GradientsOnStreams, make_ordering, row_settings
 from gradherd.sparsify.outer_optimizer import (
     LocalSteps,
     OuterOptimizer,
@@ -176,6 +179,7 @@ class LocalTrainer:
         self._config, self._task = config, task
         device = self._device = torch.device(config.device)
         self._split = split.to(device)
+        self._examples = EpochExamples(config, task, self._split.train)
         # As on real ranks: the model comes from the seed of the run, workers get their own after.
         torch.manual_seed(config.seed)
         self.model = task.model().to(device)
@@ -204,12 +208,20 @@ class LocalTrainer:
             for model in self._models
             if rows is not None
         ]
+        self._graphed: GraphedFunction | None = None
+        if device.type == "cuda" and not self._rows and not has_dropout(self.model):
+            together = GradientsOnStreams(
+                config, task, self._models, self._parameters, self._examples.tensors
+            )
+            buffers = [buffer for model in self._models for buffer in model.buffers()]
+            self._graphed = GraphedFunction(together, restore=buffers)
         self._timers = {part: DeviceTimer(device) for part in ("exchange", "ordering")}
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch."""
         config, counters = self._config, EpochCounters()
         begin = time.perf_counter()
+        self._examples.begin_epoch(number)
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
@@ -220,7 +232,11 @@ class LocalTrainer:
         for at in range(steps):
             lr = config.lr_at(number, at, steps)
             batch = indices[:, at * config.batch_size : (at + 1) * config.batch_size]
-            rows = [self._step(worker, own, lr, counters) for worker, own in enumerate(batch)]
+            if self._graphed is not None and self._graphed.fallback_reason is None:
+                self._step_together(batch, lr)
+                rows = []
+            else:
+                rows = [self._step(worker, own, lr, counters) for worker, own in enumerate(batch)]
             if self._rows:
                 with self._timers["ordering"].measure():
                     self._coordination.add(torch.stack([row for row in rows if row is not None]))
@@ -244,16 +260,29 @@ class LocalTrainer:
         counters.bytes += counters.ordering_bytes
         return [counters]
 
+    def _step_together(self, batch: Tensor, lr: float) -> None:
+        """Take a step of all workers on (R, B) examples; their passes are one captured graph."""
+        assert self._graphed is not None
+        for own, optimizer, flat in zip(
+            self._parameters, self._optimizers, self._graphed(batch)[0], strict=True
+        ):
+            set_lr(optimizer, lr)
+            for parameter, grad in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                parameter.grad = grad.view_as(parameter)
+            clip_and_step(optimizer, own, self._config.clip)
+
     def _step(self, worker: int, own: Tensor, lr: float, counters: EpochCounters) -> Tensor | None:
         """Take a step of one worker on its (B,) examples; return its (U, k) rows."""
         optimizer = self._optimizers[worker]
         set_lr(optimizer, lr)
         fetch = time.perf_counter()
-        examples = tuple(tensor[own] for tensor in self._split.train)
+        examples = tuple(tensor[own] for tensor in self._examples.tensors)
         counters.data_seconds += time.perf_counter() - fetch
         set_rng_states(self._rng_states[worker], self._device)
         optimizer.zero_grad()
-        self._task.loss(self._models[worker], *examples).backward()
+        with passes(self._config):
+            loss = self._task.loss(self._models[worker], *examples)
+        loss.backward()
         self._rng_states[worker] = get_rng_states(self._device)
         rows = None
         if self._rows:
@@ -267,12 +296,13 @@ class LocalTrainer:
         """Evaluate the shared weights."""
         # Diverged runs end: their record shows a loss that is not finite.
         shared = self._exchange.outer.shared * (torch.nan if self._exchange.diverged else 1.0)
-        chunk = evaluation_chunk(self.model, self._config.batch_size)
-        with self._weights[0].replaced_by(shared):
+        chunk = evaluation_chunk(self._task, self.model, self._config.batch_size)
+        with self._weights[0].replaced_by(shared), passes(self._config):
             loss = full_loss(self._task, self.model, self._split.train, World.single(), chunk)
             return [Evaluation(loss, finite_metric(self._task, self.model, self._split.test))]
 
     def close(self) -> None:
-        """Detach from the models."""
+        """Detach from the models and free the graphs."""
+        self._graphed = None
         for rows in self._rows:
             rows.close()

@@ -32,6 +32,7 @@ from gradherd.lab.train.optimizers import (
 from gradherd.lab.train.parallel_models import make_parallel_model
 from gradherd.lab.train.trainer import (
     EpochCounters,
+    EpochExamples,
     Evaluation,
     StepCallback,
     evaluation_chunk,
@@ -77,6 +78,8 @@ class RankTrainer:
     """
 
     def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
+        if config.autocast is not None:
+            raise ValueError("autocast works with simulated workers: add --virtual")
         self._config, self._task, self._world = config, task, world
         self._device = torch.device(config.device)
         self._split = split.to(self._device)
@@ -90,7 +93,8 @@ class RankTrainer:
             p for p in self._parallel.module.parameters() if p.requires_grad
         ]
         self._steps = 0  # since this process started
-        dataset = InMemoryDataset(self._split.train)
+        self._examples = EpochExamples(config, task, self._split.train)
+        dataset = InMemoryDataset(self._examples.tensors)
         self.sampler = OrderedSampler(
             dataset,
             config.order,
@@ -146,6 +150,7 @@ class RankTrainer:
         before, earlier_seconds, means = self._costs(), counters.seconds, []
         whole_epoch = counters.steps == 0
         begin = time.perf_counter()
+        self._examples.begin_epoch(number)
         # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
         self._parallel.module.train()
@@ -304,7 +309,7 @@ class RankTrainer:
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model, all ranks together."""
-        chunk = evaluation_chunk(self.model, self._config.batch_size)
+        chunk = evaluation_chunk(self._task, self.model, self._config.batch_size)
         # Evaluation calls the model, too: its hooks must not take that for training. Local steps
         # are evaluated at the weights that all ranks share.
         with self._herd.pause(), self._herd.shared_weights():

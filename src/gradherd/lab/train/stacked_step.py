@@ -182,7 +182,7 @@ def _make_gradients(
         # per parameter.
         pieces = torch.split(flat, list(spec.numels))
         named = {n: p.view(s) for n, p, s in zip(spec.names, pieces, spec.shapes, strict=True)}
-        return task.loss(_FunctionalModel(vmappable, named), *examples)  # type: ignore[arg-type]
+        return task.loss(FunctionalModel(vmappable, named), *examples)  # type: ignore[arg-type]
 
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
     # vmap over models turns a convolution into one with a group per model, which is slow.
@@ -244,7 +244,7 @@ def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return looped
 
 
-class _FunctionalModel:
+class FunctionalModel:
     """Looks like a model to `Task.loss`, with parameters that are passed in."""
 
     # What `Task.loss` may ask of a model; stacked models have no other mode.

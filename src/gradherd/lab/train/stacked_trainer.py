@@ -9,21 +9,24 @@ units of them, G groups, T steps, D parameters, k elements of a row.
 """
 
 import contextlib
+import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
-from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
 from gradherd.lab.train.trainer import (
     EpochCounters,
+    EpochExamples,
     Evaluation,
     StepCallback,
     evaluation_chunk,
@@ -34,8 +37,9 @@ from gradherd.lab.train.virtual_exchange import SparseAverager, VirtualCoordinat
 from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
 from gradherd.ordering.coordination import finite_batches
 from gradherd.ordering.registry import make_policy
-from gradherd.rows.settings import SketchRows
+from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sketch import count_sketch
+from gradherd.rows.two_sided import TwoSidedCapture
 
 # Rows are buffered and passed to the orders together, up to this many steps and elements.
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
@@ -47,16 +51,17 @@ _STEPS_PER_CALL, _MANY_STEPS = 8, 2000
 class RowBuffer:
     """Rows of the runs that read gradients alike, buffered until they are observed together."""
 
-    def __init__(self, runs: Sequence[int], sketch: SketchRows | None, size: int) -> None:
+    def __init__(self, runs: Sequence[int], sketch: SketchRows | Tensor | None, size: int) -> None:
         """Start empty.
 
         Args:
             runs: Indices among all runs, ascending.
-            sketch: How rows are sketched; None stores whole gradients.
+            sketch: How rows are sketched, or a (D, k) matrix; None stores whole gradients.
             size: D.
         """
-        self.runs, self._sketch = list(runs), sketch
-        self.columns = size if sketch is None else sketch.size
+        self.runs, self._sketch, self.columns = list(runs), sketch, size
+        if sketch is not None:
+            self.columns = sketch.shape[1] if isinstance(sketch, Tensor) else sketch.size
         self._rows = torch.empty(0)
 
     def select(self, grads: Tensor) -> Tensor:
@@ -67,6 +72,8 @@ class RowBuffer:
             own = torch.stack([grads[run] for run in self.runs])
         if self._sketch is None:
             return own
+        if isinstance(self._sketch, Tensor):
+            return own @ self._sketch
         return count_sketch(own, self._sketch.size, self._sketch.seed)
 
     def store(self, rows: Tensor, at: int, steps: int) -> None:
@@ -81,20 +88,38 @@ class RowBuffer:
         yield from zip(self.runs, self._rows[:, :steps], strict=True)
 
 
-def make_row_buffers(configs: Sequence[RunConfig], size: int) -> list[RowBuffer]:
+def make_row_buffers(
+    configs: Sequence[RunConfig], size: int, two_sided: Callable[[TwoSidedRows], Tensor]
+) -> list[RowBuffer]:
     """Return a buffer for each way of reading rows; orders that need no rows are in none.
 
     Args:
         configs: The settings of all runs.
         size: Number of parameters, D.
+        two_sided: Returns the (D, k) matrix of two-sided sketches.
     """
-    runs: dict[SketchRows | None, list[int]] = {}
+    runs: dict[SketchRows | TwoSidedRows | None, list[int]] = {}
     for at, config in enumerate(configs):
         if make_policy(config.order).needs_rows:
             settings = row_settings(config, True, size)
-            sketch = settings if isinstance(settings, SketchRows) else None
+            sketch = settings if isinstance(settings, SketchRows | TwoSidedRows) else None
             runs.setdefault(sketch, []).append(at)
-    return [RowBuffer(indices, sketch, size) for sketch, indices in runs.items()]
+    return [
+        RowBuffer(indices, two_sided(one) if isinstance(one, TwoSidedRows) else one, size)
+        for one, indices in runs.items()
+    ]
+
+
+def two_sided_matrix(
+    task: Task, model: nn.Module, tensors: Tensors, settings: TwoSidedRows
+) -> Tensor:
+    """Return the (D, k) matrix of a model's two-sided sketches."""
+    model = copy.deepcopy(model)
+    capture = TwoSidedCapture(model, settings)
+    # Whether a layer has one position per example is known from a batch.
+    task.loss(model, *(tensor[:2] for tensor in tensors)).backward()
+    capture.pop_sketch(2)
+    return capture.matrix()
 
 
 class StackedTrainer:
@@ -110,6 +135,8 @@ class StackedTrainer:
         self._configs, self._task = list(configs), task
         first, device = self._configs[0], torch.device(configs[0].device)
         self._split = split.to(device)
+        # Stacks of augmented runs have one seed.
+        self._examples = EpochExamples(first, task, self._split.train)
         initial = []
         for config in self._configs:
             # Each run starts from the weights that it would have alone.
@@ -123,11 +150,15 @@ class StackedTrainer:
         self._coordination = [
             VirtualCoordination(ordering, first.workers) for ordering in self.orderings
         ]
-        self._row_buffers = buffers = make_row_buffers(self._configs, self._size)
+        self._row_buffers = buffers = make_row_buffers(
+            self._configs,
+            self._size,
+            partial(two_sided_matrix, task, self.model, self._split.train),
+        )
         self._step = StackedStep(
             task,
             self.model,
-            self._split.train,
+            self._examples.tensors,
             FunctionalOptimizer.of(first),
             self._parameters,
             # Closes over `buffers`, not `self`: a step that refers back to its trainer would keep
@@ -161,6 +192,7 @@ class StackedTrainer:
         config, runs = self._configs[0], len(self._configs)
         counters = [EpochCounters() for _ in self._configs]
         begin = time.perf_counter()
+        self._examples.begin_epoch(number)
         batches = self._indices().split(config.batch_size, dim=2)
         # All of an epoch at once: on a GPU each copy from the host would delay the step.
         count, steps = len(batches), range(len(batches))
@@ -306,7 +338,7 @@ class StackedTrainer:
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the models one after the other."""
         evaluations, single = [], World.single()
-        chunk = evaluation_chunk(self.model, self._configs[0].batch_size)
+        chunk = evaluation_chunk(self._task, self.model, self._configs[0].batch_size)
         for flat in self._parameters:
             nn.utils.vector_to_parameters(flat, self.model.parameters())
             loss = full_loss(self._task, self.model, self._split.train, single, chunk)

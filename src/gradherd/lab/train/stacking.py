@@ -34,6 +34,8 @@ def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
     """Return why runs like this one cannot be stacked; None if they can."""
     if config.local_steps is not None:
         return "each of its workers has weights of its own"
+    if config.autocast is not None:
+        return "its precision is mixed"
     if config.rows == "payload":
         return "its rows come from the exchange"
     size, device = FlatSpec.of(model).size, config.device.partition(":")[0]
@@ -132,8 +134,10 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
             alone.append([at])
             continue
         # What is left must be equal for one graph to serve all runs of a stack.
+        # Examples that were transformed at random are those of a seed.
+        seed = config.seed if config.augment else 0
         shared = dataclasses.replace(
-            config, order="d-rr", seed=0, lr=1.0, rows="auto", sketch_size=None
+            config, order="d-rr", seed=seed, lr=1.0, rows="auto", sketch_size=None
         )
         units = config.workers * (config.batch_size // config.unit)
         # With many units, orders that need no rows would pay for those that do.

@@ -1,5 +1,6 @@
 """What the trainers share: their protocol, the counters of an epoch, and evaluation."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.task import Task, Tensors
+from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.record import finite_or_none
 
@@ -103,16 +105,60 @@ class Trainer(Protocol):
         ...
 
 
-def evaluation_chunk(model: nn.Module, batch_size: int) -> int:
+class EpochExamples:
+    """The training examples of the current epoch: the task's, or transformed at random.
+
+    Every example is visited once in an epoch, so all of them are transformed before it. They stay
+    at one address: captured graphs and loaders read them there.
+
+    Args:
+        config: The settings of a run, which ask for augmentation or not.
+        task: Its task.
+        tensors: The task's examples, on the device.
+
+    Raises:
+        ValueError: The task has no augmentation.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, tensors: Tensors) -> None:
+        augment = getattr(task, "augment", None)
+        if config.augment and augment is None:
+            raise ValueError(f"task {task.name!r} has no augmentation: leave out augment")
+        self._augment = augment if config.augment else None
+        self._seed, self._original = config.seed, tensors
+        self.tensors = tuple(map(torch.clone, tensors)) if config.augment else tensors
+
+    def begin_epoch(self, number: int) -> None:
+        """Transform the examples for an epoch, alike on all ranks."""
+        if self._augment is None:
+            return
+        # From the epoch, not from a generator that goes on: a resumed run has the same crops.
+        generator = torch.Generator().manual_seed((self._seed << 20) + number)
+        for static, new in zip(
+            self.tensors, self._augment(generator, *self._original), strict=True
+        ):
+            static.copy_(new)
+
+
+def passes(config: RunConfig) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a run's forward passes: the precision that it asks for."""
+    return torch.autocast(
+        torch.device(config.device).type, torch.bfloat16, enabled=config.autocast is not None
+    )
+
+
+def evaluation_chunk(task: Task, model: nn.Module, batch_size: int) -> int:
     """Return how many examples are evaluated at once.
 
     Args:
+        task: The task, which may know how many a GPU takes.
         model: The model; its size and device decide.
         batch_size: Examples per worker and training step.
     """
     small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if next(model.parameters()).is_cuda:
-        return _GPU_CHUNK if small else _GPU_CHUNK_LARGE
+        large: int = getattr(task, "evaluation_chunk", _GPU_CHUNK_LARGE)
+        return _GPU_CHUNK if small else large
     return _CHUNK if small else min(256, max(8, _BATCHES * batch_size))
 
 

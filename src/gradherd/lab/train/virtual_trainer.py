@@ -11,30 +11,38 @@ of a row.
 """
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradherd.attach.row_sources import RowSource, make_row_source
 from gradherd.comm.world import World
-from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout
 from gradherd.lab.train.measurements import DeviceTimer, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import clip_and_step, make_optimizer, set_lr
+from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import (
     EpochCounters,
+    EpochExamples,
     Evaluation,
     StepCallback,
     evaluation_chunk,
     finite_metric,
     full_loss,
+    passes,
 )
 from gradherd.lab.train.virtual_exchange import GradientAverager, VirtualCoordination, WorkerTurns
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows
+
+# Workers whose passes run beside each other; more fill a GPU no further.
+_STREAMS = 8
 
 
 def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
@@ -81,11 +89,79 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
     )[0]
 
 
+class GradientsOnStreams:
+    """The gradients of all workers of a step, worker beside worker; captured as one CUDA graph.
+
+    The passes of one worker are kernels too small for a GPU; those of several fill it.
+
+    Args:
+        config: The settings of the run.
+        task: Its task.
+        models: The model of all workers, or one of each.
+        parameters: Its parameters in the order of the result, for each model.
+        tensors: The training examples, read where they are.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        models: Sequence[nn.Module],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        tensors: Tensors,
+    ) -> None:
+        self._config, self._task, self._models = config, task, list(models)
+        self._parameters, self._tensors = [list(own) for own in parameters], tensors
+        on_gpu = tensors[0].is_cuda
+        self._streams = [torch.cuda.Stream() for _ in range(_STREAMS)] if on_gpu else []
+
+    def __call__(self, batch: Tensor) -> tuple[Tensor]:
+        """Return the (R, D) gradients on (R, B) examples."""
+        size = sum(parameter.numel() for parameter in self._parameters[0])
+        # All of this is allocated before the streams begin and freed after they have ended.
+        grads = self._parameters[0][0].new_empty(len(batch), size)
+        parameters, models = self._parameters, self._models
+        if len(models) == 1:
+            parameters = parameters * len(batch)
+            # As DDP does: all workers start from rank 0's buffers, and only its update remains.
+            models = [models[0], *(self._copy_buffers() for _ in batch[1:])]
+        current = torch.cuda.current_stream() if self._streams else None
+        for at, worker in enumerate(zip(models, parameters, batch, grads, strict=True)):
+            if current is None:
+                self._write(*worker)
+                continue
+            stream = self._streams[at % len(self._streams)]
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                self._write(*worker)
+        for stream in self._streams[: len(batch)]:
+            torch.cuda.current_stream().wait_stream(stream)
+        return (grads,)
+
+    def _copy_buffers(self) -> Any:
+        """Return the shared model with buffers of its own."""
+        (model,) = self._models
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return FunctionalModel(model, buffers) if buffers else model
+
+    def _write(
+        self, model: nn.Module, parameters: list[nn.Parameter], own: Tensor, out: Tensor
+    ) -> None:
+        """Write a worker's gradient on its (B,) examples to `out`, (D,)."""
+        with passes(self._config):
+            loss = self._task.loss(model, *(tensor[own] for tensor in self._tensors))
+        # Not `backward`: the parameters' gradients would be one place for all workers.
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        parts = zip(found, parameters, strict=True)
+        flat = [(torch.zeros_like(p) if g is None else g).flatten() for g, p in parts]
+        torch.cat(flat, out=out)
+
+
 class VirtualTrainer:
     """Trains the R workers of one run, one after the other.
 
     On a GPU the forward and backward passes of all workers in a step are replayed as one CUDA
-    graph, unless they draw random numbers or rows are read by hooks.
+    graph, worker beside worker, unless they draw random numbers or rows are read by hooks.
     """
 
     def __init__(
@@ -102,6 +178,7 @@ class VirtualTrainer:
         self._config, self._task = config, task
         device = self._device = torch.device(config.device)
         self._split = split.to(device)
+        self._examples = EpochExamples(config, task, self._split.train)
         # As on real ranks: the model comes from the seed of the run, workers get their own after
         # it.
         torch.manual_seed(config.seed)
@@ -135,7 +212,10 @@ class VirtualTrainer:
         self._graphed: GraphedFunction | None = None
         # Hooks that read rows call Python, and dropout draws random numbers: no replay of these.
         if capture and device.type == "cuda" and self._rows is None and not has_dropout(self.model):
-            self._graphed = GraphedFunction(self._all_gradients, restore=list(self.model.buffers()))
+            together = GradientsOnStreams(
+                config, task, [self.model], [self._averager.parameters], self._examples.tensors
+            )
+            self._graphed = GraphedFunction(together, restore=list(self.model.buffers()))
         self._exchange_timer, self._ordering_timer = DeviceTimer(device), DeviceTimer(device)
         steps = -(-self.sharding.length * config.unit // config.batch_size)
         self._tracks_prefix_sums = config.density is None and can_track_prefix_sums(steps, size)
@@ -144,6 +224,7 @@ class VirtualTrainer:
         """Train one epoch."""
         config, counters, means = self._config, EpochCounters(), []
         begin = time.perf_counter()
+        self._examples.begin_epoch(number)
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
@@ -201,10 +282,6 @@ class VirtualTrainer:
             return self._graphed(batch)[0], []
         return self._worker_gradients(batch, counters)
 
-    def _all_gradients(self, batch: Tensor) -> tuple[Tensor]:
-        """Return the (R, D) gradients alone; this is what is captured."""
-        return (self._worker_gradients(batch, EpochCounters())[0],)
-
     def _worker_gradients(
         self, batch: Tensor, counters: EpochCounters
     ) -> tuple[Tensor, list[Tensor]]:
@@ -212,11 +289,13 @@ class VirtualTrainer:
         for worker, own in enumerate(batch):
             fetch = time.perf_counter()
             # No DataLoader: all examples are on the device, and one index fetches a batch.
-            examples = tuple(tensor[own] for tensor in self._split.train)
+            examples = tuple(tensor[own] for tensor in self._examples.tensors)
             counters.data_seconds += time.perf_counter() - fetch
             with self._turns.of(worker):
                 self._optimizer.zero_grad()
-                self._task.loss(self.model, *examples).backward()
+                with passes(self._config):
+                    loss = self._task.loss(self.model, *examples)
+                loss.backward()
             # Copied out: the next worker's backward writes to the same gradients.
             grads.append(self._averager.flat_grad())
             if self._rows is not None:
@@ -226,12 +305,13 @@ class VirtualTrainer:
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model."""
-        chunk = evaluation_chunk(self.model, self._config.batch_size)
-        loss = full_loss(self._task, self.model, self._split.train, World.single(), chunk)
-        return [Evaluation(loss, finite_metric(self._task, self.model, self._split.test))]
+        chunk = evaluation_chunk(self._task, self.model, self._config.batch_size)
+        with passes(self._config):
+            loss = full_loss(self._task, self.model, self._split.train, World.single(), chunk)
+            return [Evaluation(loss, finite_metric(self._task, self.model, self._split.test))]
 
     def close(self) -> None:
         """Detach from the model and free the graphs."""
-        self._graphed = None  # It refers back to this trainer, and its graphs hold GPU memory.
+        self._graphed = None  # Its graphs hold GPU memory.
         if self._rows is not None:
             self._rows.close()
