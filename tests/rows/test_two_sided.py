@@ -91,6 +91,25 @@ def test_rows_of_transformers_are_the_map_of_single_gradients(name: str) -> None
     check(case, 4, () if name in READ_WHERE_SHARED else case.left_out)
 
 
+def test_rows_are_the_product_of_gradients_and_a_matrix() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 5), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(),
+        nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3, bias=False),
+    ).double()  # fmt: skip
+    x, y = torch.randn(BATCH, 3, 7, 7).double(), torch.randint(3, (BATCH,))
+
+    def of_examples(part: slice) -> Tensor:
+        return F.cross_entropy(model(x[part]), y[part], reduction="none")
+
+    expected = loop_over_examples(model, of_examples, BATCH)
+    capture = TwoSidedCapture(model, TwoSidedRows(size=SIZE))
+    of_examples(slice(None)).mean().backward()
+    rows = capture.pop_sketch(BATCH)
+    torch.testing.assert_close(rows, expected @ capture.matrix(), rtol=1e-8, atol=1e-10)
+    capture.remove_hooks()
+
+
 def layers() -> dict[str, tuple[nn.Module, Tensor]]:
     """Layers and inputs of every kind that has a sketch of its own."""
     torch.manual_seed(0)

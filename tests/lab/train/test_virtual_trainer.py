@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from gradherd.comm.ranks import run_ranks
-from gradherd.lab.tasks.registry import TASKS
-from gradherd.lab.train.virtual_trainer import VirtualTrainer
+from gradherd.lab.tasks.registry import TASKS, find_task
+from gradherd.lab.train.trainer import EpochCounters, EpochExamples
+from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
 from tests.lab.train.work import HERE, config_of, in_one_process, on_ranks
 
 REAL = os.environ.get("GRADHERD_DATA")
@@ -81,10 +82,11 @@ def test_small_tasks(workers):
                 assert mine[0] == first[0] and torch.equal(mine[3], first[3])
 
 
-def test_batch_statistics_and_dropout_are_those_of_ranks():
-    config = config_of(f"{HERE}:Awkward")
-    ranks = run_ranks(on_ranks, config.workers, [config])
-    same(ranks[0][0], in_one_process(config))
+def test_batch_statistics_dropout_and_augmentation_are_those_of_ranks():
+    configs = [config_of(f"{HERE}:Awkward"), config_of(f"{HERE}:Augmented", augment=True)]
+    ranks = run_ranks(on_ranks, configs[0].workers, configs)
+    for config, found in zip(configs, ranks[0], strict=True):
+        same(found, in_one_process(config))
 
 
 LARGE = [name for name in TASKS if not name.startswith("digits")]
@@ -136,3 +138,53 @@ def test_rows_of_what_is_sent_need_a_sparsifier_and_whole_batches():
 def _task_of(config):
     task = TASKS[config.task]()
     return config, task, task.load(None, config.limit)
+
+
+def test_examples_are_transformed_before_every_epoch():
+    config = config_of(f"{HERE}:Augmented", workers=1, augment=True)
+    plain = in_one_process(config_of(f"{HERE}:Augmented", workers=1))
+    assert not torch.equal(in_one_process(config)[0][3], plain[0][3])
+
+    task = find_task(f"{HERE}:Augmented")
+    original = task.load().train
+    examples = EpochExamples(config, task, original)
+    seen = []
+    for epoch in (1, 2, 1):
+        examples.begin_epoch(epoch)
+        seen.append(examples.tensors[0].clone())
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0].abs(), original[0].abs())
+    other = EpochExamples(config_of(f"{HERE}:Augmented", augment=True, seed=1), task, original)
+    other.begin_epoch(1)
+    assert not torch.equal(other.tensors[0], seen[0])
+    with pytest.raises(ValueError, match="task 'digits' has no augmentation"):
+        EpochExamples(config_of("digits", augment=True), find_task("digits"), original)
+
+
+def test_workers_side_by_side_have_the_gradients_and_buffers_of_turns():
+    config = config_of(f"{HERE}:Augmented", virtual=True)
+    task = find_task(config.task)
+    trainer = VirtualTrainer(config, task, task.load())
+    model, parameters = trainer.model.train(), trainer._averager.parameters
+    before = [buffer.clone() for buffer in model.buffers()]
+    batch = torch.arange(12).view(3, 4)
+    expected, _ = trainer._worker_gradients(batch, EpochCounters())
+    after = [buffer.clone() for buffer in model.buffers()]
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
+    beside = GradientsOnStreams(config, task, [model], [parameters], task.load().train)
+    (found,) = beside(batch)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), after, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of processors without bf16
+def test_autocast_is_for_simulated_workers():
+    with pytest.raises(ValueError, match="unknown autocast 'fp8'; known are bf16"):
+        config_of("digits", autocast="fp8")
+    config = config_of("digits", autocast="bf16", workers=1, limit=20)
+    with pytest.raises(ValueError, match="autocast works with simulated workers: add --virtual"):
+        on_ranks([config])
+    low, full = in_one_process(config), in_one_process(config_of("digits", workers=1, limit=20))
+    assert not torch.equal(low[-1][3], full[-1][3])
+    torch.testing.assert_close(low[-1][3], full[-1][3], rtol=0.05, atol=0.05)

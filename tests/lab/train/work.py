@@ -85,6 +85,21 @@ class Awkward:
 
 
 @dataclass(frozen=True)
+class Augmented(Awkward):
+    """Batch statistics, no dropout, and examples whose sign is drawn before each epoch."""
+
+    name: ClassVar = "augmented"
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 2))
+
+    def augment(self, generator, *tensors):
+        x, y = tensors
+        sign = torch.randint(2, (len(x), 1), generator=generator) * 2.0 - 1
+        return x * sign, y * sign
+
+
+@dataclass(frozen=True)
 class Diverging(Awkward):
     """Its loss is soon not finite."""
 

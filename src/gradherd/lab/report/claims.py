@@ -50,12 +50,15 @@ class ClaimVerdict:
     """Whether changes are differences of percentages."""
 
 
-def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> ClaimVerdict | None:
+def judge(
+    claim: Claim, results: Mapping[str, Sequence[RunResult]], seeds: int = _MIN_SEEDS
+) -> ClaimVerdict | None:
     """Judge a claim by the results of its arms.
 
     Args:
         claim: The claim.
         results: Runs by the name of their arm.
+        seeds: Fewest seeds that count.
 
     Returns:
         None if the claim has not been measured yet: an arm, an epoch or a second seed is missing.
@@ -70,7 +73,7 @@ def judge(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> ClaimVerd
     measured = measure(claim.measure, claim.epoch, arm, against)
     effects = effects_by_seed(claim, measured)
     # A measure that was switched off says nothing; a loss that is missing counts against the claim.
-    if len(effects) < _MIN_SEEDS or not (measured.available or claim.measure in ALWAYS):
+    if len(effects) < seeds or not (measured.available or claim.measure in ALWAYS):
         return None
     paper = paper_effect(claim, measured.in_percent, measured.higher_is_better)
     verdict = verdict_of(list(effects.values()), paper)

@@ -2,7 +2,7 @@
 
 `docs/evidence.md` is a summary, written from the template `studies/summary.j2` where there is
 one; each study has a page in `docs/evidence`. The same results give the same bytes. A claim without
-results has no row. The template is Markdown with jinja2's `{{ ... }}`, and calls
+results has no verdict, and the study says why. The template is Markdown with jinja2's `{{ ... }}`, and calls
 
 - `figure(claim)`: the figure that a verdict rests on, with a link to its study;
 - `row(words, claim)`: a row of a table: words, the paper's figure, ours, the verdict;
@@ -199,7 +199,7 @@ def build_evidence(root: Path) -> EvidencePage:
     paths = sorted(folder.glob("*.toml"), key=lambda path: path.stem)
     if not paths:
         raise ValueError(f"{folder} holds no study; run this in the folder that holds studies/")
-    sections: list[StudySection] = []
+    everything: list[StudySection] = []
     unmeasured: dict[str, list[str]] = {}
     first_paths: dict[str, Path] = {}
     for path in paths:
@@ -209,16 +209,15 @@ def build_evidence(root: Path) -> EvidencePage:
             if (first := first_paths.setdefault(claim.id, path)) != path:
                 raise ValueError(f"{path}: claim {claim.id} is already in {first}")
         section = _section(study, root)
-        judged = {verdict.claim.id for verdict in section.verdicts}
-        if pending := [claim.id for claim in study.claims if claim.id not in judged]:
-            unmeasured[study.name] = pending
-        if section.results:
-            sections.append(section)
+        if section.pending:
+            unmeasured[study.name] = [claim.id for claim in section.pending]
+        everything.append(section)
+    sections = [one for one in everything if one.results]
     files = {IMAGES / name: svg for one in sections for name, svg in one.images.items()}
     for one in sections:
         files[PAGES / f"{one.study.name}.md"] = study_page(one) + _WRITTEN
-    files[PAGES / "README.md"] = index_page(sections, sum(map(len, unmeasured.values()))) + _WRITTEN
-    files |= _summary(root, sections, unmeasured)
+    files[PAGES / "README.md"] = index_page(everything) + _WRITTEN
+    files |= _summary(root, everything, unmeasured)
     verdicts = [verdict for one in sections for verdict in one.verdicts]
     return EvidencePage(files, verdicts, unmeasured)
 
@@ -227,12 +226,11 @@ def _summary(
     root: Path, sections: Sequence[StudySection], unmeasured: Mapping[str, Sequence[str]]
 ) -> dict[Path, str]:
     """Return the summary, its pictures, and the README that quotes it."""
-    waiting = sum(map(len, unmeasured.values()))
     template = root / STUDIES / TEMPLATE
     if not template.exists():
-        return {PAGE: index_page(sections, waiting, here="evidence/") + _WRITTEN}
+        return {PAGE: index_page(sections, here="evidence/") + _WRITTEN}
     pending = [claim for claims in unmeasured.values() for claim in claims]
-    text, images = render_summary(template, sections, pending)
+    text, images = render_summary(template, [one for one in sections if one.results], pending)
     files = {IMAGES / name: svg for name, svg in images.items()}
     readme = root / README
     if readme.exists():

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradherd.lab.report.claims import CONFIRMED, NOT_CONFIRMED, WEAKER, ClaimVerdict
+from gradherd.lab.report.claims import CONFIRMED, NOT_CONFIRMED, WEAKER, ClaimVerdict, judge
 from gradherd.lab.report.evidence_charts import file_name
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.spec import THEMES, Study
+from gradherd.lab.study.spec import THEMES, Claim, Study
 from gradherd.lab.text import counted, listed, printable
 
 MARKS = {CONFIRMED: "**confirmed**", WEAKER: "*weaker*", NOT_CONFIRMED: "not&nbsp;confirmed"}
@@ -22,7 +22,7 @@ _READING = """\
 Each study repeats an experiment of the papers, or asks what they left open, with this library on
 real data. `gradherd report --evidence` writes these pages from `studies/*.toml` and the results in
 `benchmarks/results` alone: no figure of ours is typed by hand, and a claim without results, or with
-a single seed, has no row. A row is
+a single seed, has no verdict. A row is
 
 - **confirmed** if the 95 % interval over seeds (paired by seed) is on the claimed side (for claims
   of "no worse": within the tolerance), and the effect is at least half of the paper's where the
@@ -45,15 +45,22 @@ class StudySection:
     verdicts: Sequence[ClaimVerdict]
     images: Mapping[str, str]
 
+    @property
+    def pending(self) -> list[Claim]:
+        """Claims without a verdict."""
+        judged = {verdict.claim.id for verdict in self.verdicts}
+        return [claim for claim in self.study.claims if claim.id not in judged]
 
-def index_page(sections: Sequence[StudySection], unmeasured: int, here: str = "") -> str:
-    """Return the list of all studies, with what verdicts mean.
+
+def index_page(sections: Sequence[StudySection], here: str = "") -> str:
+    """Return the list of all studies, with what verdicts mean, and of what was not measured.
 
     Args:
-        sections: Studies that have results.
-        unmeasured: Number of claims without.
+        sections: The studies; those without results have no page.
         here: Folder of the studies' pages, seen from this one.
     """
+    everything, sections = sections, [one for one in sections if one.results]
+    unmeasured = sum(len(one.pending) for one in everything)
     lines = ["# Evidence, study by study", "", _READING, totals(sections, unmeasured), ""]
     for theme in THEMES:
         of_theme = [one for one in sections if one.study.theme == theme]
@@ -69,6 +76,15 @@ def index_page(sections: Sequence[StudySection], unmeasured: int, here: str = ""
             counts = [_counts(one.verdicts, own=own) for own in (False, True)]
             link = f"[{cell(one.study.title)}]({here}{one.study.name}.md)"
             lines.append(f"| {' | '.join([link, *counts])} |")
+        lines.append("")
+    if waiting := [one for one in everything if one.pending]:
+        lines += ["## Not measured", "", "| study | claims | what was left out, and why |"]
+        lines.append("|---|---|---|")
+        for one in waiting:
+            title = cell(one.study.title)
+            link = f"[{title}]({here}{one.study.name}.md)" if one.results else title
+            why = cell(one.study.left_out or "not run yet")
+            lines.append(f"| {link} | {len(one.pending)} of {len(one.study.claims)} | {why} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -102,12 +118,24 @@ def study_page(section: StudySection) -> str:
     study = section.study
     up = "[Summary](../evidence.md) · [all studies](README.md)"
     lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
-    if section.verdicts:
+    if study.claims:
         lines += ["| | claim | paper | ours | verdict |", "|---|---|---|---|---|"]
         for number, one in enumerate(section.verdicts, 1):
             cells = (str(number), cell(one.claim.text), cell(one.claim.paper), short_cell(one))
             lines.append(f"| {' | '.join(cells)} | {MARKS[one.verdict]} |")
+        for claim in section.pending:
+            # A single seed has no interval, but its figure is better than none.
+            seen = judge(claim, section.results, seeds=1)
+            cells = (
+                "",
+                cell(claim.text),
+                cell(claim.paper),
+                "" if seen is None else short_cell(seen),
+            )
+            lines.append(f"| {' | '.join(cells)} | {'one seed' if seen else 'not measured'} |")
         lines.append("")
+    if section.pending and study.left_out:
+        lines += [f"Left out: {cell(study.left_out)}", ""]
     for number, figure in enumerate(study.figures, 1):
         if (name := file_name(study, number)) in section.images:
             lines += [f"![{cell(figure.title)}](../images/evidence/{name})", ""]

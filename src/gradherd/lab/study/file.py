@@ -28,7 +28,7 @@ from gradherd.lab.study.spec import (
 from gradherd.lab.text import printable
 from gradherd.lab.train.record import read_bounded_text
 
-_STRINGS = ("kind", "theme", "title", "task", "budget", "note")
+_STRINGS = ("kind", "theme", "title", "task", "budget", "note", "left_out")
 _TABLES = ("arms", "claim", "figure")
 _KEYS = (*_STRINGS[:4], "seeds", "device", *_STRINGS[4:], "settings", "sources", *_TABLES)
 _MAX_SEEDS = 1000
@@ -104,6 +104,7 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         device=tables.get("device", "cpu"),
         budget=tables.get("budget", ""),
         note=tables.get("note", ""),
+        left_out=tables.get("left_out", ""),
         settings=tables.get("settings", {}),
         sources=tables.get("sources", {}),
         arms=expand_arms(tables.get("arms", [])),

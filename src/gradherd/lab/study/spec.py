@@ -101,6 +101,8 @@ class Study:
     budget: str
     """How it falls short of the paper's experiment; shown in rows of the paper's claims."""
     note: str
+    left_out: str
+    """What was not run, and why; shown where claims have no verdict."""
     settings: Mapping[str, Any]
     """Settings that all arms share."""
     sources: Mapping[str, str]

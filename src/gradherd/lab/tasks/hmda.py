@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.metrics import mean_over_examples
-from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz
+from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file
 from gradherd.lab.tasks.task import Defaults, Split
 
 FEATURES = 18
@@ -33,6 +33,7 @@ class HMDA:
     data: ClassVar = ("hmda-2017",)
     metric_name: ClassVar = "test accuracy (%)"
     higher_is_better: ClassVar = True
+    file: ClassVar = _FILE
     defaults: ClassVar = Defaults(
         workers=4,
         batch_size=4,
@@ -46,7 +47,7 @@ class HMDA:
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Load (n, 18) standardised features and (n,) labels, 1 = granted, split 80 to 20."""
-        features, labels = read_hmda(find_dataset("hmda-2017", data_dir))
+        features, labels = read_hmda(find_dataset("hmda-2017", data_dir), self.file)
         # The same split whatever the seed of a run.
         order = np.random.RandomState(0).permutation(len(features))
         cut = max(1, len(features) * 4 // 5)
@@ -99,10 +100,11 @@ class HMDA:
         return 100 * mean_over_examples(model, correct, *tensors, chunk=100_000)
 
 
-def read_hmda(local: LocalDataSet) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return (n, 18) features and (n,) labels as stored in the file."""
-    path = local.paths[_FILE]
-    features, labels = parse_npz(local.read(_FILE), path, ("X", "y"))
+def read_hmda(local: LocalDataSet, name: str = _FILE) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return (n, 18) features and (n,) labels as stored in the file of a state."""
+    # Other states lie beside the one that the data set must have.
+    path = local.paths.get(name, local.folder / name)
+    features, labels = parse_npz(read_file(path), path, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != (len(features),):
         raise DamagedData(
             f"{path} holds X {features.shape} and y {labels.shape}, "

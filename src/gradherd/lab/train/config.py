@@ -65,11 +65,9 @@ class RunConfig:
     lr_schedule: Literal["constant", "cosine"] | None = None
     """How the learning rate goes on after that: constant (also None) or cosine, to zero."""
     local_steps: int | None = None
-    """Steps that workers take on their own between two exchanges; None exchanges gradients at every
-    step. Further settings of `LocalSteps` go into `method`."""
+    """Steps between two exchanges, None at every step; `method` has more of `LocalSteps`."""
     augment: bool | None = None
-    """Whether examples are transformed at random before each epoch, as the task does it; None is
-    no."""
+    """Whether the task transforms examples at random before each epoch; None is no."""
     autocast: Literal["bf16"] | None = None
     """Precision of the passes of simulated workers; None is that of the parameters."""
     held_out: float | None = None
@@ -81,8 +79,7 @@ class RunConfig:
     device: str = "cpu"
     """Device: cpu or cuda."""
     parallel: Literal["fsdp", "hsdp"] | None = None
-    """How real workers hold the model: None is whole (DDP), "fsdp" in shards, "hsdp" in two
-    replicas of shards."""
+    """How real workers hold it: None is whole (DDP), "fsdp" shards, "hsdp" two replicas of them."""
 
     def __post_init__(self) -> None:
         _check_known("order", self.order, tuple(POLICIES))
@@ -114,8 +111,7 @@ class RunConfig:
                     "optimizer: that must be sgd with momentum 0, "
                     f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
                 )
-        if self.autocast is not None:
-            _check_known("autocast", self.autocast, ("bf16",))
+        _check_known("autocast", self.autocast or "bf16", ("bf16",))
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
         if not 0 <= self.seed < 2**31:

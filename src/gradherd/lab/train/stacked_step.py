@@ -245,7 +245,7 @@ def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class FunctionalModel:
-    """Looks like a model to `Task.loss`, with parameters that are passed in."""
+    """Looks like a model to `Task.loss`, with parameters or buffers that are passed in."""
 
     # What `Task.loss` may ask of a model; stacked models have no other mode.
     training = True
@@ -254,6 +254,7 @@ class FunctionalModel:
         self._model, self._named = model, named
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
         return functional_call(self._model, self._named, args, kwargs)
 
 
