@@ -2,7 +2,9 @@
 
 `docs/evidence.md` is a summary, written from the template `studies/summary.j2` where there is
 one; each study has a page in `docs/evidence`. The same results give the same bytes. A claim without
-results has no verdict, and the study says why. The template is Markdown with jinja2's `{{ ... }}`, and calls
+results has no verdict, and the study says why.
+
+The template is Markdown with jinja2's `{{ ... }}`, and calls
 
 - `figure(claim)`: the figure that a verdict rests on, with a link to its study;
 - `row(words, claim)`: a row of a table: words, the paper's figure, ours, the verdict;
