@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import gradherd as gh
-from gradherd.attach.agreement import RankMeeting, _readable
+from gradherd.attach.agreement import RankAgreement, _readable
 from tests.attach.attach_work import examples, network
 
 SAME = {"policy": "cd-grab", "examples": 24, "batch": 4, "unit": 4, "seed": 0}
@@ -83,12 +83,12 @@ def stale_entries():
                 )
     dist.barrier()
     time.sleep(0.3 * rank)
-    RankMeeting(gh.World.detect()).compare({"seed": 1})
+    RankAgreement(gh.World.detect()).compare({"seed": 1})
     return True
 
 
 def without_store():
-    meeting = RankMeeting(gh.World.detect())
+    meeting = RankAgreement(gh.World.detect())
     meeting._store = None
     meeting.compare({"seed": 1})
     try:

@@ -1,1 +1,1 @@
-"""What meets a user's model: attach, hooks, feedback to the sampler, saved state."""
+"""What touches a user's model: attach, hooks, feedback to the sampler, saved state."""

@@ -1,9 +1,9 @@
-"""Before the first step all ranks compare what they attach.
+"""All ranks compare their settings before the first step.
 
-Ranks with different settings would exchange tensors of different sizes: gloo then aborts, or all of
-them wait for ever. So `attach` compares the settings first, through the key-value store of the
-process group. Unlike a collective, the store can say which rank has not come, and is not confused
-by a rank that trains on without having attached.
+Ranks with different settings would exchange tensors of different sizes: gloo then aborts, or every
+rank hangs. So `attach` compares the settings first, through the key-value store of the process
+group. Unlike a collective, the store can tell which rank is missing, and a rank that goes on
+training without having attached does not interfere.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from gradherd.comm.collectives import all_gather_objects
 from gradherd.comm.world import World
 
-# How many times ranks have met in each group: every meeting has keys of its own.
-_meetings: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+# Calls of `attach` in each group: every call has keys of its own.
+_calls: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 _POLL_SECONDS = 0.01
 
 
-class RankMeeting:
+class RankAgreement:
     """One call of `attach` on all ranks of a world."""
 
     def __init__(self, world: World) -> None:
@@ -34,7 +34,7 @@ class RankMeeting:
             return
         group = dist.group.WORLD if world.group is None else world.group
         assert group is not None
-        number = _meetings[group] = _meetings.get(group, -1) + 1
+        number = _calls[group] = _calls.get(group, -1) + 1
         self._store = _store_of(group)
         self._prefix = f"gradherd/attach/{number}"
         # A store may outlive its processes (torchrun restarts them), and entries of dead ones look
@@ -42,14 +42,14 @@ class RankMeeting:
         self._nonce = secrets.token_hex(8)
 
     def compare(self, settings: Mapping[str, Any]) -> None:
-        """Return when all ranks have come with the same settings.
+        """Return when all ranks have called this with the same settings.
 
         Args:
             settings: What must be equal on all ranks, by name.
 
         Raises:
             ValueError: A setting differs.
-            RuntimeError: A rank has not come within the timeout of the group, or has failed.
+            RuntimeError: A rank did not call it within the timeout of the group, or has failed.
         """
         if self._world.size == 1:
             return
@@ -65,7 +65,7 @@ class RankMeeting:
             )
 
     def refuse(self, error: Exception) -> None:
-        """Let the others know that this rank will not come, so that they need not wait for it."""
+        """Tell the other ranks that this one has failed, so that they do not wait for it."""
         if self._world.size > 1 and self._store is not None:
             self._write("entry", {"error": " ".join(str(error).split())})
 
@@ -127,7 +127,7 @@ class RankMeeting:
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return the store that the ranks of a group met in; groups of other makes have none."""
+    """Return the store that the ranks of a group were created with; some groups have none."""
     try:
         store: dist.Store = group.get_group_store()
     except (AttributeError, RuntimeError):

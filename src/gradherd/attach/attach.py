@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from gradherd.attach.agreement import RankMeeting
+from gradherd.attach.agreement import RankAgreement
 from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
 from gradherd.attach.feedback import OrderFeedback, inner, refuse_attached
@@ -55,7 +55,7 @@ def attach(
     scaler: GradScaler | None = None,
     mesh: "DeviceMesh | None" = None,
 ) -> Herd:
-    """Let `order` learn from the gradients of `model`, and `sparsify` exchange them.
+    """Connect a model with an order that learns from its gradients, a sparsifier, or both.
 
     Args:
         model: Any module, one in DistributedDataParallel, or one that `fully_shard` was called
@@ -85,22 +85,22 @@ def attach(
             timeout.
     """
     if order is None and sparsify is None and local is None:
-        raise ValueError("nothing to attach: give an order, a sparsifier or local steps, or both")
+        raise ValueError("nothing to attach: give order=, sparsify= or local=")
     bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     try:
         _check_order(order)
     except ValueError as error:
         # An order of a wrong type has no world; its peers wait in the group of the model.
-        RankMeeting(_model_world(bare, None, None)).refuse(error)
+        RankAgreement(_model_world(bare, None, None)).refuse(error)
         raise
     try:
         check_parameters(bare)
         worlds = ShardedWorlds(bare, mesh) if fsdp_modules(bare) else None
         world = _model_world(bare, order, worlds)
     except Exception as error:
-        RankMeeting(_model_world(bare, order, None)).refuse(error)
+        RankAgreement(_model_world(bare, order, None)).refuse(error)
         raise
-    meeting = RankMeeting(world)
+    agreement = RankAgreement(world)
     try:
         refuse_attached(bare)
         if mesh is not None and (worlds is None or (sparsify is None and local is None)):
@@ -115,7 +115,7 @@ def attach(
         sparsifies = settings is not None or (local is not None and worlds is not None)
         plan = None if order is None else plan_rows(model, order, rows, sparsifies, worlds)
     except Exception as error:
-        meeting.refuse(error)
+        agreement.refuse(error)
         raise
     shared = _shared_settings(bare, order, plan, settings, scaler)
     if local is not None:
@@ -123,7 +123,7 @@ def attach(
         shared |= {"local": local, "elements of buffers": buffers}
     # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
     # model as it was, on all ranks.
-    meeting.compare(shared)
+    agreement.compare(shared)
     # From here on every rank does the same, so a hook that starts with a collective finds its
     # peers.
     sparse: SparseHook | ShardedSparseHook | LocalExchange | None = None

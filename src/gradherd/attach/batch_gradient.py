@@ -17,7 +17,7 @@ from gradherd.rows.sketch import count_sketch
 
 
 def gradient_registrar(model: nn.Module) -> Registrar:
-    """Return a function that hooks a parameter's gradient, be the model sharded or not.
+    """Return a function that hooks a parameter's gradient, whether the model is sharded or not.
 
     Hooks on a sharded parameter itself never run: autograd sees the whole one.
     """
@@ -168,7 +168,7 @@ class BatchGradientSource:
         return None
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._hooks.began = began
 
     def check(self, examples: int) -> None:

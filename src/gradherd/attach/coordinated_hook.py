@@ -40,7 +40,7 @@ from gradherd.rows.flat import FlatSpec
 
 
 class SliceSigner:
-    """Has the sampler learn from one batch of all workers after the other, in a thread."""
+    """Feeds batches of all workers to the sampler, one after the other, in a background thread."""
 
     def __init__(self, sampler: OrderedSampler, world: World) -> None:
         """Make the thread and its group. All ranks must do so at the same point."""
@@ -71,9 +71,9 @@ class SliceSigner:
             # unit without a partner is not signed, so nobody would notice that it is not finite.
             last = claim is not None and claim.step + claim.units == self._sampler.ordering.length
             finite = not last or bool(rows.sum().isfinite())
-            found = self._in_step.compare(claim, self._side, finite=finite)
-            if not found.same or not found.finite:
-                self._in_step.pass_over(claim, found)
+            comparison = self._in_step.compare(claim, self._side, finite=finite)
+            if not comparison.same or not comparison.finite:
+                self._in_step.pass_over(claim, comparison)
             elif claim is not None:
                 script = observe_slices(self._sampler, rows, first=claim.step)
                 self.bytes += run(script, self._side).bytes
@@ -85,7 +85,7 @@ class SliceSigner:
         self._thread.wait()
 
     def close(self) -> None:
-        """Give back the thread and its group."""
+        """Stop the thread and close its group."""
         self._thread.close()
         self._side.close_side_channel()
 
@@ -139,11 +139,11 @@ class CoordinatedHook(BucketHook):
         return self._rows is not None or bool(self._separate)
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._hooks.began = began
 
     def prepare(self) -> None:
-        """Get ready for a backward, also after one that broke off."""
+        """Reset before a backward, also after one that failed."""
         self._decided = False
         self.discard()
         self._mean.abandon()
@@ -280,7 +280,7 @@ class CoordinatedHook(BucketHook):
         return {"exchange_seconds": self.stopwatch.seconds, "total_bytes": self.total_bytes}
 
     def close(self) -> None:
-        """Leave the model, and give back the thread and the group beside the training loop."""
+        """Remove the hooks, stop the thread and close its group."""
         super().close()
         self._hooks.remove()
         self._signer.close()

@@ -239,7 +239,7 @@ class OrderFeedback:
         return self._watch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that determines later orders, the same on all ranks. All must call it."""
+        """Return what determines later orders, the same on all ranks. All must call it."""
         if self._by_index and self.sampler.state_dict()["position"]:
             raise RuntimeError(
                 "batches given by index are learned at the end of an epoch: save the state there, "
@@ -261,7 +261,7 @@ class OrderFeedback:
         self._checked_orders = False
 
     def detach(self) -> None:
-        """Leave model and sampler as they were; the sampler keeps what it has learned."""
+        """Remove all hooks; the sampler keeps what it has learned."""
         try:
             self.finish()
         finally:  # also after a rank has failed: nothing of this must stay in the model

@@ -114,11 +114,11 @@ class ShardedCoordination:
         return self._separate_bytes + self._signer.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._hooks.began = began
 
     def prepare(self) -> None:
-        """Get ready for a backward, also after one that broke off."""
+        """Reset before a backward, also after one that failed."""
         self._drop()
 
     def _drop(self) -> None:
@@ -226,7 +226,7 @@ class ShardedCoordination:
         return {"exchange_seconds": self.stopwatch.seconds, "total_bytes": self.total_bytes}
 
     def close(self) -> None:
-        """Leave the model, and give back the thread and the group beside the training loop."""
+        """Remove the hooks, stop the thread and close its group."""
         for handle in self._handles:
             handle.remove()
         self._hooks.remove()

@@ -65,7 +65,7 @@ class Herd:
         return self._feedback
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
-        """Give the examples of the current batch, for loaders that deliver out of order.
+        """Name the examples of the current batch, for loaders that deliver out of order.
 
         Call it once for each batch, between its arrival and the optimizer's step. Rows are then
         held until the end of the epoch and learned in the order of the sampler.
@@ -98,7 +98,7 @@ class Herd:
         ranks evaluate or save one model together.
 
         Raises:
-            RuntimeError: There are no local steps, or a rank does not come.
+            RuntimeError: There are no local steps, or a rank does not call it.
         """
         self._refuse_detached("sync()")
         if not isinstance(self._sparse, LocalExchange):
@@ -107,10 +107,10 @@ class Herd:
 
     @contextlib.contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Let parameters be the weights that all ranks share, inside: to evaluate or save them.
+        """Swap in the weights that all ranks share, to evaluate or save them.
 
-        Without an exchange: these are the weights after the last one. Afterwards the parameters
-        are this rank's own again, and so are all buffers.
+        Nothing is exchanged: these are the weights after the last exchange. On exit this rank's own
+        parameters and buffers are restored.
         """
         self._refuse_detached("shared_weights()")
         with contextlib.ExitStack() as stack:
@@ -119,7 +119,7 @@ class Herd:
             yield
 
     def metrics(self) -> dict[str, Any]:
-        """Return the figures of both halves.
+        """Return the metrics of both halves.
 
         Ordering: epoch, how much of it was fed back, the bytes sent for ordering alone, and the
         seconds that training has waited for it; also total_bytes and exchange_seconds of the
@@ -154,18 +154,18 @@ class Herd:
         return feedback.watch().figures.last
 
     def scalars(self, *, rows: bool = False) -> dict[str, float]:
-        """Return the numbers among the metrics, for any logger, with the prefix "herd/".
+        """Return the metrics that are scalars, for any logger, with the prefix "herd/".
 
-        This is the call that computes them (the residual's norm, for example): what nobody asks
-        for is not computed. Every rank may call it on its own.
+        They are computed by this call (the residual's norm, for example), so they cost nothing
+        unless it is made. Every rank may call it on its own.
 
         Args:
-            rows: Whether to add what rows tell: quantiles of the norms of gradients, their noise
-                scale and the herding bound of the last epoch. The first call with True has them
-                measured; norms come with the next batch, the bound after a whole epoch.
+            rows: Whether to add statistics of the rows: quantiles of gradient norms, their noise
+                scale and the herding bound of the last epoch. The first call with True starts to
+                measure them; norms are there from the next batch on, the bound after a whole epoch.
 
         Returns:
-            Numbers only. Loggers refuse texts and lists, and frameworks own a key such as "epoch".
+            Floats only: loggers refuse strings and lists, and frameworks own keys such as "epoch".
         """
         metrics = self.metrics()
         if rows and self._feedback is not None:
@@ -203,11 +203,11 @@ class Herd:
         getattr(writer, method)(self.scalars(rows=rows), **({} if step is None else {"step": step}))
 
     def last_step(self) -> dict[str, Any]:
-        """Return the figures of the last exchange that cost nothing; {} without a sparsifier."""
+        """Return the metrics of the last exchange that are free; {} without a sparsifier."""
         return {} if self._sparse is None else self._sparse.last_step()
 
     def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
-        """Return all that determines how training continues. All ranks must call it.
+        """Return everything that determines how training continues. All ranks must call it.
 
         "ordering" and "sampler" are the same on all ranks. Residuals differ: with `gather`, rank
         0's "sparsify" holds those of all ranks, so it is enough that rank 0 saves its state. That
@@ -270,7 +270,7 @@ class Herd:
             self._feedback.load_state_dict(state, skipped_by)
 
     def _warn_of_new_world(self, state: Mapping[str, Any]) -> None:
-        """Warn once of what differs from a run that kept its number of ranks."""
+        """Warn once about what differs from a run with a constant number of ranks."""
         changes, before = [], 0
         feedback = self._feedback
         if feedback is not None and (old := feedback.sampler.ordering.resharded_from):
@@ -309,7 +309,7 @@ class Herd:
         return HerdState(self, saved_by)
 
     def detach(self) -> None:
-        """Leave model and sampler as they were; the sampler keeps what it has learned.
+        """Remove all hooks from model and sampler; the sampler keeps what it has learned.
 
         DDP cannot unregister a hook: it stays, and only averages from now on. Residuals are not
         sent any more: save `state_dict()` first if they matter.

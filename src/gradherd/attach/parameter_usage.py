@@ -22,7 +22,7 @@ def tracks_usage(ddp: DDP) -> bool:
 class ParameterUsage:
     """Records which parameters had a gradient in the backwards of one exchange.
 
-    DDP tracks this itself, but does not say so to its hook: in the bucket, a parameter that was
+    DDP tracks this itself, but does not pass it on to its hook: in the bucket, a parameter that was
     not used is zero like one whose gradient is zero.
     """
 

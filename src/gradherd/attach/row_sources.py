@@ -49,7 +49,7 @@ class RowSource(Protocol):
         ...
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward, if that can be told."""
+        """Call `began` before the first gradient of each backward, if it can be observed."""
         ...
 
     def check(self, examples: int) -> Tensor | None:
@@ -86,7 +86,7 @@ class RowSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         ...
 
 
@@ -162,7 +162,7 @@ class ExampleRowSource:
         return GroupedRows(rows, self._unit)
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._capture.on_backward(began)
 
     def check(self, examples: int) -> Tensor | None:

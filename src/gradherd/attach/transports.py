@@ -34,7 +34,7 @@ class RowTransport(Protocol):
         ...
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward, if that can be told."""
+        """Call `began` before the first gradient of each backward, if it can be observed."""
         ...
 
     def prepare(self) -> None:
@@ -77,7 +77,7 @@ class RowTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         ...
 
 
@@ -102,30 +102,30 @@ class StepComparison:
             world: The ranks, with a group for tensors on the CPU.
             finite: Whether this rank knows of nothing in the gradients that is not finite.
         """
-        found: ClaimComparison = run(compare_claims(claim, finite=finite), world).value
-        if not found.same and not self._warned:
+        comparison: ClaimComparison = run(compare_claims(claim, finite=finite), world).value
+        if not comparison.same and not self._warned:
             self._warned = True
             log.warning(
                 "ranks have trained on different batches in the same step (%s), and nothing is "
                 "learned from such steps: skip a batch on all ranks or on none",
-                found.text,
+                comparison.text,
             )
-        return found
+        return comparison
 
-    def pass_over(self, claim: BatchClaim | None, found: ClaimComparison) -> None:
+    def pass_over(self, claim: BatchClaim | None, comparison: ClaimComparison) -> None:
         """Count what all ranks have visited, although nothing is learned from some of it."""
         ordering = self._sampler.ordering
-        if claim is not None and claim.epoch == ordering.epoch and found.visited is not None:
-            ordering.skip_to(max(ordering.steps, found.visited))
+        if claim is not None and claim.epoch == ordering.epoch and comparison.visited is not None:
+            ordering.skip_to(max(ordering.steps, comparison.visited))
             self._sampler.end_if_complete()
 
     def check_end(self, world: World) -> None:
         """Raise unless all ranks want all that was fed to be learned now."""
-        found: ClaimComparison = run(compare_claims(None, end=True), world).value
-        if not found.same:
+        comparison: ClaimComparison = run(compare_claims(None, end=True), world).value
+        if not comparison.same:
             raise RuntimeError(
                 f"ranks are at different steps where they must meet, as in set_epoch(): "
-                f"{found.text}; let all ranks train on as many batches"
+                f"{comparison.text}; let all ranks train on as many batches"
             )
 
 
@@ -168,7 +168,7 @@ class CountingTransport(_LocalState):
         self.waiting = True
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._hooks.began = began
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
@@ -225,7 +225,7 @@ class GatheringTransport(_LocalState):
         return self._runner.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward, if that can be told."""
+        """Call `began` before the first gradient of each backward, if it can be observed."""
         self._source.on_backward(began)
 
     def measure(self, figures: RowFigures) -> None:
@@ -235,13 +235,13 @@ class GatheringTransport(_LocalState):
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
         if self._epoch_gatherer is None and not self._alone:
-            found = self._in_step.compare(claim, self._side)
-            if not found.same:
+            comparison = self._in_step.compare(claim, self._side)
+            if not comparison.same:
                 self._source.forget()
                 # Ranks will come to the end of the epoch at different steps, so what waits must
                 # be sent here, where all of them are.
                 self._gatherer.flush()
-                self._in_step.pass_over(claim, found)
+                self._in_step.pass_over(claim, comparison)
                 return
         if claim is None:
             self._source.forget()
@@ -324,6 +324,6 @@ class GatheringTransport(_LocalState):
         self._source.forget()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         self._source.close()
         self._side.close_side_channel()

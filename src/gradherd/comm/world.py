@@ -78,7 +78,7 @@ class World:
         return dist.get_process_group_ranks(group)
 
     def timeout(self) -> timedelta:
-        """Return how long a rank waits for its peers, as `init_process_group` was told."""
+        """Return how long a rank waits for its peers, as given to `init_process_group`."""
         group: Any = dist.group.WORLD if self.group is None else self.group
         backends = [group._get_backend(device) for device in group._device_types]
         limits = [

@@ -19,7 +19,7 @@ _REMEMBERED_PASSES = 4
 _REMEMBERED_BATCHES = 64
 
 UNKNOWN = -1
-"""Number of a batch that cannot be told."""
+"""Number of a batch that is not known."""
 
 
 class BatchTicket(NamedTuple):

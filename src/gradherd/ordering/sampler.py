@@ -35,7 +35,7 @@ from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
 
 
 class OrderedSampler(DistributedSampler[Any]):
-    """Hand out each worker's examples in the order that its policy has learned.
+    """Sample each worker's examples in the order that its policy has learned.
 
     >>> sampler = OrderedSampler(range(6), "d-rr", batch_size=2, world=World.single())
     >>> sorted(sampler)
@@ -137,7 +137,7 @@ class OrderedSampler(DistributedSampler[Any]):
         self._begin_epoch()
 
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
-        """Have `hook(what)` called before the order is read or advanced.
+        """Call `hook(what)` before the order is read or advanced.
 
         Whoever feeds gradients back hands in what is under way. `what` is "iterate" before an
         iterator starts, "end" before the epoch may end (on all ranks at the same point), and "read"

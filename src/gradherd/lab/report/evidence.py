@@ -111,21 +111,21 @@ class _Summary:
 
     def figure(self, claim: str) -> str:
         """Return our figure, with a link to its study."""
-        found = self._find(claim)
-        if found is None:
+        entry = self._find(claim)
+        if entry is None:
             return "not measured yet"
         # Without a limit, which is no part of a sentence.
-        return self._link(short_cell(found[0], limit=False), found[1])
+        return self._link(short_cell(entry[0], limit=False), entry[1])
 
     def _link(self, words: str, section: StudySection) -> str:
         return f"[{words}](evidence/{section.study.name}.md)"
 
     def row(self, words: str, claim: str) -> str:
         """Return a row of a table: words, the paper's figure, ours, the verdict."""
-        found = self._find(claim)
-        if found is None:
+        entry = self._find(claim)
+        if entry is None:
             return f"| {words} | | | not measured yet |"
-        verdict, section = found
+        verdict, section = entry
         ours = self._link(short_cell(verdict), section)
         return f"| {words} | {cell(verdict.claim.paper)} | {ours} | {MARKS[verdict.verdict]} |"
 
@@ -133,10 +133,10 @@ class _Summary:
         """Return a picture of the changes that these claims measured, with their intervals."""
         rows = []
         for claim, name in claims.items():
-            found = self._find(claim)
-            if found is None or not found[0].changes:
+            entry = self._find(claim)
+            if entry is None or not entry[0].changes:
                 continue
-            verdict = found[0]
+            verdict = entry[0]
             mean, interval = 100 * statistics.fmean(verdict.changes), interval_of(verdict.changes)
             ends = None if interval is None else (100 * interval[0], 100 * interval[1])
             text = fixed(mean, 1, sign=True) + (" pts" if verdict.in_points else " %")

@@ -114,7 +114,7 @@ def _is_own(verdict: ClaimVerdict) -> bool:
 
 
 def study_page(section: StudySection) -> str:
-    """Return the page of a study: verdicts in short, charts, and all figures folded."""
+    """Return the page of a study: verdicts, charts, and all figures in a collapsed section."""
     study = section.study
     up = "[Summary](../evidence.md) · [all studies](README.md)"
     lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
