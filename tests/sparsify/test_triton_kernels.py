@@ -17,7 +17,7 @@ from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 pytestmark = MARKS
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 if not GPU:
-    triton_kernels.TILE = 256  # the interpreter is slow
+    triton_kernels.TILE, triton_kernels._PART = 256, 64  # the interpreter is slow
 TILE = triton_kernels.TILE
 # Around a tile, around a program's tiles, around a group of tiles.
 LENGTHS = [1, 31, TILE - 1, TILE, TILE + 1, 7 * TILE + 77, 3_000_001]

@@ -86,7 +86,8 @@ class BucketHook(ABC):
         self.active = True
         # DDP waits for all futures at the end of a backward, so none has to complete before the
         # last bucket has arrived.
-        self._collected: list[tuple[dist.GradBucket, Future[Tensor]]] = []
+        self._collected: list[dist.GradBucket] = []
+        self._futures: list[Future[Tensor]] = []
         slot = _slot_of(ddp)
         if slot is None:
             # Once per DDP model: register_comm_hook raises the second time.
@@ -98,8 +99,13 @@ class BucketHook(ABC):
         """Return whether the buckets of this backward are exchanged here, not just averaged."""
         return self.active
 
-    def add(self, bucket: dist.GradBucket) -> None:  # noqa: B027 (a hook need not do anything)
-        """Begin what can begin before the last bucket has arrived."""
+    def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
+        """Begin what can begin before the last bucket has arrived.
+
+        Returns:
+            A future of the buffer if the hook has one; otherwise a new one is made.
+        """
+        return None
 
     @abstractmethod
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
@@ -120,17 +126,15 @@ class BucketHook(ABC):
                 return self.average(bucket)
             # A backward that raised may have left some.
             if bucket.index() == 0:
-                self._collected = []
+                self.discard()
             flat = bucket.buffer()
             if flat.is_sparse and self.passes_sparse:
                 done = self.average(bucket)
                 self._finish(bucket.is_last())
                 return done
-            # On a GPU, a future that knows the device makes DDP's stream wait for what the hook
-            # has enqueued.
-            done = Future(devices=[flat.device] if flat.is_cuda else None)
-            self._collected.append((bucket, done))
-            self.add(bucket)
+            self._collected.append(bucket)
+            done = self.add(bucket) or _pending(flat)
+            self._futures.append(done)
             self._finish(bucket.is_last())
             return done
 
@@ -140,9 +144,11 @@ class BucketHook(ABC):
             return
         # Emptied first: if the exchange raises, the next backward starts clean.
         collected, self._collected = self._collected, []
-        self.exchange([one for one, _ in collected])
-        for one, future in collected:
-            future.set_result(one.buffer())
+        futures, self._futures = self._futures, []
+        self.exchange(collected)
+        for one, future in zip(collected, futures, strict=True):
+            if not future.done():
+                future.set_result(one.buffer())
 
     @property
     def position(self) -> int:
@@ -157,7 +163,7 @@ class BucketHook(ABC):
 
     def discard(self) -> None:
         """Forget the buckets of a backward that did not finish."""
-        self._collected = []
+        self._collected, self._futures = [], []
 
     def close(self) -> None:
         """Leave DDP, which averages by itself from now on."""
@@ -172,10 +178,16 @@ def average_bucket(bucket: dist.GradBucket, world: World) -> tuple[Future[Tensor
     pending = all_reduce_start(bucket.buffer().div_(world.size), world)
     if pending.works:
         return pending.works[0].get_future().then(lambda future: future.value()[0]), pending.bytes
-    flat = pending.value  # one rank: nothing to send
-    done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
-    done.set_result(flat)
+    done = _pending(pending.value)  # one rank: nothing to send
+    done.set_result(pending.value)
     return done, pending.bytes
+
+
+def _pending(flat: Tensor) -> Future[Tensor]:
+    """Return a future of a buffer that is not exchanged yet."""
+    # On a GPU, a future that knows the device makes DDP's stream wait for what the hook has
+    # enqueued.
+    return Future(devices=[flat.device] if flat.is_cuda else None)
 
 
 def run_bucket_hook(state: HookSlot, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -5,8 +5,10 @@ consensus: then a step launches kernels and reads nothing back. The residual is 
 buckets are. DDP rebuilds those after the first backward; a bucket that is not where it used to be
 waits for the last one, and everything is laid out anew.
 
-With one rank all that follows the last bucket is a single CUDA graph; with several, collectives
-come in between, and each part is a few dozen launches.
+What the host does for a bucket takes longer than the GPU does, so after a few steps it is cut to
+the least: the pass over a bucket is replayed as a CUDA graph, and DDP gets a future that was made
+before. With one rank all that follows the last bucket is a single CUDA graph, too; with several,
+collectives come in between, and each part is a few dozen launches.
 """
 
 import logging
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.futures import Future
 
 from gradherd.comm.script import run
 from gradherd.comm.world import World
@@ -34,6 +37,8 @@ _WARMUP_STEPS = 3
 # Backwards in which parameters are compared one by one. DDP rebuilds its buckets once; from then on
 # a bucket is known by its memory.
 _CHECKED_STEPS = 3
+# Buckets up to which each has a graph. A model with more of them keeps the GPU busy anyway.
+_MOST_GRAPHS = 64
 
 
 def runs_on_device(settings: Sparsify, worker: Worker, workers: int) -> bool:
@@ -82,21 +87,35 @@ class DeviceExchange:
         self._checked = 0
         self._warm = settings.warmup_steps == 0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._adds: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """The pass over each bucket, by where the residual is (`DeviceWorker.turn`)."""
+        self._futures: list[Future[Tensor]] = []
+        """Of each bucket, made once; empty while buckets may still change."""
         self._launched = 0
         # With several ranks the script runs collectives in between, and these are not captured.
         self._may_capture = world.size == 1
+        self._may_replay = True
 
-    def add(self, number: int, bucket: dist.GradBucket) -> None:
-        """Add bucket `number` of a backward to the residual, or keep it until all have arrived."""
+    def add(self, number: int, bucket: dist.GradBucket) -> Future[Tensor] | None:
+        """Add bucket `number` of a backward to the residual, or keep it until all have arrived.
+
+        Returns:
+            A future of the buffer that can be handed to DDP, if there is one.
+        """
         if number == 0:
             if self._unfinished and self._device is not None:
                 self._device.clear()  # The backward before has raised.
             self._late, self._unfinished = [], True
             self._begin()
-        if self._device is not None and self._is_known(number, bucket):
+        if self._device is None or not self._is_known(number, bucket):
+            self._late.append((number, bucket))
+            return None
+        graph = self._adds.get((self._device.turn, number))
+        if graph is None:
             self._device.add(number, bucket.buffer())
         else:
-            self._late.append((number, bucket))
+            graph.replay()
+        return self._futures[number] if self._futures else None
 
     def _begin(self) -> None:
         # Residuals are in the unit of parameters (gradient times learning rate), and the rate may
@@ -155,7 +174,7 @@ class DeviceExchange:
             self._device.clear()
             return 0  # A learning rate of zero: the buckets are zero, as `add` has left them.
         k = target_count(self._density(), self._worker.sparse)
-        sent = self._tail(k, [bucket.buffer() for bucket in buckets])
+        sent = self._tail(k, buckets)
         self._device.commit()
         return sent
 
@@ -168,27 +187,61 @@ class DeviceExchange:
         self._warm = step >= self._settings.warmup_steps
         return self._settings.density(step)
 
-    def _tail(self, k: int, flats: list[Tensor]) -> int:
+    def _tail(self, k: int, buckets: Sequence[dist.GradBucket]) -> int:
         """Run what follows the last bucket, from a CUDA graph if there is one."""
         device = self._device
         assert device is not None
-        if not (self._may_capture and self._warm and flats[0].is_cuda):
-            return run(device.script(k, flats), self._world).bytes
-        # Residual and sum change places after each step, so there are two graphs.
-        key = (device.acc.data_ptr(), k, device.unit_is_one, tuple(f.data_ptr() for f in flats))
+        # Residual and sum change places after each step, so there are two graphs of everything.
+        key = (device.turn, k, device.unit_is_one)
         if key in self._graphs:
             self._graphs[key].replay()
             device.outcome = device.outcomes[key]
             return 0
-        self._launched += 1
-        if self._launched > _WARMUP_STEPS and self._capture(key, k, flats):
-            return self._tail(k, flats)
+        flats = [bucket.buffer() for bucket in buckets]
+        if self._warm and flats[0].is_cuda:
+            self._launched += 1
+            if self._launched > _WARMUP_STEPS:
+                self._capture_adds(flats)
+                if self._may_capture and self._capture(key, k, flats):
+                    return self._tail(k, buckets)
         return run(device.script(k, flats), self._world).bytes
+
+    def _capture_adds(self, flats: list[Tensor]) -> None:
+        """Capture the pass over each bucket, and make their futures."""
+        device = self._device
+        assert device is not None
+        if (device.turn, 0) in self._adds or len(flats) > _MOST_GRAPHS or not self._may_replay:
+            return
+        graphs, stream = [], torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                for number, flat in enumerate(flats):
+                    graphs.append(torch.cuda.CUDAGraph())
+                    graphs[-1].capture_begin(capture_error_mode="thread_local")
+                    device.add(number, flat)
+                    graphs[-1].capture_end()
+        except RuntimeError as error:
+            log.warning("passes over buckets are not captured as CUDA graphs: %s", error)
+            self._may_replay = False
+            return
+        torch.cuda.current_stream().wait_stream(stream)
+        self._adds.update({(device.turn, number): one for number, one in enumerate(graphs)})
+        if not self._futures:
+            # Completed, and without a device to wait for, so nothing is left to do in a step. That
+            # is enough: autograd makes the stream on which DDP reads the buckets wait for those
+            # on which its hooks ran.
+            self._futures = [Future() for _ in flats]
+            for future, flat in zip(self._futures, flats, strict=True):
+                future.set_result(flat)
 
     def _capture(self, key: Any, k: int, flats: list[Tensor]) -> bool:
         """Capture a tail; return whether that worked."""
         device = self._device
         assert device is not None
+        if len(self._graphs) >= 8:  # Shapes that change all the time are not worth a graph.
+            self._may_capture = False
+            return False
         graph = torch.cuda.CUDAGraph()
         # One pool for all graphs: they never run at the same time.
         pools = [one.pool() for one in self._graphs.values()]
@@ -200,9 +253,6 @@ class DeviceExchange:
                 run(device.script(k, flats), self._world)
         except RuntimeError as error:
             log.warning("the exchange is not captured as a CUDA graph: %s", error)
-            self._may_capture = False
-            return False
-        if len(self._graphs) >= 8:  # Shapes that change all the time are not worth a graph.
             self._may_capture = False
             return False
         assert device.outcome is not None
@@ -240,7 +290,12 @@ class DeviceExchange:
             for bucket, own in zip(buckets, parameters, strict=True)
         ]
         self._checked, self._launched = 0, 0
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
         self._graphs.clear()
+        self._adds.clear()
+        self._futures = []
 
     def _rule(self) -> Any:
         method: Any = self._settings.method
@@ -276,7 +331,7 @@ class DeviceExchange:
             self._worker.feedback.restore(dim)
         # Laid out anew at the next backward, from what was loaded.
         self._device, self._buckets = None, []
-        self._graphs.clear()
+        self._forget_graphs()
         self._warm = self._settings.warmup_steps == 0
 
     def metrics(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
@@ -85,12 +86,12 @@ class SparseHook(BucketHook):
             self._device = DeviceExchange(settings, self._worker, self._slices, self.world, scaler)
         self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
 
-    def add(self, bucket: dist.GradBucket) -> None:
+    def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
         """Add a bucket to the residual."""
         if self._device is not None:
-            self._device.add(self.position, bucket)
-        else:
-            self._add(bucket, first=self.position == 0)
+            return self._device.add(self.position, bucket)
+        self._add(bucket, first=self.position == 0)
+        return None
 
     def _add(self, bucket: dist.GradBucket, first: bool) -> None:
         if first:

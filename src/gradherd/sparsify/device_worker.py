@@ -177,7 +177,8 @@ class DeviceWorker:
         count = min(sparse, _SAMPLES)
         spaced = torch.arange(count, device=residual.device) * sparse // count
         self._sample = placement.positions(spaced)
-        self._turn = 0
+        self.turn = 0
+        """Which of the two vectors is the residual."""
         self._parts = [(residual[b : b + n], self.acc[b : b + n]) for b, n in spans]
         self._mark_parts = [self._marks.part(b, n) for b, n in spans]
         self.clear()
@@ -219,7 +220,7 @@ class DeviceWorker:
         """Add the flat gradients of a bucket to the residual, and set them to zero."""
         parts = self._parts[bucket]
         # Residual and sum change places after each step.
-        residual, acc = parts[self._turn], parts[1 - self._turn]
+        residual, acc = parts[self.turn], parts[1 - self.turn]
         kernels.add_marked(
             residual,
             grad,
@@ -319,7 +320,7 @@ class DeviceWorker:
         """Make the sum of this step the residual of the next."""
         # Swapped, not copied: the old residual is where the next sum is written.
         self.residual, self.acc = self.acc, self.residual
-        self._turn = 1 - self._turn
+        self.turn = 1 - self.turn
         self._remark = False
 
     def rescale(self, factor: float) -> None:

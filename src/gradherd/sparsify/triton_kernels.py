@@ -18,7 +18,8 @@ from torch import Tensor
 from gradherd.sparsify.kernels import TILE, Marks
 
 _GROUP = 2  # Tiles that one program compacts.
-_WARPS = 8
+_PART = 2048  # Elements of a tile that a program holds at a time.
+_WARPS = 4
 _BLOCK = 1024  # Elements that a program copies or fills at a time.
 # Programs per multiprocessor, each of which loops over tiles. Many more than run at once: that
 # is what saturates the bandwidth of an H200.
@@ -28,61 +29,65 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)  # As integers, the bits of NaN are la
 
 
 @triton.jit
-def _coordinates(tile, TILE: tl.constexpr):
-    """Return the coordinates of a tile as (TILE / 32, 32): one row per word of the bitmap."""
-    rows = tl.arange(0, TILE // _WORD).to(tl.int64)[:, None] * _WORD
-    return rows + tile * TILE + tl.arange(0, _WORD)[None, :]
+def _lanes(PART: tl.constexpr):
+    """Return the offsets in a part of a tile as (PART / 32, 32): one row per word of the bitmap."""
+    return tl.arange(0, PART // _WORD)[:, None] * _WORD + tl.arange(0, _WORD)[None, :]
 
 
 @triton.jit
-def _mark(values, inside, threshold_bits, words, tile_counts, tile, TILE: tl.constexpr):
+def _mark(values, inside, threshold_bits, words, PART: tl.constexpr):
     """Mark where |values| reach the threshold, given as the bits `threshold_bits`.
 
-    Compares bits instead of floats, because the GPU may flush subnormals to zero. Returns whether
-    some value is not finite.
+    Compares bits instead of floats, because the GPU may flush subnormals to zero. Returns how many
+    are marked, plus 2**16 for each value that is not finite.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     broken = (inside & (bits >= _INFINITY_BITS)).to(tl.int32)
     # NaN reaches no threshold.
     hits = (inside & (bits >= threshold_bits) & (bits <= _INFINITY_BITS)).to(tl.int32)
     word = tl.sum(hits << tl.arange(0, _WORD)[None, :], axis=1)
-    tl.store(words + tile * (TILE // _WORD) + tl.arange(0, TILE // _WORD), word)
+    tl.store(words + tl.arange(0, PART // _WORD), word)
     # One sum for both: a tile has fewer than 2**16 values.
-    tally = tl.sum(tl.sum(hits + (broken << 16), axis=1), axis=0)
-    tl.store(tile_counts + tile, tally & 0xFFFF)
-    return (tally >> 16) > 0
+    return tl.sum(tl.sum(hits + (broken << 16), axis=1), axis=0)
 
 
 @triton.jit
 def _add_tile(
     residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
     CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    at = _coordinates(tile, TILE)
-    inside = at < size
-    if MASKED:
-        total = tl.load(residual + at, mask=inside, other=0)
-        total += factor * tl.load(grad + at, mask=inside, other=0).to(tl.float32)
-        tl.store(out + at, total, mask=inside)
-    else:
-        total = tl.load(residual + at) + factor * tl.load(grad + at).to(tl.float32)
-        tl.store(out + at, total)
-    if CLEAR:
-        nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
+    # Pointers to a part and 32-bit offsets in it: offsets of 64 bits would take registers.
+    lanes = _lanes(PART)
+    tally = 0
+    for part in range(TILE // PART):
+        begin = tl.full((), TILE, tl.int64) * tile + part * PART
+        inside = lanes < size - begin
         if MASKED:
-            tl.store(grad + at, nothing, mask=inside)
+            total = tl.load(residual + begin + lanes, mask=inside, other=0)
+            total += factor * tl.load(grad + begin + lanes, mask=inside, other=0).to(tl.float32)
+            tl.store(out + begin + lanes, total, mask=inside)
         else:
-            tl.store(grad + at, nothing)
+            total = tl.load(residual + begin + lanes)
+            total += factor * tl.load(grad + begin + lanes).to(tl.float32)
+            tl.store(out + begin + lanes, total)
+        if CLEAR:
+            nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
+            if MASKED:
+                tl.store(grad + begin + lanes, nothing, mask=inside)
+            else:
+                tl.store(grad + begin + lanes, nothing)
+        if MARK:
+            tally += _mark(total, inside, threshold_bits, words + begin // _WORD, PART)
+        elif CHECK:
+            bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            worst = tl.max(tl.max(bits, axis=1), axis=0)
+            tally += (worst >= _INFINITY_BITS).to(tl.int32) << 16
     if MARK:
-        broken = _mark(total, inside, threshold_bits, words, tile_counts, tile, TILE)
-        if CHECK:
-            if broken:
-                tl.store(bad, 1)  # Whoever stores it, it is the same number.
-    elif CHECK:
-        bits = total.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if tl.max(tl.max(bits, axis=1), axis=0) >= _INFINITY_BITS:
-            tl.store(bad, 1)
+        tl.store(tile_counts + tile, tally & 0xFFFF)
+    if CHECK:
+        if (tally >> 16) > 0:
+            tl.store(bad, 1)  # Whoever stores it, it is the same number.
 
 
 # Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.
@@ -90,7 +95,7 @@ def _add_tile(
 def _add_kernel(
     residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
     CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr,
-    SCALE_ON_DEVICE: tl.constexpr, TILE: tl.constexpr,
+    SCALE_ON_DEVICE: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     factor = scale
     if SCALE_ON_DEVICE:
@@ -103,32 +108,37 @@ def _add_kernel(
         if (tile + 1) * TILE <= size:
             _add_tile(
                 residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
-                CLEAR, CHECK, MARK, False, TILE,
+                CLEAR, CHECK, MARK, False, TILE, PART,
             )  # fmt: skip
         else:
             _add_tile(
                 residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
-                CLEAR, CHECK, MARK, True, TILE,
+                CLEAR, CHECK, MARK, True, TILE, PART,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "tiles", "size"])
 def _mark_kernel(
     values, threshold, condition, words, tile_counts, first, tiles, size,
-    PREDICATED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+    PREDICATED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
     end = first + tiles
     if PREDICATED:  # An empty loop where there is nothing to do.
         end = first + tiles * (tl.load(condition).to(tl.int32) != 0).to(tl.int32)
+    lanes = _lanes(PART)
     for tile in range(first + tl.program_id(0), end, tl.num_programs(0)):
-        at = _coordinates(tile, TILE)
-        inside = at < size
-        if MASKED:
-            loaded = tl.load(values + at, mask=inside, other=0)
-        else:
-            loaded = tl.load(values + at)
-        _mark(loaded.to(tl.float32), inside, threshold_bits, words, tile_counts, tile, TILE)
+        tally = 0
+        for part in range(TILE // PART):
+            begin = tl.full((), TILE, tl.int64) * tile + part * PART
+            inside = lanes < size - begin
+            if MASKED:
+                loaded = tl.load(values + begin + lanes, mask=inside, other=0)
+            else:
+                loaded = tl.load(values + begin + lanes)
+            to = words + begin // _WORD
+            tally += _mark(loaded.to(tl.float32), inside, threshold_bits, to, PART)
+        tl.store(tile_counts + tile, tally & 0xFFFF)
 
 
 @triton.jit(do_not_specialize=["blocks", "size"])
@@ -236,7 +246,8 @@ def add(
         _add_kernel[(min(tiles, _programs(residual.device)),)](
             residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
             CLEAR=clear, CHECK=bad is not None, MARK=marks is not None,
-            SCALE_ON_DEVICE=isinstance(scale, Tensor), TILE=TILE, num_warps=_WARPS,
+            SCALE_ON_DEVICE=isinstance(scale, Tensor), TILE=TILE, PART=min(_PART, TILE),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -246,7 +257,8 @@ def mark(values: Tensor, threshold: Tensor, marks: Marks, condition: Tensor | No
     for first, tiles, masked in _spans(len(values)):
         _mark_kernel[(min(tiles, most),)](
             values, threshold, condition, *marks, first, tiles, len(values),
-            PREDICATED=condition is not None, MASKED=masked, TILE=TILE, num_warps=_WARPS,
+            PREDICATED=condition is not None, MASKED=masked, TILE=TILE, PART=min(_PART, TILE),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
