@@ -90,6 +90,33 @@ def spoilt(forced):
     return grads, herd.metrics()["steps"], herd.metrics()["skipped_steps"]
 
 
+def clipped(forced, clip=0.1):
+    """What was sent, what waits, and the sum of the gradients as each rank should clip its own."""
+    world = World.detect()
+    torch.manual_seed(0)
+    with fixed_shapes(forced):
+        model = DDP(nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 20)), bucket_cap_mb=0.005)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        settings = gh.Sparsify(method=gh.ExDyna(density=0.05), clip=clip)
+        herd = gh.attach(model, sparsify=settings, scaler=scaler)
+        sent, own, norms = 0.0, 0.0, []
+        for step in range(5):
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(9 * step + world.rank))
+            x *= 10.0 ** (step - 3)  # some are large, some are not
+            with model.no_sync():
+                loss = model(x).square().mean()
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            flat = torch.cat([grad.flatten() for grad in grads])
+            norms.append(float(flat.norm()))
+            own = own + flat * min(1.0, clip / norms[-1])
+            model.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            sent = sent + torch.cat([p.grad.flatten() / 8 for p in model.parameters()])
+        residual = herd.state_dict(gather=False)["sparsify"]["residual"]
+    left = torch.cat([residual[name].flatten() for name, _ in model.module.named_parameters()])
+    return sent, left, own, norms
+
+
 def small_sum():
     """A sum among more ranks than an all-gather is meant for."""
     world, before = World.detect(), collectives._SMALL_WORLD
@@ -129,5 +156,6 @@ def everything():
         "device": train(True),
         "resumed": train(True, resume_at=5),
         "spoilt": [spoilt(False), spoilt(True)],
+        "clipped": [clipped(False), clipped(True)],
         "small": small_sum(),
     }

@@ -63,7 +63,12 @@ def conserved(shape, name, kind="plain", steps=12, **more):
         for one in (plain, model):
             one.zero_grad()
             backward(one, step)
-        total, applied = total + grads(plain), applied + grads(model)
+        own = grads(plain)
+        if clip := more.get("clip"):  # the gradient of a replica, of which this is a shard
+            squares = own.square().sum()
+            dist.all_reduce(squares, group=mesh["shard"].get_group())
+            own *= min(1.0, clip / float(squares.sqrt()))
+        total, applied = total + own, applied + grads(model)
     waiting = flat(herd._sparse.vectors()["residual"])
     replicas = mesh["replicate"].get_group()
     for tensor in (total, waiting):
@@ -269,6 +274,7 @@ def everything(folder):
         },
         "unused": conserved((2, 2), "exdyna", "unused"),
         "bf16": conserved((2, 2), "topk", values="bf16"),
+        "clipped": conserved((2, 2), "exdyna", steps=4, clip=0.3),
         "replicas": {name: replicas_after((2, 2), name, 20) for name in METHODS},
         "native": {shape: native(shape) for shape in meshes} | {"children": all_in_children()},
         "delayed": {how: delayed(how) for how in ("sync", "all-reduce")},

@@ -58,6 +58,15 @@ def test_a_gradient_that_is_not_finite_calls_the_step_off_everywhere(ranks):
         assert rank["spoilt"] == [([False, True, False], 2, 1)] * 2
 
 
+@pytest.mark.parametrize("way", [0, 1], ids=["host", "device"])
+def test_a_gradient_is_clipped_before_it_joins_the_residual(ranks, way):
+    sent, _, _, norms = ranks[0]["clipped"][way]
+    assert min(norms) < 0.1 < max(norms)
+    left = sum(rank["clipped"][way][1] for rank in ranks)
+    computed = sum(rank["clipped"][way][2] for rank in ranks)
+    torch.testing.assert_close(2 * sent + left, computed, rtol=1e-4, atol=1e-7)
+
+
 def test_a_sum_among_many_ranks_leaves_its_tensor_alone(ranks):
     for number, rank in enumerate(ranks):
         own, total = rank["small"]

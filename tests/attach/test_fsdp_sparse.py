@@ -32,7 +32,7 @@ def test_what_was_sent_and_what_waits_is_the_sum_of_gradients(ranks, shape, name
             assert metrics["density"] < 0.5
 
 
-@pytest.mark.parametrize("name", ["unused", "bf16"])
+@pytest.mark.parametrize("name", ["unused", "bf16", "clipped"])
 def test_nothing_is_lost_in_other_cases(ranks, name):
     for rank in ranks:
         total, found, _ = rank[name]

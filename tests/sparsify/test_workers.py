@@ -1,5 +1,8 @@
 """Numbers at the edge of what their types hold."""
 
+import math
+
+import pytest
 import torch
 
 from gradherd import Sparsify, TopK
@@ -22,3 +25,15 @@ def test_a_sum_that_overflows_calls_the_step_off():
     assert bool(workers.step(huge).isnan().all())
     assert torch.equal(workers.residuals(), before)
     assert all(worker.skipped == 1 for worker in workers.workers)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_simulated_workers_clip_their_own_gradients(bad):
+    grads = torch.tensor([[3.0, 4.0, 0.0, 0.0], [0.1, 0.0, 0.2, 0.0]])
+    workers = VirtualWorkers(Sparsify(method=TopK(density=0.25), clip=1.0, dense_below=0), 4, 2)
+    sent = workers.step(grads.clone())
+    computed = torch.tensor([[0.6, 0.8, 0.0, 0.0], [0.1, 0.0, 0.2, 0.0]])  # the second is short
+    torch.testing.assert_close(2 * sent + workers.residuals().sum(0), computed.sum(0))
+    before = workers.residuals()
+    grads[0, 3] = bad
+    assert workers.step(grads).isnan().all() and torch.equal(workers.residuals(), before)

@@ -23,7 +23,7 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.sparsify.residuals import FlatLayout
+from gradherd.sparsify.residuals import FlatLayout, scale_by
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
 
@@ -148,7 +148,15 @@ class ShardedSparseHook:
     def _exchange(self, touched: set[str]) -> None:
         # Once per exchange: the loss scale and the learning rate may change between steps, and
         # residuals of earlier steps must stay comparable.
-        self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
+        loss_scale = self._scaler.get_scale() if self._scaler else 1.0
+        self._worker.set_unit(loss_scale)
+        if self._worker.settings.clip is not None:
+            # The gradient of a replica: every rank of its shards has a part.
+            own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)
+            norms, sent = all_gather(own.view(1), self._shard)
+            self.total_bytes += sent
+            whole = torch.linalg.vector_norm(norms)
+            scale_by([self._grad], whole, self._worker.settings.clip * loss_scale)
         self._worker.add(0, self._grad, clear=True)
         if self._worker.weightless:  # The learning rate is zero: nothing to add, nothing to send.
             return

@@ -28,7 +28,7 @@ from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.residuals import FlatLayout
+from gradherd.sparsify.residuals import FlatLayout, clip_together
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
 
@@ -59,7 +59,7 @@ class SparseHook(BucketHook):
         self._parameters = sparsifiable(ddp)
         counts = [(name, p.numel()) for name, p in self._parameters.items()]
         self.layout = FlatLayout.of(counts, settings.dense_below)
-        self._scaler = scaler
+        self._scaler, self._clip = scaler, settings.clip
         # After the checks: registering a hook with DDP cannot be undone.
         super().__init__(ddp, world_of(ddp))
         dtypes = {p.dtype for p in self._parameters.values()}
@@ -87,11 +87,22 @@ class SparseHook(BucketHook):
         self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Add a bucket to the residual."""
+        """Add a bucket to the residual, unless the norm of all buckets must be known first."""
+        return None if self._clip is not None else self._take(self.position, bucket)
+
+    def _take(self, number: int, bucket: dist.GradBucket) -> Future[Tensor] | None:
         if self._device is not None:
-            return self._device.add(self.position, bucket)
-        self._add(bucket, first=self.position == 0)
+            return self._device.add(number, bucket)
+        self._add(bucket, first=number == 0)
         return None
+
+    def _take_clipped(self, buckets: Sequence[dist.GradBucket], clip: float) -> None:
+        """Clip this worker's gradient, then add all buckets to the residual."""
+        scale = None if self._scaler is None else self._scaler._get_scale_async()
+        flats = [bucket.buffer() for bucket in buckets]
+        clip_together(flats, clip if scale is None else clip * scale.double())
+        for number, bucket in enumerate(buckets):
+            self._take(number, bucket)
 
     def _add(self, bucket: dist.GradBucket, first: bool) -> None:
         if first:
@@ -113,6 +124,8 @@ class SparseHook(BucketHook):
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Exchange what the method selects, and write the mean into the buckets."""
+        if self._clip is not None:
+            self._take_clipped(buckets, self._clip)
         if self._device is not None and self._device.takes(buckets):
             sent = self._device.exchange(buckets)
             self.total_bytes += sent

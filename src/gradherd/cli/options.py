@@ -7,6 +7,7 @@ a check needs beyond names is imported where it is done.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -96,6 +97,11 @@ class TrainingOptions:
     """Momentum of SGD."""
     weight_decay: FloatByTask = None
     """Weight decay."""
+    clip: Annotated[
+        float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="(default: the task's)")
+    ] = None
+    """Largest norm of the averaged gradient. With a sparsifier, workers clip their own gradients
+    before these join the residuals, at sqrt(workers) times as much; with local steps, at NORM."""
     lr_warmup: Annotated[
         MaybeFloat, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: none)")
     ] = None
@@ -137,6 +143,8 @@ class TrainingOptions:
         check_name("--lr-schedule", self.lr_schedule, ("constant", "cosine"))
         if self.lr_warmup is not None and not 0 <= self.lr_warmup < 1:
             raise UsageError(f"--lr-warmup must be in [0, 1), got {self.lr_warmup}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise UsageError(f"--clip must be a positive number, got {self.clip}")
         for option, value in (
             ("--workers", self.workers),
             ("--epochs", self.epochs),
@@ -161,8 +169,8 @@ class TrainingOptions:
             )
         # None in these means the default of the task; the others have a default of their own.
         by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
-        others = ("rows", "sketch_size", "limit", "virtual", "device")
-        settings = {key: getattr(self, key) for key in (*by_task, *others, "lr_warmup")}
+        others = ("rows", "sketch_size", "limit", "virtual", "device", "clip", "lr_warmup")
+        settings = {key: getattr(self, key) for key in (*by_task, *others)}
         # None, as in records of before there was a choice.
         settings["parallel"] = None if self.parallel == "ddp" else self.parallel
         settings["lr_schedule"] = None if self.lr_schedule == "constant" else self.lr_schedule

@@ -8,7 +8,7 @@ al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, needs two more.
 Letters: D coordinates, K those that are sent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -197,6 +197,25 @@ MERGED_KEYS = ("residual", "velocity", "weights", "buffers", "snapshot")
 
 COMMON_KEYS = ("shared", "outer_momentum", "arrival")
 """Large entries that are equal on all workers (local steps)."""
+
+
+def clip_together(grads: Sequence[Tensor], most: float | Tensor) -> None:
+    """Scale tensors down in place until their norm together is at most `most`.
+
+    If one is not finite, all become NaN: the step is called off then. A GPU is not waited for.
+    """
+    # In double precision, so that it does not matter how a gradient is divided into tensors: real
+    # and simulated workers then find the same factor.
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    scale_by(grads, torch.linalg.vector_norm(torch.stack(norms)), most)
+
+
+def scale_by(grads: Sequence[Tensor], norm: Tensor, most: float | Tensor) -> None:
+    """Scale tensors down in place whose () norm together is above `most`; see `clip_together`."""
+    # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(torch.float64 if grad.dtype == torch.float64 else torch.float32))
 
 
 def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """How a sparsifier is run: everything besides which coordinates it selects."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
 
-_EXCHANGE_SETTINGS = ("values", "dense_below", "momentum", "warmup_steps", "warmup_from")
+_EXCHANGE_SETTINGS = ("values", "dense_below", "momentum", "clip", "warmup_steps", "warmup_from")
 """Fields of `Sparsify` that can be written in a file; `learning_rate` is a function."""
 
 
@@ -34,6 +35,10 @@ class Sparsify:
     momentum: float = 0.0
     """Momentum correction of Deep Gradient Compression (arXiv:1712.01887, section 3.2); the
     optimizer must then have no momentum of its own."""
+    clip: float | None = None
+    """Largest norm of a worker's own gradient; a larger one is scaled down before it joins the
+    residual (local clipping, section 3.2 of the same paper). Clipping what arrives would take away
+    from it for good: it holds the gradients of many steps. None does not clip."""
     warmup_steps: int = 0
     """Over this many steps the density falls exponentially to that of the method."""
     warmup_from: float = 0.25
@@ -75,6 +80,10 @@ class Sparsify:
             raise ValueError(f"dense_below must be at least 0, got {self.dense_below}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.clip is not None:
+            check_numbers(clip=self.clip)
+            if not 0 < self.clip < math.inf:
+                raise ValueError(f"clip must be a positive number or None, got {self.clip}")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
         if not 0 < self.warmup_from <= 1:

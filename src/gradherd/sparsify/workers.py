@@ -15,7 +15,7 @@ from torch import Tensor
 from gradherd.comm.script import Script, run_together
 from gradherd.sparsify.exchange import Outcome, reduce
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
-from gradherd.sparsify.residuals import ErrorFeedback
+from gradherd.sparsify.residuals import ErrorFeedback, clip_together
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 
@@ -298,6 +298,11 @@ class VirtualWorkers:
             (D,) mean of what was sent, zero elsewhere. If anything was not finite, NaN everywhere;
             residuals are then unchanged.
         """
+        clip = self.workers[0].settings.clip
+        if clip is not None:
+            grads = grads.clone()  # They may be what an order learns from, which sees all of them.
+            for grad in grads:
+                clip_together([grad], clip)
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad)

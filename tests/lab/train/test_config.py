@@ -40,7 +40,7 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({**EXDYNA, "method": {"blocks": 0}}, "blocks must be at least 1, got 0"),
         ({**EXDYNA, "method": {"capacity": math.inf}}, "method must be a dict of JSON values"),
         ({**EXDYNA, "method": {"threshold": Online()}}, "method must be a dict of JSON values"),
-        ({**EXDYNA, "method": {"warmup": 9}}, "run with values, .*, momentum, warmup_steps"),
+        ({**EXDYNA, "method": {"warmup": 9}}, "run with values, .*, clip, warmup_steps"),
         ({**EXDYNA, "method": {"momentum": "a"}}, "momentum must be a number, got 'a'"),
         (
             {**EXDYNA, "momentum": 0.5, "method": {"momentum": 0.9}},

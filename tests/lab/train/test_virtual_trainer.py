@@ -55,6 +55,7 @@ def arms(workers):
             "sparsify": "exdyna",
             "density": 0.01,
             "momentum": 0.0,
+            "clip": 0.5,
             "method": {"momentum": 0.9, "warmup_steps": 5, "dense_below": 12},
         },
         {"sparsify": "topk", "density": 0.02, "order": "cd-grab", "unit": 8},

@@ -55,7 +55,7 @@ class RunConfig:
     weight_decay: float
     """Weight decay."""
     clip: float | None
-    """Largest norm of the averaged gradient; None disables clipping."""
+    """Largest norm of the averaged gradient; None disables clipping. See `mean_clip`."""
     lr_drop: float | None
     """Factor by which the learning rate drops; None keeps it constant."""
     lr_drop_every: int | None
@@ -189,7 +189,7 @@ class RunConfig:
         settings = dict(self.method or {})
         names = {f.name for f in dataclasses.fields(LocalSteps)} - {"every", "method"}
         own = {key: settings.pop(key) for key in names.intersection(settings)}
-        if odd := sorted({"momentum", "warmup_steps", "warmup_from"}.intersection(settings)):
+        if odd := sorted({"clip", "momentum", "warmup_steps", "warmup_from"} & settings.keys()):
             raise ValueError(f"method has {odd[0]}, which local steps do not have")
         _check_json(own)
         method = make_settings(self.sparsify, self.density, **settings).method

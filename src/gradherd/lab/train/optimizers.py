@@ -3,13 +3,17 @@
 Letters: S runs, D parameters.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.powersgd import POWERSGD
+from gradherd.sparsify.settings import Sparsify, make_settings
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: RunConfig) -> torch.optim.Optimizer:
@@ -40,6 +44,25 @@ def clip_and_step(
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+
+
+def sparse_settings(config: RunConfig) -> Sparsify:
+    """Return how gradients are exchanged in a run that has a density."""
+    clip = None if config.clip is None else config.clip * math.sqrt(config.workers)
+    settings: dict[str, Any] = {"clip": clip, **(config.method or {})}
+    return make_settings(config.sparsify, config.density, **settings)
+
+
+def mean_clip(config: RunConfig) -> float | None:
+    """Return where the averaged gradient is clipped; None if it is not.
+
+    With a sparsifier workers clip their own gradients instead, before these join the residuals. The
+    mean of R independent gradients is smaller by the root of R than each of them, so the same
+    setting allows each that many times as much (Deep Gradient Compression, arXiv:1712.01887,
+    section 3.2, which says so of their sum).
+    """
+    sparse = config.density is not None and config.sparsify != POWERSGD
+    return None if sparse and config.local_steps is None else config.clip
 
 
 def flat_grad(parameters: list[nn.Parameter]) -> Tensor:
@@ -100,7 +123,7 @@ class FunctionalOptimizer:
             optimizer=config.optimizer,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
-            clip=config.clip,
+            clip=mean_clip(config),
         )
 
     def init(self, parameters: Tensor) -> State:

@@ -25,8 +25,10 @@ from gradherd.lab.train.optimizers import (
     flat_grad,
     get_rng_states,
     make_optimizer,
+    mean_clip,
     set_lr,
     set_rng_states,
+    sparse_settings,
     worker_seed,
 )
 from gradherd.lab.train.parallel_models import make_parallel_model
@@ -40,7 +42,6 @@ from gradherd.lab.train.trainer import (
     full_loss,
 )
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.sparsify.settings import make_settings
 
 log = logging.getLogger("gradherd")
 
@@ -135,7 +136,7 @@ class RankTrainer:
     def _attach(self) -> Herd:
         config, sparsify = self._config, None
         if config.density is not None and config.local_steps is None:
-            sparsify = make_settings(config.sparsify, config.density, **(config.method or {}))
+            sparsify = sparse_settings(config)
         return self._parallel.attach(self.sampler, sparsify, self._optimizer)
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
@@ -201,7 +202,7 @@ class RankTrainer:
     def _take_step(self) -> bool:
         """Clip and step; return False if training has diverged."""
         try:
-            clip_and_step(self._optimizer, self._parameters, self._config.clip)
+            clip_and_step(self._optimizer, self._parameters, mean_clip(self._config))
         except TrainingDiverged as error:  # on all ranks alike
             log.warning("%s", error)
             self._diverged = True

@@ -19,6 +19,7 @@ from gradherd.lab.train.optimizers import (
     flat_grad,
     get_rng_states,
     set_rng_states,
+    sparse_settings,
     worker_seed,
 )
 from gradherd.lab.train.powersgd import LowRankWorkers, matrix_shape
@@ -27,7 +28,6 @@ from gradherd.ordering.coordination import RowGatherer, observe_gathered, observ
 from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
 from gradherd.sparsify.residuals import FlatLayout
-from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.workers import VirtualWorkers
 
 
@@ -86,7 +86,7 @@ class GradientAverager:
         counts = [(name, p.numel()) for name, p in named.items()]
         settings = None
         if config.density is not None and config.sparsify != POWERSGD:
-            settings = make_settings(config.sparsify, config.density, **(config.method or {}))
+            settings = sparse_settings(config)
         # The layout of real ranks, so that partitions and thresholds cover the same elements.
         self.layout = FlatLayout.of(counts, 0 if settings is None else settings.dense_below)
         self.parameters = [named[name] for name in self.layout.names]

@@ -23,7 +23,7 @@ from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout
 from gradherd.lab.train.measurements import DeviceTimer, can_track_prefix_sums, herding_bound
-from gradherd.lab.train.optimizers import clip_and_step, make_optimizer, set_lr
+from gradherd.lab.train.optimizers import clip_and_step, make_optimizer, mean_clip, set_lr
 from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import (
     EpochCounters,
@@ -247,7 +247,7 @@ class VirtualTrainer:
                     self._observe_payload(at)
                 elif rows:
                     self._coordination.add(torch.stack(rows))
-            clip_and_step(self._optimizer, self._parameters, config.clip)
+            clip_and_step(self._optimizer, self._parameters, mean_clip(config))
             counters.steps += 1
             on_step()
         with self._ordering_timer.measure():
