@@ -1,6 +1,7 @@
 """What ranks do in test_local_steps."""
 
 import os
+import signal
 import time
 
 import torch
@@ -261,20 +262,24 @@ def continued(folder, merged):
     return weights, state, vector(net)
 
 
-def dies_in_an_exchange(folder, how, die_at):
-    """Save every step; let rank 1 die or sleep in an exchange. What rank 0 sees is written."""
+def trains_until_killed(folder, how, die_at):
+    """Save after steps 4 and 5; let rank 1 die in a phase, or die or sleep in an exchange.
+
+    Goes on from the last step that all ranks have saved. What rank 0 sees is written.
+    """
     rank = torch.distributed.get_rank()
     net, optimizer, herd = made(CASES["sparse"])
     begin = time.monotonic()
-    start = 0
-    if (folder / "model-0").exists():
-        start = int((folder / "step").read_text())
-        model_state, optimizer_state, herd_state = unpack((folder / f"model-{rank}").read_bytes())
+    start = last_common_step(folder)
+    if start:
+        model_state, optimizer_state, herd_state = read_saved(folder, rank, start)
         net.load_state_dict(model_state)
         optimizer.load_state_dict(optimizer_state)
         herd.load_state_dict(herd_state)
     for at, batch in zip(range(start, 8), batches(rank, start=start), strict=False):
         if at == die_at and rank == 1:
+            if how == "phase":
+                os.kill(os.getpid(), signal.SIGKILL)
             _fail_in_the_second_collective(how)
         try:
             step(net, optimizer, batch)
@@ -283,10 +288,30 @@ def dies_in_an_exchange(folder, how, die_at):
             raise
         if how and at in (3, 4):
             kept = [net.state_dict(), optimizer.state_dict(), herd.state_dict(gather=False)]
-            (folder / f"model-{rank}").write_bytes(pack(kept))
-            (folder / "step").write_text(str(at + 1))
+            (folder / f"step-{at + 1}-{rank}").write_bytes(pack(kept))
     herd.sync()
     return vector(net)
+
+
+def last_common_step(folder):
+    """The last step of which both ranks have left a state; 0 if there is none."""
+    both = (step for step in (5, 4) if len(list(folder.glob(f"step-{step}-*"))) == 2)
+    return next(both, 0)
+
+
+def read_saved(folder, rank, step):
+    return unpack((folder / f"step-{step}-{rank}").read_bytes())
+
+
+def goes_on_alone(folder):
+    """Go on with one rank instead of two; the vectors before and after, and the residuals."""
+    net, optimizer, herd = made(CASES["sparse"], seed=7)
+    start = last_common_step(folder)
+    herd.load_state_dict(gh.merge_states(read_saved(folder, rank, start)[2] for rank in (0, 1)))
+    weights, state = vector(net), herd.state_dict()["local"]
+    for _, batch in zip(range(start, 8), batches(0, start=start), strict=False):
+        step(net, optimizer, batch)
+    return weights, state, vector(net)
 
 
 def _fail_in_the_second_collective(how):

@@ -9,11 +9,14 @@ from tests.attach.local_work import (
     CASES,
     batches,
     continued,
-    dies_in_an_exchange,
     everything,
+    goes_on_alone,
+    last_common_step,
     model,
+    read_saved,
     saved,
     step,
+    trains_until_killed,
     vector,
 )
 
@@ -209,19 +212,41 @@ def test_another_number_of_ranks_goes_on_without_loss(tmp_path, size):
             assert torch.equal(weights, own[0]) and torch.equal(end, own[2])
 
 
-@pytest.mark.parametrize("how", ["die", "sleep"])
-def test_killed_in_an_exchange(tmp_path, how):
-    straight = run_ranks(dies_in_an_exchange, 2, tmp_path, "", None)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return run_ranks(trains_until_killed, 2, tmp_path_factory.mktemp("straight"), "", None)
+
+
+@pytest.mark.parametrize("how", ["die", "sleep", "phase"])
+def test_killed_in_an_exchange_or_between(tmp_path, straight, how):
     with pytest.raises(RankError):
-        run_ranks(dies_in_an_exchange, 2, tmp_path, how, 5, collective_timeout=4)
-    seconds, error = (tmp_path / "error").read_text().split("\n", 1)
-    assert float(seconds) < 15
-    assert "the exchange after local step 6 failed" in error
-    assert "timeout of 4 s" in error
+        run_ranks(
+            trains_until_killed, 2, tmp_path, how, 4 if how == "phase" else 5, collective_timeout=4
+        )
+    if how != "phase":  # there, all ranks are stopped before the next exchange may come
+        seconds, error = (tmp_path / "error").read_text().split("\n", 1)
+        assert float(seconds) < 15
+        assert "the exchange after local step 6 failed" in error
+        assert "timeout of 4 s" in error
+    assert last_common_step(tmp_path) == (4 if how == "phase" else 5)
+    if how != "sleep":
+        check_goes_on_alone(tmp_path)
     for one, other in zip(
-        run_ranks(dies_in_an_exchange, 2, tmp_path, how, None), straight, strict=True
+        run_ranks(trains_until_killed, 2, tmp_path, how, None), straight, strict=True
     ):
         assert torch.equal(one, other), "resumed within the phase that was cut short"
+
+
+def check_goes_on_alone(folder):
+    """One rank takes over what both had learned since the last exchange, and what they owed."""
+    saved_states = [read_saved(folder, rank, last_common_step(folder)) for rank in (0, 1)]
+    weights, state, end = goes_on_alone(folder)
+    flat = [torch.cat([p.flatten() for p in one[0].values()]) for one in saved_states]
+    torch.testing.assert_close(weights, torch.stack(flat).mean(0), rtol=1e-6, atol=1e-7)
+    for name, residual in state["residual"].items():
+        mean = torch.stack([one[2]["local"]["residual"][name] for one in saved_states]).mean(0)
+        torch.testing.assert_close(residual, mean)
+    assert end.isfinite().all() and not torch.equal(end, weights)
 
 
 def test_one_worker_needs_no_process_group():
