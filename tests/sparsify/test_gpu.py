@@ -129,3 +129,25 @@ def test_a_saved_state_continues(alone):
         outs.append((flat_grads(model), residual_of(herd, model.module)))
     for straight, resumed in zip(*outs, strict=True):
         torch.testing.assert_close(resumed, straight, rtol=1e-6, atol=1e-9)
+
+
+def test_clipping_does_not_wait_either(alone):
+    model, plain = DDP(net(), bucket_cap_mb=0.5), net()
+    herd = gh.attach(model, sparsify=gh.Sparsify(method=gh.ExDyna(density=0.01), clip=0.01))
+    sent = computed = torch.zeros((), dtype=torch.float64, device="cuda")
+    for step, x in enumerate(batches(10)):
+        plain.zero_grad()
+        plain(x).square().mean().backward()
+        own = flat_grads(plain)
+        assert float(own.norm()) > 0.01
+        computed = computed + own * 0.01 / own.norm()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step >= 6 else 0)
+        try:
+            model(x).square().mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+        sent = sent + flat_grads(model)
+        model.zero_grad()
+    error = (sent + residual_of(herd, plain) - computed).abs().max() / computed.abs().max()
+    assert float(error) < 1e-4
