@@ -19,7 +19,7 @@ from gradherd.sparsify.kernels import TILE, Marks
 
 _GROUP = 2  # Tiles that one program compacts.
 # Elements of a tile that a program holds at a time, and its warps: of 16 choices the fastest on an
-# H200, where it moves 93 % of the bytes of a copy in the same time; the slowest takes six times that.
+# H200, at 93 % of the bandwidth of a copy; the slowest takes six times as long.
 _PART, _WARPS = 1024, 8
 _BLOCK = 1024  # Elements that a program copies or fills at a time.
 # Programs per multiprocessor, each of which loops over tiles. Many more than run at once: that
