@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.powersgd import POWERSGD
 from gradherd.sparsify.settings import Sparsify, make_settings
 
 
