@@ -165,7 +165,7 @@ def test_nothing_waits_for_the_gpu():
             sums.add(step, rows, seen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert figures.numbers().keys() >= {"row_norm_p50"} and float(sums.bound()) > 0
+    assert figures.scalars().keys() >= {"row_norm_p50"} and float(sums.bound()) > 0
 
 
 def test_rows_that_nobody_holds_are_refused():

@@ -37,23 +37,23 @@ def test_one_row_has_a_norm_and_no_noise_scale():
     figures = RowFigures(unit=4)
     figures.add(torch.tensor([[3.0, 4.0]]))
     assert figures.last.norms.tolist() == [5.0] and figures.last.noise_scale.isnan()
-    assert figures.numbers() == {f"row_norm_{level}": 5.0 for level in ("p10", "p50", "p90")}
+    assert figures.scalars() == {f"row_norm_{level}": 5.0 for level in ("p10", "p50", "p90")}
 
 
 def test_the_noise_scale_is_that_of_mean_signal_and_mean_noise():
     figures, generator = RowFigures(unit=1), torch.Generator().manual_seed(1)
-    assert figures.numbers() == {}
+    assert figures.scalars() == {}
     # True gradient (1, 0, ..., 0), unit variance in each of 20 columns: noise scale 20.
     for _ in range(400):
         rows = torch.randn(32, 20, generator=generator)
         rows[:, 0] += 1
         figures.add(rows)
-    assert figures.numbers()["noise_scale"] == pytest.approx(20, rel=0.2)
+    assert figures.scalars()["noise_scale"] == pytest.approx(20, rel=0.2)
 
 
 def test_a_batch_that_overflowed_does_not_count():
     figures = RowFigures(unit=1)
     figures.add(torch.tensor([[3.0, 0.0], [1.0, 0.0]]))
-    before = figures.numbers()["noise_scale"]
+    before = figures.scalars()["noise_scale"]
     figures.add(torch.tensor([[torch.inf, 0.0], [1.0, 0.0]]))
-    assert figures.numbers()["noise_scale"] == before == pytest.approx(2 / 3)
+    assert figures.scalars()["noise_scale"] == before == pytest.approx(2 / 3)

@@ -169,7 +169,7 @@ class Herd:
         """
         metrics = self.metrics()
         if rows and self._feedback is not None:
-            metrics |= self._feedback.watch().numbers()
+            metrics |= self._feedback.watch().scalars()
         return {
             f"herd/{name}": float(value)
             for name, value in metrics.items()

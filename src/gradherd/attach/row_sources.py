@@ -280,12 +280,12 @@ class RowWatch:
         if ordering.policy.needs_rows:
             ordering.policy = self._policy
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """Return what can be logged so far."""
-        numbers = self.figures.numbers()
+        scalars = self.figures.scalars()
         if self._policy.last is not None:
-            numbers["herding_bound"] = float(self._policy.last.bound())
-        return numbers
+            scalars["herding_bound"] = float(self._policy.last.bound())
+        return scalars
 
     def close(self) -> None:
         """Leave the sampler as it was."""

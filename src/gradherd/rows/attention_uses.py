@@ -76,10 +76,14 @@ class _AttentionHooks:
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Replace F.linear."""
         query = args[0] if args else kwargs["query"]
+        # Two dimensions are one example without a batch; a replacement that is active already
+        # belongs to an outer call.
         if not torch.is_grad_enabled() or query.dim() != 3 or self._original is not None:
             return
         assert isinstance(module, nn.MultiheadAttention)
         self._examples = query.shape[0 if module.batch_first else 1]
+        # Replaced for this forward only: torch's attention looks the function up in its module at
+        # each call.
         self._original = F.linear
         F.linear = self._linear  # type: ignore[assignment]
 
@@ -93,7 +97,9 @@ class _AttentionHooks:
 
     def _linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert self._original is not None
+        # Computed first and returned as it is: the model must not notice.
         output = self._original(inputs, weight, bias)
+        # Queries, keys and values may come apart, each with a view of the packed weight.
         whole = weight if weight in self._layers else weight._base
         layer = None if whole is None else self._layers.get(whole)
         if layer is None or not output.requires_grad:

@@ -51,6 +51,7 @@ class BatchDims:
 
     def of(self, name: str, module: nn.Module, index: int, examples: int, ndim: int) -> BatchDim:
         """Return how to find the batch dimension of a module's input or output."""
+        # Never both: the inputs decide only where nothing was given.
         preferred = self.given if self._model_dim is None else self._model_dim
         label = name or type(module).__name__
         if (name, index, ndim) in self._known:
@@ -70,11 +71,14 @@ class BatchDims:
     def model_examples(self, shapes: Sequence[torch.Size]) -> int | None:
         """Return B as the shapes of the model's own inputs have it, or None without tensors."""
         dim = self._model_dim if self._model_dim is not None else self.given or 0
+        # The first tensor that has the dimension: masks and scalars may come with the inputs.
         return next((shape[dim] for shape in shapes if len(shape) > dim), None)
 
     def expect(self, shape: torch.Size, examples: int) -> None:
         """Decide on the batch dimension of the model's inputs from the size of a loader's batch."""
         if self.given is None and self._model_dim is None:
+            # The batch is the first or the second dimension in all layouts that torch's layers
+            # know.
             fits = [dim for dim, size in enumerate(shape[:2]) if size == examples]
             self._model_dim = fits[0] if fits else None
 
@@ -116,6 +120,7 @@ class BatchDims:
                 # Inputs that only look like a batch, such as a square mask, make the model fail.
                 args, kwargs = self._one_more(call, examples, skip_square)
                 with warnings.catch_warnings():
+                    # The model has just run and has warned of all there is.
                     warnings.simplefilter("ignore")
                     # In evaluation, torch's transformers take other paths without gradients.
                     with torch.set_grad_enabled(not call.module.training and not self.sharded):
@@ -163,6 +168,7 @@ class BatchDims:
                 return tensor
             if skip_square and tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1]:
                 return tensor
+            # A copy of a real example, so that indices stay in range and masks stay valid.
             return torch.cat([tensor, tensor.narrow(dim, examples - 1, 1)], dim)
 
         return map_tensors(extend, (call.args, call.kwargs))
@@ -180,6 +186,8 @@ class BatchDims:
                 for shapes in calls.get(name, ()):
                     small = shapes.get(index, torch.Size())
                     if len(small) == len(big):
+                        # Every call of a module votes: one that is called twice may see a batch
+                        # only once.
                         votes.setdefault(key, set()).update(_grown(small, big, examples))
         for key, dims in votes.items():
             if dims:
@@ -191,7 +199,9 @@ def _grown(small: torch.Size, big: torch.Size, examples: int) -> set[int | None]
     """Return the dimension that grew by one example, None for no dimension, or nothing known."""
     changed = [dim for dim, (a, b) in enumerate(zip(small, big, strict=True)) if a != b]
     if not changed:
+        # Nothing grew: the tensor is the same for every batch size.
         return {None}
     if len(changed) == 1 and small[changed[0]] == examples and big[changed[0]] == examples + 1:
         return {changed[0]}
+    # Something else changed as well, such as a padded length: no vote.
     return set()

@@ -56,15 +56,19 @@ class Meeting(NamedTuple):
         """
         grads = at_least_float32(grads.detach())
         if self.name in _SUMS and self.position == 1:
+            # torch.add(a, b, alpha=2) and a - b scale the second summand only.
             grads = grads * (_SUMS[self.name] * self.node._saved_alpha)
         elif self.name == "MulBackward0":
             node = self.node
+            # The derivative of a product with respect to one factor is the other one.
             other = node._saved_self if self.position else node._saved_other
             grads = grads * other.detach()
         missing = grads.dim() - len(self.shape)
         sizes = (1,) * missing + self.shape
         if missing < 0 or sizes[0] != 1:
             raise UnbatchedError("it has a dimension for examples of its own")
+        # Other dimensions that were broadcast are summed, as autograd would; examples are kept
+        # apart.
         summed = [at for at in range(1, grads.dim()) if sizes[at] == 1 and grads.shape[at] > 1]
         return (grads.sum(summed) if summed else grads).flatten(1)
 
@@ -117,6 +121,8 @@ class BroadcastUses:
         origin = (place, tensor.dim())
         targets = self._parameters | self._tables
         count = 0
+        # Breadth first, and bounded: what is shared meets the examples near the layer that reads
+        # it.
         while waiting and count < _MOST_NODES:
             node = waiting.pop(0)
             if node in self._seen:
@@ -126,6 +132,7 @@ class BroadcastUses:
             for position, (before, _) in enumerate(node.next_functions):
                 shape: tuple[int, ...] | None = None
                 inner = before
+                # Views between the tensor and its use change its shape, not what the gradient is.
                 while inner is not None and inner.name() in _SAME_ELEMENTS:
                     shape = shape or tuple(inner._input_metadata[0].shape)
                     inner = inner.next_functions[0][0]

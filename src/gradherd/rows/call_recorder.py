@@ -74,6 +74,7 @@ class CallRecorder:
         self._sharded = sharded
         # Half precision is for the model; rows keep theirs, also in a backward under autocast.
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
+        # No backward has this number.
         self._queued_task = self._last_task = -1
         self._silent = False
         self._shapes: list[tuple[str, Shapes]] | None = None
@@ -102,6 +103,7 @@ class CallRecorder:
         shapes: list[tuple[str, Shapes]] = []
         self._shapes = shapes
         try:
+            # Sharded modules gather their parameters in hooks of their own, so those must run.
             outputs = repeat_forward(call, args, kwargs, hooks=self._sharded)
         finally:
             self._shapes = None
@@ -208,6 +210,7 @@ class CallRecorder:
             # A reentrant checkpoint runs this forward inside the backward.
             checkpointed=saved is not None or torch._C._current_graph_task_id() != -1,
         )
+        # Modules with a rule have one output; only others can return several.
         tensors = [out for out in tensor_leaves(outputs) if out.requires_grad]
         if owner.rule is None and len(tensors) > 1:
             return self._hook_aliases(call, outputs)
@@ -256,6 +259,8 @@ class CallRecorder:
                     f"a second backward ran through module '{call.name}' inside a checkpoint, "
                     "whose input is not held: run one backward for each forward"
                 )
+            # At the first gradient only: a rule knows all of its call then. A module that is
+            # replayed waits for all its outputs.
             consumed = call.context is None and self._consume(call, grad.detach())
             if consumed:
                 # This hook lives as long as the graph; what is recomputed must not.
@@ -303,6 +308,7 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scalar: Tensor, inputs: Tensor) -> Tensor:
         ctx.save_for_backward(inputs)
+        # A new tensor: autograd treats an argument that is returned as it is as passed through.
         return scalar.clone()
 
     @staticmethod
@@ -325,5 +331,6 @@ def save_input(args: tuple[Any, ...]) -> Any:
         return None
     if len(args) != 1 or not isinstance(args[0], Tensor):
         return None
+    # Anything that requires a gradient: without it autograd would make no node and save nothing.
     scalar = torch.zeros((), requires_grad=True)
     return _SaveInput.apply(scalar, args[0]).grad_fn  # type: ignore[no-untyped-call]

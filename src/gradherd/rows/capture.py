@@ -70,6 +70,7 @@ class Capture:
         model = unwrap_model(model)
         if owners is None:
             owners = list(parameter_owners(model))
+        # A set of tensors by identity: tied weights appear in several owners, but once in a row.
         owned = {p for owner in owners for p in owner.parameters.values()}
         self.spec = FlatSpec.of(model, owned)
         self._model = model
@@ -94,12 +95,13 @@ class Capture:
             sharded=sharded is not None,
         )
         self._recorder = self._reader.recorder
+        # Fixed at the start: a parameter must be hashed in the same way for its whole life.
         self._factored = _only_outer_terms(self._reader.owners, self._reader.index)
         self._terms: ParameterTerms | None = None
         self._failures: dict[str, str] = {}
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._recorder.began = began
 
     @property
@@ -212,6 +214,7 @@ class Capture:
         if not self._check.due:
             return None
         terms = self._read_terms(examples)
+        # Kept for the pop, which would otherwise compute them a second time.
         self._terms = terms
         hint = (
             "the loss contains gradients (create_graph=True)" if self._recorder.create_graph else ""
@@ -269,6 +272,7 @@ class Capture:
         finally:
             self.clear()
             self._check.next_batch(self._model.training)
+            # The model's own calls hold its inputs, and are needed to probe batch dimensions only.
             self._recorder.records_model = self._check.due
         left_out, names = self._check.left_out, self.spec.names
         early = {index: rows for index, rows in early.items() if names[index] not in left_out}
@@ -298,6 +302,7 @@ def _only_outer_terms(
     for owner in owners.values():
         outer = isinstance(owner.module, nn.Linear | nn.Embedding) and owner.rule is not None
         (factored if outer else others).update(index[p] for p in owner.parameters.values())
+    # A weight that is tied to another kind of module is in both sets.
     return factored - others
 
 

@@ -61,6 +61,7 @@ class ColumnTable:
         if not self.is_empty:
             return
         if examples != len(self._table):
+            # Allocated anew for another batch size only: the last, short batch of an epoch, mostly.
             self._table = self._like.new_zeros(examples, self._width)
             self._dirty = set()
         if self.group is not None:
@@ -129,14 +130,17 @@ class ColumnTable:
         self._launch()
         for slot, lo, hi in leave_out:
             self._table[:, slot.begin + lo : slot.begin + hi].zero_()
+        # Zeroed only where needed: filling the whole table would cost as much as the sketch.
         for slot in self._dirty - self._used:  # a layer that this batch has not used
             self._table[:, slot.begin : slot.begin + slot.width].zero_()
         projected = any(slot.begin >= self._exact for slot in self._used)
+        # Columns of projected weights are the largest part; a model of biases and norms has none.
         end = self._width if projected else self._exact
         if end and self._used:
             total = sketch_columns(self._table[:, :end], k, seed, "columns")
         else:
             total = self._like.new_zeros(len(self._table), k)
+        # In a fixed order, so that sums have the same bits on every rank.
         for parameter in sorted(self.finals):
             total = total + self.finals[parameter].to(total.dtype)
         self._dirty = set(self._used)
@@ -176,6 +180,7 @@ def lay_out(widths: Iterable[tuple[int, bool]]) -> tuple[list[Slot], int, int]:
     widths = list(widths)
     slots: list[Slot | None] = [None] * len(widths)
     begin = exact = 0
+    # Two passes: exact columns first, so that a prefix of the table can be sketched alone.
     for projected in (False, True):
         for at, (width, is_projected) in enumerate(widths):
             if is_projected == projected:

@@ -59,6 +59,7 @@ class ConvSketch(ProjectedWeight):
         """Write the columns from inputs (B, C, ...) and output gradients (B, O, ...)."""
         inputs, grads = call.batch.require_first(call.inputs), call.batch.require_first(call.grads)
         out.table.start(len(grads))
+        # `small` is what filters slide over.
         small, large = (grads, inputs) if self._transposed else (inputs, grads)
         if self._pad is not None:
             small = F.pad(small, self._pad[0], mode=self._pad[1])
@@ -73,11 +74,13 @@ class ConvSketch(ProjectedWeight):
 
     def _launch(self, small: Tensor, large: Tensor, out: LayerColumns) -> bool:
         """Let kernels write the columns; say whether they can."""
+        # Kernels know one group only; grouped convolutions take torch's own.
         if self._conv.groups > 1 or not self.can_launch(small, large, out.table):
             return False
         is_projected = not self._fits_kernels()
         inputs = small
         if is_projected:
+            # The convolution with random filters is torch's own; kernels then only multiply.
             inputs = self._conv.apply(small, *self._conv.side(self.key(small), self._channels))
         key = (
             inputs.shape, inputs.stride(), large.stride(), inputs.dtype, large.dtype,

@@ -98,6 +98,7 @@ class ConvTerm:
         """Cut the batch so that one chunk, unfolded, fits into the largest temporary."""
         examples, positions = len(self.grads), self.grads[0, 0].numel()
         filter_size = self.inputs.shape[1] * self.kernel[0] * self.kernel[1]
+        # Unfolding copies each input once for every place of the filter, so the batch is cut.
         step = max(1, MAX_TEMPORARY // max(1, positions * filter_size))
         return [slice(lo, lo + step) for lo in range(0, examples, step)]
 

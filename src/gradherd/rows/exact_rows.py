@@ -110,6 +110,8 @@ class FactoredRows:
     def gram(self) -> Tensor:
         """Return inner products between rows: (B, B)."""
         total = self.like.new_zeros(self.examples, self.examples)
+        # Weight and bias of a layer share the factor of the output gradient: its products are
+        # computed once.
         cache = GramCache()
         for terms in self.terms:
             if terms:
@@ -118,6 +120,7 @@ class FactoredRows:
 
     def combine(self, weights: Tensor) -> Tensor:
         """Return sums of rows weighted by weights (K, B): (K, D)."""
+        # The scale is applied to K x B weights, not to K x D sums.
         weights = self._check("weights", weights, self.examples) * self.scale
         sums = self.like.new_zeros(len(weights), self.spec.size)
         for terms, part in zip(self.terms, self.spec.split(sums), strict=True):
@@ -211,5 +214,6 @@ def unit_mean_matrix(examples: int, unit: int, like: Tensor) -> Tensor:
     """
     unit_of = torch.arange(examples, device=like.device) // unit
     units = -(-examples // unit)
+    # As a matrix: products with it are deterministic, unlike index_add_ on a GPU.
     member = (torch.arange(units, device=like.device)[:, None] == unit_of).to(like.dtype)
     return member / member.sum(1, keepdim=True)

@@ -123,6 +123,7 @@ class UncopiedHook:
 
     def __init__(self, hook: Callable[..., Any] | None = None) -> None:
         self._hook = hook
+        # A module holds this wrapper, so it has to carry the mark of the hook inside.
         self.skip_on_replay = hook is None or _skipped(hook)
 
     def __call__(self, *args: Any) -> Any:
@@ -272,6 +273,7 @@ def _per_example_grads(
     """Return the gradient of each parameter from each example alone: one (B, N) each."""
     # Zeros: a parameter that the outputs do not depend on gets no gradient.
     rows = [p.new_zeros(examples, p.numel()) for p in parameters]
+    # As many examples at once as fit: each one is a copy of all output gradients.
     step = max(1, min(examples, _MAX_TEMPORARY // max(1, sum(grad.numel() for grad in grads))))
     batched = True
     lo = 0
@@ -288,6 +290,7 @@ def _per_example_grads(
         for row, grad in zip(rows, results, strict=True):
             if grad is not None:
                 dense = grad.to_dense() if grad.is_sparse else grad
+                # Dense by now: Embedding(sparse=True) gives sparse gradients.
                 row[lo:hi] = dense.reshape(hi - lo, -1)
         lo = hi
     return rows

@@ -40,6 +40,7 @@ class LaunchGroup:
         self._ids: list[int] = []
         self._addresses: list[int] = []
         self._tensors: list[Tensor] = []  # alive until they are launched
+        # A start of 32 MB, until the memory in use was measured.
         self._bytes, self._budget = 0, 1 << 25
         # The host is never so many launches ahead of the device that a row is overwritten early.
         self._ring = torch.zeros(
@@ -85,8 +86,12 @@ class LaunchGroup:
         self._layers.append(known[1])
         pointers = [tensor.data_ptr() for tensor in tensors]
         if len(pointers) == 2:
+            # A product has no statistics, but every layer has five addresses, so that kernels find
+            # theirs.
             pointers += (pointers[0], pointers[0])
         self._addresses += (*pointers, out)
+        # Kernels get bare addresses: without a reference the allocator could hand out the memory
+        # again.
         self._tensors += tensors
         self._bytes += tensors[0].nbytes + tensors[1].nbytes
         if len(self._ids) == MOST or self._bytes > self._budget:
@@ -107,8 +112,10 @@ class LaunchGroup:
         count = len(self._addresses)
         row = self._rows[self._at]
         row[:count] = self._addresses
+        # From torch's allocator at each launch: it is reused in the order of the stream.
         scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=self._device)
         row[plan.places] = plan.offsets + scratch.data_ptr()
+        # Pinned memory and no waiting: the copy is enqueued before the kernels that read it.
         pointers = self._ring[self._at, :count].to(self._device, non_blocking=True)
         self._at = (self._at + 1) % _RING
         for launch in plan.launches:

@@ -147,6 +147,7 @@ class _PlanBuilder:
         self._held: list[Tensor | None] = []
 
     def _tile(self, kernel: str, at: int, count: int, **constants: Any) -> None:
+        # Layers with equal constants share a launch: constants are compiled into the kernel.
         key = (kernel, tuple(constants.items()))
         self._tiles.setdefault(key, []).append((at, count))
 
@@ -155,6 +156,7 @@ class _PlanBuilder:
         for one in which:
             self._places.append(at * self._kernels.POINTERS + one)
             self._offsets.append(self._scratch)
+        # Each piece starts at a multiple of 128 bytes, a cache line of the device.
         self._scratch += -(-elements * dtype.itemsize // 128) * 128
 
     def add_product(self, at: int, layer: ProductLayer) -> None:
@@ -173,6 +175,7 @@ class _PlanBuilder:
         )  # fmt: skip
         last = layer.grad_strides[2] == 1
         outer = layer.grad_strides[:2] if last else layer.grad_strides[::2]
+        # Smaller tiles where there are few of them, so that all multiprocessors have work.
         block = 64 if layer.examples * (-(-layer.outputs // 64)) >= 256 else 32
         self._tile(
             "combine_kernel",
@@ -257,6 +260,7 @@ class _PlanBuilder:
                 BLOCK=64,
             )
             return
+        # Triton's blocks are powers of two.
         block = min(1024, 1 << max(0, layer.positions - 1).bit_length())
         rows = max(1, 2048 // block)
         self._tile(
@@ -277,6 +281,7 @@ class _PlanBuilder:
         launches = []
         order = ["project_kernel", "window_kernel", "combine_kernel"]
         order += ["norm_first_kernel", "norm_last_kernel"]
+        # Projections come first: windows and products read what they write, in the same stream.
         for (kernel, constants), layers in sorted(
             self._tiles.items(), key=lambda item: order.index(item[0][0])
         ):

@@ -69,6 +69,8 @@ class BatchDim:
     def move_first(self, tensor: Tensor, features: int) -> Tensor:
         """Return a tensor (..., *features) as (B, T, *features); a view where strides allow."""
         leading = tensor.dim() - features
+        # Features come last in torch's layers, so all that is left in front are examples and
+        # positions.
         moved = tensor.movedim(self.find(tensor.shape, leading), 0)
         return moved.reshape(len(moved), -1, *tensor.shape[leading:])
 
@@ -180,6 +182,7 @@ def group_norm(
     assert isinstance(module, nn.GroupNorm)
     inputs = at_least_float32(batch.require_first(inputs))
     grads = at_least_float32(batch.require_first(grads))
+    # Without scale and shift: what the output gradient is multiplied by is the normalised input.
     normalized = F.group_norm(inputs, module.num_groups, eps=module.eps)
     yield from _scale_and_shift(module, normalized, grads)
 

@@ -104,6 +104,7 @@ class LinearSketch(ProjectedWeight):
             self._one_position = inputs.shape[1] == 1
         out.table.start(len(grads))
         if self.weight and self._one_position:
+            # Autocast may leave input and gradient in different dtypes.
             term = OuterTerm(grads, inputs.to(grads.dtype), self.outputs)
             rows = term.sketch(self.plan.size, self.plan.seed, self.name)
             out.table.add_final(out.indices["weight"], rows)
@@ -125,6 +126,7 @@ class LinearSketch(ProjectedWeight):
         )  # fmt: skip
 
         def make(row: int, add: bool) -> ProductLayer | None:
+            # Views, if strides allow; kernels read the tensors where they are.
             x, g = (call.batch.move_first(one, 1) for one in (inputs, grads))
             if x.data_ptr() != inputs.data_ptr() or g.data_ptr() != grads.data_ptr():
                 return None  # copied: no stride leads over all positions
@@ -168,6 +170,7 @@ class EmbeddingSketch(ProjectedWeight):
         tokens = call.batch.move_first(call.inputs, 0).long()
         grads = call.batch.move_first(call.grads, 1)
         if self._padding is not None:  # torch gives the padding token no gradient
+            # Not in place: autograd and the user's hooks see the same tensor.
             grads = grads * (tokens != self._padding).unsqueeze(-1)
         inside = side(self.key(grads), self._features)[0]
         columns = embedding_columns(tokens, grads, inside, self.plan.seed, self.name, self.outputs)

@@ -69,7 +69,9 @@ class LayerWatcher:
         """Seconds spent inside backwards."""
         self._check, self._make_table = check, make_table
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
+        # One table is kept from batch to batch: it is large, and has the same shape again.
         self._free_table: ColumnTable | None = None
+        # No backward has this number.
         self._began_task = -1
         self._left_out: dict[SketchedLayer, bool] = {}
         self._left_out_count = 0
@@ -252,6 +254,7 @@ class LayerWatcher:
 
     def _is_left_out(self, layer: SketchedLayer) -> bool:
         """Say whether all parameters of a layer are left out; found once for each change."""
+        # Parameters are only ever added to those left out, so their number tells of a change.
         if self._left_out_count != len(self._check.left_out):
             self._left_out_count, self._left_out = len(self._check.left_out), {}
         if layer not in self._left_out:

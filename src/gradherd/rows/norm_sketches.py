@@ -88,6 +88,7 @@ class NormSketch(RuleSketch):
         """Let one kernel write both; say whether it could."""
         table = out.table
         layer_norm = isinstance(self._module, nn.LayerNorm)
+        # Four tensors: autograd has saved mean and deviation of this forward.
         if table.group is None or len(call.saved) != 4:
             return False
         if list(self._sizes) != ["weight", "bias"] or call.batch.find(call.inputs.shape) != 0:
@@ -139,12 +140,14 @@ def norm_layer(
         add: Whether to add to the columns of an earlier use.
         per_channel: Whether there is a mean for each channel.
     """
+    # Without positions there is nothing to sum, and a product of torch's is as fast.
     if inputs.dim() < 3 or inputs.shape != grads.shape:
         return None
     if not all(one.dtype in KERNEL_DTYPES for one in (inputs, grads, mean, rstd)):
         return None
     examples, channels = len(inputs), inputs.shape[1 if per_channel else -1]
     positions = inputs.numel() // (examples * channels)
+    # Channels-first images: positions of a channel lie side by side, and one program sums them.
     is_first = per_channel and inputs.is_contiguous() and grads.is_contiguous()
     strides: list[tuple[int, int] | None] = [(0, 0), (0, 0)]
     if not is_first:

@@ -46,6 +46,7 @@ def parameter_owners(model: nn.Module) -> Iterator[ParameterOwner]:
         if trainable:
             yield ParameterOwner(name, module, None if owns_all else rule_for(module), trainable)
         prefix = f"{name}." if name else ""
+        # Reversed, because a stack gives the last one first: owners come in the order of the model.
         stack.extend((prefix + local, child) for local, child in reversed(children))
 
 

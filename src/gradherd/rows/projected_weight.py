@@ -58,6 +58,7 @@ class ProjectedWeight:
             may_free: Whether a column may be left free for the bias.
         """
         self.plan, self.outputs = plan, outputs
+        # Names seed the signs, and the model's names are the same on all ranks.
         self.name = names.get("weight", names.get("bias", ""))
         self.weight, self.bias = "weight" in names, "bias" in names
         self.free = self.weight and self.bias and may_free
@@ -112,6 +113,8 @@ class ProjectedWeight:
         assert table.group is not None
         if self.outputs > MAX_OUTPUTS:  # hashed to fewer outputs at once
             wide = self.plan.inside * self.outputs
+            # Kernels write all outputs, as those of a vocabulary; they are hashed to fewer
+            # afterwards.
             long = torch.empty(table.examples, wide, device=tensors[1].device)
             key = ("long", slot.begin, key)
             if not table.group.add(key, lambda: make(wide, False), tensors, long.data_ptr()):
@@ -176,6 +179,7 @@ class ProjectedWeight:
 
     def projected_place(self, local: str) -> Place:
         """Say where the columns of weight and bias are if the weight is projected."""
+        # The free row of the projection is the last one, behind those of the weight.
         rows = (self.plan.inside - self.free) * self.width
         if local == "weight":
             return Place("weight", 0, rows)

@@ -48,6 +48,7 @@ def random_signs(seed: int, name: str, rows: int, columns: int) -> Tensor:
     parts = []
     for first in range(0, columns, _BITS):
         bits = np.arange(min(_BITS, columns - first), dtype=np.uint64)
+        # 64 independent bits for each row: one hash serves 64 columns.
         values = hashes(seed, f"{name}/{first}", 0, rows)
         parts.append((values[:, None] >> bits) & np.uint64(1))
     return torch.from_numpy(1.0 - 2.0 * np.concatenate(parts, 1).astype(np.float32))
@@ -83,6 +84,7 @@ def side(key: SideKey, rows: int, places: int = 1) -> tuple[Tensor, Tensor | Non
     if places > 1:
         window = random_signs(key.seed, f"{key.name}/window", places, key.columns - free).T
         signs = (signs.unsqueeze(2) * window.unsqueeze(1)).flatten(1)
+    # The free column is zero here; the offset puts its 1 there.
     matrix = F.pad(signs / math.sqrt(key.columns - free), (0, 0, 0, free))
     offset = None
     if key.with_one:
@@ -142,6 +144,7 @@ def embedding_columns(
     buckets, signs = _token_hash(seed, name, size, tokens.device)
     width = min(size, MAX_OUTPUTS)
     parts = []
+    # One-hot rows are as wide as the hashed vocabulary, so the batch is cut.
     step = max(1, _MAX_TEMPORARY // (tokens.shape[1] * width))
     # A product with one-hot rows and not index_add_, whose sums differ from run to run on a GPU.
     for lo in range(0, len(tokens), step):
@@ -235,6 +238,7 @@ def conv_columns(inputs: Tensor, grads: Tensor) -> Tensor:
         return torch.bmm(inputs[:, 0], grads.flatten(2).transpose(1, 2))
     left = inputs.reshape(batch * groups, columns, positions)
     right = grads.reshape(batch * groups, -1, positions).transpose(1, 2)
+    # Each group has filters and outputs of its own; outputs end up side by side.
     result = torch.bmm(left, right).view(batch, groups, columns, -1)
     return result.transpose(1, 2).reshape(batch, columns, -1)
 

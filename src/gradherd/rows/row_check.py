@@ -136,6 +136,7 @@ class RowCheck:
             if name in self.left_out or (reference is None and not uses and not known):
                 continue
             error, size, norm_sum = self.sums.measured(index)
+            # Rows of a parameter without a gradient are compared with zero.
             if reference is not None or uses:
                 total, norms = sum_and_norms(uses, self._spec.numels[index], examples, like)
                 if reference is not None:
@@ -183,6 +184,7 @@ class RowCheck:
         reasons: dict[str, str] = {}
         for index, (error, size, norms) in measured.items():
             allowed = tolerances.get(index, _TOLERANCES[torch.float32])
+            # Written with `not`, so that an error of NaN fails as well.
             if not error <= allowed * max(norms, floor) + torch.finfo(dtype).tiny * 1e6:
                 reasons[self._spec.names[index]] = _reason(error, size, index in has_rows, hint)
         return reasons
@@ -237,6 +239,7 @@ class RowCheck:
         """
         self.clear()
         self._batches += 1
+        # Counted before a change of mode is looked at: that starts the count again.
         self._remaining = max(0, self._remaining - 1)
         if self._training is not None and training != self._training:
             self._remaining = FIRST_CHECKS
@@ -261,6 +264,7 @@ def _register_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> 
     handle: RemovableHandle = parameter.register_hook(hook)
     hooks = parameter._backward_hooks
     assert hooks is not None
+    # Python's dicts keep the order of insertion, and autograd calls hooks in it.
     for key in before:
         del hooks[key]
     hooks.update(before)

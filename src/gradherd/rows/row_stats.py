@@ -110,7 +110,7 @@ class RowFigures:
         # so both are too small by the same factor. A batch that overflowed (AMP) does not count.
         self._average = torch.where(both.isfinite().all(), before.lerp(both, 0.02), before)
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """Return quantiles of the norms and the noise scale, with one wait for the device."""
         if self.last is None or self._average is None:
             return {}

@@ -158,6 +158,7 @@ class TermReader:
             return False
         if self._sketch is None:
             size = examples * sum(p.numel() for p in wanted.values())
+            # The rows would take more memory than what they are made from.
             if size > inputs.numel() + grad.numel():
                 return False  # exact rows cannot take less than this
         try:
@@ -205,6 +206,7 @@ class TermReader:
         examples = self._examples()
         if examples is None:
             return
+        # On a copy: a guess must not decide on batch dimensions for good.
         dims, self._dims = self._dims, copy.deepcopy(self._dims)
         try:
             with self.recorder.silent():

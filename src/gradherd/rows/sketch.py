@@ -46,6 +46,7 @@ def hashes(
     digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     # numpy, because torch has little arithmetic on unsigned 64-bit integers.
     x = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+    # The constants of splitmix64; products wrap around, as they should.
     x *= np.uint64(0x9E3779B97F4A7C15)
     x += np.uint64(int.from_bytes(digest, "little"))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -112,6 +113,7 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
         signed = sums.index_add_(-2, shifts, signed)
         shifts = torch.arange(k, device=device)
     signed = signed * signs.to(vectors.dtype)
+    # Gathered, not scattered: sums over blocks then have a fixed order.
     source = (torch.arange(k, device=device) - shifts.unsqueeze(-1)) % k
     return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 

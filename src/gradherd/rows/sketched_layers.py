@@ -89,6 +89,7 @@ def sketched_layers(
     uses: dict[nn.Parameter, int] = {}
     for owner in owners:
         for parameter in owner.parameters.values():
+            # A weight with several uses must be projected alike in all of them.
             uses[parameter] = uses.get(parameter, 0) + 1
     layers: list[SketchedLayer] = []
     others: list[ParameterOwner] = []

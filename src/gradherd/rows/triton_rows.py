@@ -23,6 +23,12 @@ WIDTH = 16
 POINTERS = 5
 """Addresses of a layer: input, output gradient, projected input before and after the window (or
 mean and reciprocal standard deviation of a norm), columns in the table."""
+# A row of `fields` for a product: 0 side matrix, 1 channels, 2 input positions, 3-5 input strides
+# over examples, positions, channels, 6 free column, 8 positions, 9 outputs, 10 columns, 11-13
+# gradient strides, 14 whether to add, 15-17 strides of the projected input, 18 elements between two
+# examples' columns. For a window: 0 signs, 1 count, 2 places, 3 free column, 4-5 input and 6-7
+# output size, 8 columns of the window, 9-14 stride, padding and dilation. For a norm: 0 rows, 1
+# channels, 2 positions, 3-6 strides, 8 whether to add, 9 elements between two examples' columns.
 FIELDS = 20
 """Numbers that describe a layer in each of the tables."""
 
@@ -76,6 +82,7 @@ def sketch_columns(
 @triton.jit
 def _address(pointers, layer, which: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     address = tl.load(pointers + layer * 5 + which).to(tl.pointer_type(KIND))
+    # A promise to the compiler, without which it loads element by element.
     return tl.multiple_of(address, 16) if ALIGNED else address
 
 
@@ -120,6 +127,7 @@ def project_kernel(
         total = tl.dot(block_x.to(THIN), matrix, total, input_precision="tf32")
     # One column may be left free: all ones, whose product is the gradient of the bias.
     total = tl.where((q == free)[None, :], 1.0, total)
+    # Scratch memory is dense: 16 columns for each position.
     at = (example * positions + t)[:, None] * 16 + q[None, :]
     tl.store(thin + at, total.to(THIN), mask=inside[:, None])
 
@@ -148,6 +156,7 @@ def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, BT: tl.constexpr)
     for tap in range(0, taps):
         y = top + (tap // across) * tl.load(field + 13)
         x = left + (tap % across) * tl.load(field + 14)
+        # Places in the padding are zero, so they add nothing.
         valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         at = ((example * height + y) * width + x)[:, None] * 16 + q[None, :]
         value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
@@ -234,6 +243,7 @@ def norm_first_kernel(
     m = tl.load(mean + channel, mask=valid, other=0.0).to(tl.float32)
     r = tl.load(rstd + channel, mask=valid, other=0.0).to(tl.float32)
     where = row // channels * tl.load(field + 9) + channel
+    # sum(g * (x - m) * r), with the mean and deviation of the channel taken out of the sum.
     scale = (tl.sum(product, 1) - m * bias) * r
     if tl.load(field + 8):
         scale += tl.load(out + where, mask=valid, other=0.0)
@@ -282,6 +292,7 @@ def norm_last_kernel(
             place = example * positions + at
             m = tl.load(mean + place, mask=at < positions, other=0.0).to(tl.float32)
             r = tl.load(rstd + place, mask=at < positions, other=0.0).to(tl.float32)
+            # A mean for each position cannot be taken out of the sum over positions.
             x = (x - m[:, None]) * r[:, None]
         total += tl.sum(g, 0)
         product += tl.sum(g * x, 0)

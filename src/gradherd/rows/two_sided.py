@@ -68,6 +68,7 @@ class TwoSidedCapture:
         }
         self._check = RowCheck(self.spec, parameters, strict=settings.strict, project=self._project)
         self._capture: Capture | None = None
+        # Modules without a sketch (recurrent layers, custom ones) are replayed by a `Capture`.
         if others:
             self._capture = Capture(
                 model,
@@ -92,7 +93,7 @@ class TwoSidedCapture:
         )
 
     def on_backward(self, began: Callable[[], None]) -> None:
-        """Have `began` called before the first gradient of each backward."""
+        """Call `began` before the first gradient of each backward."""
         self._watcher.began = began
 
     @property
@@ -206,11 +207,16 @@ class TwoSidedCapture:
                     for index in list(table.finals):
                         if self.spec.names[index] in self._check.left_out:
                             del table.finals[index]
+                    # Tables of several backwards add up, as their gradients do in p.grad.
                     sketches.append(table.sketch(self._size, settings.seed, parts))
                 if self._capture is not None and self._capture.waiting:
                     sketches.append(
                         self._capture.pop_sketch(
-                            examples, self._size, settings.seed, reduction="sum"
+                            # Unscaled, like the tables: all are scaled together below.
+                            examples,
+                            self._size,
+                            settings.seed,
+                            reduction="sum",
                         )
                     )
         finally:
