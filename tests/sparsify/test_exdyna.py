@@ -391,3 +391,27 @@ def test_a_worker_asks_once_whatever_the_scale_does():
         worker.commit(outcome)
         assert count == 1
         assert len(outcome.indices) == 200
+
+
+def test_runs_that_alternate_in_one_process_do_not_mix():
+    """Workers of one process share what they all compute; other runs must not get it."""
+
+    def steps(*names):
+        made = {
+            "slow": VirtualWorkers(Sparsify(method=ExDyna(density=0.05, memory=0.9)), 4000, 3),
+            "fast": VirtualWorkers(Sparsify(method=ExDyna(density=0.05, memory=0.1)), 4000, 3),
+        }
+        found = {name: [] for name in names}
+        for step in range(6):
+            grads = torch.randn(3, 4000, generator=torch.Generator().manual_seed(step))
+            grads[:, : 400 * step] *= 5
+            for name in names:
+                mean = made[name].step(grads)
+                found[name].append((mean, made[name].workers[2].state.cuts))
+        return found
+
+    together, slow, fast = steps("slow", "fast"), steps("slow"), steps("fast")
+    for name, alone in (("slow", slow), ("fast", fast)):
+        for (mean, cuts), (other, others) in zip(together[name], alone[name], strict=True):
+            assert torch.equal(mean, other) and cuts == others
+    assert slow["slow"][-1][1] != fast["fast"][-1][1]  # else the test could not fail

@@ -9,7 +9,7 @@ Letters: R workers, K coordinates that all of them select.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -129,6 +129,10 @@ def check_threshold_rule(rule: object, capacity: float) -> None:
         raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
 
 
+# What was accepted last in this process, with all that it depends on.
+_last_accepted: list[tuple[Any, ExclusiveResult]] = []
+
+
 @dataclass(frozen=True)
 class ExclusiveStep:
     """One step of one worker, with everything that all workers know beforehand."""
@@ -232,6 +236,12 @@ class ExclusiveStep:
         # On the CPU in numpy: headers are there anyway, and integers give all workers the same
         # result.
         rows = headers.numpy()
+        # Workers in one process come here one after the other with the same headers, and unpacking
+        # them is most of a simulated step.
+        known = (rows.tobytes(), self.bounds, self.k, self.capacity, self.start, acc.device)
+        key = (*known, self.context.partitions, self.context.compact)
+        if _last_accepted and _last_accepted[0][0] == key:
+            return _last_accepted[0][1]
         offers = [
             consensus.unpack(row[1:], count, span, self.context.compact)
             for row, count, span in zip(rows, self.offer_counts, self.spans, strict=True)
@@ -241,7 +251,9 @@ class ExclusiveStep:
         loads = estimate_loads(accepted.counts, self.offer_counts, candidates)
         indices = torch.from_numpy(accepted.indices).to(acc.device)
         start = self._next_start(accepted.threshold, sum(candidates))
-        return ExclusiveResult(indices, accepted.counts, accepted.threshold, start, loads)
+        result = ExclusiveResult(indices, accepted.counts, accepted.threshold, start, loads)
+        _last_accepted[:] = [(key, result)]
+        return result
 
     def _next_start(self, threshold: float, candidates: int) -> SearchStart:
         """Return a start that leaves a few times as many candidates as are wanted."""
