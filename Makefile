@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many tests wait for child processes, so a few more run at a time than there are cores.
-JOBS ?= 3
+JOBS ?= 4
 
 .PHONY: help demo test integrations composer docs stress lint format example bench evidence dist clean
 
@@ -25,7 +25,7 @@ demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a rep
 	@$(BIN)/gradherd demo
 
 test: $(STAMP) ## Run the tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Lightning and Ray are large, and mkdocs is of no use to the tests: environments of their own.
 .venv-integrations/.installed: pyproject.toml constraints.txt

@@ -1,11 +1,13 @@
-"""Collect doctests (those of extras only if they are installed), and set up hypothesis.
+"""Collect doctests, and set up hypothesis and the garbage collector.
 
 Ranks of the tests are forks of one server process per test process. It imports what they need, so
 that they do not: importing takes longer than most of what they are asked to do.
 """
 
+import gc
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,20 +16,15 @@ from hypothesis import settings
 settings.register_profile("gradherd", deadline=None)
 settings.load_profile("gradherd")
 
-collect_ignore_glob = [] if find_spec("triton") else ["src/gradherd/*/triton_*.py"]
-_NEEDS = {
-    "accelerate": ["accelerate"],
-    "composer": ["composer"],
-    "lightning": ["lightning"],
-    "ray": ["ray"],
-    "transformers": ["accelerate", "transformers"],
-}
-collect_ignore_glob += ["tests/integrations/*_run.py"]  # programs, which import the frameworks
-collect_ignore_glob += [
-    f"src/gradherd/integrations/{module}.py"
-    for module, needed in _NEEDS.items()
-    if not all(find_spec(name) for name in needed)
+# Every test process imports what it collects. A module without a doctest is not imported for one:
+# that would load frameworks of extras, which take seconds or are not installed.
+collect_ignore = [
+    path
+    for folder in ("src", "tests")
+    for path in Path(__file__).parent.joinpath(folder).rglob("*.py")
+    if not path.name.startswith(("test_", "conftest")) and ">>>" not in path.read_text()
 ]
+collect_ignore_glob = [] if find_spec("triton") else ["src/gradherd/*/triton_*.py"]
 
 # Files are handed out to test processes in this order. Long ones first, or one process would work
 # on the last of them while the other has nothing left to do.
@@ -41,6 +38,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return item.path.relative_to(config.rootpath).as_posix().startswith(_SHORT_TESTS)
 
     items.sort(key=is_short)  # stable: files keep their order otherwise
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every garbage collection that follows."""
+    # Millions of objects: a search through them takes half a second, a test may cause several, and
+    # forks would copy the memory that it touches.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter clean up at its end, or extensions complain of leaks."""
+    gc.unfreeze()
 
 
 # On a busy machine a command that takes a moment takes long enough for lines of progress, and tests

@@ -92,34 +92,52 @@ def start(kind: str, rank: int, folder: str, timeout: float) -> int | None:
     return None
 
 
-def watch(kind: str, children: dict[int, int], fault_file: str) -> float:
-    """Return the seconds from the fault until the last process that can end has ended."""
-    begin = None
-    while any("stalled" not in kind or rank == 0 for rank in children.values()):
-        if begin is None and os.path.exists(fault_file):
-            begin = time.monotonic()
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-        children.pop(pid, None)
-        time.sleep(0.01)
-    seconds = time.monotonic() - (begin or 0.0)
-    for pid in children:  # the stalled one itself
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return seconds
+class Watched:
+    """Both ranks of one kind, and when they failed and ended."""
+
+    def __init__(self, kind: str, fault_file: str) -> None:
+        self.kind, self.fault_file = kind, fault_file
+        self.running: dict[int, int] = {}  # process id -> rank
+        self.begin: float | None = None
+        self.seconds: float | None = None
+
+    def look(self) -> None:
+        """Note a fault, and the seconds from it to the end of the last process that can end."""
+        if self.begin is None and os.path.exists(self.fault_file):
+            self.begin = time.monotonic()
+        for pid in list(self.running):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self.running[pid]
+        left = [rank for rank in self.running.values() if "stalled" not in self.kind or rank == 0]
+        if self.seconds is None and not left:
+            self.seconds = time.monotonic() - (self.begin or 0.0)
+            for pid in self.running:  # the stalled one itself
+                os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout, folder, seconds = float(sys.argv[1]), tempfile.mkdtemp(), {}
+    timeout, folder = float(sys.argv[1]), tempfile.mkdtemp()
+    every: list[Watched] = []
+
+    def look() -> None:
+        time.sleep(0.01)
+        for one in every:
+            one.look()
+
     for kind in sys.argv[2:]:
-        children: dict[int, int] = {}
+        every.append(Watched(kind, f"{folder}/{kind}.fault"))
         for rank in range(2):
             pid = start(kind, rank, folder, timeout)
             if pid is None:
                 return  # a rank that has come to its end
-            children[pid] = rank
-        seconds[kind] = watch(kind, children, f"{folder}/{kind}.fault")
-    print(json.dumps(seconds))
+            every[-1].running[pid] = rank
+        # Those that wait for a timeout need no core: the next ones can start.
+        while every[-1].begin is None and every[-1].seconds is None:
+            look()
+    while any(one.seconds is None for one in every):
+        look()
+    print(json.dumps({one.kind: one.seconds for one in every}))
     shutil.rmtree(folder)
 
 
