@@ -73,6 +73,7 @@ _RANK_MODULES = [
     "tests.comm.rank_functions",
     "tests.comm.script_functions",
     "tests.lab.train.work",
+    "tests.launched",
     "tests.sparsify.one_step",
     "tests.sparsify.rank_work",
     "torchdata.stateful_dataloader",

@@ -7,13 +7,12 @@ import io
 import pkgutil
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradherd.cli.main import COMMANDS, main
+from tests.launched import printed_under_torchrun
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -22,7 +21,6 @@ PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md
 EXAMPLES = ("cyclic", "learn_once")
 # Frameworks that gradherd.integrations imports; `make integrations` installs all of them.
 EXTRAS = ("accelerate", "composer", "lightning", "ray", "transformers")
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def programs(page: str) -> list[str]:
@@ -31,17 +29,10 @@ def programs(page: str) -> list[str]:
 
 
 def output_of(folder: Path, program: str) -> str:
+    """Run a program on two ranks if it has a process group, else on one; return what it prints."""
     (folder / "program.py").write_text(program)
-    launch = LAUNCH if "init_process_group" in program else []
-    ran = subprocess.run(
-        [sys.executable, *launch, "program.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    with contextlib.chdir(folder):
+        return printed_under_torchrun(1 + ("init_process_group" in program), "program.py")
 
 
 SAYS = [

@@ -16,10 +16,9 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_programs_do_what_they_should(module, pytestconfig):
+def test_programs_do_what_they_should(pytestconfig):
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", module, "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *MODULES, "-q", "-p", "no:cacheprovider"]
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         command,

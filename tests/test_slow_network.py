@@ -1,5 +1,6 @@
 """The slow network: real namespaces, real limits, and nothing left of them."""
 
+import importlib
 import json
 import math
 import os
@@ -104,15 +105,18 @@ def test_what_a_killed_run_left_is_removed_by_the_next():
         assert left(ended.pid) == []
 
 
-def test_options_are_explained_and_checked():
-    def says(*args: str) -> tuple[int, str]:
-        ran = subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True)
-        return ran.returncode, ran.stdout + ran.stderr
-
-    code, text = says("--help")
-    assert code == 0 and "--rates" in text and "sudo python" in text
-    code, text = says("--rates", "fast")
-    assert code == 2 and "'fast' is not a link speed" in text
+def test_options_are_explained_and_checked(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # as for a script, which finds its neighbours
+    options = importlib.import_module("slow_network").options
+    for words, code, said in (
+        (["--help"], 0, ("--rates", "sudo python")),
+        (["--rates", "fast"], 2, ("'fast' is not a link speed",)),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            options().parse_args(words)
+        assert stop.value.code == code
+        text = "".join(capsys.readouterr())
+        assert all(one in text for one in said)
 
 
 def test_without_root_it_says_so(monkeypatch):

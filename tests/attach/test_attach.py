@@ -574,6 +574,21 @@ def test_a_model_that_is_dropped_during_a_step_does_not_disturb_it():
     herd.detach()
 
 
+def test_observe_takes_indices_only():
+    herd = attach(network(), order=OrderedSampler(examples(8), "cd-grab", batch_size=4))
+    for wrong, value in (
+        ("a", "'a'"),
+        ([0, 8], "8"),
+        ([-1], "-1"),
+        ([0.5], "0.5"),
+        ([True], "True"),
+    ):
+        with pytest.raises(ValueError, match=rf"whole numbers in \[0, 8\), got {value}$"):
+            herd.observe(wrong)
+    herd.observe(torch.tensor([3, 1]))
+    herd.detach()
+
+
 def test_a_herd_that_was_detached_says_so():
     dataset, net = examples(8), network()
     herd = attach(net, order=OrderedSampler(dataset, "cd-grab", batch_size=4))

@@ -18,6 +18,7 @@ import torch
 
 from gradherd.cli.main import main
 from gradherd.lab.train.record import read_record
+from tests.launched import printed_under_torchrun
 
 REAL = os.environ.get("GRADHERD_DATA")
 ROOT = Path(__file__).parents[2]
@@ -79,14 +80,31 @@ def refused(capsys, *args, code: int = 2) -> str:
     return err
 
 
-def refused_by_process(*args, code: int) -> str:
-    """Do the same in a process of its own, so that what worker processes say is heard, too."""
-    before = contents(Path.cwd())
-    command = [sys.executable, "-m", "gradherd", *map(str, args)]
+SEVERAL = """
+import json, sys
+from gradherd.cli.main import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as stop:
+        print(end=f"\\0{stop.code}\\0", flush=True)
+        print(end="\\0", file=sys.stderr, flush=True)
+"""
+
+
+def said_by_a_process(*calls: list[str]) -> list[tuple[int, str, str]]:
+    """Run commands in a process of its own, so that what worker processes say is heard, too.
+
+    All in the same one: it and the server of its ranks import torch once.
+
+    Returns:
+        Exit code, stdout and stderr of each call.
+    """
+    command = [sys.executable, "-c", SEVERAL, json.dumps(calls)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=170)
-    check_refusal(ran.returncode, ran.stdout, ran.stderr, code)
-    assert contents(Path.cwd()) == before
-    return ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    outs, codes = ran.stdout.split("\0")[:-1:2], ran.stdout.split("\0")[1::2]
+    return list(zip(map(int, codes), outs, ran.stderr.split("\0")[:-1], strict=True))
 
 
 def check_refusal(exit_code: int | str | None, out: str, err: str, code: int) -> None:
@@ -368,14 +386,7 @@ def test_a_task_that_raises_value_error_has_failed(capsys, place):
     assert "the moon is full" in err
 
 
-def test_a_task_that_fails_on_one_of_the_workers(place):
-    (place / "mine.py").write_text(ONE_SIDED_TASK)
-    options = ["--workers", "2", "--epochs", "1", "--out", "out"]
-    err = refused_by_process("train", "mine.py:Bad", *options, code=1)
-    assert "RuntimeError: the moon is full" in err
-
-
-def test_going_on_with_another_order_or_another_number_of_workers(capsys, place):
+def test_what_workers_say(capsys, place):
     options = ["train", "digits", "--epochs", "1", "--limit", "16", "--out", "a"]
     with pytest.raises(SystemExit) as stop:
         main([*options, "--workers", "2"])
@@ -383,19 +394,32 @@ def test_going_on_with_another_order_or_another_number_of_workers(capsys, place)
     capsys.readouterr()
     err = refused(capsys, *options, "--workers", "2", "--resume", "--order", "cd-grab")
     assert "cd-grab" in err and "d-rr" in err
-    # In a process of its own: what ranks log goes to the stderr of the process that started them.
-    more = ["--workers", "1", "--epochs", "2", "--resume"]
-    done = subprocess.run(
-        [sys.executable, "-m", "gradherd", *options, *more],
-        capture_output=True,
-        text=True,
-        timeout=170,
+    # A task that fails on one of the workers, data that were cut in half, and a run that goes on.
+    (place / "mine.py").write_text(ONE_SIDED_TASK)
+    calls = [["train", "mine.py:Bad", "--workers", "2", "--epochs", "1", "--out", "out"]]
+    if cut := REAL and (Path(REAL) / "m4").is_dir() and cut_in_half(place, "Weekly-test"):
+        options_of_m4 = ["--data-dir", "data", "--workers", "2", "--epochs", "1", "--out", "out"]
+        calls += [["train", "m4-mlp", *options_of_m4]]
+    before = contents(place)
+    *refusals, done = said_by_a_process(
+        *calls, [*options, "--workers", "1", "--epochs", "2", "--resume"]
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("a state of 2 ranks continues on 1") == 1
+    for refusal in refusals:
+        check_refusal(*refusal, 1)
+    assert "RuntimeError: the moon is full" in refusals[0][2]
+    if cut:
+        err = refusals[1][2]
+        assert cut.name in err and "again" in err and "gradherd.lab.tasks" not in err
+    code, _, err = done
+    assert code == 0 and err.count("a state of 2 ranks continues on 1") == 1
     record = json.loads((place / "a" / "record.json").read_text())
     assert [row["epoch"] for row in record["epochs"]] == [1, 2]
     assert [workers for _, workers in record["config"]["world_sizes"]] == [2, 1]
+    # Only the run that went on has left something.
+    after = contents(place)
+    assert {name for name in after if after[name] != before.get(name)} <= {
+        name for name in after if name.split("/")[0] == "a"
+    }
 
 
 def cut_in_half(place: Path, name: str) -> Path:
@@ -422,13 +446,6 @@ def test_data_that_was_cut_in_half(capsys, place, name):
     path = cut_in_half(place, name)
     err = refused(capsys, "train", "m4-mlp", "--data-dir", "data", *QUICK, "--out", "out", code=1)
     assert path.name in err and "again" in err
-
-
-def test_data_that_was_cut_in_half_on_real_workers(place):
-    path = cut_in_half(place, "Weekly-test")
-    options = ["--data-dir", "data", "--workers", "2", "--epochs", "1", "--out", "out"]
-    err = refused_by_process("train", "m4-mlp", *options, code=1)
-    assert path.name in err and "again" in err and "gradherd.lab.tasks" not in err
 
 
 @pytest.fixture
@@ -606,13 +623,9 @@ def alive_in(session: int) -> list[str]:
 
 
 def test_train_under_torchrun_speaks_once(place):
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradherd"]
     options = ["train", "digits", "--epochs", "1", "--limit", "64", "--out", "X", "--json"]
-    ran = subprocess.run(
-        [sys.executable, "-m", *launch, *options], capture_output=True, text=True, timeout=170
-    )
-    assert ran.returncode == 0, ran.stderr
-    printed = json.loads(ran.stdout)  # fails if there are two of them
+    # Fails if there are two of them.
+    printed = json.loads(printed_under_torchrun(2, "-m", "gradherd", *options))
     assert printed["status"] == "done" and printed["epochs"] == 1 and printed["out"] == "X"
     record = read_record(place / "X" / "record.json")
     assert record.config["workers"] == 2 and record.epochs[0].train_loss == printed["final_loss"]

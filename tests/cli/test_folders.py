@@ -54,7 +54,8 @@ def test_a_resumed_comparison_keeps_finished_runs_and_trains_the_others(capsys):
 
 
 def test_what_cannot_be_resumed_is_refused(capsys):
-    assert call(capsys, *COMPARE, "--seeds", 1, "--out", "a")[0] == 0
+    code, _, err = call(capsys, *COMPARE, "--seeds", 1, "--out", "a", "--resume")
+    assert code == 0 and "'a' holds nothing yet, so all runs are trained" in err
     for args, words in [
         ([*COMPARE, "--resume"], "--resume needs --out"),
         (["demo", "--resume"], "--resume needs --out"),

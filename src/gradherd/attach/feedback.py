@@ -186,9 +186,17 @@ class OrderFeedback:
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
         """Give the examples of the current batch; see `Herd.observe`."""
+        given = indices.tolist() if isinstance(indices, Tensor) else list(indices)
+        count = self.sampler.sharding.examples
+        for index in given:
+            # bool is an int, but a mask is no list of indices.
+            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+                raise ValueError(
+                    f"observe() needs indices into the data set, whole numbers in [0, {count}), "
+                    f"got {index!r}"
+                )
         self._transport.by_index()
-        self._by_index = True
-        self._indices = indices.tolist() if isinstance(indices, Tensor) else list(indices)
+        self._by_index, self._indices = True, given
 
     def finish(self) -> None:
         """Feed back what is waiting and let the sampler learn it, on all ranks together."""

@@ -269,6 +269,7 @@ def reporting_what_is_left(out: Path, planned: int) -> Iterator[None]:
     from gradherd.comm.world import World
     from gradherd.lab.report.arms import find_records
     from gradherd.lab.report.page import write_report
+    from gradherd.lab.train.record import RECORD_FILE
 
     with telling_survivors(out, planned):
         try:
@@ -276,7 +277,7 @@ def reporting_what_is_left(out: Path, planned: int) -> Iterator[None]:
         except KeyboardInterrupt:
             # The arms of a seed run next to each other, so the finished runs can be compared. A run
             # that was stopped within its first epoch has no point on any curve.
-            if out.is_dir() and World.detect().rank == 0:
+            if World.detect().rank == 0 and any(out.rglob(RECORD_FILE)):
                 records = [record for _, record in find_records([out]) if record.epochs]
                 if records:
                     write_report(records, out / PAGE_FILE)

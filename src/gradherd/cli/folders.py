@@ -54,6 +54,10 @@ def output_folder(
         raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
     try:
         _check_contents(out, resume=resume, many=many)
+        # No error: a script that is started again and again has a first time.
+        if resume and many and first and not any(out.iterdir()):
+            said = f"--resume: {str(out)!r} holds nothing yet, so all runs are trained"
+            print(f"gradherd: {printable(said)}", file=sys.stderr)
         yield out
     finally:
         # A call that fails early leaves no trace.

@@ -50,12 +50,12 @@ def test_coordination_takes_slices_of_two_steps_and_of_the_running_sum(capsys):
     dim = 2_000_000
 
     def peaks() -> list[float]:
-        options = ("--workers", "2,4", "--dim", dim, "--repeats", 1)
+        options = ("--workers", "4", "--dim", dim, "--repeats", 1)
         rows = result(capsys, "bench", "coordination", *options)["rows"]
         return [row["peak_bytes"] / (4 * dim) for row in rows if row["case"] == "sharded"]
 
-    # In gradients: 2.5 and 2.25 are taken; mimalloc, in PyTorch's ARM wheels, adds 1.25 of its own;
-    # gathering whole gradients takes 9 and 15. The mark is that of the whole process: on a busy
+    # In gradients: 2.25 are taken; mimalloc, in PyTorch's ARM wheels, adds 1.25 of its own;
+    # gathering whole gradients takes 15. The mark is that of the whole process: on a busy
     # machine another thread may add to it, but not each time.
     assert any(all(1 < peak < 4.5 for peak in peaks()) for _ in range(4))
 
@@ -96,8 +96,9 @@ def test_sparsify_compares_picking_and_whole_exchanges(capsys):
 
 
 def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
-    # On the CPU a graph is traced run by run: nine take 17 seconds, twice.
+    # On the CPU a graph is traced run by run: nine take 17 seconds, twice; two show the same.
     monkeypatch.setattr(virtual, "_SEEDS", 1)
+    monkeypatch.setattr(virtual, "_BALANCED", ("cd-grab", "id-grab"))
     output = result(
         capsys, "bench", "virtual", "--workers", 2, "--batch", 1, "--steps", 2, "--repeats", 1
     )
@@ -105,7 +106,7 @@ def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
     assert output["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
     cases = ["plain loop", "turns", "one run", "nine runs", "nine runs, d-rr"]
     assert [row["case"] for row in rows] == cases and rows[0]["ratio"] == 1
-    assert [row["runs"] for row in rows] == [1, 1, 1, 3, 3]
+    assert [row["runs"] for row in rows] == [1, 1, 1, 2, 2]
     assert {(row["workers"], row["dim"], row["batch"]) for row in rows} == {(2, 62_006, 1)}
     for row in rows:
         assert row["steps_per_second"] * row["seconds"] == pytest.approx(1)

@@ -1,8 +1,10 @@
 """The page in a real browser."""
 
+import csv
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -231,6 +233,10 @@ def test_structure_can_be_read_without_eyes(look, usual):
         assert page.locator(".mark[aria-label='best mean']").count() > 5
         page.locator("summary", has_text="Values by epoch").first.click()
         assert page.locator("details[open] tbody tr").count() == 20
+        with page.expect_download() as download:
+            page.get_by_text("Download as CSV").first.click()
+        rows = list(csv.reader(Path(download.value.path()).read_text().splitlines()))
+        assert len(rows) == 21 and rows[0][0] == "epoch" and float(rows[1][1]) > 0
 
 
 def test_hostile_strings_stay_text(look, page_of):
@@ -244,7 +250,10 @@ def test_hostile_strings_stay_text(look, page_of):
         page.evaluate(OPEN)
         page.hover("#c0-loss svg")
         assert page.locator("main script, header script, [onerror], [onload]").count() == 0
-        assert page.locator("img, svg[onload], main a:not([href^='#c']), .plot a").count() == 0
+        assert (
+            page.locator("img, svg[onload], main a:not([href^='#c'], [download]), .plot a").count()
+            == 0
+        )
         assert page.locator("h1").text_content() == EVIL[1]
         for index, evil in enumerate(EVIL[:-1]):
             assert page.locator(f"#c{index} h2").text_content() == f"{evil}digits"

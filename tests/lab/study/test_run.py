@@ -61,19 +61,15 @@ def test_every_run_is_in_one_part_and_no_process_idles_for_want_of_cutting(sizes
         assert parts == batches
 
 
-def test_batches_are_made_in_other_processes():
-    found = list(run_parallel(works, [[piece(0), piece(1)], [piece(2)]], WHERE, 2))
-    assert sorted(one.seed for part in found for one in part) == [0, 1, 2]
-    assert os.getpid() not in {one.hardware["process"] for part in found for one in part}
-    assert list(run_parallel(works, [], WHERE, 2)) == []
-
-
-def test_one_that_fails_does_not_stop_the_others():
+def test_batches_are_made_in_other_processes_and_one_that_fails_stops_no_other():
     found = []
     with pytest.raises(KeyError, match="one"):
-        for part in run_parallel(fails_at_one, [[piece(n)] for n in range(4)], WHERE, 2):
+        batches = [[piece(0), piece(4)], [piece(1)], [piece(2)], [piece(3)]]
+        for part in run_parallel(fails_at_one, batches, WHERE, 2):
             found += part
-    assert sorted(one.seed for one in found) == [0, 2, 3]
+    assert sorted(one.seed for one in found) == [0, 2, 3, 4]
+    assert os.getpid() not in {one.hardware["process"] for one in found}
+    assert list(run_parallel(fails_at_one, [], WHERE, 2)) == []
 
 
 def test_a_process_that_dies_is_told_of():

@@ -35,12 +35,12 @@ def same(real, virtual, *, bits=True):
 def arms(workers):
     """Runs of the small tasks: odd numbers of units, short last batches, every kind of row."""
     # A third epoch once: what the second order is made of.
-    some = {"limit": 90, "epochs": 3 if workers == 3 else 2, "workers": workers}
+    some = {"limit": 50, "epochs": 3 if workers == 3 else 2, "workers": workers}
     digits = [
         {"order": "d-rr"},
         {"order": "always-plus"},
         {"order": "cd-grab"},
-        {"order": "cd-grab", "batch_size": 6, "unit": 2, "limit": 100},
+        {"order": "cd-grab", "batch_size": 6, "unit": 2, "limit": 58},
         {"order": "id-pair-grab"},
         {"order": "grab", "rows": "sketch"},
         {"order": "grab", "rows": "sketch", "sketch_size": 8},

@@ -1,12 +1,15 @@
 """Write comparisons as one HTML file that needs no network and no other file."""
 
 import base64
+import csv
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 from markupsafe import Markup
@@ -187,9 +190,17 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["csv_link"] = _csv_link
     # NaN is not JSON: the page's script could not read its data.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment
+
+
+def _csv_link(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
+    """Return an address that holds a table as CSV: its download needs no script and no file."""
+    text = io.StringIO()
+    csv.writer(text).writerows([table[0], *table[1]])
+    return f"data:text/csv;charset=utf-8,{quote(text.getvalue())}"
 
 
 def _file(name: str) -> str:
