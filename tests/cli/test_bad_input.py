@@ -331,7 +331,7 @@ def test_a_file_that_holds_no_task(capsys, place, source, kind, words):
 def test_an_out_that_is_not_ours(capsys, place, command):
     task = [] if command == "demo" else ["digits"]
     (place / "file").write_text("mine")
-    (place / "full").mkdir()
+    (place / "full" / "empty").mkdir(parents=True)  # not ours to remove
     (place / "full" / "keep.txt").write_text("mine, too")
     for out, words in [
         ("file", ["--out 'file'", "is a file"]),

@@ -52,16 +52,18 @@ def output_folder(
         lock = _lock(out) if first else None
     except OSError as error:
         raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
+    accepted = False
     try:
         _check_contents(out, resume=resume, many=many)
+        accepted = True
         # No error: a script that is started again and again has a first time.
         if resume and many and first and not any(out.iterdir()):
             said = f"--resume: {str(out)!r} holds nothing yet, so all runs are trained"
             print(f"gradherd: {printable(said)}", file=sys.stderr)
         yield out
     finally:
-        # A call that fails early leaves no trace.
-        if first:
+        # A call that fails early leaves no trace; what is in a refused folder is not ours to remove.
+        if first and accepted:
             remove_empty(out, created)
         if lock is not None:
             os.close(lock)
