@@ -62,7 +62,7 @@ def output_folder(
             print(f"gradherd: {printable(said)}", file=sys.stderr)
         yield out
     finally:
-        # A call that fails early leaves no trace; what is in a refused folder is not ours to remove.
+        # A call that fails early leaves no trace; a refused folder is not ours to tidy up.
         if first and accepted:
             remove_empty(out, created)
         if lock is not None:
