@@ -219,14 +219,14 @@ class BenchSparsifyCommand:
         from gradherd.cli.launch import measure_on_ranks
         from gradherd.cli.progress import counted_loop
         from gradherd.lab.bench.bench_hook import bench_hook, one_rank
-        from gradherd.lab.bench.bench_sparsify import bench_exchange
+        from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select_on_one_core
 
         # Local ranks are gloo processes on the CPU, and one worker sends nothing.
         counts = [count for count in workers if count > 1] if device.type == "cpu" else []
         rows = []
         with counted_loop(len(dims) * (1 + len(counts)), "sizes") as advance:
             for dim in dims:
-                rows += _bench_select_on_one_core(dim, self.density, device)
+                rows += bench_select_on_one_core(dim, self.density, device)
                 with one_rank(device):
                     rows += bench_hook(dim, self.density, device, self.repeats)
                 advance()
@@ -234,22 +234,6 @@ class BenchSparsifyCommand:
                     rows += measure_on_ranks(bench_exchange, count, dim, self.density, self.repeats)
                     advance()
         print_bench("sparsify", device.type, rows, as_json=self.json)
-
-
-def _bench_select_on_one_core(
-    dim: int, density: float, device: torch.device
-) -> list[dict[str, object]]:
-    import torch
-
-    from gradherd.lab.bench.bench_sparsify import bench_select
-
-    # A local rank has one core as well, so the rows can be compared.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return bench_select(dim, density, device)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,18 @@ _WARMUP_STEPS = 12  # until residuals are as large as in the middle of training
 _ONE_BUCKET_AT_A_TIME = {"powersgd"}
 
 
+def bench_select_on_one_core(
+    dim: int, density: float, device: torch.device
+) -> list[dict[str, Any]]:
+    """Run `bench_select` with one thread: a local rank has one core as well, so rows compare."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return bench_select(dim, density, device)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def bench_select(dim: int, density: float, device: torch.device) -> list[dict[str, Any]]:
     """Measure what a rank does with its own vector before anything is sent.
 

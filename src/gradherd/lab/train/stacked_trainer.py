@@ -9,9 +9,8 @@ units of them, G groups, T steps, D parameters, k elements of a row.
 """
 
 import contextlib
-import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
-from gradherd.lab.tasks.task import Split, Task, Tensors
+from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
+from gradherd.lab.train.stacking import make_row_buffers, two_sided_matrix
 from gradherd.lab.train.trainer import (
     EpochCounters,
     EpochExamples,
@@ -34,92 +34,15 @@ from gradherd.lab.train.trainer import (
     full_loss,
 )
 from gradherd.lab.train.virtual_exchange import SparseAverager, VirtualCoordination
-from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
+from gradherd.lab.train.virtual_trainer import make_ordering
 from gradherd.ordering.coordination import finite_batches
 from gradherd.ordering.registry import make_policy
-from gradherd.rows.settings import SketchRows, TwoSidedRows
-from gradherd.rows.sketch import count_sketch
-from gradherd.rows.two_sided import TwoSidedCapture
 
 # Rows are buffered and passed to the orders together, up to this many steps and elements.
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
 # Steps of a graph on the CPU, and steps of an epoch from which building it takes less time than it
 # saves. A GPU replays a graph of one step without the host.
 _STEPS_PER_CALL, _MANY_STEPS = 8, 2000
-
-
-class RowBuffer:
-    """Rows of the runs that read gradients alike, buffered until they are observed together."""
-
-    def __init__(self, runs: Sequence[int], sketch: SketchRows | Tensor | None, size: int) -> None:
-        """Start empty.
-
-        Args:
-            runs: Indices among all runs, ascending.
-            sketch: How rows are sketched, or a (D, k) matrix; None stores whole gradients.
-            size: D.
-        """
-        self.runs, self._sketch, self.columns = list(runs), sketch, size
-        if sketch is not None:
-            self.columns = sketch.shape[1] if isinstance(sketch, Tensor) else sketch.size
-        self._rows = torch.empty(0)
-
-    def select(self, grads: Tensor) -> Tensor:
-        """Return the (s, G, k) rows of these runs out of the (S, G, D) gradients of all runs."""
-        # A slice is a view; only runs that are not adjacent need a copy.
-        own = grads[self.runs[0] : self.runs[-1] + 1]
-        if len(own) > len(self.runs):
-            own = torch.stack([grads[run] for run in self.runs])
-        if self._sketch is None:
-            return own
-        if isinstance(self._sketch, Tensor):
-            return own @ self._sketch
-        return count_sketch(own, self._sketch.size, self._sketch.seed)
-
-    def store(self, rows: Tensor, at: int, steps: int) -> None:
-        """Store (K, s, G, k) rows as those of K steps from step `at` of `steps` on."""
-        shape = (rows.shape[1], steps, *rows.shape[2:])
-        if self._rows.shape != shape:
-            self._rows = rows.new_empty(shape)
-        self._rows[:, at : at + len(rows)].copy_(rows.transpose(0, 1))
-
-    def stored(self, steps: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of each run and the (T, G, k) rows of its first `steps` steps."""
-        yield from zip(self.runs, self._rows[:, :steps], strict=True)
-
-
-def make_row_buffers(
-    configs: Sequence[RunConfig], size: int, two_sided: Callable[[TwoSidedRows], Tensor]
-) -> list[RowBuffer]:
-    """Return a buffer for each way of reading rows; orders that need no rows are in none.
-
-    Args:
-        configs: The settings of all runs.
-        size: Number of parameters, D.
-        two_sided: Returns the (D, k) matrix of two-sided sketches.
-    """
-    runs: dict[SketchRows | TwoSidedRows | None, list[int]] = {}
-    for at, config in enumerate(configs):
-        if make_policy(config.order).needs_rows:
-            settings = row_settings(config, True, size)
-            sketch = settings if isinstance(settings, SketchRows | TwoSidedRows) else None
-            runs.setdefault(sketch, []).append(at)
-    return [
-        RowBuffer(indices, two_sided(one) if isinstance(one, TwoSidedRows) else one, size)
-        for one, indices in runs.items()
-    ]
-
-
-def two_sided_matrix(
-    task: Task, model: nn.Module, tensors: Tensors, settings: TwoSidedRows
-) -> Tensor:
-    """Return the (D, k) matrix of a model's two-sided sketches."""
-    model = copy.deepcopy(model)
-    capture = TwoSidedCapture(model, settings)
-    # Whether a layer has one position per example is known from a batch.
-    task.loss(model, *(tensor[:2] for tensor in tensors)).backward()
-    capture.pop_sketch(2)
-    return capture.matrix()
 
 
 class StackedTrainer:

@@ -1,18 +1,26 @@
-"""Which runs are stacked, that is, trained side by side in one process."""
+"""Which runs are stacked, that is, trained side by side in one process, and the rows they buffer.
+
+Letters: S runs, s of them that read rows alike, G groups, T and K steps, D parameters, k elements
+of a row.
+"""
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradherd.lab.tasks.task import Task
+from gradherd.lab.tasks.task import Task, Tensors
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.sketch import count_sketch
+from gradherd.rows.two_sided import TwoSidedCapture
 
 # Beyond this many parameters a step is bound by arithmetic, not by launches: stacking is no faster.
 _MAX_SIZE = {"cpu": 100_000, "cuda": 20_000_000}
@@ -159,3 +167,77 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
             most = min(most, max(1, _MAX_SAVED // (saved * first.workers * first.batch_size)))
         stacks += [indices[at : at + most] for at in range(0, len(indices), most)]
     return [*stacks, *alone]
+
+
+class RowBuffer:
+    """Rows of the runs that read gradients alike, buffered until they are observed together."""
+
+    def __init__(self, runs: Sequence[int], sketch: SketchRows | Tensor | None, size: int) -> None:
+        """Start empty.
+
+        Args:
+            runs: Indices among all runs, ascending.
+            sketch: How rows are sketched, or a (D, k) matrix; None stores whole gradients.
+            size: D.
+        """
+        self.runs, self._sketch, self.columns = list(runs), sketch, size
+        if sketch is not None:
+            self.columns = sketch.shape[1] if isinstance(sketch, Tensor) else sketch.size
+        self._rows = torch.empty(0)
+
+    def select(self, grads: Tensor) -> Tensor:
+        """Return the (s, G, k) rows of these runs out of the (S, G, D) gradients of all runs."""
+        # A slice is a view; only runs that are not adjacent need a copy.
+        own = grads[self.runs[0] : self.runs[-1] + 1]
+        if len(own) > len(self.runs):
+            own = torch.stack([grads[run] for run in self.runs])
+        if self._sketch is None:
+            return own
+        if isinstance(self._sketch, Tensor):
+            return own @ self._sketch
+        return count_sketch(own, self._sketch.size, self._sketch.seed)
+
+    def store(self, rows: Tensor, at: int, steps: int) -> None:
+        """Store (K, s, G, k) rows as those of K steps from step `at` of `steps` on."""
+        shape = (rows.shape[1], steps, *rows.shape[2:])
+        if self._rows.shape != shape:
+            self._rows = rows.new_empty(shape)
+        self._rows[:, at : at + len(rows)].copy_(rows.transpose(0, 1))
+
+    def stored(self, steps: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index of each run and the (T, G, k) rows of its first `steps` steps."""
+        yield from zip(self.runs, self._rows[:, :steps], strict=True)
+
+
+def make_row_buffers(
+    configs: Sequence[RunConfig], size: int, two_sided: Callable[[TwoSidedRows], Tensor]
+) -> list[RowBuffer]:
+    """Return a buffer for each way of reading rows; orders that need no rows are in none.
+
+    Args:
+        configs: The settings of all runs.
+        size: Number of parameters, D.
+        two_sided: Returns the (D, k) matrix of two-sided sketches.
+    """
+    runs: dict[SketchRows | TwoSidedRows | None, list[int]] = {}
+    for at, config in enumerate(configs):
+        if make_policy(config.order).needs_rows:
+            settings = row_settings(config, True, size)
+            sketch = settings if isinstance(settings, SketchRows | TwoSidedRows) else None
+            runs.setdefault(sketch, []).append(at)
+    return [
+        RowBuffer(indices, two_sided(one) if isinstance(one, TwoSidedRows) else one, size)
+        for one, indices in runs.items()
+    ]
+
+
+def two_sided_matrix(
+    task: Task, model: nn.Module, tensors: Tensors, settings: TwoSidedRows
+) -> Tensor:
+    """Return the (D, k) matrix of a model's two-sided sketches."""
+    model = copy.deepcopy(model)
+    capture = TwoSidedCapture(model, settings)
+    # Whether a layer has one position per example is known from a batch.
+    task.loss(model, *(tensor[:2] for tensor in tensors)).backward()
+    capture.pop_sketch(2)
+    return capture.matrix()
