@@ -239,3 +239,13 @@ def test_triton_is_imported_where_it_is_needed_only():
             if isinstance(node, ast.ImportFrom):
                 modules = {*(node.module or "").split("."), *(a.name for a in node.names)}
                 assert not {m for m in modules if m.startswith("triton_")}, path
+
+
+def test_nobody_looks_at_the_frames_of_callers():
+    """Variables in a frame that is looked at stay alive, and what calls what is not ours to know."""
+    frames = {"_getframe", "_current_frames", "currentframe", "f_back", "f_locals"}
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        used |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        assert not used & frames, path
