@@ -242,7 +242,7 @@ def test_triton_is_imported_where_it_is_needed_only():
 
 
 def test_nobody_looks_at_the_frames_of_callers():
-    """Variables in a frame that is looked at stay alive, and what calls what is not ours to know."""
+    """A frame that is looked at keeps its variables alive, and callers are none of our business."""
     frames = {"_getframe", "_current_frames", "currentframe", "f_back", "f_locals"}
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())
