@@ -246,7 +246,9 @@ def test_overheads_on_a_gpu_are_near_what_the_hooks_add():
         _, method = row["case"].split()
         if method != "dense":
             typical = typical_overheads("cuda", row["dim"]).of(method)
-            assert row["added_seconds"] / 2 < typical < 2 * row["added_seconds"]
+            assert row["added_seconds"] / 2 < typical
+            # One rank replays what several have to launch, which is most of it in a small model.
+            assert typical < 2 * max(1e-3, row["added_seconds"])
 
 
 @pytest.mark.parametrize("one", ACCURACY, ids=lambda one: f"{one.study}, {one.arm}")

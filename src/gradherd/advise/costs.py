@@ -8,7 +8,8 @@ The overheads are measurements. CPU: one rank on one core of a Neoverse-N1 (proc
 `benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly;
 "local" is an estimate).
 GPU: topk and exdyna are what their hooks add to a DDP step on one H200
-(`benchmarks/results/2026-11-16-hook-h200.json`); the others are derived from passes over memory at
+(`benchmarks/results/2026-11-16-hook-h200.json`; half a millisecond is added for what one rank
+replays and several launch); the others are derived from passes over memory at
 its bandwidth, as several GPUs were not available. Take both as starting points, and measure.
 
 Letters: R ranks.

@@ -8,7 +8,7 @@ waits for the last one, and everything is laid out anew.
 What the host does for a bucket takes longer than the GPU does, so after a few steps it is cut to
 the least: the pass over a bucket is replayed as a CUDA graph, and DDP gets a future that was made
 before. With one rank all that follows the last bucket is a single CUDA graph, too; with several,
-collectives come in between, and each part is a few dozen launches.
+collectives come in between, and its two hundred operations are launched one by one.
 """
 
 import logging
