@@ -60,6 +60,9 @@ def _program(words: list[str], port: int, here: str, folder: str) -> str:
         except SystemExit as stop:
             if stop.code:
                 raise RuntimeError(f"{words} ended with {stop.code}") from stop
+    if dist.is_initialized():  # a program may leave that to its end
+        dist.barrier()
+        dist.destroy_process_group()
     # Ranks end together, in a group.
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -53,7 +53,7 @@ def flat(vectors):
     return torch.cat([tensor.flatten() for tensor in vectors.values()])
 
 
-def conserved(shape, name, kind="plain", steps=12, **more):
+def conserved(shape, name, kind="plain", steps=6, **more):
     """Return the sum of all gradients over replicas, and what was applied or is still waiting."""
     mesh = mesh_of(shape)
     plain, model = model_of(mesh, kind), model_of(mesh, kind)
@@ -275,7 +275,7 @@ def everything(folder):
         "unused": conserved((2, 2), "exdyna", "unused"),
         "bf16": conserved((2, 2), "topk", values="bf16"),
         "clipped": conserved((2, 2), "exdyna", steps=4, clip=0.3),
-        "replicas": {name: replicas_after((2, 2), name, 20) for name in METHODS},
+        "replicas": {name: replicas_after((2, 2), name, 10) for name in METHODS},
         "native": {shape: native(shape) for shape in meshes} | {"children": all_in_children()},
         "delayed": {how: delayed(how) for how in ("sync", "all-reduce")},
         "not finite": not_finite(),
