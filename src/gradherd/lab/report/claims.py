@@ -194,9 +194,10 @@ def _interval_above_zero(effects: Sequence[float]) -> bool:
 
 
 def _too_short(result: RunResult, epoch: int | None) -> bool:
-    """Return whether a run completed, but has fewer epochs than the claim reads."""
+    """Return whether a run that has not diverged has fewer epochs than the claim reads."""
     epochs = result.figures.get("epochs")
-    return epoch is not None and epochs is not None and result.status == "done" and epochs < epoch
+    short = epoch is not None and epochs is not None and epochs < epoch
+    return short and result.status != "diverged"
 
 
 def _our_figures(
