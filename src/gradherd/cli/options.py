@@ -98,7 +98,7 @@ class TrainingOptions:
     weight_decay: FloatByTask = None
     """Weight decay."""
     clip: Annotated[
-        float | None, tyro.conf.arg(metavar="NORM", help_behavior_hint="(default: the task's)")
+        MaybeFloat, tyro.conf.arg(metavar="NORM", help_behavior_hint="(default: the task's)")
     ] = None
     """Largest norm of the averaged gradient. With a sparsifier, workers clip their own gradients
     before these join the residuals, at sqrt(workers) times as much; with local steps, at NORM."""
