@@ -174,6 +174,7 @@ class Ordering:
             rows = self._state.align(rows)
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         seen = seen & self._state.valid(self.steps, len(seen))
+        self._state.orders = self._orders
         yield from self.policy.observe(self._state, rows, seen, self.random, sharded=sharded)
 
     def _checked(self, rows: Tensor | ImplicitRows | None, seen: Tensor | None) -> Tensor:
@@ -191,8 +192,8 @@ class Ordering:
             raise ValueError(
                 f"rows must be (steps, {workers} workers, dim), got {tuple(rows.shape)}"
             )
-        # The mean is left from the epoch before, so it is compared as well.
-        for known in (state.running, state.mean):
+        # Mean and recent rows are left from the epoch before, so they are compared as well.
+        for known in (state.running, state.mean, state.recent):
             if known is not None and known.shape[-1] != rows.shape[-1]:
                 raise ValueError(
                     f"rows must keep their dim {known.shape[-1]}, got {rows.shape[-1]}"
@@ -228,9 +229,9 @@ class Ordering:
 
     def restart_epoch(self) -> None:
         """Forget what was observed in this epoch; its orders stay."""
-        # The mean was learned in the epoch before, which is not in doubt.
-        mean, self._state = self._state.mean, self._new_state(self.epoch, previous=None)
-        self._state.mean = mean
+        # What was learned in the epoch before is not in doubt.
+        before, self._state = self._state, self._new_state(self.epoch, previous=None)
+        self._state.mean, self._state.recent = before.mean, before.recent
 
     @torch.inference_mode(False)
     def end_epoch(self, next_epoch: int | None = None, *, rest_follows: bool = False) -> None:
@@ -301,8 +302,7 @@ class Ordering:
                 f"state has format {state.get('format')!r}, expected {_FORMAT}: it was saved by "
                 "another version of gradherd; start the order anew"
             )
-        missing = {"policy", "seed", "orders", "visits", "balance"} - state.keys()
-        if missing:
+        if missing := {"policy", "seed", "orders", "visits", "balance"} - state.keys():
             raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
         balance = BalanceState.from_state_dict(state["balance"])
         movable = can_reshard(balance.sizes, self.sizes)

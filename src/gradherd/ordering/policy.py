@@ -5,7 +5,7 @@ all policies, so there is one `state_dict`, one place that moves tensors between
 list of the tensors that are sharded where rows are.
 
 Shapes: T time steps of an epoch (the units of the longest worker), b time steps of a call,
-M workers, W streams, D columns of a row, C values of a sign rule's carry.
+M workers, N units of all, W streams, D columns of a row, C values of a sign rule's carry.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ returns for epoch 0."""
 
 @dataclass
 class BalanceState:
-    """Signs so far and the sums behind them. Lives for one epoch, except for `mean`."""
+    """Signs so far and the sums behind them. Lives for one epoch but for `mean` and `recent`."""
 
     sizes: tuple[int, ...]
     """Number of units of each worker."""
@@ -57,6 +57,13 @@ class BalanceState:
     """(M,) number of rows in `total`."""
     mean: Tensor | None = None
     """(M, D) mean row of the previous epoch (mean balance); outlives the epoch."""
+    fresh: Tensor | None = None
+    """(N, D) this epoch's row of every unit, worker after worker; infinite where there is none
+    (cd-grab-live)."""
+    recent: Tensor | None = None
+    """(N, D) the same of earlier epochs; outlives the epoch."""
+    orders: Sequence[Tensor] = ()
+    """(n_i,) units of worker i in visiting order, for `observe`; not part of the saved state."""
     scores: Tensor | None = None
     """(T, M) score of the unit visited at a step, NaN where unknown (score orders)."""
 
@@ -137,7 +144,7 @@ class BalanceState:
         )
 
 
-COLUMNS = ("running", "pending", "total", "mean")
+COLUMNS = ("running", "pending", "total", "mean", "fresh", "recent")
 """Fields with one column for each column of a row: these are sharded where rows are."""
 _OPTIONAL = (*COLUMNS, "pending_seen", "count", "scores")
 

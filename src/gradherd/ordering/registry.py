@@ -30,6 +30,7 @@ POLICIES: "LazyRegistry[Callable[..., Policy]]" = LazyRegistry(
         "id-grab": "grab:GraB",
         "id-pair-grab": "pair_grab:PairGraB",
         "cd-grab": "cd_grab:CDGraB",
+        "cd-grab-live": "cd_grab_live:CDGraBLive",
         # A control, not a method: see `shuffles.always_plus`.
         "always-plus": "shuffles:ALWAYS_PLUS",
         "block-reshuffling": "shuffles:BLOCK_RESHUFFLING",

@@ -1,0 +1,123 @@
+"""CD-GraB against drift: balance gradients as they will be, not as they were. Experimental.
+
+An order is learned in one epoch and used in the next, when every gradient has changed, so the
+herding bound climbs back while a model learns quickly. This order remembers the last gradient of
+each unit. When a unit is visited again, its gradient g and the one of the epoch before, h, predict
+the next one: g + weight (g - h). CD-GraB then balances the predictions, as the epoch goes on. What
+all gradients have in common cancels in CD-GraB's pairs already; this is about what they have not.
+
+It takes memory of two rows per unit, so give it rows that are small: sketches of examples, or whole
+batches as units.
+
+Shapes: b time steps of a call, M workers, N units of all workers, D columns.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import Script
+from gradherd.ordering.balance import ImplicitRows, reorder_all
+from gradherd.ordering.pair_grab import sign_pairs
+from gradherd.ordering.policy import BalanceState, Start
+from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.sign_rules import Greedy, SignRule
+
+
+def rows_of_units(orders: Sequence[Tensor], first: int, steps: int) -> Tensor:
+    """Return (steps, M) where the units visited at these time steps are in a list of all units.
+
+    Units of worker 0 come first in that list, then those of worker 1. Where a worker has no unit
+    at a step, the place is 0.
+
+    >>> rows_of_units([torch.tensor([2, 0, 1]), torch.tensor([1, 0])], first=1, steps=2)
+    tensor([[0, 3],
+            [1, 0]])
+    """
+    places = torch.zeros((steps, len(orders)), dtype=torch.long)
+    offsets = accumulate((len(order) for order in orders), initial=0)
+    for worker, (order, offset) in enumerate(zip(orders, offsets, strict=False)):
+        own = order[first : first + steps]
+        places[: len(own), worker] = own + offset
+    return places
+
+
+def predict(rows: Tensor, last: Tensor, weight: float) -> Tensor:
+    """Return rows + weight (rows - last); rows themselves where there is no last one.
+
+    Args:
+        rows: (..., D) gradients of this epoch.
+        last: (..., D) those of the epoch before, infinite where there was none.
+        weight: How much of the change to add.
+    """
+    known = last.isfinite().all(-1, keepdim=True)
+    return torch.where(known, rows + weight * (rows - last), rows)
+
+
+@dataclass(frozen=True)
+class CDGraBLive:
+    """CD-GraB on gradients that are corrected by their last change. Experimental.
+
+    >>> CDGraBLive()
+    CDGraBLive(rule=Greedy(), weight=1.0)
+    """
+
+    rule: SignRule = field(default_factory=Greedy)
+    """How signs are decided."""
+    weight: float = 1.0
+    """How much of a gradient's last change is added to it; 0 makes this CD-GraB."""
+
+    needs_rows: ClassVar[bool] = True
+    start: ClassVar[Start | None] = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"weight must be a finite number, at least 0, got {self.weight}")
+
+    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+        """Sign from zero, as CD-GraB, and remember the rows of the epoch before."""
+        state.carry = self.rule.start(1, sum(size // 2 for size in state.sizes), state.epoch)
+        if previous is None or previous.fresh is None:
+            state.recent = None if previous is None else previous.recent
+        elif previous.recent is None:
+            state.recent = previous.fresh
+        else:  # units that were not seen keep the row they had
+            state.recent = torch.where(
+                previous.fresh.isfinite(), previous.fresh, previous.recent.to(previous.fresh)
+            )
+
+    def observe(
+        self,
+        state: BalanceState,
+        rows: Tensor | ImplicitRows,
+        seen: Tensor,
+        random: SeededRandom,
+        *,
+        sharded: bool = False,
+    ) -> Script[None]:
+        """Sign the pairs that the predicted rows complete; arguments as in `Policy.observe`."""
+        if not isinstance(rows, Tensor):
+            # They must be remembered beyond the step, which rows that are not formed do not last.
+            rows = rows.combine(torch.eye(len(rows))).unsqueeze(1)
+            rows = state.align(rows)
+        if state.fresh is None:
+            # Not in `recent` itself: an epoch may be started over, and then must find it unchanged.
+            state.fresh = rows.new_full((sum(state.sizes), rows.shape[-1]), torch.inf)
+        places = rows_of_units(state.orders, state.steps, len(rows)).to(rows.device)
+        # A shard at a time is enough: predictions are linear, so all ranks agree on their products.
+        kept = seen.to(rows.device) & rows.isfinite().all(-1)
+        state.fresh[places[kept]] = rows[kept]
+        if state.recent is not None:
+            rows = predict(rows, state.recent[places], self.weight)
+        return sign_pairs(state, rows, seen, self.rule, random, shared=True, sharded=sharded)
+
+    def reorder(
+        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+    ) -> list[Tensor]:
+        """Move each unit to its side."""
+        return reorder_all(orders, state.sides)
