@@ -53,7 +53,14 @@ def run(ordering, epochs, vectors):
 
 
 def test_all_published_names_are_there():
-    assert set(BALANCING) == {"grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab", "cd-grab-live"}
+    assert set(BALANCING) == {
+        "grab",
+        "pair-grab",
+        "id-grab",
+        "id-pair-grab",
+        "cd-grab",
+        "cd-grab-live",
+    }
     assert set(LEARNING) - set(BALANCING) == {"curriculum", "stair", "saw"}
     assert set(POLICIES) - set(LEARNING) == {
         "d-rr",
