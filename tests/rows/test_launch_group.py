@@ -3,13 +3,15 @@
 Run in a process with TRITON_INTERPRET=1 (see tests/test_interpreted.py), or on a GPU.
 """
 
+import copy
 import os
 
 import pytest
 import torch
 from torch import nn
 
-from gradherd.rows import launch_group, projected_weight, projections
+from gradherd.rows import launch_group, projected_weight, projections, row_check
+from gradherd.rows.layer_watcher import LayerWatcher
 from gradherd.rows.settings import TwoSidedRows
 from gradherd.rows.two_sided import TwoSidedCapture
 
@@ -127,5 +129,42 @@ def test_lengths_that_change_from_batch_to_batch(monkeypatch):
             model(inputs).square().mean().backward()
             rows[kernels].append(capture.pop_sketch(2))
         capture.remove_hooks()
+    for one, other in zip(rows[True], rows[False], strict=True):
+        assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()
+
+
+def test_steps_that_are_alike(monkeypatch):
+    """Launches that are known from the step before, with other steps in between."""
+    monkeypatch.setattr(row_check, "FIRST_CHECKS", 1)
+    known = []
+    again = LayerWatcher._launch_again
+
+    def spy(self, use, grads):
+        known.append(again(self, use, grads))
+        return known[-1]
+
+    monkeypatch.setattr(LayerWatcher, "_launch_again", spy)
+    torch.manual_seed(0)
+    start = nn.Sequential(
+        nn.Conv2d(16, 18, 3, padding=1), nn.BatchNorm2d(18), nn.Flatten(2), nn.Linear(12, 5)
+    ).to(DEVICE)
+    # Examples, train or evaluation, forwards before the backward.
+    steps = [(3, True, 1)] * 6 + [(2, True, 1), (3, True, 1), (3, True, 2), (3, True, 1)]
+    steps += [(3, False, 1)] * 3 + [(3, True, 1)] * 3
+    batches = [torch.randn(n, 16, 3, 4, device=DEVICE) for n, _, _ in steps]
+    rows = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(launch_group, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        model = copy.deepcopy(start)
+        capture = TwoSidedCapture(model, TwoSidedRows(size=64, strict=True))
+        rows[kernels] = []
+        for inputs, (examples, training, forwards) in zip(batches, steps, strict=True):
+            model.train(training)
+            losses = [model(inputs * (1 + at)).square().mean() for at in range(forwards)]
+            torch.stack(losses).sum().backward()
+            rows[kernels].append(capture.pop_sketch(examples))
+        capture.remove_hooks()
+        assert sum(known) == 0 or kernels
+    assert sum(known) >= 15 and not all(known)
     for one, other in zip(rows[True], rows[False], strict=True):
         assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from gradherd.lab.bench.bench_models import correlation
 from gradherd.rows import Capture
 from gradherd.rows.column_table import ColumnTable
+from gradherd.rows.layer_use import LayerUse
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sketched_layers import HeldInputs, SketchedLayer
 from gradherd.rows.two_sided import TwoSidedCapture
 from tests.rows.reference import loop_over_examples
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses
@@ -45,7 +45,7 @@ def mapped(capture: TwoSidedCapture, grads: Tensor) -> Tensor:
             table.finals[index] = columns
             continue
         slot = layer.slots[place.slot]
-        table.claim(slot)
+        table._used.add(slot)
         lo = slot.begin + place.lo
         table._table[:, lo : lo + place.hi - place.lo] = columns
     return table.sketch(SIZE, 0, [])
@@ -292,8 +292,8 @@ def test_inputs_are_let_go_when_the_gradient_arrives() -> None:
     held = []
     watch = capture._watcher._on_grad
 
-    def spy(layer: SketchedLayer, one: HeldInputs, grad: Tensor | None) -> None:
-        watch(layer, one, grad)
+    def spy(one: LayerUse, grad: Tensor) -> None:
+        watch(one, grad)
         held.append(one)
 
     capture._watcher._on_grad = spy  # type: ignore[method-assign]

@@ -302,6 +302,14 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None
         node.register_prehook(lambda grads: hook(grads[index]))
 
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saves_elsewhere() -> bool:
+    """Say whether autograd may recompute or offload what it saves now."""
+    return _top_hooks is None or _top_hooks(False) is not None
+
+
 class _SaveInput(torch.autograd.Function):
     """Saves a tensor as a layer does that needs its input in the backward."""
 
@@ -326,8 +334,7 @@ def save_input(args: tuple[Any, ...]) -> Any:
         A node of autograd with `saved_tensors`; None where autograd just holds what it saves.
     """
     # torch 2.7 cannot tell whether there are such hooks: there, a reference is held in any case.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or top(False) is None:
+    if _top_hooks is None or _top_hooks(False) is None:
         return None
     if len(args) != 1 or not isinstance(args[0], Tensor):
         return None

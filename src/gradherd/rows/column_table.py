@@ -6,13 +6,13 @@ and without a launch of its own for the sketch. The table is kept from batch to 
 Shapes: B examples, W columns of the table, k elements of a row.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradherd.rows.launch_group import LaunchGroup
+from gradherd.rows.launch_group import KernelLayer, LaunchGroup
 from gradherd.rows.sketch import sketch_columns
 
 
@@ -21,6 +21,15 @@ class Slot(NamedTuple):
 
     begin: int
     width: int
+
+
+class KnownLaunch(NamedTuple):
+    """A slot that kernels have written, and what they need to know to do it again."""
+
+    slot: Slot
+    number: int
+    layer: KernelLayer
+    tensors: tuple[Tensor, ...]
 
 
 class ColumnTable:
@@ -45,6 +54,8 @@ class ColumnTable:
         self._dirty: set[Slot] = set()  # not zero
         self.finals: dict[int, Tensor] = {}
         """(B, k) sketches of parameters, by index, that are not made from columns."""
+        self.launched: KnownLaunch | None = None
+        """What `launch` did last; whoever reads it sets it to None, since it holds tensors."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,19 +88,53 @@ class ColumnTable:
         """B."""
         return len(self._table)
 
-    def is_used(self, slot: Slot) -> bool:
-        """Say whether a slot was written in this batch, so that more is to be added to it."""
-        return slot in self._used
+    def launch(
+        self,
+        slot: Slot,
+        key: Hashable,
+        make: Callable[[bool], KernelLayer | None],
+        tensors: tuple[Tensor, ...],
+    ) -> bool:
+        """Let kernels write a slot, together with those of other layers.
 
-    def claim(self, slot: Slot) -> int:
-        """Return the address of a slot that a kernel will write."""
+        Args:
+            slot: Where to write.
+            key: Stands for everything that `make` depends on.
+            make: Returns the layer, given whether to add to the columns of an earlier use.
+            tensors: What kernels read; see `LaunchGroup.add`.
+
+        Returns:
+            False if kernels cannot do it.
+        """
+        assert self.group is not None
+        add = slot in self._used
+        if add:
+            self.group.flush()
+        out = self._table.data_ptr() + slot.begin * self._table.element_size()
+        added = self.group.add((slot.begin, add, key), lambda: make(add), tensors, out)
+        if added is None:
+            return False
         self._used.add(slot)
         self._dirty.add(slot)
-        return self._table.data_ptr() + slot.begin * self._table.element_size()
+        self.launched = None if add else KnownLaunch(slot, *added, tensors)
+        return True
 
-    def take_back(self, slot: Slot) -> None:
-        """Undo a claim: no kernel writes the slot."""
-        self._used.discard(slot)
+    def launch_again(self, launch: KnownLaunch, tensors: tuple[Tensor, ...]) -> bool:
+        """Let kernels write a slot as before; False if this batch is another case.
+
+        Args:
+            launch: The launch before.
+            tensors: What kernels read now.
+        """
+        slot = launch.slot
+        if slot in self._used or launch.layer.examples != len(self._table):
+            return False
+        assert self.group is not None
+        self._used.add(slot)
+        self._dirty.add(slot)
+        out = self._table.data_ptr() + slot.begin * self._table.element_size()
+        self.group.add_known(launch.number, launch.layer, tensors, out)
+        return True
 
     def put(self, slot: Slot, columns: Tensor) -> None:
         """Write columns (B, width), or add them to those of earlier uses."""

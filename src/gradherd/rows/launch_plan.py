@@ -108,23 +108,48 @@ class LaunchPlan:
     """The launches of a group of layers."""
 
     launches: list[_Launch]
+    pointers: Tensor
+    """Addresses on the device; written before each run."""
     places: np.ndarray[Any, np.dtype[np.int64]]
     """Which addresses point into the scratch memory."""
     offsets: np.ndarray[Any, np.dtype[np.int64]]
     scratch: int
     """Bytes of scratch memory."""
     held: list[Any] = field(default_factory=list)
+    runs: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Run all kernels."""
+        self.runs += 1
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.launch_all()
+
+    def launch_all(self) -> None:
+        """Launch kernel after kernel."""
+        for launch in self.launches:
+            launch(self.pointers)
 
 
-def make_plan(layers: list[ProductLayer | NormLayer], device: torch.device) -> LaunchPlan:
-    """Lay out the launches of a group."""
+def make_plan(
+    layers: list[ProductLayer | NormLayer], device: torch.device, addresses: int
+) -> LaunchPlan:
+    """Lay out the launches of a group.
+
+    Args:
+        layers: The layers.
+        device: Where they are.
+        addresses: Room for so many addresses.
+    """
     builder = _PlanBuilder(layers, device)
     for at, layer in enumerate(layers):
         if isinstance(layer, ProductLayer):
             builder.add_product(at, layer)
         else:
             builder.add_norm(at, layer)
-    return builder.build()
+    return builder.build(addresses)
 
 
 _Key = tuple[str, tuple[tuple[str, Any], ...]]
@@ -273,7 +298,7 @@ class _PlanBuilder:
             BLOCK=block,
         )
 
-    def build(self) -> LaunchPlan:
+    def build(self, addresses: int) -> LaunchPlan:
         """Copy the tables to the device."""
         fields = {
             name: torch.from_numpy(table).to(self._device) for name, table in self._fields.items()
@@ -303,6 +328,7 @@ class _PlanBuilder:
             )
         return LaunchPlan(
             launches,
+            torch.zeros(addresses, dtype=torch.int64, device=self._device),
             np.array(self._places, np.int64),
             np.array(self._offsets, np.int64),
             max(1, self._scratch),

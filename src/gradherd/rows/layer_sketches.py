@@ -5,8 +5,8 @@ applies the same linear map to the gradient of the whole batch, so that rows can
 it, and `where` says which columns those are.
 
 Gradients of biases and norms are exact. Weights with one position per example (the layers of an
-MLP) have gradients of rank one, which a thin projection of the input distorts: those use the
-tensor sketch (`OuterTerm.sketch`), whose cost is small there.
+MLP) have gradients of rank one, which a thin projection of the input distorts: those of a small
+classifier are formed and sketched, larger ones use the tensor sketch (`OuterTerm.sketch`).
 
 Shapes: B examples, T positions, O outputs, q columns of the input side, k elements of a row.
 """
@@ -28,7 +28,11 @@ from gradherd.rows.projections import (
     matrix_tensor_sketch,
     side,
 )
+from gradherd.rows.sketch import count_sketch, sketch_columns
 from gradherd.rows.terms import OuterTerm, at_least_float32
+
+_SMALL_WEIGHT = 65_536
+"""Elements of a weight whose gradients of single examples are formed: two launches, not twenty."""
 
 
 class LayerCall(NamedTuple):
@@ -92,6 +96,7 @@ class LinearSketch(ProjectedWeight):
         outputs, self._inputs = shape[::-1] if transposed else shape
         super().__init__(names, plan, outputs, may_free=one_bias or not shared)
         self._one_position: bool | None = False if shared else None
+        self._is_small = outputs * self._inputs <= _SMALL_WEIGHT
 
     def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns from inputs (..., I) and output gradients (..., O)."""
@@ -104,15 +109,22 @@ class LinearSketch(ProjectedWeight):
             self._one_position = inputs.shape[1] == 1
         out.table.start(len(grads))
         if self.weight and self._one_position:
-            # Autocast may leave input and gradient in different dtypes.
-            term = OuterTerm(grads, inputs.to(grads.dtype), self.outputs)
-            rows = term.sketch(self.plan.size, self.plan.seed, self.name)
-            out.table.add_final(out.indices["weight"], rows)
+            out.table.add_final(out.indices["weight"], self._sketch_outer(inputs, grads))
         elif self.weight:
             inside = side(self.key(grads), self._inputs)
             self.put(linear_columns(inputs.to(grads.dtype), grads, *inside), out)
         if self.bias and (self._one_position or not self.free):
             out.put("bias", grads[:, 0] if grads.shape[1] == 1 else sum_positions(grads, 1))
+
+    def _sketch_outer(self, inputs: Tensor, grads: Tensor) -> Tensor:
+        """Sketch gradients with one position, from inputs (B, 1, I) and gradients (B, 1, O)."""
+        size, seed = self.plan.size, self.plan.seed
+        if self._is_small:
+            left, right = at_least_float32(grads[:, 0]), at_least_float32(inputs[:, 0])
+            outer = left.unsqueeze(2) * right.to(left.dtype).unsqueeze(1)
+            return sketch_columns(outer.flatten(1), size, seed, self.name)
+        term = OuterTerm(grads, inputs.to(grads.dtype), self.outputs)
+        return term.sketch(size, seed, self.name)
 
     def _launch(self, call: LayerCall, out: LayerColumns) -> bool:
         """Let kernels write the columns; say whether they can."""
@@ -147,6 +159,8 @@ class LinearSketch(ProjectedWeight):
         if local == "bias":
             return at_least_float32(grad) if self._one_position else self.project_bias(grad)
         grad = at_least_float32(grad.T if self._transposed else grad)
+        if self._one_position and self._is_small:
+            return count_sketch(grad.flatten(), self.plan.size, self.plan.seed, name=self.name)
         if self._one_position:
             return matrix_tensor_sketch(grad, self.plan.size, self.plan.seed, self.name)
         return self.project_weight(grad)

@@ -7,7 +7,6 @@ sketch writes its columns to a table, and input and gradient are let go.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +16,15 @@ from torch import Tensor, nn
 from gradherd.rows.attention_uses import hook_attention
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.broadcast_uses import BroadcastUses, Meeting
-from gradherd.rows.call_recorder import hook_gradient, save_input
+from gradherd.rows.call_recorder import save_input
 from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
-from gradherd.rows.layer_rules import UnbatchedError, save_statistics
+from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.layer_sketches import LayerCall
+from gradherd.rows.layer_use import AfterForward, LayerUse, autocast_input, note_launch
 from gradherd.rows.norm_sketches import norm_statistics
 from gradherd.rows.row_check import RowCheck
-from gradherd.rows.sketched_layers import HeldInputs, SketchedLayer, unbatched_reason
+from gradherd.rows.sketched_layers import SketchedLayer, unbatched_reason
 from gradherd.rows.tensor_tree import detach_all, tensor_leaves
 
 
@@ -71,8 +71,9 @@ class LayerWatcher:
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
         # One table is kept from batch to batch: it is large, and has the same shape again.
         self._free_table: ColumnTable | None = None
-        # No backward has this number.
+        self._layers = layers
         self._began_task = -1
+        self._usual_task = -1  # a backward in which nothing but kernels has to run
         self._left_out: dict[SketchedLayer, bool] = {}
         self._left_out_count = 0
         self._unknown: dict[str, list[Shapes]] = {}  # calls whose batch dimension is not known
@@ -88,7 +89,7 @@ class LayerWatcher:
         for layer in layers:
             if layer.inside is None and not layer.is_direct:
                 # Before all other hooks: those may change the output.
-                hook = UncopiedHook(partial(self._after_forward, layer))
+                hook = AfterForward(layer, self._after_forward)
                 self._handles.append(
                     layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
                 )
@@ -113,76 +114,104 @@ class LayerWatcher:
             return
         # Called with a keyword: layers have one argument, whatever its name.
         given = args[0] if args else next(iter(kwargs.values()))
-        inputs = given.detach()
-        if not self._dims.knows(layer.name, INPUT, inputs.dim()):
+        if given.dim() != layer.probed_dims:
             # Also without gradients: a reentrant checkpoint runs its first forward so.
-            shapes, known = call_shapes(args, kwargs, output), self._unknown.get(layer.name, [])
-            if shapes not in known:
-                self._unknown[layer.name] = [*known, shapes]
+            self._note_shapes(layer, given.dim(), call_shapes(args, kwargs, output))
         if not torch.is_grad_enabled():
             return
         if self._uses.is_needed:
             self._uses.search(given, layer.name, everywhere=self._check.due)
         if layer.inside is not None or not output.requires_grad:
             return  # what is inside an attention module is watched by itself
-        saved: tuple[Tensor, ...] = ()
-        if layer.is_norm:
-            saved = norm_statistics(output.grad_fn, save_statistics(module))
+        # Detached: an input that is changed in place later, as in x += layer(x), would hold the
+        # layer's node, which holds the input.
+        inputs = given.detach()
         if layer.is_table and self._dims.dim_of(layer.name, INPUT, inputs.dim()) is None:
             self._uses.expect(output, (layer, inputs))
-        self._watch(layer, inputs, output, saved)
+        self._watch(layer, inputs, output)
+
+    def _note_shapes(self, layer: SketchedLayer, ndim: int, shapes: Shapes) -> None:
+        """Note a call whose batch dimension has to be found out."""
+        if self._dims.knows(layer.name, INPUT, ndim):
+            layer.probed_dims = ndim
+        elif shapes not in (known := self._unknown.get(layer.name, [])):
+            self._unknown[layer.name] = [*known, shapes]
 
     def _watch(
         self,
         layer: SketchedLayer,
         inputs: Tensor,
         output: Tensor,
-        saved: tuple[Tensor, ...] = (),
         pad: tuple[int, int] = (0, 0),
     ) -> None:
         """Hold a layer's detached input until the gradient of its output arrives."""
         # Inside activation checkpointing a reference would keep the input alive.
         node = save_input((inputs,))
-        if node is None and inputs.dtype == torch.float32:
+        saved: tuple[Tensor, ...] = ()
+        if layer.is_norm:
+            saved = norm_statistics(output.grad_fn, layer.module)
+        elif node is None and inputs.dtype == torch.float32:
             if torch.is_autocast_enabled(self._device_type):
-                inputs = _autocast_input(inputs, output)
-        held = HeldInputs(inputs if node is None else None, node, inputs._version, saved, pad)
-        hook_gradient(output, partial(self._on_grad, layer, held))
+                inputs = autocast_input(inputs, output)
+        use = LayerUse(layer, inputs, node, saved, pad, output.output_nr, self._on_grad)
+        hooked = output.grad_fn
+        if hooked is None:
+            output.register_hook(lambda grads: use((grads,)))
+        else:  # After all hooks on the tensor, by which users change its gradient.
+            hooked.register_prehook(use)
 
-    def _on_grad(self, layer: SketchedLayer, held: HeldInputs, grads: Tensor | None) -> None:
+    def _on_grad(self, use: LayerUse, grads: Tensor) -> None:
         """Reduce one use of a layer to its columns."""
-        if grads is None:
-            return
         started = time.perf_counter()
         task = torch._C._current_graph_task_id()
+        if task != self._usual_task or not self._launch_again(use, grads):
+            self._on_new_grad(use, grads, task)
+        self.seconds += time.perf_counter() - started
+
+    def _launch_again(self, use: LayerUse, grads: Tensor) -> bool:
+        """Launch the kernels of a use that is like an earlier one; say whether it is."""
+        known, inputs = use.layer.known, use.inputs
+        if known is None or inputs is None or inputs._version != use.version:
+            return False
+        tensors = (inputs, grads, *use.saved[2:]) if use.saved else (inputs, grads)
+        table = self.tables[self._usual_task]
+        if not known.fits(tensors) or not table.launch_again(known.launch, tensors):
+            return False
+        use.inputs, use.saved = None, ()
+        return True
+
+    def _on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
+        """Reduce a use of a layer to its columns, whatever it is like."""
         if task != self._began_task:
             self._began_task = task
             self.began()
-        inputs, saved = held.inputs, held.saved
-        if held.node is not None:
-            (inputs,) = held.node.saved_tensors
+        layer, inputs, saved = use.layer, use.inputs, use.saved
+        if use.node is not None:
+            (inputs,) = use.node.saved_tensors
         # The hook lives as long as the graph, which the loss may keep; activations must not.
-        held.inputs, held.saved = None, ()
+        use.inputs, use.saved = None, ()
         if inputs is None:
             raise RuntimeError(
                 "a second backward ran through the same graph (retain_graph=True), whose inputs "
                 "two-sided rows no longer hold: add up the losses, or use rows='sketch'"
             )
-        if inputs._version != held.version and held.node is None:
+        if inputs._version != use.version and use.node is None:
             raise RuntimeError(
                 f"an input of module '{layer.name}' was changed in place after its forward, before "
                 "its rows were read: give the model a copy (clone()) of a buffer that is reused"
             )
         if layer.inside is not None:
             grads = grads.detach().reshape(*inputs.shape[:2], -1)
-            grads = F.pad(grads, held.pad) if any(held.pad) else grads
+            grads = F.pad(grads, use.pad) if any(use.pad) else grads
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
             self.create_graph = self.create_graph or torch.is_grad_enabled()
             with self.quiet():
                 self._write(layer, inputs, grads.detach(), saved)
         else:  # The usual case: contexts cost more than a launch.
             self._write(layer, inputs, grads, saved)
-        self.seconds += time.perf_counter() - started
+            table = self.tables.get(task)
+            if table is not None and note_launch(layer, inputs, grads, table):
+                self._usual_task = task if len(self.tables) == 1 and not self._check.due else -1
 
     def _write(
         self, layer: SketchedLayer, inputs: Tensor, grads: Tensor, saved: tuple[Tensor, ...]
@@ -254,12 +283,21 @@ class LayerWatcher:
 
     def _is_left_out(self, layer: SketchedLayer) -> bool:
         """Say whether all parameters of a layer are left out; found once for each change."""
-        # Parameters are only ever added to those left out, so their number tells of a change.
-        if self._left_out_count != len(self._check.left_out):
-            self._left_out_count, self._left_out = len(self._check.left_out), {}
+        self._follow_left_out()
         if layer not in self._left_out:
             self._left_out[layer] = all(map(self._check.is_left_out, layer.index.values()))
         return self._left_out[layer]
+
+    def _follow_left_out(self) -> None:
+        """Forget what depends on which parameters are left out, if more are."""
+        # Parameters are only ever added to those left out, so their number tells of a change.
+        if self._left_out_count != len(self._check.left_out):
+            self._left_out_count, self._left_out = len(self._check.left_out), {}
+            self._forget_launches()
+
+    def _forget_launches(self) -> None:
+        for layer in self._layers:
+            layer.known = None
 
     def _leave_layer_out(self, layer: SketchedLayer, why: str) -> None:
         names = (self._check.name(index) for index in layer.index.values())
@@ -284,6 +322,7 @@ class LayerWatcher:
         call = ModuleCall("", module, args, kwargs, ForwardContext.save(module), (), ())
         with self.quiet():
             self._dims.probe(call, examples, self._unknown, self._run_for_shapes)
+        self._forget_launches()
         self._unknown = {}
 
     def _run_for_shapes(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
@@ -298,6 +337,8 @@ class LayerWatcher:
 
     def clear(self) -> None:
         """Forget the current batch."""
+        self._usual_task = -1
+        self._follow_left_out()
         for table in self.tables.values():
             table.clear()
             self._free_table = table
@@ -310,27 +351,3 @@ class LayerWatcher:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _autocast_input(inputs: Tensor, output: Tensor) -> Tensor:
-    """Return the copy of a layer's input in lower precision that autograd saves under autocast.
-
-    The input itself would be freed after the forward, but for us.
-    """
-    node: Any = output.grad_fn
-    for _ in range(3):  # Products of more than two dimensions are followed by a view.
-        name = node.name() if node is not None else ""
-        if name in _SAVED_INPUTS:
-            saved = getattr(node, _SAVED_INPUTS[name])
-            if isinstance(saved, Tensor) and saved.numel() == inputs.numel():
-                return saved.detach().view(inputs.shape) if saved.is_contiguous() else inputs
-            return inputs
-        node = node.next_functions[0][0] if node is not None and node.next_functions else None
-    return inputs
-
-
-_SAVED_INPUTS = {
-    "AddmmBackward0": "_saved_mat1",
-    "MmBackward0": "_saved_self",
-    "ConvolutionBackward0": "_saved_input",
-}

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from gradherd.rows.call_recorder import saves_elsewhere
 from gradherd.rows.column_table import LayerColumns
 from gradherd.rows.conv_sketch import ConvSketch
 from gradherd.rows.launch_plan import NormLayer
-from gradherd.rows.layer_rules import rule_for
+from gradherd.rows.layer_rules import rule_for, save_statistics
 from gradherd.rows.layer_sketches import (
     EmbeddingSketch,
     LayerCall,
@@ -21,6 +22,8 @@ from gradherd.rows.layer_sketches import (
 from gradherd.rows.projected_weight import KERNEL_DTYPES, Place, SketchPlan
 from gradherd.rows.sketch import count_sketch
 from gradherd.rows.terms import DenseTerm, at_least_float32
+
+_EMPTY = torch.empty(0)
 
 
 class RuleSketch:
@@ -97,25 +100,17 @@ class NormSketch(RuleSketch):
             return False
         inputs, grads, (mean, rstd) = call.inputs, call.grads, call.saved[2:]
         table.start(len(inputs))
-        slot = out.slots["all"]
-        add = table.is_used(slot)
-        if add:
-            table.group.flush()
         key = (
-            slot.begin, add, inputs.shape, inputs.stride(), grads.stride(), inputs.dtype,
+            inputs.shape, inputs.stride(), grads.stride(), inputs.dtype,
             grads.dtype, mean.dtype, inputs.data_ptr() % 16, grads.data_ptr() % 16,
         )  # fmt: skip
         tensors = (inputs, grads, mean, rstd)
-        width = table.width
-        done = table.group.add(
+        return table.launch(
+            out.slots["all"],
             key,
-            lambda: norm_layer(*tensors, row=width, add=add, per_channel=not layer_norm),
+            lambda add: norm_layer(*tensors, row=table.width, add=add, per_channel=not layer_norm),
             tensors,
-            table.claim(slot),
         )
-        if not done and not add:
-            table.take_back(slot)
-        return done
 
 
 def norm_layer(
@@ -186,29 +181,30 @@ def _position_strides(tensor: Tensor) -> tuple[int, int] | None:
     return strides[0], inner[-1]
 
 
-def norm_statistics(node: object, running: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def norm_statistics(node: object, module: nn.Module) -> tuple[Tensor, ...]:
     """Return what a norm's columns need besides its input.
 
     Args:
         node: The node of autograd that computed its output.
-        running: Copies of running mean and variance of a BatchNorm in evaluation mode, or nothing.
+        module: The norm.
 
     Returns:
-        The running statistics if there are any. Else two empty tensors, mean and reciprocal
-        standard deviation of this forward if autograd has saved them.
+        Copies of running mean and variance of a BatchNorm in evaluation mode. Else two empty
+        tensors, mean and reciprocal standard deviation of this forward if autograd has saved them.
     """
-    if running:
+    if not module.training and (running := save_statistics(module)):
         return running
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if saves_elsewhere():
         # Inside activation checkpointing, asking for what autograd has saved runs the whole block
         # again, and holds it until the backward.
         return ()
     # The two results of the forward beside the output; both kernels call them so.
-    mean, rstd = (getattr(node, f"_saved_result{at}", None) for at in (1, 2))
+    mean, rstd = getattr(node, "_saved_result1", None), getattr(node, "_saved_result2", None)
     if not isinstance(mean, Tensor) or not isinstance(rstd, Tensor) or not mean.numel():
         return ()
-    empty = mean.new_empty(0)
-    return (empty, empty, mean.detach(), rstd.detach())
+    if mean.requires_grad or rstd.requires_grad:  # then each would hold the node, which holds us
+        mean, rstd = mean.detach(), rstd.detach()
+    return (_EMPTY, _EMPTY, mean, rstd)
 
 
 def make_layer_sketch(

@@ -110,26 +110,19 @@ class ProjectedWeight:
             False if kernels cannot do it.
         """
         table, slot = out.table, out.slots["weight"]
-        assert table.group is not None
         if self.outputs > MAX_OUTPUTS:  # hashed to fewer outputs at once
+            assert table.group is not None
             wide = self.plan.inside * self.outputs
             # Kernels write all outputs, as those of a vocabulary; they are hashed to fewer
             # afterwards.
             long = torch.empty(table.examples, wide, device=tensors[1].device)
             key = ("long", slot.begin, key)
-            if not table.group.add(key, lambda: make(wide, False), tensors, long.data_ptr()):
+            if table.group.add(key, lambda: make(wide, False), tensors, long.data_ptr()) is None:
                 return False
             table.group.flush()
             self.put(long.view(len(long), self.plan.inside, -1), out)
             return True
-        add = table.is_used(slot)
-        if add:
-            table.group.flush()
-        key = (slot.begin, add, key)
-        done = table.group.add(key, lambda: make(table.width, add), tensors, table.claim(slot))
-        if not done and not add:
-            table.take_back(slot)
-        return done
+        return table.launch(slot, key, lambda add: make(table.width, add), tensors)
 
     def product_layer(
         self,

@@ -1,7 +1,6 @@
 """The layers of a model that have two-sided sketches, and their places in the table."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,35 +10,10 @@ from gradherd.rows.column_table import Slot, lay_out
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.layer_rules import BatchDim
 from gradherd.rows.layer_sketches import EmbeddingSketch, LayerSketch, LinearSketch
+from gradherd.rows.layer_use import KnownUse
 from gradherd.rows.norm_sketches import NormSketch, make_layer_sketch
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners
 from gradherd.rows.projected_weight import SketchPlan
-
-
-class HeldInputs:
-    """What is held of a layer's forward until its gradient arrives."""
-
-    __slots__ = ("inputs", "node", "pad", "saved", "version")
-
-    def __init__(
-        self,
-        inputs: Tensor | None,
-        node: Any,
-        version: int,
-        saved: tuple[Tensor, ...],
-        pad: tuple[int, int],
-    ) -> None:
-        """Hold.
-
-        Args:
-            inputs: The input, or None if `node` has it.
-            node: Node of autograd that saves the input, inside activation checkpointing.
-            version: Version counter of the input.
-            saved: Statistics of a norm.
-            pad: Outputs that are missing before and after, for a part of a projection.
-        """
-        self.inputs, self.node, self.version = inputs, node, version
-        self.saved, self.pad = saved, pad
 
 
 class SketchedLayer:
@@ -64,6 +38,10 @@ class SketchedLayer:
         self.name, self.module, self.sketch, self.index = owner.name, owner.module, sketch, index
         self.inside = inside
         self.slots: dict[str, Slot] = {}
+        self.probed_dims = -1
+        """Number of dimensions of an input whose batch dimension was looked for."""
+        self.known: KnownUse | None = None
+        """The last use that kernels served."""
         self.is_norm = isinstance(sketch, NormSketch)
         self.is_table = isinstance(sketch, EmbeddingSketch)
         self.is_direct = isinstance(sketch, DirectSketch)
