@@ -160,7 +160,9 @@ class BatchGradientSource:
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return the one row of the batch."""
         assert self._row is not None
-        row, self._row = self._row.div_(loss_scale), None
+        row, self._row = self._row, None
+        if loss_scale != 1:
+            row /= loss_scale
         return row.unsqueeze(0)
 
     def take_implicit(self, examples: int, loss_scale: float) -> None:

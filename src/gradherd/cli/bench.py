@@ -168,7 +168,7 @@ class BenchRowsCommand:
             if case not in CASES:
                 known = ", ".join(CASES)
                 raise UsageError(f"--cases must be some of {known}, got {case!r}")
-        with counted_loop((1 + len(cases)) * self.repeats, "blocks") as advance:
+        with counted_loop(1 + len(cases) * self.repeats, "repeats") as advance:
             try:
                 rows = bench_models(
                     model, cases, device, batch=batch, repeats=self.repeats, progress=advance

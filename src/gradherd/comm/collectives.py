@@ -161,14 +161,16 @@ def all_gather_start(
         out: Contiguous (R, ...) for the result; None allocates one.
 
     Returns:
-        The collective; its value is `out`.
+        The collective; its value is `out`. Of a single rank without `out` it is a view of `tensor`.
     """
+    if world.size == 1:
+        if out is None:
+            return PendingCollective(tensor.unsqueeze(0), 0)
+        out.copy_(tensor.unsqueeze(0))
+        return PendingCollective(out, 0)
     # Not filled: every row is overwritten, and none is sent before.
     if out is None:
         out = tensor.new_empty((world.size, *tensor.shape))
-    if world.size == 1:
-        out.copy_(tensor.unsqueeze(0))
-        return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
         inputs = [tensor.contiguous()] * world.size

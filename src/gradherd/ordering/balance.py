@@ -43,7 +43,7 @@ from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 _BLOCK_COLUMNS = 512
 # On a GPU (H200) it pays off from a few vectors on. Without Triton only up to the length at which
 # a library's product of few, very long rows falls behind.
-_GPU_VECTORS, _GPU_COLUMNS = 8, 4_000_000
+FEW_VECTORS, _GPU_COLUMNS = 8, 4_000_000
 # From this many streams on, one step of all streams together costs less than their blocks.
 _MANY_STREAMS = 8
 # Up to this many columns numpy's lower call overhead wins; beyond, its products start threads,
@@ -98,9 +98,9 @@ def balance(
     if vectors.device.type == "cpu":
         use_blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
     elif fast := fast_form(vectors, running):
-        use_blocks, block = streams * count >= _GPU_VECTORS, fast.MOST
+        use_blocks, block = streams * count >= FEW_VECTORS, fast.MOST
     else:  # One block: the host sync dominates, until the products do.
-        use_blocks, block = count >= _GPU_VECTORS and columns <= _GPU_COLUMNS, 1024
+        use_blocks, block = count >= FEW_VECTORS and columns <= _GPU_COLUMNS, 1024
     if use_blocks:
         return block_gram(vectors, running, rule, draws, carry, block=block)
     return sequential(vectors, running, rule, draws, carry)

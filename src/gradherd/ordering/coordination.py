@@ -40,6 +40,11 @@ class Learner(Protocol):
         """Epoch of the current orders."""
         ...
 
+    @property
+    def leaves_out_broken_rows(self) -> bool:
+        """Whether a row that is not finite is left out without being named in `seen`."""
+        ...
+
     def observe(
         self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
     ) -> None:
@@ -66,10 +71,16 @@ def observe_gathered(
     # all ranks, and so are the signs: no order is ever sent.
     gathered: Tensor = yield AllGather(rows)
     by_step = gathered.transpose(0, 1)  # (steps, R, k)
-    if claim is None:
-        learner.observe(by_step, finite_batches(by_step, batches))
-    elif claim.epoch == learner.epoch:  # Rows of an epoch that is over come too late.
-        learner.observe(by_step, finite_batches(by_step, batches), first=claim.step)
+    if claim is not None and claim.epoch != learner.epoch:
+        return  # Rows of an epoch that is over come too late.
+    seen = None
+    # A whole batch of one worker needs no other row to be left out with it. On a GPU, asking which
+    # rows are finite would make the host wait for the whole backward.
+    if not (rows.is_cuda and learner.leaves_out_broken_rows and by_step.shape[1] == 1) or any(
+        units > 1 for units in batches
+    ):
+        seen = finite_batches(by_step, batches)
+    learner.observe(by_step, seen, first=None if claim is None else claim.step)
 
 
 def observe_epoch(learner: Learner, rows: Tensor, seen: Tensor) -> Script[None]:
@@ -162,8 +173,9 @@ class RowGatherer:
         """Begin to gather what has accumulated."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            rows = torch.cat([rows for _, rows in waiting], dim=-2)
-            batches = [rows.shape[-2] for _, rows in waiting]
+            parts = [rows for _, rows in waiting]
+            rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
+            batches = [part.shape[-2] for part in parts]
             self._runner.start(observe_gathered(self._learner, rows, batches, waiting[0][0]))
         else:  # The last gather may still be under way.
             self._runner.finish()

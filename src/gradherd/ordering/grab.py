@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.ordering.balance import (
+    FEW_VECTORS,
     ImplicitRows,
     LinearCombination,
     balance,
@@ -26,6 +27,9 @@ from gradherd.ordering.balance import (
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule
+
+DEVICES_TO_STAY_ON = {"cuda"}
+"""Where few long rows are signed without waiting for the device; tests add the CPU."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class GraB:
     """How signs are decided."""
 
     needs_rows: ClassVar[bool] = True
+    leaves_out_broken_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
     def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
@@ -74,6 +79,9 @@ class GraB:
             state.running = rows.new_zeros((workers, dim))
             state.total = rows.new_zeros((workers, dim))
             state.count = torch.zeros(workers, dtype=torch.int64)
+        if not sharded and self._runs_on_device(rows) and seen.all():
+            self._observe_on_device(state, rows)
+            return
         centred = _masked(rows if state.mean is None else rows - state.mean, seen)
         span = slice(state.steps, state.steps + steps)
         draws = draws_for(self.rule, random, state.epoch, len(state.sides), workers)[span]
@@ -90,9 +98,36 @@ class GraB:
         # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
         # place first; its mean is then the change of the mean, about zero every second epoch.
         state.total = state.total + _masked(rows, sides != 0).sum(0)
-        state.count = state.count + (sides != 0).sum(0)
+        state.count = state.count.cpu() + (sides != 0).sum(0)
         state.sides[span] = sides
         state.steps += steps
+
+    def _runs_on_device(self, rows: Tensor) -> bool:
+        """Say whether signs stay on the GPU: for few long rows, where waiting would cost most."""
+        on_device = rows.device.type in DEVICES_TO_STAY_ON and isinstance(self.rule, Greedy)
+        return on_device and rows.shape[0] * rows.shape[1] < FEW_VECTORS
+
+    def _observe_on_device(self, state: BalanceState, rows: Tensor) -> None:
+        """Do the same in sequence, without the host waiting for a sign."""
+        assert state.running is not None and state.total is not None and state.count is not None
+        sides = []
+        state.count = state.count.to(rows.device)
+        for step in rows:
+            signs = []
+            for worker, row in enumerate(step):
+                centred = row if state.mean is None else row - state.mean[worker]
+                inner = torch.dot(state.running[worker], centred)
+                finite = inner.isfinite()
+                sign = torch.where(inner <= 0, 1.0, -1.0).where(finite, 0.0).to(row.dtype)
+                # Zeros, not a product with 0: that of a row that is not finite is not 0.
+                state.running[worker].addcmul_(centred.where(finite, 0.0), sign)
+                state.total[worker] += row.where(finite, 0.0)
+                signs.append(sign)
+            sides.append(torch.stack(signs))
+        side = torch.stack(sides).to(torch.int8)
+        state.count = state.count + (side != 0).sum(0)
+        state.late_sides.append((state.steps, side))
+        state.steps += len(rows)
 
     def _observe_implicit(
         self, state: BalanceState, rows: ImplicitRows, random: SeededRandom
@@ -114,7 +149,7 @@ class GraB:
         state.running, state.carry = signed.running, signed.carry
         if signed.signs.all():  # all rows are signed, or none
             state.total = state.total + total
-            state.count = state.count + count
+            state.count = state.count.cpu() + count
         state.sides[span] = signed.signs.T
         state.steps += count
 
@@ -122,6 +157,7 @@ class GraB:
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Move each unit to its side."""
+        state.settle()
         return reorder_all(orders, state.sides)
 
 

@@ -66,6 +66,8 @@ class BalanceState:
     """(n_i,) units of worker i in visiting order, for `observe`; not part of the saved state."""
     scores: Tensor | None = None
     """(T, M) score of the unit visited at a step, NaN where unknown (score orders)."""
+    late_sides: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Sides that a GPU has decided on, (b, M) with their first step; see `settle`."""
 
     @classmethod
     def empty(cls, sizes: Sequence[int], epoch: int) -> "BalanceState":
@@ -95,6 +97,15 @@ class BalanceState:
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
+    def settle(self) -> None:
+        """Copy sides from the GPU, which takes until it has computed all of them."""
+        late, self.late_sides = self.late_sides, []
+        if late:
+            all_sides = torch.cat([sides for _, sides in late]).cpu()
+            parts = all_sides.split([len(sides) for _, sides in late])
+            for (first, _), part in zip(late, parts, strict=True):
+                self.sides[first : first + len(part)] = part
+
     def align(self, rows: Tensor) -> Tensor:
         """Move the state to the device of `rows`; return `rows` in the dtype of the state.
 
@@ -109,6 +120,7 @@ class BalanceState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all fields, as tensors and integers."""
+        self.settle()
         # Copies: pair balance goes on writing into `pending`, `sides` and `running`.
         state: dict[str, Any] = {
             "sizes": list(self.sizes),

@@ -67,11 +67,10 @@ class LayerWatcher:
         """Called before the first gradient of each backward."""
         self.seconds = 0.0
         """Seconds spent inside backwards."""
-        self._check, self._make_table = check, make_table
+        self._layers, self._check, self._make_table = layers, check, make_table
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
         # One table is kept from batch to batch: it is large, and has the same shape again.
         self._free_table: ColumnTable | None = None
-        self._layers = layers
         self._began_task = -1
         self._usual_task = -1  # a backward in which nothing but kernels has to run
         self._left_out: dict[SketchedLayer, bool] = {}

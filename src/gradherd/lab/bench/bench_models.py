@@ -1,7 +1,8 @@
 """Time whole training steps of well-known models with rows, next to the plain step.
 
 Every case trains the same model on the same batch with the same optimizer; only what is attached
-differs. Cases take turns, so that noise hits all alike.
+differs. A case takes turns with the plain loop every few steps, and ratios of neighbours count: a
+machine that slows down for a while slows down both.
 
 Fidelity is the correlation between the centred inner products of rows and the exact ones: what
 balancing decides by. It is measured after a few steps on inputs with some structure, since the
@@ -33,7 +34,8 @@ from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import ROW_SETTINGS
 
-_WARMUP, _BLOCK = 6, 10  # steps: the first ones check rows
+_WARMUP, _BLOCK = 8, 4  # steps: the first ones check rows
+_TURNS = 6  # blocks of each loop in a repeat
 _BATCHES = 64  # in an epoch
 _TRAINED = 20  # steps before fidelity is measured
 _CLASSES = 10
@@ -148,6 +150,12 @@ class ModelTraining:
             self.herd.detach()
         self.herd, self._indices = None, iter(())
 
+    def timed(self, count: int) -> float:
+        """Return the seconds that one of `count` steps takes."""
+        begin = time.perf_counter()
+        self.steps(count)
+        return (time.perf_counter() - begin) / count
+
     def steps(self, count: int) -> None:
         """Train for `count` steps."""
         for _ in range(count):
@@ -157,6 +165,17 @@ class ModelTraining:
             self.optimizer.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _peak_bytes(name: str, case: str, batch: int | None, device: torch.device) -> int | None:
+    """Return the peak memory of a step, with nothing else around."""
+    training = ModelTraining(name, batch, device)
+    training.attach(case)
+    training.steps(_WARMUP)
+    with PeakMemory(device) as peak:
+        training.steps(2)
+    training.detach()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak.bytes
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -181,33 +200,37 @@ def bench_models(
         cases: Names of rows; "plain" is measured in any case.
         device: Where to train.
         batch: Examples in a batch; None takes the model's own.
-        repeats: Blocks of steps of each case; the median counts.
+        repeats: Medians of some turns of each case; their median counts.
         fidelity: Whether to compare rows with exact ones.
-        progress: Called after each block.
+        progress: Called after each repeat of a case, and once before.
 
     Returns:
         A row for each case; `peak_bytes` is the peak of a step, model and optimizer included.
     """
-    training = ModelTraining(name, batch, device)
     cases = ("plain", *(case for case in cases if case != "plain"))
-    times: dict[str, list[float]] = {case: [] for case in cases}
-    peaks: dict[str, int | None] = {}
+    peaks = {case: _peak_bytes(name, case, batch, device) for case in cases}
+    training = ModelTraining(name, batch, device)
+    training.attach("plain")
     training.steps(_WARMUP)
-    for repeat in range(repeats):
-        for case in cases:
-            training.attach(case)
-            training.steps(_WARMUP)
-            if not repeat:
-                with PeakMemory(device) as peak:
-                    training.steps(2)
-                peaks[case] = peak.bytes
-                if device.type == "cuda":
-                    peaks[case] = torch.cuda.max_memory_allocated(device)
-            begin = time.perf_counter()
-            training.steps(_BLOCK)
-            times[case].append((time.perf_counter() - begin) / _BLOCK)
-            training.detach()
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    ratios: dict[str, list[float]] = {"plain": [1.0] * repeats}
+    progress()
+    for case in cases[1:]:
+        attached = ModelTraining(name, batch, device)
+        attached.attach(case)
+        attached.steps(_WARMUP)
+        ratios[case] = []
+        for _ in range(repeats):
+            turns = [(training.timed(_BLOCK), attached.timed(_BLOCK)) for _ in range(_TURNS)]
+            times["plain"] += (plain for plain, _ in turns)
+            times[case] += (own for _, own in turns)
+            ratios[case].append(statistics.median(own / plain for plain, own in turns))
             progress()
+        attached.detach()
+        del attached
+    if len(cases) == 1:
+        times["plain"] = [training.timed(_BLOCK) for _ in range(repeats)]
+    training.detach()
     correlations = _fidelities(training, cases) if fidelity else {}
     plain = statistics.median(times["plain"])
     return [
@@ -221,10 +244,8 @@ def bench_models(
             "bytes": 0,
             "peak_bytes": peaks[case],
             "memory_ratio": _ratio(peaks[case], peaks["plain"]),
-            "ratio": statistics.median(
-                own / other for own, other in zip(times[case], times["plain"], strict=True)
-            ),
-            "ratios": [own / other for own, other in zip(times[case], times["plain"], strict=True)],
+            "ratio": statistics.median(ratios[case]),
+            "ratios": ratios[case],
             "ceiling_seconds": plain,
             "fidelity": correlations.get(case),
         }
