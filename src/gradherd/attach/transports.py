@@ -206,7 +206,7 @@ class GatheringTransport(_LocalState):
         self._source: RowSource = source
         self._device = device  # where the group of the ranks works
         self._runner = RankRunner(world)
-        self._gatherer = RowGatherer(sampler, self._runner)
+        self._gatherer = RowGatherer(sampler, self._runner, policy_checks=self._policy_checks)
         self._epoch_gatherer: EpochGatherer | None = None
         # On the CPU, so that a GPU need not catch up with the host at every step.
         self._side = world.side_channel()
@@ -261,6 +261,11 @@ class GatheringTransport(_LocalState):
         # never come.
         if left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
+
+    def _policy_checks(self) -> bool:
+        """Say whether the policy alone leaves out rows that are not finite."""
+        policy = self._sampler.ordering.policy
+        return self._alone and getattr(policy, "leaves_out_broken_rows", False)
 
     def _check(self, claim: BatchClaim) -> None:
         """Check the rows that wait, if that is due, and leave out the same on all ranks."""

@@ -40,11 +40,6 @@ class Learner(Protocol):
         """Epoch of the current orders."""
         ...
 
-    @property
-    def leaves_out_broken_rows(self) -> bool:
-        """Whether a row that is not finite is left out without being named in `seen`."""
-        ...
-
     def observe(
         self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
     ) -> None:
@@ -57,7 +52,12 @@ class Learner(Protocol):
 
 
 def observe_gathered(
-    learner: Learner, rows: Tensor, batches: Sequence[int], claim: BatchClaim | None = None
+    learner: Learner,
+    rows: Tensor,
+    batches: Sequence[int],
+    claim: BatchClaim | None = None,
+    *,
+    leave_broken_rows: bool = False,
 ) -> Script[None]:
     """Gather the rows of some batches from all workers and learn from them.
 
@@ -66,6 +66,7 @@ def observe_gathered(
         rows: (steps, k) this worker's rows; (R, steps, k) where one script serves all workers.
         batches: Units of each batch.
         claim: The units of the first batch; the next ones by default.
+        leave_broken_rows: Leave it to the policy to leave out rows that are not finite.
     """
     # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
     # all ranks, and so are the signs: no order is ever sent.
@@ -73,13 +74,7 @@ def observe_gathered(
     by_step = gathered.transpose(0, 1)  # (steps, R, k)
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
-    seen = None
-    # A whole batch of one worker needs no other row to be left out with it. On a GPU, asking which
-    # rows are finite would make the host wait for the whole backward.
-    if not (rows.is_cuda and learner.leaves_out_broken_rows and by_step.shape[1] == 1) or any(
-        units > 1 for units in batches
-    ):
-        seen = finite_batches(by_step, batches)
+    seen = None if leave_broken_rows else finite_batches(by_step, batches)
     learner.observe(by_step, seen, first=None if claim is None else claim.step)
 
 
@@ -133,7 +128,12 @@ class RowGatherer:
     """Collects rows of batches and has them gathered, many batches at a time."""
 
     def __init__(
-        self, learner: Learner, runner: Runner, *, every: int = BATCHES_PER_GATHER
+        self,
+        learner: Learner,
+        runner: Runner,
+        *,
+        every: int = BATCHES_PER_GATHER,
+        policy_checks: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start empty.
 
@@ -141,7 +141,10 @@ class RowGatherer:
             learner: What learns from the rows.
             runner: Runs the script: on this rank, or for all workers of this process.
             every: Batches that are gathered at a time.
+            policy_checks: Says whether the policy leaves out rows that are not finite by itself,
+                which only the rows of a single worker can be left to.
         """
+        self._policy_checks = policy_checks
         self._learner = learner
         self._runner = runner
         self._every = every
@@ -176,7 +179,14 @@ class RowGatherer:
             parts = [rows for _, rows in waiting]
             rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
             batches = [part.shape[-2] for part in parts]
-            self._runner.start(observe_gathered(self._learner, rows, batches, waiting[0][0]))
+            # A whole batch of one worker takes no other row with it. On a GPU, asking whether it
+            # is finite would make the host wait for the whole backward.
+            leave = rows.is_cuda and self._policy_checks() and max(batches) == 1
+            self._runner.start(
+                observe_gathered(
+                    self._learner, rows, batches, waiting[0][0], leave_broken_rows=leave
+                )
+            )
         else:  # The last gather may still be under way.
             self._runner.finish()
 

@@ -99,11 +99,6 @@ class Ordering:
         return self._state.steps
 
     @property
-    def leaves_out_broken_rows(self) -> bool:
-        """Whether the policy leaves out a row that is not finite by itself."""
-        return bool(getattr(self.policy, "leaves_out_broken_rows", False))
-
-    @property
     def version(self) -> str:
         """Short hash of epoch and orders, equal on two ranks if and only if their orders are."""
         if self._version is None:  # read for every batch, changes once an epoch

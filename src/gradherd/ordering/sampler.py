@@ -277,11 +277,6 @@ class OrderedSampler(DistributedSampler[Any]):
             raise RuntimeError(BEFORE_ANY_EXAMPLE.format(epoch=self.epoch))
         return self._claims.by_ticket(ticket)
 
-    @property
-    def leaves_out_broken_rows(self) -> bool:
-        """Whether the order leaves out a row that is not finite by itself."""
-        return self.ordering.leaves_out_broken_rows
-
     def observe(
         self,
         rows: Tensor | ImplicitRows | None,

@@ -71,8 +71,8 @@ class LayerWatcher:
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
         # One table is kept from batch to batch: it is large, and has the same shape again.
         self._free_table: ColumnTable | None = None
-        self._began_task = -1
-        self._usual_task = -1  # a backward in which nothing but kernels has to run
+        # The last backward that began, and one in which nothing but kernels has to run.
+        self._began_task = self._usual_task = -1
         self._left_out: dict[SketchedLayer, bool] = {}
         self._left_out_count = 0
         self._unknown: dict[str, list[Shapes]] = {}  # calls whose batch dimension is not known
@@ -292,11 +292,8 @@ class LayerWatcher:
         # Parameters are only ever added to those left out, so their number tells of a change.
         if self._left_out_count != len(self._check.left_out):
             self._left_out_count, self._left_out = len(self._check.left_out), {}
-            self._forget_launches()
-
-    def _forget_launches(self) -> None:
-        for layer in self._layers:
-            layer.known = None
+            for known in self._layers:
+                known.known = None
 
     def _leave_layer_out(self, layer: SketchedLayer, why: str) -> None:
         names = (self._check.name(index) for index in layer.index.values())
@@ -321,7 +318,8 @@ class LayerWatcher:
         call = ModuleCall("", module, args, kwargs, ForwardContext.save(module), (), ())
         with self.quiet():
             self._dims.probe(call, examples, self._unknown, self._run_for_shapes)
-        self._forget_launches()
+        for layer in self._layers:  # whose dimensions may be others now
+            layer.known = None
         self._unknown = {}
 
     def _run_for_shapes(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
