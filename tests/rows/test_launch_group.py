@@ -168,3 +168,23 @@ def test_steps_that_are_alike(monkeypatch):
     assert sum(known) >= 15 and not all(known)
     for one, other in zip(rows[True], rows[False], strict=True):
         assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()
+
+
+def test_autocast_in_another_layout(monkeypatch):
+    """An input that autocast has copied, and that the layer's own filters project first."""
+    torch.manual_seed(0)
+    layout = torch.channels_last
+    model = nn.Sequential(nn.Conv2d(3, 18, 3, padding=1), nn.ReLU(), nn.Conv2d(18, 9, 3))
+    model.to(DEVICE, memory_format=layout)
+    inputs = torch.randn(2, 3, 8, 8, device=DEVICE).to(memory_format=layout)
+    rows = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(launch_group, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        capture = TwoSidedCapture(model, TwoSidedRows(size=512, strict=True))
+        for _ in range(2):
+            with torch.autocast(DEVICE, torch.float16):
+                loss = model(inputs).square().mean()
+            loss.backward()
+            rows[kernels] = capture.pop_sketch(2)
+        capture.remove_hooks()
+    assert (rows[True] - rows[False]).norm() <= 0.01 * rows[False].norm()

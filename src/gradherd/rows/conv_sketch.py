@@ -81,6 +81,9 @@ class ConvSketch(ProjectedWeight):
         inputs = small
         if is_projected:
             # The convolution with random filters is torch's own; kernels then only multiply.
+            # In the dtype of the gradients, which kernels multiply it with: autocast may have left
+            # the input in float32.
+            small = small.to(large.dtype)
             inputs = self._conv.apply(small, *self._conv.side(self.key(small), self._channels))
         key = (
             inputs.shape, inputs.stride(), large.stride(), inputs.dtype, large.dtype,

@@ -139,8 +139,10 @@ def autocast_input(inputs: Tensor, output: Tensor) -> Tensor:
         name = node.name() if node is not None else ""
         if name in _SAVED_INPUTS:
             saved = getattr(node, _SAVED_INPUTS[name])
-            if isinstance(saved, Tensor) and saved.numel() == inputs.numel():
-                return saved.detach().view(inputs.shape) if saved.is_contiguous() else inputs
-            return inputs
+            if not isinstance(saved, Tensor) or saved.numel() != inputs.numel():
+                return inputs
+            if saved.shape == inputs.shape:  # in whatever layout
+                return saved.detach()
+            return saved.detach().view(inputs.shape) if saved.is_contiguous() else inputs
         node = node.next_functions[0][0] if node is not None and node.next_functions else None
     return inputs
