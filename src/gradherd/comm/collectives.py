@@ -164,10 +164,8 @@ def all_gather_start(
         The collective; its value is `out`. Of a single rank without `out` it is a view of `tensor`.
     """
     if world.size == 1:
-        if out is None:
-            return PendingCollective(tensor.unsqueeze(0), 0)
-        out.copy_(tensor.unsqueeze(0))
-        return PendingCollective(out, 0)
+        alone = tensor.unsqueeze(0)
+        return PendingCollective(alone if out is None else out.copy_(alone), 0)
     # Not filled: every row is overwritten, and none is sent before.
     if out is None:
         out = tensor.new_empty((world.size, *tensor.shape))
