@@ -1,4 +1,6 @@
+import os
 import threading
+import time
 
 import pytest
 import torch
@@ -136,3 +138,23 @@ def test_close_waits_for_the_last_job():
     thread.submit(lambda: done.append(1))
     thread.close()
     assert done == [1]
+
+
+def test_no_job_runs_while_the_process_forks():
+    """As a loader does with its workers, before it asks the sampler for anything."""
+    thread, begun, done = BackgroundThread("test"), threading.Event(), threading.Event()
+
+    def job():
+        begun.set()
+        time.sleep(0.2)
+        done.set()
+
+    thread.submit(job)
+    begun.wait()
+    assert not done.is_set()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if done.is_set() else 1)
+    _, status = os.waitpid(child, 0)
+    thread.close()
+    assert os.waitstatus_to_exitcode(status) == 0

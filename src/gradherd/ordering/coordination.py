@@ -15,7 +15,9 @@ step: signs depend on the rows and their sequence, not on when they arrive.
 Shapes: b units of a batch, R workers, k columns of a row, C columns of this rank's slice.
 """
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -264,6 +266,7 @@ class BackgroundThread:
         # A semaphore and an event, not a queue: there is at most one job.
         self._wake, self._idle = threading.Semaphore(0), threading.Event()
         self._idle.set()
+        _threads.add(self)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` after the one before it, and wait for that one first."""
@@ -297,6 +300,11 @@ class BackgroundThread:
         if error is not None:
             raise error
 
+    def settle(self) -> None:
+        """Return when no job runs; an error is left to `wait`."""
+        if threading.current_thread() is not self._thread:
+            self._idle.wait(_MOST_SECONDS)
+
     def close(self) -> None:
         """End the thread once its job is done."""
         if self._thread is not None:
@@ -304,3 +312,18 @@ class BackgroundThread:
             self._wake.release()
             self._thread.join()
             self._thread = None
+
+
+_MOST_SECONDS = 60  # a job that waits for a dead peer never ends
+_threads: "weakref.WeakSet[BackgroundThread]" = weakref.WeakSet()
+
+
+def _settle_all() -> None:
+    for thread in list(_threads):
+        thread.settle()
+
+
+# A loader forks its workers before it asks the sampler for anything. A lock inside torch that a job
+# holds at that moment would stay locked in the worker for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_settle_all)
