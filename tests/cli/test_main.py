@@ -176,3 +176,19 @@ def test_a_reader_that_leaves_early_is_no_error(tiny):
 def test_only_rank_0_speaks_under_torchrun(capsys, tiny, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert run(capsys, "replay", "order", tiny, "--json") == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["bench rows", "advise", "train"])
+def test_help_breaks_paragraphs_between_words_and_keeps_examples_whole(
+    capsys, monkeypatch, command
+):
+    monkeypatch.setenv("COLUMNS", "50")
+    code, narrow, _ = run(capsys, *command.split(), "--help")
+    monkeypatch.setenv("COLUMNS", "2000")
+    _, wide, _ = run(capsys, *command.split(), "--help")
+    lines = narrow.splitlines()
+    examples = [line for line in lines if line.startswith("Example: ")]
+    assert code == 0 and examples and all(line.count("Example: ") == 1 for line in examples)
+    assert all(len(line) <= 50 for line in lines if line not in examples)
+    text = " ".join(narrow.partition("Example: ")[0].split())
+    assert text == " ".join(wide.partition("Example: ")[0].split())

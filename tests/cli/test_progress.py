@@ -1,13 +1,16 @@
 """Lines of progress for logs: what they say, and how often."""
 
+import io
 import itertools
 import time
 
 import pytest
+from rich.console import Console
 
 from gradherd.cli import progress
 from gradherd.cli.main import main
 from gradherd.cli.progress import ProgressBar
+from gradherd.lab.study.kinds import PlannedRun
 from gradherd.lab.tasks import find_task
 from gradherd.lab.train.config import plan_runs
 
@@ -88,3 +91,19 @@ def test_a_training_prints_lines_unless_told_not_to(capsys, monkeypatch, tmp_pat
     lines = capsys.readouterr().err.splitlines()
     assert bool(lines) == (quiet == [])
     assert all(line.startswith("gradherd: run 1 of 1: d-rr, seed 0, ") for line in lines)
+
+
+@pytest.mark.parametrize("width", [50, 80, 160])
+def test_a_bar_cuts_no_number_however_narrow_the_terminal_is(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    bar = progress.ProgressBar(study_runs=12)
+    bar.begin_batch([PlannedRun(arm="id-pair-grab + exdyna 0.001", seed=0, settings={})])
+    bar.begin(1, 8)
+    bar.epoch(10, [0.61234])
+    bar.step(3)
+    console = Console(width=width, file=io.StringIO())
+    console.print(bar._bar.make_tasks_table(bar._bar.tasks))
+    out = console.file.getvalue()
+    assert "…" not in out and max(map(len, out.splitlines())) <= width
+    for word in ("id-pair-grab", "0.6123", "38%", "-:--:--"):
+        assert word in out, out

@@ -84,3 +84,23 @@ def test_a_list_has_the_markup_of_its_table(capsys, monkeypatch):
         "name  two",
         "the end",
     ]
+
+
+@pytest.mark.parametrize("width", [60, 72, 80])
+def test_a_table_breaks_between_words_only(capsys, width):
+    table = Table("set", "for tasks", "where it is, or how to get it")
+    path = "/work/shared/data/fashion-mnist"
+    table.add_row("fashion-mnist", "fashion-lenet, cifar10-resnet18", f"{path} (idx)")
+    tables.print_table(table, Console(width=width, force_terminal=True))
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    for word in ("fashion-lenet,", "cifar10-resnet18", path):
+        assert word in out, out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_sentences_are_broken_between_words_on_a_terminal_only(capsys, terminal):
+    sentence = "reaches the final loss of its baseline after half as many epochs " * 2
+    tables.print_sentence(sentence.strip(), Console(width=31, force_terminal=terminal))
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(line.strip() for line in lines) == sentence.strip()
+    assert (len(lines) > 1) == terminal and (max(map(len, lines)) <= 31) == terminal

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from gradherd.cli.arguments import FolderOption, check_name, json_help, print_json
 from gradherd.cli.errors import UsageError
-from gradherd.cli.tables import print_table
+from gradherd.cli.tables import print_sentence, print_table
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
     MissingData,
@@ -68,7 +68,9 @@ class DataListCommand:
         console = Console()
         print_table(table, console)
         without_data = [task for task, data in TASK_DATA.items() if not data]
-        console.print(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
+        print_sentence(
+            f"Nothing but scikit-learn is needed for {', '.join(without_data)}.", console
+        )
 
     def _entry(self, name: str) -> dict[str, Any]:
         local = find_local(name, self.data_dir)

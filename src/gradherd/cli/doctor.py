@@ -11,7 +11,7 @@ from rich.table import Table
 
 from gradherd.cli.arguments import json_help, print_json
 from gradherd.cli.errors import CommandFailed
-from gradherd.cli.tables import plain_table, print_table
+from gradherd.cli.tables import plain_table, print_sentence, print_table
 
 if TYPE_CHECKING:
     from gradherd.cli.doctor_checks import Check
@@ -51,7 +51,7 @@ class DoctorCommand:
             # After the table, so that "above" is true; scripts see the exit code.
             raise CommandFailed(f"gradherd will not work well here: see {', '.join(broken)} above")
         if not self.json:
-            Console().print(_summary(checks))
+            print_sentence(_summary(checks), Console())
 
     def _checks(self) -> list[Check]:
         # Late, for the sake of --help: the checks import torch.

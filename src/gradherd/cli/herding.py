@@ -62,8 +62,10 @@ class HerdingCommand:
             )
         orders = parse_names("--orders", self.orders, POLICIES)
         # Late, for the sake of --help: these import torch.
+        from rich.console import Console
+
         from gradherd.cli.progress import counted_loop
-        from gradherd.cli.tables import print_table
+        from gradherd.cli.tables import has_colours, print_sentence, print_table
         from gradherd.replay.recorded import random_vectors, replay_order
 
         # The same vectors for all policies, so that bounds can be compared.
@@ -79,17 +81,25 @@ class HerdingCommand:
             sizes = {"workers": self.workers, "units": self.units, "dim": self.dim}
             print_json({**sizes, "orders": bounds})
         else:
-            print_table(self._table(bounds))
+            console = Console()
+            coloured = has_colours(console)
+            # Not as title and caption, which would be broken at the width of the table.
+            print_sentence(
+                f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
+                f"dimension {self.dim}, seed {self.seed}",
+                console,
+            )
+            print_table(self._table(bounds, coloured), console)
+            mark = "green" if coloured else "*"
+            print_sentence(
+                f"Largest entry of any prefix sum; smaller is better; {mark}: smallest at the end.",
+                console,
+            )
 
-    def _table(self, bounds: dict[str, list[float]]) -> "Table":
+    def _table(self, bounds: dict[str, list[float]], coloured: bool) -> "Table":
         from rich.table import Table
 
-        table = Table(
-            title=f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
-            f"dimension {self.dim}, seed {self.seed}",
-            caption="Largest entry of any prefix sum; smaller is better.",
-            title_justify="left",
-        )
+        table = Table()
         # Bounds fall fast at first: a few early rounds and the last one fit a terminal.
         rounds = sorted({0, 1, 2, 3, 5, 8, self.rounds} & set(range(self.rounds + 1)))
         table.add_column("order", no_wrap=True)
@@ -98,5 +108,6 @@ class HerdingCommand:
         best = min(values[-1] for values in bounds.values())
         for name, values in bounds.items():
             style = "bold green" if values[-1] == best else None
+            name += "*" if style and not coloured else ""
             table.add_row(name, *(f"{values[number]:.2f}" for number in rounds), style=style)
         return table

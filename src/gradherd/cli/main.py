@@ -147,9 +147,7 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     Args:
         names: Commands to list, keys of `COMMANDS`.
     """
-    # Read by people at a terminal of any width; a file or a pipe has none.
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = max(30, shutil.get_terminal_size().columns) if known else 1000
+    width = _width()
     end = (
         "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json for "
         "programs), progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage."
@@ -157,7 +155,13 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     lines = ["gradherd: distributed PyTorch training in fewer epochs and fewer bytes", ""]
     for name in names:
         lines += _hanging(f"  gradherd {name}", COMMANDS[name][1], width)
-    return "\n".join([*lines, "", *textwrap.wrap(end, min(width, 88), break_on_hyphens=False)])
+    return "\n".join([*lines, "", *_wrap(end, min(width, 88))])
+
+
+def _width() -> int:
+    """Return how wide help may be: as the terminal; a file or a pipe has no width."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return max(30, shutil.get_terminal_size().columns) if known else 1000
 
 
 def _hanging(left: str, right: str, width: int) -> list[str]:
@@ -166,9 +170,12 @@ def _hanging(left: str, right: str, width: int) -> list[str]:
     if len(side_by_side) <= width:
         return [side_by_side]
     indent = " " * 6
+    return [left, *(indent + line for line in _wrap(right, width - len(indent)))]
+
+
+def _wrap(text: str, width: int) -> list[str]:
     # Not at hyphens: all-reduce and --json are one word each.
-    lines = textwrap.wrap(right, width - len(indent), break_on_hyphens=False)
-    return [left, *(indent + line for line in lines)]
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
@@ -180,14 +187,33 @@ def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
     # tyro prints its errors in a box of several lines and exits. Programs that call us read one
     # line, so the box is captured and taken apart.
     stderr = io.StringIO()
+    # Help is captured, too, and broken at words. tyro asks stdout for colours and lines to draw.
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding, newline="")
+    stdout.isatty = sys.stdout.isatty  # type: ignore[method-assign]
     try:
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
             return tyro.cli(command, prog=prog, args=args, config=style)
     except SystemExit as stop:
         # --help ends with 0.
         if stop.code in (0, None):
+            stdout.seek(0)
+            print(_broken_at_words(stdout.read(), _width()), end="")
             raise
         raise UsageError(f"{_unboxed(stderr.getvalue())} (see {prog} --help)") from None
+
+
+def _broken_at_words(text: str, width: int) -> str:
+    r"""Return tyro's help with its long lines broken: tyro makes one line of each paragraph.
+
+    >>> _broken_at_words("one two\nExample: a b Example: c d\n", 6)
+    'one\ntwo\nExample: a b\nExample: c d\n'
+    """
+    lines: list[str] = []
+    for line in text.replace(" Example: ", "\nExample: ").splitlines():
+        # Examples are copied, so they stay whole. What is drawn in boxes fits as it is.
+        fits = len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= width or line.startswith("Example: ")
+        lines += [line] if fits else _wrap(line, width)
+    return "\n".join(lines) + "\n"
 
 
 def _unboxed(text: str) -> str:

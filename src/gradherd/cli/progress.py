@@ -15,11 +15,13 @@ from rich.markup import escape, render
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from gradherd.lab.study.kinds import PlannedRun, StudyProgress
 from gradherd.lab.text import printable
@@ -29,6 +31,8 @@ _FIRST_LINE = 10.0
 """Seconds until the first line, and at least between two lines."""
 _LINES_PER_TIME = 10
 """After T seconds, lines are T / 10 seconds apart: a night prints less than a hundred."""
+_LEAST_WIDTH_OF_BAR = 80
+"""Columns of a terminal below which percent and time left take the room of the bar."""
 QUIET = "GRADHERD_QUIET"
 """Environment variable that turns progress off, as --quiet does."""
 
@@ -55,13 +59,7 @@ class ProgressBar(StudyProgress):
         # On stderr: stdout belongs to the result, which may be piped into a program.
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[loss]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *_columns(console.width),
             console=console,
             # Erased when done, so that a terminal ends with the result alone.
             transient=True,
@@ -91,7 +89,8 @@ class ProgressBar(StudyProgress):
 
     def begin_loop(self, total: int, unit: str) -> None:
         """Start a bar of `total` iterations."""
-        self._bar.reset(self._task, total=total, description=f"{total} {unit}")
+        one = unit.removesuffix("s") if total == 1 else unit
+        self._bar.reset(self._task, total=total, description=f"{total} {one}")
 
     def group(self, configs: Sequence[RunConfig]) -> None:
         """Name the runs of a training that start now."""
@@ -143,6 +142,18 @@ class ProgressBar(StudyProgress):
         number, self._started = self._started + 1, self._started + count
         span = f"{number}" if count == 1 else f"{number}-{self._started}"
         return f"run {span} of {self._runs}: {escape(first) if count == 1 else 'side by side'}"
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """Return the parts of a bar for a terminal of this width, which never cut a number."""
+    # Only the text may be broken, into lines; rich would cut the other parts with an ellipsis.
+    text = TextColumn("{task.description}  {task.fields[loss]}", table_column=Column())
+    percent = TaskProgressColumn()
+    left = [TextColumn("left"), TimeRemainingColumn(table_column=Column(no_wrap=True))]
+    if width < _LEAST_WIDTH_OF_BAR:
+        return [text, percent, *left]
+    bar = BarColumn(min(40, width - 70), table_column=Column(no_wrap=True))
+    return [text, bar, percent, TimeElapsedColumn(table_column=Column(no_wrap=True)), *left]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from gradherd.cli.arguments import (
 )
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import METHODS, ORDERS
-from gradherd.cli.tables import print_table
+from gradherd.cli.tables import print_sentence, print_table
 from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.sparsify.message_sizes import ValueFormat
 from gradherd.sparsify.registry import (
@@ -111,7 +111,8 @@ class ReplayOrderCommand:
             console.print(f"{label:>9}  H = {bound:.6g}")
         for worker, order in enumerate(result.orders[:_SHOWN_WORKERS]):
             head = " ".join(map(str, order[:_SHOWN_UNITS]))
-            console.print(f"worker {worker}: {head}{' ...' if len(order) > _SHOWN_UNITS else ''}")
+            more = " ..." if len(order) > _SHOWN_UNITS else ""
+            print_sentence(f"worker {worker}: {head}{more}", console)
         if len(result.orders) > _SHOWN_WORKERS:
             hidden = len(result.orders) - _SHOWN_WORKERS
             console.print(f"... and {hidden} more workers (--json prints all of them)")
@@ -269,7 +270,8 @@ class ReplaySparsifyCommand:
             table.add_row("... relative to a dense exchange", f"{sent_bytes / dense_bytes:.3%}")
         print_table(table)
         if self.out is not None:
-            Console().print(f"wrote mean.npy and residual.npy to {self.out}")
+            # A path is copied whole, so the terminal breaks it.
+            Console().print(f"wrote mean.npy and residual.npy to {self.out}", soft_wrap=True)
 
 
 def _methods_where(condition: Callable[[str], bool]) -> str:

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 
 from gradherd.cli.arguments import print_json
 
@@ -65,11 +65,23 @@ def print_table(table: Table, console: Console | None = None) -> None:
         column.overflow = "fold"
     least = _least_width(table, console)
     if least <= console.width:
+        _share_width(table, console, console.width - least)
         console.print(table)
     elif console.is_terminal or "COLUMNS" in os.environ:
         _print_as_list(table, console)
     else:  # A file has no width.
         Console(file=console.file, width=least).print(table)
+
+
+def print_sentence(markup: str, console: Console) -> None:
+    """Print a sentence: broken between words on a terminal, one line in a file.
+
+    Args:
+        markup: The sentence, with rich's markup.
+        console: Where to print.
+    """
+    # A line of a log that rich breaks could not be searched for.
+    console.print(markup, soft_wrap=not console.is_terminal)
 
 
 def _least_width(table: Table, console: Console) -> int:
@@ -79,27 +91,44 @@ def _least_width(table: Table, console: Console) -> int:
     for column in table.columns:
         # Rich counts the longest word of a column even if that column may not be wrapped.
         if not column.no_wrap:
-            sizes = [Measurement.get(console, options, it) for it in (column.header, *column.cells)]
-            width -= max(one.maximum for one in sizes) - max(one.minimum for one in sizes)
+            size = _cell_size(column, console)
+            width -= size.maximum - size.minimum
     return width
+
+
+def _cell_size(column: Column, console: Console) -> Measurement:
+    """Return the widths of the longest word and of the longest line in a column."""
+    options = console.options.update(width=10_000)
+    sizes = [Measurement.get(console, options, it) for it in (column.header, *column.cells)]
+    return Measurement(max(it.minimum for it in sizes), max(it.maximum for it in sizes))
+
+
+def _share_width(table: Table, console: Console, spare: int) -> None:
+    """Give each column the width of its longest word, and the first ones what is left over."""
+    # Rich narrows the widest column first, even where that breaks a word of it.
+    for column in table.columns:
+        if not column.no_wrap:
+            size = _cell_size(column, console)
+            column.width = min(size.maximum, size.minimum + spare)
+            spare -= column.width - size.minimum
 
 
 def _print_as_list(table: Table, console: Console) -> None:
     """Print each row as its first cell and, below it, a line for each of the others."""
     columns = [list(column.cells) for column in table.columns]
     headings = [str(column.header).replace("\n", " ") for column in table.columns]
-    # Soft-wrapped: the terminal breaks what is longer than a line, and nothing is lost.
     if table.title:
-        console.print(table.title, soft_wrap=True)
+        print_sentence(str(table.title), console)
     for row in zip(*columns, strict=True):
-        console.print(
-            f"{headings[0]}{'  ' if headings[0] else ''}[bold]{row[0]}[/]", soft_wrap=True
-        )
-        for heading, cell in zip(headings[1:], row[1:], strict=True):
-            if cell:
-                console.print(f"  {heading}{'  ' if heading else ''}{cell}", soft_wrap=True)
+        for index, (heading, cell) in enumerate(zip(headings, row, strict=True)):
+            if cell or index == 0:
+                gap = "  " if heading else ""
+                line = f"{heading}{gap}[bold]{cell}[/]" if index == 0 else f"  {heading}{gap}{cell}"
+                # Soft-wrapped: the terminal breaks what is longer than a line, and nothing is lost.
+                # Without rich's colours, which split names and numbers at hyphens and commas.
+                console.print(line, soft_wrap=True, highlight=False)
     if table.caption:
-        console.print(table.caption, soft_wrap=True)
+        print_sentence(str(table.caption), console)
 
 
 def has_colours(console: Console) -> bool:
@@ -128,7 +157,7 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
     sends = any(row["bytes"] for row in rows)
     bounded = not sends and all("ceiling_ratio" in row for row in rows)
     faithful = any(row.get("fidelity") is not None for row in rows)
-    headings = ["workers", "dim", "case", "ms", "time ratio", "peak bytes"]
+    headings = ["case", "workers", "dim", "ms", "time ratio", "peak bytes"]
     optional = ["bytes sent"] * sends + ["x ceiling"] * bounded + ["fidelity"] * faithful
     for heading in headings + optional:
         left = heading == "case"
@@ -137,9 +166,9 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         table.add_row(
+            row["case"],
             str(row["workers"]),
             f"{row['dim']:,}",
-            row["case"],
             f"{1e3 * row['seconds']:.3f}",
             f"{row['ratio']:.2f}",
             "" if row["peak_bytes"] is None else f"{row['peak_bytes']:,}",
@@ -171,15 +200,15 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
     console = Console()
     print_table(_comparison_table(comparison, coloured=has_colours(console)), console)
     for note in comparison.notes:
-        # Soft-wrapped: sentences that rich breaks could not be searched for or copied.
-        console.print(f"[yellow]note[/yellow]  {escape(note)}", soft_wrap=True)
+        print_sentence(f"[yellow]note[/yellow]  {escape(note)}", console)
     for verdict in all_verdicts(comparison):
         colour, mark = _MARKS[verdict.tone]
-        console.print(f"[bold {colour}]{mark}[/] {escape(verdict.text)}", soft_wrap=True)
+        print_sentence(f"[bold {colour}]{mark}[/] {escape(verdict.text)}", console)
     warning = multiple_testing_note(comparison)
     if warning is not None:
-        console.print(f"[dim]{escape(warning)}[/]", soft_wrap=True)
+        print_sentence(f"[dim]{escape(warning)}[/]", console)
     if page is not None:
+        # A path is copied whole, so the terminal breaks it.
         console.print(f"report: {escape(str(page))}", soft_wrap=True)
 
 
@@ -243,7 +272,7 @@ def print_advice(
     )
     for line in (about, *notes):
         # Not as title and caption, which would be broken at the width of the table.
-        console.print(escape(line), soft_wrap=True)
+        print_sentence(escape(line), console)
     steps = {(one["exchange"], one["order"]): one for one in choices}
     dense = steps["dense", "d-rr"]["step_seconds"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -274,12 +303,10 @@ def print_advice(
     print_table(table, console)
     local = f"exchange {setting.local_density:g} of the difference"
     mark = "green" if coloured else "*"
-    console.print(
-        f"{mark}: recommended; local-30: take 30 steps alone, then {local}", soft_wrap=True
-    )
+    print_sentence(f"{mark}: recommended; local-30: take 30 steps alone, then {local}", console)
     for sentence in sentences:
         weight = "bold" if sentence is sentences[-1] else "not bold"
-        console.print(f"[{weight}]{escape(sentence)}[/]", soft_wrap=True)
+        print_sentence(f"[{weight}]{escape(sentence)}[/]", console)
 
 
 def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:
