@@ -225,7 +225,7 @@ class DataCheckCommand:
 
 def _sets_table(folders: Iterable[str], columns: Sequence[str]) -> Table:
     """Return an empty table about data sets; names and states never wrap."""
-    table = Table(title=escape(f"Data sets in {', '.join(folders)}"), title_justify="left")
+    table = Table(title=escape(f"Data sets in {', '.join(folders)}"))
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in ("set", "status"))
     return table

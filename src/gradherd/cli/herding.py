@@ -65,7 +65,7 @@ class HerdingCommand:
         from rich.console import Console
 
         from gradherd.cli.progress import counted_loop
-        from gradherd.cli.tables import has_colours, print_sentence, print_table
+        from gradherd.cli.tables import has_colours, print_table
         from gradherd.replay.recorded import random_vectors, replay_order
 
         # The same vectors for all policies, so that bounds can be compared.
@@ -82,24 +82,17 @@ class HerdingCommand:
             print_json({**sizes, "orders": bounds})
         else:
             console = Console()
-            coloured = has_colours(console)
-            # Not as title and caption, which would be broken at the width of the table.
-            print_sentence(
-                f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
-                f"dimension {self.dim}, seed {self.seed}",
-                console,
-            )
-            print_table(self._table(bounds, coloured), console)
-            mark = "green" if coloured else "*"
-            print_sentence(
-                f"Largest entry of any prefix sum; smaller is better; {mark}: smallest at the end.",
-                console,
-            )
+            print_table(self._table(bounds, has_colours(console)), console)
 
     def _table(self, bounds: dict[str, list[float]], coloured: bool) -> "Table":
         from rich.table import Table
 
-        table = Table()
+        table = Table(
+            title=f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
+            f"dimension {self.dim}, seed {self.seed}",
+            caption="Largest entry of any prefix sum; smaller is better; "
+            f"{'green' if coloured else '*'}: smallest at the end.",
+        )
         # Bounds fall fast at first: a few early rounds and the last one fit a terminal.
         rounds = sorted({0, 1, 2, 3, 5, 8, self.rounds} & set(range(self.rounds + 1)))
         table.add_column("order", no_wrap=True)

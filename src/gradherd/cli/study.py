@@ -202,7 +202,7 @@ class StudyCommand:
 
         from gradherd.cli.tables import print_table
 
-        table = Table(title=escape(study.title), title_justify="left")
+        table = Table(title=escape(study.title))
         for name in ("arm", "seeds with results", "seeds to run"):
             table.add_column(name)
         for arm in dict.fromkeys(run.arm for run in planned):

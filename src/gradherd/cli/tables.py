@@ -63,6 +63,10 @@ def print_table(table: Table, console: Console | None = None) -> None:
     for column in table.columns:
         # Rich's default cuts a long word and writes "..." in its place.
         column.overflow = "fold"
+    # Apart from the table, since rich would break them at its width.
+    title, caption, table.title, table.caption = table.title, table.caption, None, None
+    if title:
+        print_sentence(f"[italic]{title}[/]", console)
     least = _least_width(table, console)
     if least <= console.width:
         _share_width(table, console, console.width - least)
@@ -71,6 +75,8 @@ def print_table(table: Table, console: Console | None = None) -> None:
         _print_as_list(table, console)
     else:  # A file has no width.
         Console(file=console.file, width=least).print(table)
+    if caption:
+        print_sentence(f"[italic dim]{caption}[/]", console)
 
 
 def print_sentence(markup: str, console: Console) -> None:
@@ -117,8 +123,6 @@ def _print_as_list(table: Table, console: Console) -> None:
     """Print each row as its first cell and, below it, a line for each of the others."""
     columns = [list(column.cells) for column in table.columns]
     headings = [str(column.header).replace("\n", " ") for column in table.columns]
-    if table.title:
-        print_sentence(str(table.title), console)
     for row in zip(*columns, strict=True):
         for index, (heading, cell) in enumerate(zip(headings, row, strict=True)):
             if cell or index == 0:
@@ -127,8 +131,6 @@ def _print_as_list(table: Table, console: Console) -> None:
                 # Soft-wrapped: the terminal breaks what is longer than a line, and nothing is lost.
                 # Without rich's colours, which split names and numbers at hyphens and commas.
                 console.print(line, soft_wrap=True, highlight=False)
-    if table.caption:
-        print_sentence(str(table.caption), console)
 
 
 def has_colours(console: Console) -> bool:
@@ -152,7 +154,7 @@ def print_bench(bench: str, device: str, rows: list[dict[str, Any]], *, as_json:
     import torch  # here, since other commands print tables without it
 
     title = f"bench {bench} on {device}, torch {torch.__version__}"
-    table = plain_table(title, title_justify="left")
+    table = plain_table(title)
     # Leave out columns that would be empty: a terminal has little room.
     sends = any(row["bytes"] for row in rows)
     bounded = not sends and all("ceiling_ratio" in row for row in rows)
@@ -221,8 +223,6 @@ def _comparison_table(comparison: "Comparison", *, coloured: bool) -> Table:
         f"{escape(comparison.task)}: {escape(comparison.description)}",
         caption=f"epochs to it: until the final loss of {baseline}, the baseline; "
         f"{'green' if coloured else '*'}: best mean",
-        title_justify="left",
-        caption_justify="left",
     )
     # The metric is named by the task, so it cannot be in the table above.
     headings = {**_SHORT_HEADINGS, comparison.metric_name: comparison.metric_name}
