@@ -90,6 +90,9 @@ class ProgressBar(StudyProgress):
     def begin_loop(self, total: int, unit: str) -> None:
         """Start a bar of `total` iterations."""
         one = unit.removesuffix("s") if total == 1 else unit
+        for column in self._bar.columns:
+            if isinstance(column, BarColumn):  # with neither run nor loss to name, there is room
+                column.bar_width = 40
         self._bar.reset(self._task, total=total, description=f"{total} {one}")
 
     def group(self, configs: Sequence[RunConfig]) -> None:
@@ -153,7 +156,9 @@ def _columns(width: int) -> list[ProgressColumn]:
     if width < _LEAST_WIDTH_OF_BAR:
         return [text, percent, *left]
     bar = BarColumn(min(40, width - 70), table_column=Column(no_wrap=True))
-    return [text, bar, percent, TimeElapsedColumn(table_column=Column(no_wrap=True)), *left]
+    # At 80 columns, run and loss fit one line without the time that has passed.
+    elapsed = [TimeElapsedColumn(table_column=Column(no_wrap=True))] if width >= 100 else []
+    return [text, bar, percent, *elapsed, *left]
 
 
 @contextlib.contextmanager
