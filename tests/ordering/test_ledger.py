@@ -181,10 +181,14 @@ def test_a_loader_that_prefetches_is_found_without_searching_all_objects(persist
         persistent_workers=persistent,
         multiprocessing_context="fork",
     )
-    for _ in range(2):
-        for batch, _ in enumerate(loader):
-            assert sampler.current_batch().number == batch
-        gc.collect()  # makes a persistent iterator an old object
+    gc.disable()  # Collected at the wrong moment, a new iterator is an old object and searched for.
+    try:
+        for _ in range(2):
+            for batch, _ in enumerate(loader):
+                assert sampler.current_batch().number == batch
+            gc.collect()  # makes a persistent iterator an old object
+    finally:
+        gc.enable()
     assert set(searched) <= set(iterators._YOUNG)
 
 

@@ -161,14 +161,14 @@ def all_gather_start(
         out: Contiguous (R, ...) for the result; None allocates one.
 
     Returns:
-        The collective; its value is `out`. Of a single rank without `out` it is a view of `tensor`.
+        The collective; its value is `out`.
     """
-    if world.size == 1:
-        alone = tensor.unsqueeze(0)
-        return PendingCollective(alone if out is None else out.copy_(alone), 0)
     # Not filled: every row is overwritten, and none is sent before.
     if out is None:
         out = tensor.new_empty((world.size, *tensor.shape))
+    if world.size == 1:
+        out.copy_(tensor.unsqueeze(0))
+        return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
         inputs = [tensor.contiguous()] * world.size

@@ -161,7 +161,11 @@ class RankRunner:
         self.finish()
         request = next(script)
         assert isinstance(request, AllGather), request
-        pending = collectives.all_gather_start(request.tensor, self._world)
+        if self._world.size == 1:
+            # Without a copy of what may be a whole gradient: scripts do not write to answers.
+            pending = collectives.PendingCollective(request.tensor.unsqueeze(0), 0)
+        else:
+            pending = collectives.all_gather_start(request.tensor, self._world)
         self.bytes += pending.bytes
         self._pending = script, pending
 
