@@ -15,7 +15,7 @@ from gradherd.lab.tasks.resnet18 import ResidualBlock
 from gradherd.lab.tasks.task import Split
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout, rng_advanced, rng_states
 from gradherd.lab.train.trainer import EpochCounters
-from gradherd.lab.train.virtual_trainer import VirtualTrainer
+from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
 from tests.gpu import only_gpu
 from tests.lab.train.work import Awkward, config_of, no_callback
 
@@ -178,7 +178,10 @@ def test_what_is_captured_are_the_gradients_of_all_workers():
         task.loss(model, *(column[own] for column in columns)).backward()
         wanted.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         models.append(model)
-    (grads,) = trainer._all_gradients(batch)
+    parameters = trainer._averager.parameters
+    (grads,) = GradientsOnStreams(trainer._config, task, [trainer.model], [parameters], columns)(
+        batch
+    )
     assert torch.equal(grads, torch.stack(wanted))
     assert [b.tolist() for b in trainer.model.buffers()] == [
         b.tolist() for b in models[0].buffers()

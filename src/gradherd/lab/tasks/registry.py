@@ -95,6 +95,8 @@ def _import_file(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look up their own module while they are being defined.
     sys.modules[spec.name] = module
+    # A run that fails leaves nothing beside the user's file.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         spec.loader.exec_module(module)
     # SystemExit: a script without a __main__ guard may call sys.exit.
@@ -104,6 +106,8 @@ def _import_file(path: Path, name: str) -> ModuleType:
         raise ValueError(
             f"task {name!r}: {printable(path, 200)} fails: {_describe(error)}"
         ) from error
+    finally:
+        sys.dont_write_bytecode = before
     return module
 
 
