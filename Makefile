@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many tests wait for child processes, so a few more run at a time than there are cores.
-JOBS ?= 4
+JOBS ?= 3
 
 .PHONY: help demo test integrations composer docs stress lint format example bench evidence dist clean
 
