@@ -89,7 +89,7 @@ def test_a_list_has_the_markup_of_its_table(capsys, monkeypatch):
 @pytest.mark.parametrize("width", [60, 72, 80])
 def test_a_table_breaks_between_words_only(capsys, width):
     table = Table("set", "for tasks", "where it is, or how to get it")
-    path = "/work/shared/data/fashion-mnist"
+    path = "/home/someone/sets/fashion-mnist"
     table.add_row("fashion-mnist", "fashion-lenet, cifar10-resnet18", f"{path} (idx)")
     tables.print_table(table, Console(width=width, force_terminal=True))
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
