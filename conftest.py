@@ -57,6 +57,10 @@ def pytest_unconfigure() -> None:
 # look at all that is printed. Those about progress turn it on.
 os.environ["GRADHERD_QUIET"] = "1"
 
+# A process that a test starts and that dies of a signal shows where on its stderr. Ranks of
+# `run_ranks` do so in the error that it raises.
+os.environ["PYTHONFAULTHANDLER"] = "1"
+
 # What functions that run on ranks import. Test files themselves are not listed: importing one may
 # skip it, which would end the server.
 _RANK_MODULES = [

@@ -111,7 +111,7 @@ def test_what_fp16_computes_hides_behind_what_travels():
     [("exdyna", ExDyna), ("topk", TopK), ("exdyna-int8", ExDyna), ("exdyna-int2", ExDyna)],
 )
 def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
-    dim = 300_000
+    dim = 300_000 if density < 1 else 30_000  # positions of few are rounded up to pages
     values = name.partition("-")[2] or "fp32"
     real = VirtualWorkers(Sparsify(method=method(density=density), values=values), dim, workers)
     draw = torch.Generator().manual_seed(0)

@@ -275,7 +275,7 @@ def everything(folder):
         "unused": conserved((2, 2), "exdyna", "unused"),
         "bf16": conserved((2, 2), "topk", values="bf16"),
         "clipped": conserved((2, 2), "exdyna", steps=4, clip=0.3),
-        "replicas": {name: replicas_after((2, 2), name, 10) for name in METHODS},
+        "replicas": {name: replicas_after((2, 2), name, 5) for name in METHODS},
         "native": {shape: native(shape) for shape in meshes} | {"children": all_in_children()},
         "delayed": {how: delayed(how) for how in ("sync", "all-reduce")},
         "not finite": not_finite(),

@@ -104,6 +104,12 @@ def kill_on(bad):
     dist.barrier()
 
 
+def fault_on(bad):
+    if dist.get_rank() == bad:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
 def unpicklable():
     return lambda: None
 

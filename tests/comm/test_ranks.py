@@ -88,6 +88,13 @@ def test_a_rank_that_is_killed_is_named():
             run_ranks(rank_functions.kill_on, 4, 1)
 
 
+def test_a_rank_that_dies_of_a_fault_says_where():
+    with pytest.raises(RankError, match=r"^rank 1 died: SIGSEGV\nFatal Python error") as caught:
+        run_ranks(rank_functions.fault_on, 2, 1)
+    assert "in fault_on" in str(caught.value)
+    assert caught.value.reason == "rank 1 died: SIGSEGV"
+
+
 def test_a_rank_that_does_not_answer_is_named(tmp_path):
     with pytest.raises(RankError, match=r"^rank 1 does not answer: rank \d timed out") as caught:
         run_ranks(rank_functions.hang_on, 3, 1, str(tmp_path), collective_timeout=2.0)

@@ -1,6 +1,5 @@
 """Every framework meets every demand; the page shows that, and nothing else."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -16,26 +15,24 @@ from tests.integrations.conformance import (
     Results,
     results_of,
 )
+from tests.integrations.task import RANKS
+from tests.launched import printed_under_torchrun
 
 NEEDS = {
     "plain": (),
     "stateful": ("torchdata",),
     "transformers": ("transformers", "accelerate"),
-    "accelerate_fsdp": ("accelerate",),
-    "fabric": ("lightning",),
-    "lightning_fsdp": ("lightning",),
 }
-NAMES = [
-    name
-    for name in (ALL if os.environ.get("GRADHERD_INTEGRATIONS") == "all" else SMALL)
-    if all(find_spec(package) for package in NEEDS.get(name, (name,)))
-]
+NAMES = [name for name in SMALL if all(find_spec(package) for package in NEEDS.get(name, (name,)))]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("integrations")
-    conformance.run(NAMES, found)
+    # `make integrations` starts torchrun; here ranks are used that have imported torch already.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(conformance.ROOT)
+        printed_under_torchrun(RANKS, "-m", "tests.integrations.run", ",".join(NAMES), found)
     return found
 
 

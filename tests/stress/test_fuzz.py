@@ -48,10 +48,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_few_hundred_spoilt_files():
-    found = fuzz(list(range(200)), seed=7)
+def test_a_hundred_spoilt_files():  # `make stress` reads 10,000
+    found = fuzz(list(range(100)), seed=7)
     outcomes = sum(found.values(), start=next(iter(found.values())).__class__())
-    assert outcomes["read"] > 20 and outcomes["refused"] > 100
+    assert outcomes["read"] > 10 and outcomes["refused"] > 50
     assert len(found) > 0.8 * len(TARGETS)
 
 

@@ -7,6 +7,7 @@ see that a peer went away.
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -125,6 +126,8 @@ def _rank_main(
     torch.set_num_threads(1)
     # Otherwise gloo resolves the host name, which may name no interface of this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A rank that dies of a segmentation fault can raise nothing: it leaves the stacks of its threads.
+    faulthandler.enable((folder / f"stacks-{rank}").open("w"))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         # A TCP store would need a free port, which another run may take first.
@@ -233,7 +236,9 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
         code = process.exitcode
         if not reported and code is not None:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return _one_line_error(f"rank {rank} died: {cause}")
+            died, stacks = f"rank {rank} died: {cause}", folder / f"stacks-{rank}"
+            where = stacks.read_text().strip() if stacks.exists() else ""
+            return RankError(f"{died}\n{where}", died) if where else _one_line_error(died)
     reports = [(path.stem, *path.read_text().split("\n", 2)) for path in folder.glob("*.error")]
     if not reports:
         return _one_line_error("a rank ended without a result and without an error")

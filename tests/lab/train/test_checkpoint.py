@@ -16,7 +16,7 @@ from gradherd.comm.world import World
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
-from tests.lab.train.work import config_of
+from tests.lab.train.work import HERE, config_of
 from tests.stress.kills import differences, last_state, stress
 
 SINGLE = World.single()
@@ -209,12 +209,12 @@ def test_sigterm_saves_first(tmp_path):
         told.append(threading.Thread(target=tell, daemon=True))
         told[0].start()
 
-    long = {"order": "cd-grab", "sparsify": "topk", "density": 0.2}
-    config = config_of("digits", limit=100, epochs=14, **long)
+    both = {"order": "cd-grab", "sparsify": "topk", "density": 0.2}
+    config = config_of(f"{HERE}:Unhurried", limit=60, epochs=6, **both)
     ended = run_ranks(all_of, 2, out, config, on_start=started)
     assert ended == ["stopped", "stopped"]
     record = read_record(out / RECORD_FILE)
-    assert record.status == "stopped" and len(record.epochs) < 14
+    assert record.status == "stopped" and len(record.epochs) < 6
     assert run_ranks(all_of, 2, out, config) == ["done", "done"]
     assert run_ranks(all_of, 2, tmp_path / "straight", config) == ["done", "done"]
     assert differences(last_state(out), last_state(tmp_path / "straight")) == []

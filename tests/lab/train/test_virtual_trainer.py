@@ -67,9 +67,13 @@ def arms(workers):
     ]
 
 
-@pytest.mark.parametrize("workers", [1, 3, 4])
-def test_small_tasks(workers):
-    configs = arms(workers)
+# With three workers all of them; what is special about one worker, or an even number of them,
+# shows in half.
+@pytest.mark.parametrize(
+    ("workers", "which"), [(1, slice(0, None, 2)), (3, slice(None)), (4, slice(1, None, 2))]
+)
+def test_small_tasks(workers, which):
+    configs = arms(workers)[which]
     ranks = run_ranks(on_ranks, workers, configs)
     for at, config in enumerate(configs):
         try:
@@ -93,12 +97,15 @@ def test_batch_statistics_dropout_and_augmentation_are_those_of_ranks():
 LARGE = [name for name in TASKS if not name.startswith("digits")]
 # Few examples of a step: three steps in a second or two.
 BATCH = {"cifar10-resnet18": 2, "sst2-transformer": 2}
+# Two steps of the large ones: the second starts from weights that the first has changed.
+STEPS = {"cifar10-resnet18": 2, "wikitext2-gpt2": 2}
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_three_steps_of_every_other_task(name):
+def test_the_first_steps_of_every_other_task(name):
     if not REAL:
         pytest.skip("needs the real data sets: set GRADHERD_DATA to their folder")
+    steps = STEPS.get(name, 3)
     config = config_of(name, order="cd-grab", workers=2, epochs=1, batch_size=BATCH.get(name))
     config = config_of(
         name,
@@ -106,10 +113,10 @@ def test_three_steps_of_every_other_task(name):
         workers=2,
         epochs=1,
         batch_size=config.batch_size,
-        limit=6 * config.batch_size,
+        limit=2 * steps * config.batch_size,
     )
     ranks = run_ranks(on_ranks, 2, [config], Path(REAL))
-    assert ranks[0][0][0][1].steps == 3
+    assert ranks[0][0][0][1].steps == steps
     same(ranks[0][0], in_one_process(config, Path(REAL)), bits=False)
 
 

@@ -1,6 +1,7 @@
 """What ranks do in these tests, and tasks that are awkward on purpose."""
 
 import dataclasses
+import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -128,6 +129,17 @@ class Weighted(Digits):
     def loss(self, model, *tensors):
         images, labels = tensors
         return F.cross_entropy(model(images), labels, weight=torch.arange(1.0, 11.0))
+
+
+@dataclass(frozen=True)
+class Unhurried(Digits):
+    """Digits that leave time for a signal after each epoch, and no work for the machine."""
+
+    name: ClassVar = "unhurried"
+
+    def metric(self, model, *tensors):
+        time.sleep(0.25)
+        return super().metric(model, *tensors)
 
 
 def row(epoch=1, **more):
