@@ -90,6 +90,9 @@ def warm_ranks() -> None:
     from gradherd.comm import ranks
 
     ranks._PRELOAD += _RANK_MODULES
+    # On a machine that does five other things, what takes half a minute takes several.
+    assert ranks.run_ranks.__kwdefaults__ is not None
+    ranks.run_ranks.__kwdefaults__["timeout"] = 500.0
     if "PYTEST_XDIST_WORKER" in os.environ:
         # All tests are run, so some need ranks. Now, since the server finds the tests only if it
         # is started here: later tests may stand in another folder.

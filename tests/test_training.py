@@ -61,7 +61,6 @@ def trained(order: str, data: TensorDataset, seed: int) -> float:
     return loss_of(model, data).item()
 
 
-@pytest.mark.timeout(180)
 def test_a_balanced_order_comes_closer_than_a_random_one(digits, optimum):
     random, balanced = (trained(order, digits, seed=0) - optimum for order in ("d-rr", "cd-grab"))
     assert 0 < balanced < random / 2

@@ -64,7 +64,7 @@ def alone():
     try:
         if dist.get_rank() == 0:
             attach_with(ddp, {})
-        time.sleep(2)  # run_ranks lets ranks meet at the end, within the same timeout
+        time.sleep(4)  # run_ranks lets ranks meet at the end, within the same timeout
     except RuntimeError as error:
         return str(error), time.monotonic() - begin
     return "", time.monotonic() - begin

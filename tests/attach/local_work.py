@@ -324,7 +324,7 @@ def _fail_in_the_second_collective(how):
         assert isinstance(request, AllGather)
         if how == "die":
             os._exit(1)
-        time.sleep(30)
+        time.sleep(120)
         yield request
 
     local_steps.exchange_script = failing

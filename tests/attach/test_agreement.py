@@ -26,7 +26,7 @@ def test_settings_that_differ_are_named_on_all_ranks():
         for expected, (error, seconds) in zip(CHANGES, found, strict=True):
             assert expected in error
             assert error.startswith("ValueError: ranks differ in")
-            assert seconds < 5
+            assert seconds < 60  # at once, not after the timeout of the group
 
 
 def test_sparsifiers_that_differ():
@@ -40,7 +40,7 @@ def test_a_rank_that_fails_is_named_on_the_others():
     (other, seconds), (own, _) = (r[0] for r in run_ranks(work.differing, 2, [{"rows": "fast"}]))
     assert own.startswith("ValueError: rows must be one of")
     assert other.startswith("RuntimeError: attach() failed on rank 1: rows must be one of")
-    assert seconds < 5
+    assert seconds < 60
 
 
 def test_frozen_on_one_rank():
@@ -50,12 +50,12 @@ def test_frozen_on_one_rank():
 
 
 def test_attached_alone():
-    (error, seconds), _ = run_ranks(work.alone, 2, collective_timeout=3)
+    (error, seconds), _ = run_ranks(work.alone, 2, collective_timeout=5)
     assert error == (
-        "rank 1 did not call attach() within 3 s, the timeout of the process group: call it on "
+        "rank 1 did not call attach() within 5 s, the timeout of the process group: call it on "
         "all ranks"
     )
-    assert seconds < 8
+    assert seconds < 60
 
 
 def test_what_a_dead_process_left_in_the_store_is_no_answer():

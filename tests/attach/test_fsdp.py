@@ -11,7 +11,7 @@ EVEN = 5 * 8 + 8 + 8 * 12 + 12 + 12 * 3 + 3  # elements of fsdp_work.Even
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(fsdp_work.everything, 4, timeout=170)
+    return run_ranks(fsdp_work.everything, 4, timeout=500)
 
 
 @pytest.mark.parametrize("name", fsdp_work.CASES)

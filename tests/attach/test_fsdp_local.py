@@ -10,7 +10,7 @@ from tests.attach import fsdp_local_work as work
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run_ranks(work.everything, 4, str(folder), timeout=170)
+    return run_ranks(work.everything, 4, str(folder), timeout=500)
 
 
 @pytest.mark.parametrize("case", [(2, 2), (4, 1), "momentum"])

@@ -14,7 +14,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks(work.everything, 4, str(folder), timeout=170)
+    return run_ranks(work.everything, 4, str(folder), timeout=500)
 
 
 def close(one, two):

@@ -25,7 +25,7 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(everything, RANKS, timeout=150)
+    return run_ranks(everything, RANKS, timeout=500)
 
 
 def reference(settings, steps, size=RANKS):
@@ -225,7 +225,7 @@ def test_killed_in_an_exchange_or_between(tmp_path, straight, how):
         )
     if how != "phase":  # there, all ranks are stopped before the next exchange may come
         seconds, error = (tmp_path / "error").read_text().split("\n", 1)
-        assert float(seconds) < 15
+        assert float(seconds) < 90
         assert "the exchange after local step 6 failed" in error
         assert "timeout of 4 s" in error
     assert last_common_step(tmp_path) == (4 if how == "phase" else 5)

@@ -43,7 +43,6 @@ def same(one, other):
     )
 
 
-@pytest.mark.timeout(400)
 def test_twice_within_an_epoch_with_other_loader_workers():
     # Epochs have seven steps. The state is taken at the same steps without other workers, too.
     stops = (9, 12)

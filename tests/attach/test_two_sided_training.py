@@ -15,7 +15,6 @@ EXAMPLES, BATCH = 12, 4
 
 
 @pytest.mark.filterwarnings("ignore")  # not ours: of transformers and what it imports
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "hf-vit", "resnet", "vit"])
 def test_training_visits_everything_and_learns_an_order(name: str) -> None:
     if name in TRANSFORMERS:

@@ -101,7 +101,7 @@ def said_by_a_process(*calls: list[str]) -> list[tuple[int, str, str]]:
         Exit code, stdout and stderr of each call.
     """
     command = [sys.executable, "-c", SEVERAL, json.dumps(calls)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     outs, codes = ran.stdout.split("\0")[:-1:2], ran.stdout.split("\0")[1::2]
     return list(zip(map(int, codes), outs, ran.stderr.split("\0")[:-1], strict=True))
@@ -499,7 +499,7 @@ def test_a_result_that_cannot_be_written(place):
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=170,
+            timeout=500,
         )
     check_refusal(ran.returncode, "", ran.stderr, 1)
     assert "No space left on device" in ran.stderr

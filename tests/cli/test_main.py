@@ -168,7 +168,7 @@ def test_a_reader_that_leaves_early_is_no_error(tiny):
     command = [sys.executable, "-m", "gradherd", "replay", "order", str(tiny), "--json"]
     read, write = os.pipe()
     os.close(read)
-    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=170)
+    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=500)
     os.close(write)
     assert ran.stderr == ""
 

@@ -177,7 +177,7 @@ def test_one_file_and_one_line_each_are_enough_for_real_ranks(tmp_path):
             env={**os.environ, "PYTHONPATH": str(package.parent)},
             capture_output=True,
             text=True,
-            timeout=170,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

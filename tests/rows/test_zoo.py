@@ -41,7 +41,6 @@ def test_rows_are_right_or_left_out(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # not ours: of transformers and what it imports
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_rows_of_transformers_are_right_or_left_out(name: str, dtype: torch.dtype) -> None:

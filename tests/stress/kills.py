@@ -91,7 +91,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def attempt(out: Path, epochs: int, every: int, delay: float | None, chance: random.Random) -> bool:
     """Go on until the end (True), or until killed after `delay` seconds (False)."""
     if delay is None:
-        run_ranks(train, WORKERS, out, epochs, every, True, timeout=120)
+        run_ranks(train, WORKERS, out, epochs, every, True, timeout=500)
         return True
     alone = chance.random() < 0.5
     victim = chance.randrange(WORKERS)
@@ -109,7 +109,7 @@ def attempt(out: Path, epochs: int, every: int, delay: float | None, chance: ran
         timers[0].start()
 
     try:
-        run_ranks(train, WORKERS, out, epochs, every, True, timeout=120, on_start=started)
+        run_ranks(train, WORKERS, out, epochs, every, True, timeout=500, on_start=started)
     except RankError:
         return False
     finally:

@@ -121,7 +121,7 @@ def chain(worlds: list[int], sparsify: str, unit: int, chance: random.Random) ->
         out, visits = Path(name) / "run", []
         for at, (workers, steps) in enumerate(zip(worlds, steps_of(worlds, chance), strict=True)):
             expected = mean_residuals(out) if at else {}
-            ranks = run_ranks(train, workers, out, sparsify, unit, steps, timeout=120)
+            ranks = run_ranks(train, workers, out, sparsify, unit, steps, timeout=500)
             if at and workers != worlds[at - 1]:
                 for _, began in ranks:
                     same = [torch.equal(began[key], expected[key]) for key in expected]

@@ -166,6 +166,6 @@ def test_the_module_runs_as_a_program():
         "1",
         "--json",
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["units"] == 6

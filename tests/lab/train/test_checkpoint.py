@@ -194,7 +194,6 @@ def test_a_run_goes_on_from_any_checkpoint(tmp_path):
         assert [row.epoch for row in record.epochs] == [1, 2, 3] and record.status == "done"
 
 
-@pytest.mark.timeout(300)  # three runs
 def test_sigterm_saves_first(tmp_path):
     """Told to end, the run saves itself; what goes on ends as if nothing had happened."""
     out, told = tmp_path / "run", []
@@ -257,7 +256,6 @@ def test_every_part_of_other_ranks_is_checked(tmp_path):
         run_ranks(all_of, 1, tmp_path, other)
 
 
-@pytest.mark.timeout(300)  # many starts
 def test_killed_and_gone_on():
     found = stress(kills=2, epochs=3, every=3, seed=1, tell=lambda *args, **kwargs: None)
     assert found["kills"] >= 1 and found["numbers"] > 100

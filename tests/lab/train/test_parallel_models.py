@@ -63,7 +63,7 @@ def everything():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(everything, 4, timeout=120)
+    return run_ranks(everything, 4, timeout=500)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])

@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -46,7 +45,6 @@ def program(words: list[str], folder: Path) -> None:
             raise RuntimeError(f"exit code {stop.code}") from stop
 
 
-@pytest.mark.timeout(180)
 def test_one_rank_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")  # the agent sets it for good
     out, logs = tmp_path / "run", tmp_path / "logs"
@@ -74,7 +72,7 @@ def test_one_rank_is_killed(tmp_path, monkeypatch):
         assert agent.is_alive(), (ended, said(logs))
         time.sleep(0.02)
     os.kill(int((tmp_path / "pid-1-0").read_text()), signal.SIGKILL)
-    agent.join(150)
+    agent.join(400)
     assert ended == [{0: None, 1: None}], (ended, said(logs))
     assert (tmp_path / "pid-1-1").exists()
     assert "failed to connect" not in said(logs)
