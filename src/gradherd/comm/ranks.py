@@ -126,7 +126,7 @@ def _rank_main(
     torch.set_num_threads(1)
     # Otherwise gloo resolves the host name, which may name no interface of this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # A rank that dies of a segmentation fault can raise nothing: it leaves the stacks of its threads.
+    # A rank that dies of a segmentation fault raises nothing, but leaves the stacks of its threads.
     faulthandler.enable((folder / f"stacks-{rank}").open("w"))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
