@@ -80,7 +80,7 @@ def _overhead_name(exchange: str, order: str) -> str:
     if not order:
         # Few bits are a matter of the network: the method computes what it computes with fp32.
         return "local" if exchange.startswith("local") else exchange
-    return "ride" if exchange == "dense" else "sketch"
+    return "order" if exchange == "dense" else "sketch"
 
 
 def computed_overheads(record: dict[str, Any]) -> dict[str, float]:

@@ -48,6 +48,7 @@ def setting(**changes) -> Setting:
         "backward": 0.08,
         "forward": 0.04,
         "overheads": typical_overheads("cuda", changes.get("params", 25e6)),
+        "density": 0.001,
     }
     return Setting(**{**known, **changes})
 
@@ -201,13 +202,18 @@ def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     fast = advise(replace(small, link=NetworkLink(bandwidth=2.4e12, latency=5e-6)))
     slow = advise(small)
     assert not fast["pays"] and fast["advice"].startswith("No: over 2.4 Tb/s, ")
-    assert "So keep dense: nothing here is more than 5 % faster" in fast["advice"]
-    assert slow["pays"] and slow["advice"].startswith("Yes: over 1 Gb/s, exdyna at density 0.001")
+    assert "So keep dense: nothing here is more than 10 % faster" in fast["advice"]
+    assert slow["pays"] and slow["advice"].startswith("Yes: over 1 Gb/s, a step takes ")
     assert 1e9 < fast["break_even_bandwidth"] < 2.4e12
     # Not compared with plain dense, which is easy to beat, and with what it cost in our records.
     assert slow["rival"] == "powersgd" and 0.9 < slow["speedup"] < 1.5
     assert slow["speedup_range"][0] < slow["speedup"] < slow["speedup_range"][1]
-    for words in ("So use exdyna", "as fast as PowerSGD", "50 points below dense", "per step only"):
+    for words in (
+        "So use exdyna",
+        "as fast as PowerSGD",
+        "50 points below dense",
+        "times per step",
+    ):
         assert words in slow["advice"]
     assert max(one["points_lost"] for one in slow["accuracy"]) > 40
     alone = advise(replace(small, workers=1))
@@ -222,7 +228,7 @@ def test_what_is_recommended_is_among_the_fastest(one):
     found = advise(one)
     steps = {c["exchange"]: c["step_seconds"] for c in found["choices"] if c["order"] == "d-rr"}
     allowed = steps if one.params < 2**31 else {name: steps[name] for name in RIVALS}
-    assert 0.95 * steps[found["recommended"]] <= min(allowed.values())
+    assert 0.9 * steps[found["recommended"]] <= min(allowed.values())
     assert found["pays"] == (found["recommended"] not in RIVALS)
     low, high = found["speedup_range"]
     assert low <= found["speedup"] * (1 + 1e-9) and found["speedup"] <= high * (1 + 1e-9)
@@ -325,7 +331,7 @@ def test_the_command_prints_json(capsys):
 def test_the_command_reads_well_for_people(capsys, monkeypatch):
     for width in (50, 80, 160):
         monkeypatch.setenv("COLUMNS", str(width))
-        code, out, _ = run(capsys, "--params", "25M", *KNOWN)
+        code, out, _ = run(capsys, "--params", "25M", *KNOWN, "--density", 0.001)
         assert code == 0 and "Yes: over 1 Gb/s" in out and "\nSo use exdyna" in out
         table = out[: out.index("recommended")].splitlines()[:-1]
         assert all(len(line) <= width for line in table[1:])

@@ -79,9 +79,9 @@ def test_a_list_has_the_markup_of_its_table(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "a title that is long",
-        "name  one",
-        f"  figure  {'1' * 30}",
-        "name  two",
+        "name: one",
+        f"  figure: {'1' * 30}",
+        "name: two",
         "the end",
     ]
 
@@ -104,3 +104,11 @@ def test_sentences_are_broken_between_words_on_a_terminal_only(capsys, terminal)
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(line.strip() for line in lines) == sentence.strip()
     assert (len(lines) > 1) == terminal and (max(map(len, lines)) <= 31) == terminal
+
+
+def test_a_number_and_its_percent_sign_stay_on_one_line(capsys):
+    for width in range(12, 40):
+        console = Console(width=width, force_terminal=True, highlight=False)
+        tables.print_sentence("lower by a 95 % interval " * 4, console)
+        lines = capsys.readouterr().out.splitlines()
+        assert sum(line.count("95 %") for line in lines) == 4 and max(map(len, lines)) <= width

@@ -63,7 +63,7 @@ class Setting:
     """Seconds of everything else in a step: forward pass, optimizer, data."""
     overheads: Overheads
     """Seconds per step that each method spends computing."""
-    density: float = 1e-3
+    density: float = 0.01
     """Share of the gradient that a sparse exchange sends."""
     local_density: float = 0.02
     """Share of the difference that an exchange after local steps sends."""
@@ -137,7 +137,7 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     if exchange == "dense" and ordered:
         # The exchange itself sends the shards that CD-GraB needs: it replaces the all-reduce.
         exposed, sent = _sharded_cd_grab(setting)
-        overhead = max(overhead, overheads.ride)
+        overhead = max(overhead, overheads.order)
     else:
         exposed, sent = EXCHANGES[exchange](setting)
     if exchange in ("dense", "fp16"):

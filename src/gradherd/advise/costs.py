@@ -22,8 +22,8 @@ GOODPUT = 0.94
 """Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
 Ethernet, IP and TCP, and gaps between frames."""
 
-# "ride" is CD-GraB on top of a dense exchange. The name is that of the option --ride-overhead, and
-# of a key in committed records of the slow-network benchmark.
+# Names are those of options such as --order-overhead: "order" is CD-GraB on top of a dense exchange,
+# "sketch" CD-GraB beside any other.
 _PER_PARAMETER = {
     "cpu": {
         "fp16": 19e-9,
@@ -31,7 +31,7 @@ _PER_PARAMETER = {
         "topk": 3.5e-9,
         "exdyna": 2e-9,
         "local": 6e-9,
-        "ride": 1.4e-9,
+        "order": 1.4e-9,
         "sketch": 2.4e-9,
     },
     "cuda": {
@@ -40,7 +40,7 @@ _PER_PARAMETER = {
         "topk": 1e-12,
         "exdyna": 8e-12,
         "local": 20e-12,
-        "ride": 16e-12,
+        "order": 16e-12,
         "sketch": 16e-12,
     },
 }
@@ -51,7 +51,7 @@ _FIXED = {
         "topk": 1e-3,
         "exdyna": 1e-3,
         "local": 2e-3,
-        "ride": 0.2e-3,
+        "order": 0.2e-3,
         "sketch": 0.2e-3,
     },
     "cuda": {
@@ -59,7 +59,7 @@ _FIXED = {
         "topk": 3.6e-3,
         "exdyna": 0.5e-3,
         "local": 1e-3,
-        "ride": 0.2e-3,
+        "order": 0.2e-3,
         "sketch": 0.2e-3,
     },
 }
@@ -166,7 +166,7 @@ class Overheads:
     """Seconds per step that each method spends computing."""
 
     dense: float = 0.0
-    """Summing. Like fp16 and ride it overlaps with sending, and counts only if it takes longer."""
+    """Summing. Like fp16 and order it overlaps with sending, and counts only if it takes longer."""
     fp16: float = 0.0
     """Converting to half precision and back."""
     powersgd: float = 0.0
@@ -178,7 +178,7 @@ class Overheads:
     local: float = 0.0
     """What an exchange of local steps computes, not a step: the difference, selecting, the outer
     step."""
-    ride: float = 0.0
+    order: float = 0.0
     """CD-GraB on top of a dense exchange, whose buckets it shares."""
     sketch: float = 0.0
     """CD-GraB beside any other exchange: sketching the gradient."""

@@ -56,7 +56,7 @@ class OverheadOptions:
     """The same with exdyna."""
     local_overhead: OverheadOption = None
     """What an exchange of local steps computes, once in so many steps."""
-    ride_overhead: OverheadOption = None
+    order_overhead: OverheadOption = None
     """cd-grab on top of a dense exchange."""
     sketch_overhead: OverheadOption = None
     """cd-grab beside any other exchange."""
@@ -115,7 +115,7 @@ class AdviseCommand:
         MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
     ] = None
     """Time of everything else in a step: forward pass, optimizer, data."""
-    density: float = 0.001
+    density: float = 0.01
     """Share of the gradient that a sparse exchange sends, in (0, 1]."""
     local_density: float = 0.02
     """Share of the difference that is sent after local steps, in (0, 1]."""

@@ -143,6 +143,8 @@ class ProgressBar(StudyProgress):
     def _next_runs(self, first: str, count: int) -> str:
         """Describe the next `count` runs, e.g. "run 3 of 6: cd-grab, seed 0"."""
         number, self._started = self._started + 1, self._started + count
+        if self._runs == 1:  # nothing to count, and a narrow terminal needs the room
+            return escape(first)
         span = f"{number}" if count == 1 else f"{number}-{self._started}"
         return f"run {span} of {self._runs}: {escape(first) if count == 1 else 'side by side'}"
 
@@ -152,13 +154,15 @@ def _columns(width: int) -> list[ProgressColumn]:
     # Only the text may be broken, into lines; rich would cut the other parts with an ellipsis.
     text = TextColumn("{task.description}  {task.fields[loss]}", table_column=Column())
     percent = TaskProgressColumn()
-    left = [TextColumn("left"), TimeRemainingColumn(table_column=Column(no_wrap=True))]
+    left = [TimeRemainingColumn(table_column=Column(no_wrap=True)), TextColumn("left")]
     if width < _LEAST_WIDTH_OF_BAR:
         return [text, percent, *left]
     bar = BarColumn(min(40, width - 70), table_column=Column(no_wrap=True))
     # At 80 columns, run and loss fit one line without the time that has passed.
-    elapsed = [TimeElapsedColumn(table_column=Column(no_wrap=True))] if width >= 100 else []
-    return [text, bar, percent, *elapsed, *left]
+    if width < 100:
+        return [text, bar, percent, *left]
+    elapsed = [TextColumn("after"), TimeElapsedColumn(table_column=Column(no_wrap=True))]
+    return [text, bar, percent, *elapsed, TextColumn("·"), *left]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ as a list, one line for each cell.
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _MARKS = {
     "open": ("dim", "?"),
 }
 """Tone of a verdict -> its colour and its mark."""
+_JOINT = "\ue000"  # one cell wide, in no text of ours, and no white space
 _SHORT_HEADINGS = {
     "arm": "arm",
     "seeds": "seeds",
@@ -86,8 +88,13 @@ def print_sentence(markup: str, console: Console) -> None:
         markup: The sentence, with rich's markup.
         console: Where to print.
     """
-    # A line of a log that rich breaks could not be searched for.
-    console.print(markup, soft_wrap=not console.is_terminal)
+    if not console.is_terminal:  # A line of a log that rich breaks could not be searched for.
+        console.print(markup, soft_wrap=True)
+        return
+    # Rich breaks at no-break spaces, too, so "95 %" is one word until the lines are known.
+    with console.capture() as capture:
+        console.print(re.sub(r"(?<=\d) (?=%)", _JOINT, markup))
+    console.file.write(capture.get().replace(_JOINT, " "))
 
 
 def _least_width(table: Table, console: Console) -> int:
@@ -126,7 +133,7 @@ def _print_as_list(table: Table, console: Console) -> None:
     for row in zip(*columns, strict=True):
         for index, (heading, cell) in enumerate(zip(headings, row, strict=True)):
             if cell or index == 0:
-                gap = "  " if heading else ""
+                gap = ": " if heading else ""
                 line = f"{heading}{gap}[bold]{cell}[/]" if index == 0 else f"  {heading}{gap}{cell}"
                 # Soft-wrapped: the terminal breaks what is longer than a line, and nothing is lost.
                 # Without rich's colours, which split names and numbers at hyphens and commas.
