@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import pkgutil
 import re
 import shlex
@@ -117,3 +118,34 @@ def help_of(name: str) -> str:
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
         main([*name.split(), "--help"])
     return output.getvalue()
+
+
+def test_figures_of_the_first_screen_are_those_of_the_page_they_lead_to():
+    first = (ROOT / "README.md").read_text().split("## Try it")[0]
+    found = re.findall(r"\[([\d.]+)[^\]]*\]\((docs/[\w/-]+\.md)", first)
+    assert len(found) > 8
+    for figure, page in found:
+        text = (ROOT / page).read_text()
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", text), (figure, page)
+
+
+def test_predicted_steps_of_the_first_screen_are_those_of_advise():
+    first = (ROOT / "README.md").read_text().split("## Try it")[0]
+    table = [line for line in first.splitlines() if line.startswith("| **")]
+    cases = {"ResNet": ("resnet50", 8, "10G"), "GPT-2": ("gpt2-124m", 2, "10G")}
+    for name, (model, workers, link) in cases.items():
+        (row,) = (line for line in table if name in line.split("|")[1])
+        steps = predicted(model, workers, link)
+        assert f"{steps['exdyna']:.0f}&nbsp;ms a step" in row
+        assert f"bf16 {steps['fp16']:.0f}," in row and f"PowerSGD {steps['powersgd']:.0f}" in row
+    assert f"{predicted('gpt2-124m', 2, '10G')['exdyna-int8']:.0f} with int8" in first
+
+
+def predicted(model: str, workers: int, link: str) -> dict[str, float]:
+    """Return the milliseconds of a step with each exchange, as `gradherd advise` prints them."""
+    output = io.StringIO()
+    command = f"advise --model {model} --workers {workers} --bandwidth {link} --json"
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+        main(command.split())
+    choices = json.loads(output.getvalue())["choices"]
+    return {c["exchange"]: 1e3 * c["step_seconds"] for c in choices if c["order"] == "d-rr"}
