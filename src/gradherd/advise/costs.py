@@ -22,7 +22,7 @@ GOODPUT = 0.94
 """Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
 Ethernet, IP and TCP, and gaps between frames."""
 
-# Names are those of options such as --order-overhead: "order" is CD-GraB on top of a dense exchange,
+# Named as options are, such as --order-overhead: "order" is CD-GraB on top of a dense exchange,
 # "sketch" CD-GraB beside any other.
 _PER_PARAMETER = {
     "cpu": {

@@ -99,7 +99,8 @@ class ProgressBar(StudyProgress):
         """Name the runs of a training that start now."""
         if not self._is_study:  # a study has named them by their arms
             text = self._next_runs(_run_name(configs[0]), len(configs))
-            self._bar.update(self._task, description=text)
+            # The loss shown is the last run's; a new one has none yet.
+            self._bar.update(self._task, description=text, loss="")
 
     def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
         """Name the runs of a study that start now."""

@@ -212,7 +212,8 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
         print_sentence(f"[yellow]note[/yellow]  {escape(note)}", console)
     for verdict in all_verdicts(comparison):
         colour, mark = _MARKS[verdict.tone]
-        print_sentence(f"[bold {colour}]{mark}[/] {escape(verdict.text)}", console)
+        short = f"[bold]{escape(verdict.headline)}[/] " if verdict.headline else ""
+        print_sentence(f"[bold {colour}]{mark}[/] {short}{escape(verdict.text)}", console)
     warning = multiple_testing_note(comparison)
     if warning is not None:
         print_sentence(f"[dim]{escape(warning)}[/]", console)

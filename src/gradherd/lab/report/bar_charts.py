@@ -8,6 +8,8 @@ from gradherd.lab.report.svg_parts import COLOURS, NARROW, SMALL, Layout, svg_he
 from gradherd.lab.text import printable, significant
 
 _LEAST_ROW = 20
+_LETTER = 6.6
+"""Mean width of a letter at 12 pixels, with some room to spare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,13 @@ def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
         rows: The bars.
     """
     # Many bars, such as those of 64 workers, become thin, and lose their figures.
-    layout, names = NARROW, 150
+    layout = NARROW
     size = 26 if len(rows) <= 12 else min(16, max(4, 480 // len(rows)))
     longest = max(sum(length for length, _ in row.parts) for row in rows) or 1.0
-    # Room for the figures at the end of the bars.
-    axis = ChartAxis(0.0, longest, names, layout.width - 110)
+    # Names and figures get the room they need, and the bars what is left of the width.
+    names = 12 + _LETTER * max(len(printable(row.name, 22)) for row in rows)
+    figures = 10 + _LETTER * max(len(row.text) for row in rows)
+    axis = ChartAxis(0.0, longest, names, max(layout.width - figures, names + 60))
     height = layout.top + size * len(rows) + layout.bottom
     foot = height - layout.bottom
     parts = [svg_head("", layout, height, [])]

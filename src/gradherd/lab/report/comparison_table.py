@@ -204,6 +204,7 @@ def comparison_json(comparison: Comparison, report: str | None) -> dict[str, Any
         "arms": [_arm_json(pair) for pair in comparison.pairs],
         "metric": comparison.metric_name,
         "higher_is_better": comparison.higher_is_better,
+        "headlines": [one.headline for one in all_verdicts(comparison) if one.headline],
         "verdicts": [verdict.text for verdict in all_verdicts(comparison)],
         "notes": list(comparison.notes),
         "report": report,

@@ -4,6 +4,7 @@ import base64
 import csv
 import hashlib
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -159,7 +160,7 @@ def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:
         verdicts = answer(question, comparison)
         lines = [
             {"tone": one.tone, "sign": _TONES[one.tone][0], "means": _TONES[one.tone][1],
-             "text": one.text}
+             "headline": one.headline, "text": one.text}
             for one in verdicts
         ]  # fmt: skip
         questions.append({"question": question.text, "lines": lines})
@@ -191,6 +192,10 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["csv_link"] = _csv_link
+    # "95 %" and "p = 0.03" stay on one line.
+    environment.filters["joined"] = lambda text: re.sub(
+        r"(?<=\d) (?=%)| (?==)|(?<==) ", "\xa0", text
+    )
     # NaN is not JSON: the page's script could not read its data.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment

@@ -94,11 +94,33 @@ def price(pair: ArmPair) -> str:
     if share is None:
         return "bytes not known"
     text = f"{share:.2f} times the bytes"
-    if share < 1:
+    if f"{share:.2f}" == "1.00":
+        text = "the same number of bytes"
+    elif share < 1:
         text = f"{significant(100 * share, 2)} % of the bytes"
     if pair.seconds_ratio is None or not pair.same_clock:
         return text
     return f"{text} and {pair.seconds_ratio:.2f} times the seconds"
+
+
+_SHOWN = {
+    "gain": "better than {}",
+    "cost": "worse than {}",
+    "mixed": "better in one way than {}, worse in another",
+    "open": "no difference from {} shown",
+    "few": "too few seeds to compare it with {}",
+}
+
+
+def headline(pair: ArmPair, shown: str) -> str:
+    """Return the answer in a few words: what is shown, and at what price.
+
+    Args:
+        pair: The arms.
+        shown: A gain, a cost, both (mixed), nothing (open), or nothing for want of seeds (few).
+    """
+    answer = _SHOWN[shown].format(pair.reference.label)
+    return f"{pair.arm.label}: {answer}, with {price(pair)}."
 
 
 def with_density(arm: ArmSummary) -> str:

@@ -105,8 +105,8 @@ SMALL = Layout(width=380, height=236, left=52, columns=3)
 """A file with a legend below the plot; three of them fit side by side."""
 INLINE = Layout(width=560, height=300, top=12, alone=False)
 """Part of a page that has the title, the legend and the colours."""
-NARROW = Layout(width=460, height=300, top=12, alone=False)
-"""As INLINE, for bars, whose figures take room beside them."""
+NARROW = Layout(width=360, height=300, top=12, alone=False)
+"""As INLINE, for bars: so narrow that a phone need not shrink their names."""
 
 
 def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> str:

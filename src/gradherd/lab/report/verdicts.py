@@ -14,6 +14,7 @@ from gradherd.lab.report.comparison import ArmPair, Comparison, Question, compar
 from gradherd.lab.report.phrases import (
     decimal_places,
     distance,
+    headline,
     late_period,
     price,
     reached,
@@ -43,6 +44,8 @@ class Verdict:
     tone: Literal["gain", "cost", "mixed", "open"]
     """What is shown: a gain, a cost, both, or nothing."""
     text: str
+    headline: str = ""
+    """The answer in a few words, with its price; empty where the text is as short."""
 
 
 def all_verdicts(comparison: Comparison) -> list[Verdict]:
@@ -119,7 +122,7 @@ def _order_verdict(
     direction = _both(by_loss, by_metric)
     # Fewer epochs that take more seconds or bytes are a trade, not a gain.
     tone = "mixed" if direction == "gain" and not sooner else direction
-    return Verdict(kind="order", arm=pair.arm.label, tone=tone, text=text)
+    return _verdict("order", pair, tone, text)
 
 
 def _sparsify_verdict(
@@ -148,7 +151,13 @@ def _sparsify_verdict(
     # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
     mixed = (direction == "cost" and saves) or (direction == "gain" and not saves)
-    return Verdict(kind=kind, arm=arm.label, tone="mixed" if mixed else direction, text=text)
+    return _verdict(kind, pair, "mixed" if mixed else direction, text)
+
+
+def _verdict(kind: str, pair: ArmPair, tone: Direction, text: str) -> Verdict:
+    enough = len(pair.common_seeds) >= MIN_SEEDS
+    short = headline(pair, tone if enough else "few")
+    return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=short)
 
 
 def _both(one: Direction, other: Direction) -> Direction:
