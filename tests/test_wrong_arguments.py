@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
+from gradherd.ordering.cd_grab_live import CDGraBLive
 
 DATA = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
 
@@ -62,7 +63,12 @@ WRONG = [
     (lambda: sampler("grub"), "unknown order 'grub'; known are d-rr"),
     (lambda: sampler(3), "policy must be the name of an order .* got 3"),
     (lambda: sampler(gh.CDGraB), "policy must be the name of an order .* got CDGraB"),
-    (lambda: sampler(gh.CDGraB(rule="greedy")), "rule must be a sign rule .* got 'greedy'"),
+    (lambda: gh.CDGraB(rule="greedy"), "rule must be a sign rule .* got 'greedy'"),
+    (lambda: gh.GraB(rule=gh.Greedy), "rule must be a sign rule .* got Greedy"),
+    (lambda: gh.PairGraB(rule=None), "rule must be a sign rule .* got None"),
+    (lambda: CDGraBLive(weight="a"), "weight must be a number, got 'a'"),
+    (lambda: sampler(drop_last="no"), "drop_last must be True or False, got 'no'"),
+    (lambda: sampler(drop_last=None), "drop_last must be True or False, got None"),
     (lambda: sampler(batch_size=0), "batch_size must be at least 1, got 0"),
     (lambda: sampler(batch_size="4"), "batch_size must be a whole number, got '4'"),
     (lambda: sampler(batch_size=4.5), "batch_size must be a whole number, got 4.5"),

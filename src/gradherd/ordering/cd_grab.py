@@ -21,7 +21,7 @@ from gradherd.ordering.balance import ImplicitRows, reorder_all
 from gradherd.ordering.pair_grab import sign_pairs
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule
+from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class CDGraB:
 
     needs_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule)
 
     def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
         """Start from zero: nothing of the previous epoch is used."""

@@ -21,12 +21,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Script
 from gradherd.ordering.balance import ImplicitRows, reorder_all
 from gradherd.ordering.pair_grab import sign_pairs
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule
+from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
 
 
 def rows_of_units(orders: Sequence[Tensor], first: int, steps: int) -> Tensor:
@@ -76,6 +77,8 @@ class CDGraBLive:
     start: ClassVar[Start | None] = None
 
     def __post_init__(self) -> None:
+        check_rule(self.rule)
+        check_numbers(weight=self.weight)
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(f"weight must be a finite number, at least 0, got {self.weight}")
 

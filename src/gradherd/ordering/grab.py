@@ -26,7 +26,7 @@ from gradherd.ordering.balance import (
 )
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule
+from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
 
 DEVICES_TO_STAY_ON = {"cuda"}
 """Where few long rows are signed without waiting for the device; tests add the CPU."""
@@ -48,6 +48,9 @@ class GraB:
     needs_rows: ClassVar[bool] = True
     leaves_out_broken_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule)
 
     def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
         """Take over the mean of the rows that the previous epoch observed."""

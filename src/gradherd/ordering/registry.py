@@ -70,9 +70,6 @@ def find_policy(policy: "str | Policy") -> "Policy":
         raise ValueError(
             f"policy must be the name of an order or an order such as CDGraB(), got {got}"
         )
-    rule = getattr(policy, "rule", None)
-    if hasattr(policy, "rule") and not hasattr(rule, "decide"):
-        raise ValueError(f"rule must be a sign rule such as Greedy(), got {rule!r}")
     return policy
 
 

@@ -56,6 +56,9 @@ class UnitSharding:
     def __post_init__(self) -> None:
         if self.examples < 1:
             raise ValueError(f"the data set must hold at least one example, got {self.examples}")
+        # Any text is true, "no" and "False" included.
+        if self.drop_last not in (True, False):
+            raise ValueError(f"drop_last must be True or False, got {self.drop_last!r}")
         if self.drop_last and self.length == 0:
             raise ValueError(
                 f"drop_last=True leaves nothing of {self.examples} examples for {self.workers} "

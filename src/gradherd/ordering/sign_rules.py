@@ -22,6 +22,13 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
+def check_rule(rule: object) -> None:
+    """Raise ValueError unless `rule` decides signs; its name alone does not."""
+    if isinstance(rule, type) or not hasattr(rule, "decide"):
+        got = rule.__name__ if isinstance(rule, type) else repr(rule)
+        raise ValueError(f"rule must be a sign rule such as Greedy(), got {got}")
+
+
 class SignRule(Protocol):
     """Decides the sign of one vector per stream. Implementations are frozen and final."""
 

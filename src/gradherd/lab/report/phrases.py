@@ -120,7 +120,8 @@ def headline(pair: ArmPair, shown: str) -> str:
         shown: A gain, a cost, both (mixed), nothing (open), or nothing for want of seeds (few).
     """
     answer = _SHOWN[shown].format(pair.reference.label)
-    return f"{pair.arm.label}: {answer}, with {price(pair)}."
+    takes = "" if pair.bytes_ratio is None else f"; it takes {price(pair)}"
+    return f"{pair.arm.label}: {answer}{takes}."
 
 
 def with_density(arm: ArmSummary) -> str:
