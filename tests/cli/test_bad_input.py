@@ -198,6 +198,10 @@ compare digits --sparsifiers exdyna:2 | exdyna:2
 compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
 compare digits --seeds 1.5 | --seeds must be a whole number, got '1.5'
 compare digits --resume | --resume needs --out
+compare digits --seeds 10000000000 | --seeds must be at most 10,000, got 10000000000
+train digits --workers 1000000 | --workers starts at most 256 processes, got 1000000: --virtual
+demo --workers 1000 | --workers must be at most 256, got 1000
+demo --seeds 100000 | --seeds must be at most 10,000
 demo extra | there is no option or argument extra here
 study | FILE is missing
 study nowhere.toml | nowhere.toml: No such file

@@ -23,6 +23,9 @@ MaybeStr = Optional[str]  # noqa: UP045
 MaybePath = Optional[Path]  # noqa: UP045
 FolderOption = Annotated[MaybePath, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+MAX_PROCESSES = 256
+"""Most worker processes on one machine. Each takes some 300 MB, and a slip starts thousands."""
+MAX_SEEDS = 10_000
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 
@@ -31,10 +34,12 @@ def json_help(text: str) -> Any:
     return tyro.conf.arg(help=text, help_behavior_hint="")
 
 
-def check_at_least(option: str, value: int, least: int) -> None:
-    """Raise UsageError if a number is too small."""
+def check_at_least(option: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise UsageError if a number is too small, or so large that it must be a slip."""
     if value < least:
         raise UsageError(f"{option} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise UsageError(f"{option} must be at most {most:,}, got {value}")
 
 
 def check_density(density: float) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gradherd.cli.arguments import (
+    MAX_SEEDS,
     Flag,
     MaybeStr,
     check_at_least,
@@ -175,7 +176,7 @@ class CompareCommand:
         density = density_for(shared, self.density)
         task, settings = named_task(self.task), self.training.checked()
         seeds = task.defaults.seeds if self.seeds is None else self.seeds
-        check_at_least("--seeds", seeds, 1)
+        check_at_least("--seeds", seeds, 1, MAX_SEEDS)
         from gradherd.lab.train.config import plan_runs
 
         try:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from gradherd.cli.arguments import Flag, FolderOption, check_at_least, json_help, print_json
+from gradherd.cli.arguments import (
+    MAX_PROCESSES,
+    MAX_SEEDS,
+    Flag,
+    FolderOption,
+    check_at_least,
+    json_help,
+    print_json,
+)
 from gradherd.cli.compare import reporting_what_is_left
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import TrainingOptions
@@ -50,8 +58,8 @@ class DemoCommand:
 
     def run(self) -> None:
         """Train both parts, print the comparisons, and write the page."""
-        check_at_least("--workers", self.workers, 1)
-        check_at_least("--seeds", self.seeds, 1)
+        check_at_least("--workers", self.workers, 1, MAX_PROCESSES)
+        check_at_least("--seeds", self.seeds, 1, MAX_SEEDS)
         if self.resume and self.out is None:
             raise UsageError("--resume needs --out, the folder of the demo to continue")
         from gradherd.cli.folders import output_folder

@@ -137,7 +137,7 @@ def _run(words: list[str]) -> None:
         if package not in _FOR_REPORTS:
             raise
         raise UsageError(
-            f"reports need {package}, which is not installed: pip install 'gradherd[report]'"
+            f"reports need {package}, which is not installed: pip install jinja2 scipy"
         ) from None
 
 

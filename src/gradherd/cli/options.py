@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from gradherd.cli.arguments import (
+    MAX_PROCESSES,
     Flag,
     FolderOption,
     MaybeFloat,
@@ -164,9 +165,7 @@ class TrainingOptions:
         # Checked now: loading data and starting ranks take seconds.
         usable_device(self.device)
         if self.tensorboard and not _is_installed("tensorboard"):
-            raise UsageError(
-                "--tensorboard: tensorboard is not installed: pip install 'gradherd[tensorboard]'"
-            )
+            raise UsageError("--tensorboard: not installed: pip install tensorboard")
         # None in these means the default of the task; the others have a default of their own.
         by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
         others = ("rows", "sketch_size", "limit", "virtual", "device", "clip", "lr_warmup")
@@ -179,6 +178,11 @@ class TrainingOptions:
     def _world_size(self) -> dict[str, int]:
         """Return {"workers": processes of torchrun}, or nothing without torchrun."""
         if not under_torchrun():
+            if not self.virtual and (self.workers or 1) > MAX_PROCESSES:
+                raise UsageError(
+                    f"--workers starts at most {MAX_PROCESSES} processes, got {self.workers}: "
+                    "--virtual simulates more in one process"
+                )
             if self.device != "cpu" and not self.virtual:
                 raise UsageError(
                     f"--device {self.device} needs one GPU per worker: start with torchrun, "

@@ -235,7 +235,7 @@ def _verdicts(study: Study, out: Path) -> list[ClaimVerdict]:
     try:
         from gradherd.lab.report.evidence import judge_study
     except ModuleNotFoundError as error:
-        advice = f"verdicts need {error.name}: pip install 'gradherd[report]'"
+        advice = f"verdicts need {error.name}: pip install jinja2 scipy"
         print(f"gradherd: {advice}", file=sys.stderr)
         return []
     return judge_study(study, out)[1]

@@ -254,5 +254,5 @@ def no_device(name):
 def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradherd.lab.report.evidence", None)
     code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
-    assert code == 0 and "1 run;" in out and "pip install 'gradherd[report]'" in err
+    assert code == 0 and "1 run;" in out and "pip install jinja2 scipy" in err
     assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()

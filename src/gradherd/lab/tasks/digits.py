@@ -84,8 +84,7 @@ def _read_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     if package is None or not package.submodule_search_locations:
         # Optional: only these two tasks need it.
         raise MissingData(
-            "the digits come with scikit-learn, which is not installed: "
-            "pip install 'gradherd[tasks]'"
+            "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
         )
     # Read, not imported: importing sklearn.datasets takes longer than a short training, and every
     # rank would do so.

@@ -171,8 +171,8 @@ def parse_tiles(content: bytes, path: Path, side: int) -> NDArray[np.uint8]:
         from PIL import Image
     except ImportError:
         raise ValueError(
-            f"{path} needs Pillow to be read: pip install 'gradherd[tasks]', or use the "
-            "binary version of the set"
+            f"{path} needs Pillow to be read: pip install pillow, or use the binary "
+            "version of the set"
         ) from None
     try:
         with warnings.catch_warnings():

@@ -137,9 +137,7 @@ def _event_writer(folder: Path) -> Any:
         # Optional, and slow to import.
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
-            "tensorboard is not installed: pip install 'gradherd[tensorboard]'"
-        ) from None
+        raise ValueError("tensorboard is not installed: pip install tensorboard") from None
     return SummaryWriter(str(folder))
 
 
