@@ -23,7 +23,7 @@ from gradherd.attach import coordinated_hook
 from gradherd.attach.layouts import BucketLayout
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
-from gradherd.ordering import Ordering
+from gradherd.ordering import Ordering, coordination
 from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.coordination import RowGatherer
 from tests.ordering.helpers import lists, through_disk
@@ -256,6 +256,45 @@ def resumed(policy, count, batch, unit, rows, at, together=True):
     herd.load_state_dict(state)
     back = train(*first, herd=herd)[1]
     return straight[at[0] :], elsewhere, back
+
+
+def dealt(calls, at):
+    """Return what loops learn whose rows are dealt to ranks, and a state of both ways.
+
+    The rows of these small models would be gathered otherwise.
+    """
+    policy, *rest = calls[0]
+    states = [_stopped(policy, *rest, at)]
+    coordination._DEAL_COLUMNS = 1
+    states.append(_stopped(policy, *rest, at))
+    histories = [learned(*call) for call in calls]
+    again = [resumed(*call[:5], at) for call in calls[:2]]
+    return histories, again, states, by_index()
+
+
+def _stopped(policy, count, batch, unit, rows, at):
+    """Return the state of a loop in mid-epoch, and the bytes sent for its order."""
+    net = network()
+    sampler = OrderedSampler(examples(count), policy, batch_size=batch, unit=unit)
+    herd, state = train(net, DDP(net), sampler, rows=rows, at=at)
+    return state, herd.metrics()["bytes_for_ordering"]
+
+
+def by_index(count=31, batch=4):
+    """Return the orders of an epoch whose batches come backwards, and those they should be."""
+    dataset, net = examples(count), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=batch, seed=3)
+    model = DDP(net)
+    herd = attach(model, order=sampler, rows="exact")
+    step = torch.optim.SGD(net.parameters(), lr=0.0).step
+    for indices in reversed(torch.tensor(list(sampler)).split(batch)):
+        x, y = dataset[indices]
+        herd.observe(indices)
+        F.cross_entropy(model(x), y).backward()
+        step()
+    herd.finish()
+    gradients = unit_gradients(network(), dataset, sampler)
+    return lists(sampler.ordering.orders), orders_from(gradients, sampler, 1)[0]
 
 
 def gathered_every(everys):

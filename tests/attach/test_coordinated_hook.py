@@ -8,6 +8,7 @@ import torch
 from gradherd.comm import run_ranks
 from tests.attach import attach_work
 from tests.attach.attach_work import Loop
+from tests.ordering.helpers import same
 
 SMALL = (("bucket_cap_mb", 1e-4),)  # several buckets, of lengths that ranks do not divide
 UNUSED = (("find_unused_parameters", True),)
@@ -58,6 +59,34 @@ def test_four_ranks_find_the_orders_of_their_examples():
     one, two = ("cd-grab", 43, 4, 1, "exact"), ("cd-grab", 53, 4, 2, "exact", Loop(named=False))
     for ranks in each(4, {"one": one, "two": two}).values():
         check(ranks)
+
+
+def test_ranks_that_deal_columns_find_the_orders_of_their_examples():
+    # 119 columns: 40, 40 and 39 with one of padding
+    bad = Loop(epochs=2, scale=64.0, bad=((0, 1, 1), (1, 0, 0)))
+    calls = [
+        ("cd-grab", 31, 4, 1, "exact"),
+        ("grab", 31, 4, 2, "exact"),
+        ("cd-grab-live", 31, 4, 1, "exact"),
+        ("id-pair-grab", 31, 4, 1, "exact", Loop(epochs=2, named=False)),
+        ("cd-grab", 31, 4, 1, "exact", bad),
+    ]
+    ranks = run_ranks(attach_work.dealt, 3, calls, (1, 1))
+    for histories, again, states, by_index in ranks:
+        assert all(found == want for found, want in histories)
+        assert histories[0][0][:2] != histories[-1][0]
+        for straight, elsewhere, back in again:
+            assert elsewhere == back == straight
+        found, want = by_index
+        assert found == want
+        # What is saved does not tell how rows came, so any number of ranks can load it.
+        (gathered, sent), (dealt, sent_dealt) = states
+        assert sent_dealt < 0.6 * sent
+        ours, theirs = dealt["ordering"].pop("balance"), gathered["ordering"].pop("balance")
+        assert same(dealt["ordering"], gathered["ordering"])
+        assert {"running", "sides"} <= ours.keys() == theirs.keys()
+        for key in ours:
+            torch.testing.assert_close(ours[key], theirs[key])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["together", "by bucket"])

@@ -7,10 +7,13 @@ import torch
 
 from gradherd import CDGraB, OrderedSampler, World
 from gradherd.comm import run_ranks
-from gradherd.comm.script import RankRunner
+from gradherd.comm.background_thread import BackgroundThread
+from gradherd.comm.script import RankRunner, SharedRunner, run_together
+from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.ordering import Ordering
 from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.coordination import BackgroundThread, RowGatherer
+from gradherd.ordering.coordination import RowGatherer, observe_gathered
+from gradherd.ordering.registry import make_policy
 from tests.attach import attach_work
 from tests.ordering.helpers import lists
 
@@ -32,6 +35,61 @@ def test_how_many_are_gathered_at_once_does_not_matter():
         for history, sent in found:
             assert history == want
             assert sent == 3 * 7 * 6 * 4 * 2  # epochs, units, numbers, bytes, other ranks
+
+
+@pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab", "curriculum"])
+def test_dealt_columns_give_the_orders_of_whole_rows(name):
+    """Workers that share a process, and workers with a script each, one of 7 columns of 3."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(3, 11, 7, dtype=torch.float64, generator=generator)
+    want, together = (Ordering(make_policy(name), [11] * 3, seed=5) for _ in range(2))
+    apart = [Ordering(make_policy(name), [11] * 3, seed=5) for _ in range(3)]
+    runner, sent = SharedRunner(3), 0
+    for _ in range(3):
+        rows = vectors[torch.arange(3).unsqueeze(1), torch.stack(want.orders)]
+        # The second batch is not finite in one column of one worker: all leave it out.
+        rows[1, 5, 6] = torch.nan
+        seen = torch.ones(11, 3, dtype=torch.bool)
+        seen[4:8] = False
+        want.observe(rows.transpose(0, 1), seen)
+        runner.start(observe_gathered(together, rows, [4, 4, 3], deals=True))
+        results = run_together(
+            [
+                observe_gathered(one, own, [4, 4, 3], deals=True)
+                for one, own in zip(apart, rows, strict=True)
+            ]
+        )
+        sent += results[0].bytes
+        for ordering in (want, together, *apart):
+            ordering.end_epoch()
+            assert ordering.version == want.version
+    assert runner.bytes == sent
+
+
+def test_dealt_columns_take_a_third_of_the_step_of_16_workers():
+    """LeNet, 16 workers with 4 examples each: three times the bytes of d-rr, not 33 times."""
+    gradient = 62_006
+    averaged = mean_bytes(gradient, 16)
+    rows, factors = torch.zeros(1).expand(16, 128, gradient), []
+    for deals in (False, True):
+        # What is sent depends on shapes alone; the values of these rows are never read.
+        ordering, runner = Ordering(CDGraB(), [128] * 16), SharedRunner(16)
+        runner.start(observe_gathered(_Counted(ordering), rows, [4] * 32, deals=deals))
+        factors.append(1 + runner.bytes / 32 / averaged)
+    assert factors == pytest.approx([33, 3.02], rel=1e-3)
+
+
+class _Counted:
+    """Learns from the first column of rows alone."""
+
+    def __init__(self, ordering):
+        self._ordering, self.epoch = ordering, 0
+
+    def observe(self, rows, seen=None, *, first=None):
+        pass
+
+    def observe_sharded(self, rows, seen=None, *, first=None):
+        return self._ordering.observe_sharded(rows[..., :1], seen, first=first)
 
 
 def test_rows_wait_until_enough_are_together():

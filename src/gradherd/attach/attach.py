@@ -21,6 +21,7 @@ from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
+from gradherd.attach.layouts import DealtColumns
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.parameter_usage import refuse_second_momentum, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
@@ -28,11 +29,10 @@ from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
+from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.settings import (
-    BatchRows,
-    RowSettings,
-)
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.settings import BatchRows, RowSettings, row_length
 from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
@@ -285,4 +285,7 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
     if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):
         return ShardedCoordination(model, order, world)
     source = make_row_source(bare, settings, order.unit, order.batch_size)
-    return GatheringTransport(source, order, world, next(bare.parameters()).device)
+    device, size = next(bare.parameters()).device, FlatSpec.of(bare).size
+    deals = deals_columns(row_length(settings, size), size, world.size)
+    dealt = DealtColumns(size, world, device) if deals else None
+    return GatheringTransport(source, order, world, device, dealt)

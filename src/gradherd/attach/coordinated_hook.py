@@ -29,11 +29,12 @@ from gradherd.attach.batch_gradient import ParameterHooks
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.layouts import BucketLayout
 from gradherd.attach.transports import StepComparison
+from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.coordination import BackgroundThread, observe_slices
+from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec

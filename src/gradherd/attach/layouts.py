@@ -12,7 +12,7 @@ flat vector, K of them that are sent.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.collectives import all_gather
+from gradherd.comm.sliced_mean import column_slices
 from gradherd.comm.world import World
+from gradherd.ordering.policy import COLUMNS
 from gradherd.sparsify import kernels
 
 
@@ -107,6 +109,36 @@ class BucketLayout(NamedTuple):
             body.append(flat[world.rank * share : (world.rank + 1) * share])
             tails.append(flat[share * world.size :])
         return torch.cat([*body, *(tails if world.rank == world.size - 1 else [])])
+
+
+class DealtColumns(NamedTuple):
+    """The columns of a rank where rows of single examples are dealt (`comm.sliced_mean`)."""
+
+    size: int
+    """Columns of a whole row."""
+    world: World
+    """The ranks that share them."""
+    device: torch.device
+    """Where their group works."""
+
+    def cut(self, row: Tensor) -> Tensor:
+        """Return this rank's (C,) columns of a row.
+
+        >>> dealt = DealtColumns(5, World(rank=2, size=3), torch.device("cpu"))
+        >>> dealt.cut(torch.tensor([1, 2, 3, 4, 5])).tolist()
+        [5, 0]
+        """
+        return column_slices(row.unsqueeze(0), self.world.size)[self.world.rank, 0]
+
+    def joined(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of an ordering with the columns of all ranks. All ranks must call it."""
+        balance = state["balance"]
+        for key in COLUMNS:
+            if key in balance:
+                slices = all_gather(balance[key].to(self.device), self.world).value  # (R, m, C)
+                rows = slices.transpose(0, 1).flatten(1)[:, : self.size]
+                balance[key] = rows.to(balance[key].device)
+        return state
 
 
 class ShardSpan(NamedTuple):

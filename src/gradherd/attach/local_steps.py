@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from gradherd.attach.flat_weights import FlatWeights, own
 from gradherd.attach.state import gather_states
+from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.ordering.coordination import BackgroundThread
 from gradherd.sparsify.outer_optimizer import (
     LocalOutcome,
     LocalSteps,

@@ -111,7 +111,7 @@ def _choose(
         free=order.world.size == 1 or hook_is_free,
         size=FlatSpec.of(inner(model)).size,
         on_gpu=next(model.parameters()).is_cuda and not fsdp_modules(model),
-        alone=order.world.size == 1,
+        workers=order.world.size,
     )
     single = order.ordering.policy.needs_rows and order.unit < order.batch_size
     return settings, f"{why}; {describe(inner(model))}" if single else why

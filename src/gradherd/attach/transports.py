@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.attach.batch_gradient import ParameterHooks
+from gradherd.attach.layouts import DealtColumns
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource, WatchedSource
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run
@@ -200,16 +201,24 @@ class GatheringTransport(_LocalState):
     """Gathers the rows of all workers."""
 
     def __init__(
-        self, source: RowSource, sampler: OrderedSampler, world: World, device: torch.device
+        self,
+        source: RowSource,
+        sampler: OrderedSampler,
+        world: World,
+        device: torch.device,
+        dealt: DealtColumns | None,
     ) -> None:
         super().__init__(sampler)
         self._source: RowSource = source
         self._device = device  # where the group of the ranks works
-        self._runner = RankRunner(world)
-        self._gatherer = RowGatherer(sampler, self._runner, policy_checks=self._policy_checks)
-        self._epoch_gatherer: EpochGatherer | None = None
+        self._columns = dealt  # None where whole rows are gathered
         # On the CPU, so that a GPU need not catch up with the host at every step.
         self._side = world.side_channel()
+        self._runner = RankRunner(world, later=self._side)
+        self._gatherer = RowGatherer(
+            sampler, self._runner, policy_checks=self._policy_checks, deals=dealt is not None
+        )
+        self._epoch_gatherer: EpochGatherer | None = None
         self._in_step = StepComparison(sampler)
         # With one worker nothing is sent, so exact rows need not be formed.
         self._alone = world.size == 1
@@ -300,9 +309,9 @@ class GatheringTransport(_LocalState):
         if self._epoch_gatherer is None:
             sampler = self._sampler
             batches = -(-len(sampler) // sampler.batch_size)
-            self._epoch_gatherer = EpochGatherer(
-                sampler, self._runner, sampler.ordering.length, batches
-            )
+            steps = (sampler.ordering.length, batches)
+            deals = self._columns is not None
+            self._epoch_gatherer = EpochGatherer(sampler, self._runner, *steps, deals=deals)
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out, and the time rows took in backwards."""
@@ -310,9 +319,16 @@ class GatheringTransport(_LocalState):
         seconds = {"seconds_in_backward": self._source.seconds_in_backward}
         return seconds | ({"rows_left_out": left_out} if left_out else {})
 
+    def ordering_state(self) -> dict[str, Any]:
+        """Return the state of the ordering with all columns. All ranks must call it."""
+        state = super().ordering_state()
+        return state if self._columns is None else self._columns.joined(state)
+
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering; the model may have changed as well."""
         super().load_ordering_state(state)
+        if self._columns is not None:
+            self._sampler.ordering.map_columns(self._columns.cut)
         self._source.restart_checks()
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from gradherd.comm import collectives
+from gradherd.comm import collectives, sliced_mean
 from gradherd.comm.world import World
 
 
@@ -59,6 +59,13 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
+class DealColumns:
+    """Send each rank C = D / R columns of `tensor` (n, D), padded: results in (R, n, C)."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
 class Broadcast:
     """Send the tensor of rank `src` to all ranks; the others give one of its shape and dtype."""
 
@@ -80,7 +87,9 @@ class SendRecv:
     src: int | None = None
 
 
-Request: TypeAlias = AllGather | AllGatherUneven | AllReduceSmall | AllToAll | Broadcast | SendRecv
+Request: TypeAlias = (
+    AllGather | AllGatherUneven | AllReduceSmall | AllToAll | DealColumns | Broadcast | SendRecv
+)
 T = TypeVar("T")
 Script: TypeAlias = Generator[Request, Any, T]
 
@@ -123,6 +132,9 @@ def _run_collective(request: Request, world: World) -> tuple[Any, int]:
             return collectives.all_reduce_small(tensor, world)
         case AllToAll(tensor):
             return collectives.all_to_all(tensor, world)
+        case DealColumns(tensor):
+            dealt = sliced_mean.deal_columns_start(tensor, world)
+            return dealt.wait(), dealt.bytes
         case Broadcast(tensor, src):
             # A broadcast writes into its tensor; that of a request belongs to the script.
             return collectives.broadcast(tensor.clone(), world, src=src)
@@ -150,18 +162,27 @@ class RankRunner:
     Only the first can: what comes after it depends on its result.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, *, later: World | None = None) -> None:
+        """Start without a script.
+
+        Args:
+            world: The ranks that take part.
+            later: The same ranks, with the group of the collectives after the first of a script.
+                These exchange what is on the host, which the group of a GPU cannot.
+        """
+        self._world, self._later = world, world if later is None else later
         self._pending: tuple[Script[None], collectives.PendingCollective] | None = None
         self.bytes = 0
 
     def start(self, script: Script[None]) -> None:
-        """Finish the script before, then begin this one, which must start with an AllGather."""
+        """Finish the script before, then begin this one, which must gather or deal first."""
         # First the script before, on all ranks: collectives must be issued in the same order.
         self.finish()
         request = next(script)
-        assert isinstance(request, AllGather), request
-        if self._world.size == 1:
+        assert isinstance(request, AllGather | DealColumns), request
+        if isinstance(request, DealColumns):
+            pending = sliced_mean.deal_columns_start(request.tensor, self._world)
+        elif self._world.size == 1:
             # Without a copy of what may be a whole gradient: scripts do not write to answers.
             pending = collectives.PendingCollective(request.tensor.unsqueeze(0), 0)
         else:
@@ -175,7 +196,7 @@ class RankRunner:
             return
         # Cleared first: after an error, `finish` must not wait for the same collective again.
         (script, pending), self._pending = self._pending, None
-        self.bytes += run(_resumed(script, pending.wait()), self._world).bytes
+        self.bytes += run(_resumed(script, pending.wait()), self._later).bytes
 
 
 def _resumed(script: Script[None], answer: Any) -> Script[None]:
@@ -193,7 +214,8 @@ class SharedRunner:
 
     For state that all ranks hold alike, such as orders: one copy of it serves all workers. So a
     request already holds the contribution of every worker: an `AllGather` the stacked (R, ...)
-    tensors, an `AllReduceSmall` the total. It is its own answer; bytes are those of one rank.
+    tensors, `DealColumns` all (R, n, D) columns, an `AllReduceSmall` the total. It is its own
+    answer; bytes are those of one rank.
     """
 
     def __init__(self, size: int) -> None:
@@ -206,7 +228,7 @@ class SharedRunner:
             request = next(script)
             while True:
                 self.bytes += self._bytes(request)
-                assert isinstance(request, AllGather | AllReduceSmall)
+                assert isinstance(request, AllGather | AllReduceSmall | DealColumns)
                 request = script.send(request.tensor)
         except StopIteration:
             return
@@ -217,6 +239,8 @@ class SharedRunner:
                 return collectives.all_gather_bytes(tensor[0], self._size)
             case AllReduceSmall(tensor):
                 return collectives.all_reduce_small_bytes(tensor, self._size)
+            case DealColumns(tensor):
+                return sliced_mean.deal_columns_bytes(tensor[0], self._size)
         raise RuntimeError(f"a script for all workers cannot ask for {type(request).__name__}")
 
     def finish(self) -> None:
@@ -268,6 +292,9 @@ def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
     size = len(requests)
     tensors = [request.tensor for request in requests]
     match requests[0]:
+        case DealColumns():
+            slices = [sliced_mean.column_slices(tensor, size) for tensor in tensors]
+            return _run_all([AllToAll(each) for each in slices])
         case AllGather():
             rows = torch.stack(tensors)
             return [ScriptResult(rows, collectives.all_gather_bytes(t, size)) for t in tensors]

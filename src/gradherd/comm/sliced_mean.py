@@ -9,7 +9,10 @@ bytes as an all-reduce, and no rank ever holds the whole vectors of all ranks.
 Vectors come in buckets, as they become ready. What is left of a bucket when its length does not
 divide by R (fewer than R elements) is gathered whole; the last rank owns those columns.
 
-Shapes: R ranks, N elements of a bucket, C columns of this rank over all buckets.
+Rows of single examples have no mean to share: `deal_columns_start` only deals their slices, padded.
+
+Shapes: R ranks, N elements of a bucket, C columns of this rank over all buckets; n rows of D
+columns.
 """
 
 from collections.abc import Sequence
@@ -73,6 +76,36 @@ def mean_bytes(elements: int, ranks: int, element_size: int = 4) -> int:
     one_bucket = elements <= ONE_BUCKET_ELEMENTS
     length = padded_length(elements, ranks) if one_bucket else elements
     return 2 * length * element_size * (ranks - 1) // ranks
+
+
+def deal_columns_bytes(rows: Tensor, ranks: int) -> int:
+    """Return the bytes that a rank sends to deal the columns of (n, D) rows.
+
+    >>> deal_columns_bytes(torch.zeros(2, 5), 4)  # slices of 2 columns, to 3 ranks
+    48
+    """
+    columns = padded_length(rows.shape[1], ranks) // ranks
+    return len(rows) * columns * rows.element_size() * (ranks - 1)
+
+
+def column_slices(rows: Tensor, ranks: int) -> Tensor:
+    """Return (n, D) rows as slices of equally many columns, (R, n, C), padded with zeros.
+
+    >>> column_slices(torch.arange(1, 6).view(1, 5), 3).tolist()
+    [[[1, 2]], [[3, 4]], [[5, 0]]]
+    """
+    columns = padded_length(rows.shape[1], ranks) // ranks
+    slices = rows.new_empty(ranks, len(rows), columns)
+    for rank, one in enumerate(slices):
+        own = rows[:, rank * columns : (rank + 1) * columns]
+        one[:, : own.shape[1]] = own
+        one[:, own.shape[1] :] = 0  # adds nothing to an inner product
+    return slices
+
+
+def deal_columns_start(rows: Tensor, world: World) -> PendingCollective:
+    """Start to send every rank its slice of the columns of all ranks' (n, D) rows: (R, n, C)."""
+    return all_to_all_start(column_slices(rows, world.size), world)
 
 
 class _Bucket(NamedTuple):

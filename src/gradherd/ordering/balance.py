@@ -44,6 +44,8 @@ _BLOCK_COLUMNS = 512
 # On a GPU (H200) it pays off from a few vectors on. Without Triton only up to the length at which
 # a library's product of few, very long rows falls behind.
 FEW_VECTORS, _GPU_COLUMNS = 8, 4_000_000
+# Vectors of one message between ranks that hold columns: more would send more products than rows.
+_SHARED_BLOCK = 32
 # From this many streams on, one step of all streams together costs less than their blocks.
 _MANY_STREAMS = 8
 # Up to this many columns numpy's lower call overhead wins; beyond, its products start threads,
@@ -124,9 +126,13 @@ def balance_sharded(
     Returns:
         The (W, P) signs, this rank's columns of the new sums, and the new carry.
     """
-    # One block is one time step. If one of its vectors is not finite, so is the mean gradient of
-    # the step, and the optimizer skips it on every rank: no worker may learn from it.
-    return blocks(vectors, running, rule, draws, carry, block=step, sharded=True, all_or_none=True)
+    # If one vector of a time step is not finite, so is the mean gradient of the step, and the
+    # optimizer skips it on every rank: no worker may learn from it. That is how whole batches come.
+    # Rows of single examples come many steps at a time, and those that are not finite are marked
+    # already: a block then covers several steps, which share one message.
+    one = vectors.shape[1] <= step
+    block = step if one else step * max(1, _SHARED_BLOCK // step)
+    return blocks(vectors, running, rule, draws, carry, block=block, sharded=True, all_or_none=one)
 
 
 def sequential(

@@ -2,12 +2,13 @@
 
 Two ways, both as scripts (`comm.script`):
 
-* `observe_gathered`: every worker's rows are gathered, and every rank signs them. Used for rows of
-  single examples and for sketches. An order is needed only at the end of an epoch, so rows wait
-  until a few dozen batches have accumulated and are sent in one all-gather that nobody waits for.
-* `observe_slices`: every rank holds a slice of the columns of every worker's gradient, which the
-  averaging of gradients has already delivered (`comm.sliced_mean`). Only the partial inner
-  products are exchanged. Used for whole batches.
+* `observe_gathered`: every worker's rows are gathered, and every rank signs them. Used for sketches
+  and other short rows. An order is needed only at the end of an epoch, so rows wait until a few
+  dozen batches have accumulated and are sent in one all-gather that nobody waits for.
+* Every rank holds a slice of the columns of every worker's gradient, and only partial inner
+  products are exchanged. Of whole batches the averaging of gradients has already delivered the
+  slices (`comm.sliced_mean`): `observe_slices`. Long rows of single examples are dealt by
+  `observe_gathered`, in the same rhythm as short ones are gathered, for one R-th of the bytes.
 
 Both give the same signs as CD-GraB's server (arXiv:2302.00845), which sees every gradient at every
 step: signs depend on the rows and their sequence, not on when they arrive.
@@ -15,16 +16,13 @@ step: signs depend on the rows and their sequence, not on when they arrive.
 Shapes: b units of a batch, R workers, k columns of a row, C columns of this rank's slice.
 """
 
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, Runner, Script
+from gradherd.comm.script import AllGather, DealColumns, Runner, Script
 from gradherd.ordering.batch_claims import BatchClaim
 
 # Rows that wait to be sent take memory, and R times as much on arrival: no more than this.
@@ -32,6 +30,14 @@ _MAX_WAITING_ELEMENTS = 4_000_000
 # A collective has its latency however little it sends: a few dozen batches share one.
 BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered in one collective."""
+# From this many columns on, whole gradients are dealt. Shorter ones, and sketches, are gathered in
+# a single message, without one for the products of every few vectors.
+_DEAL_COLUMNS = 1024
+
+
+def deals_columns(columns: int, parameters: int, workers: int) -> bool:
+    """Return whether ranks deal the columns of rows, given the number of parameters."""
+    return workers > 1 and columns == parameters >= _DEAL_COLUMNS
 
 
 class Learner(Protocol):
@@ -48,7 +54,9 @@ class Learner(Protocol):
         """Learn from the rows of all workers."""
         ...
 
-    def observe_sharded(self, rows: Tensor, *, first: int | None = None) -> Script[None]:
+    def observe_sharded(
+        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    ) -> Script[None]:
         """Learn from this rank's columns of the rows of all workers."""
         ...
 
@@ -60,8 +68,9 @@ def observe_gathered(
     claim: BatchClaim | None = None,
     *,
     leave_broken_rows: bool = False,
+    deals: bool = False,
 ) -> Script[None]:
-    """Gather the rows of some batches from all workers and learn from them.
+    """Gather or deal the rows of some batches of all workers and learn from them.
 
     Args:
         learner: What learns.
@@ -69,29 +78,46 @@ def observe_gathered(
         batches: Units of each batch.
         claim: The units of the first batch; the next ones by default.
         leave_broken_rows: Leave it to the policy to leave out rows that are not finite.
+        deals: Give every rank a slice of the columns instead of gathering whole rows.
     """
     # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
     # all ranks, and so are the signs: no order is ever sent.
-    gathered: Tensor = yield AllGather(rows)
-    by_step = gathered.transpose(0, 1)  # (steps, R, k)
+    answer: Tensor = yield DealColumns(rows) if deals else AllGather(rows)
+    by_step, finite = answer.transpose(0, 1), None  # (steps, R, k or C)
+    if deals:
+        # A slice does not tell whether the rest of its row is finite; who has sent it knows.
+        told: Tensor = yield AllGather(rows.sum(-1).isfinite().cpu())
+        finite = told.all(0)
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
-    seen = None if leave_broken_rows else finite_batches(by_step, batches)
-    learner.observe(by_step, seen, first=None if claim is None else claim.step)
+    seen = None if leave_broken_rows else finite_batches(by_step, batches, finite)
+    yield from _learn(learner, by_step, seen, None if claim is None else claim.step, deals)
 
 
-def observe_epoch(learner: Learner, rows: Tensor, seen: Tensor) -> Script[None]:
+def _learn(
+    learner: Learner, rows: Tensor, seen: Tensor | None, first: int | None, sharded: bool
+) -> Script[None]:
+    if sharded:
+        yield from learner.observe_sharded(rows, seen, first=first)
+    else:
+        learner.observe(rows, seen, first=first)
+
+
+def observe_epoch(
+    learner: Learner, rows: Tensor, seen: Tensor, *, deals: bool = False
+) -> Script[None]:
     """Learn from a whole epoch of which workers may have missed different steps.
 
     Args:
         learner: What learns.
         rows: (steps, k) this worker's rows by time step; zero where it has none.
         seen: (steps,) int64, which of them are real.
+        deals: As in `observe_gathered`.
     """
     # Which steps a worker has missed is known to that worker only, so it is gathered, too.
-    all_rows: Tensor = yield AllGather(rows)
+    all_rows: Tensor = yield DealColumns(rows) if deals else AllGather(rows)
     all_seen: Tensor = yield AllGather(seen)
-    learner.observe(all_rows.transpose(0, 1), all_seen.T > 0, first=0)
+    yield from _learn(learner, all_rows.transpose(0, 1), all_seen.T > 0, 0, deals)
 
 
 def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None) -> Script[None]:
@@ -105,7 +131,7 @@ def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None
     yield from learner.observe_sharded(slices.unsqueeze(0), first=first)
 
 
-def finite_batches(rows: Tensor, batches: Sequence[int]) -> Tensor:
+def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None = None) -> Tensor:
     """Return (steps, R) which rows count: all workers leave out a batch that is not finite.
 
     The mean gradient of such a batch is not finite either, so the optimizer skips it on all ranks.
@@ -113,13 +139,14 @@ def finite_batches(rows: Tensor, batches: Sequence[int]) -> Tensor:
     Args:
         rows: (steps, R, k) of some batches, one after the other.
         batches: Units of each batch.
+        finite: (steps,) which steps are finite, if it is known already.
 
     >>> rows = torch.tensor([1.0, torch.inf, 2.0]).view(3, 1, 1)
     >>> finite_batches(rows, [2, 1]).flatten().tolist()
     [False, False, True]
     """
     # The sum of a row tells whether all of it is finite, and needs no mask of the rows' size.
-    broken = ~rows.sum(dim=(1, 2)).isfinite().cpu()
+    broken = ~rows.sum(dim=(1, 2)).isfinite().cpu() if finite is None else ~finite
     batch_of_step = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
     count = torch.zeros(len(batches), dtype=torch.int64)
     count.index_add_(0, batch_of_step, broken.long())
@@ -136,6 +163,7 @@ class RowGatherer:
         *,
         every: int = BATCHES_PER_GATHER,
         policy_checks: Callable[[], bool] = lambda: False,
+        deals: bool = False,
     ) -> None:
         """Start empty.
 
@@ -145,7 +173,9 @@ class RowGatherer:
             every: Batches that are gathered at a time.
             policy_checks: Says whether the policy leaves out rows that are not finite by itself,
                 which only the rows of a single worker can be left to.
+            deals: As in `observe_gathered`.
         """
+        self._deals = deals
         self._policy_checks = policy_checks
         self._learner = learner
         self._runner = runner
@@ -186,7 +216,12 @@ class RowGatherer:
             leave = rows.is_cuda and self._policy_checks() and max(batches) == 1
             self._runner.start(
                 observe_gathered(
-                    self._learner, rows, batches, waiting[0][0], leave_broken_rows=leave
+                    self._learner,
+                    rows,
+                    batches,
+                    waiting[0][0],
+                    leave_broken_rows=leave,
+                    deals=self._deals,
                 )
             )
         else:  # The last gather may still be under way.
@@ -209,7 +244,9 @@ class EpochGatherer:
     for one row of every unit, which is why batches in order go through `RowGatherer`.
     """
 
-    def __init__(self, learner: Learner, runner: Runner, length: int, batches: int) -> None:
+    def __init__(
+        self, learner: Learner, runner: Runner, length: int, batches: int, *, deals: bool = False
+    ) -> None:
         """Start empty.
 
         Args:
@@ -217,7 +254,9 @@ class EpochGatherer:
             runner: Runs the script.
             length: Time steps of an epoch.
             batches: Batches of an epoch.
+            deals: As in `observe_gathered`.
         """
+        self._deals = deals
         self._learner = learner
         self._runner = runner
         self._length = length
@@ -246,84 +285,7 @@ class EpochGatherer:
             # Here a worker leaves out its own batch only: workers' batches of one step need not
             # have come from the same step of training.
             seen[span] = int(own.sum().isfinite())
-        self._runner.start(observe_epoch(self._learner, rows, seen))
+        # On the host, where a rank that deals exchanges what is small.
+        seen = seen.cpu() if self._deals else seen
+        self._runner.start(observe_epoch(self._learner, rows, seen, deals=self._deals))
         self._runner.finish()
-
-
-class BackgroundThread:
-    """Runs jobs beside the training loop, in order and one at a time.
-
-    Orders are needed at the end of an epoch only, so training does not wait for signs. Errors of a
-    job are raised by the next `wait`, which everything that reads orders calls first. The thread
-    is a daemon: a process whose main thread ends does not wait for a peer that has died.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._job: Callable[[], None] | None = None
-        self._error: BaseException | None = None
-        # A semaphore and an event, not a queue: there is at most one job.
-        self._wake, self._idle = threading.Semaphore(0), threading.Event()
-        self._idle.set()
-        _threads.add(self)
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after the one before it, and wait for that one first."""
-        # At most one job is behind the training loop: `comm.sliced_mean` fills one set of buffers
-        # while the job reads the other, and a third batch would overwrite what is being read.
-        self.wait()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
-        self._job = job
-        self._idle.clear()
-        self._wake.release()
-
-    def _loop(self) -> None:
-        while True:
-            self._wake.acquire()
-            job, self._job = self._job, None
-            if job is None:
-                return
-            try:
-                job()
-            except BaseException as error:  # or the thread would end, and `wait` never return
-                self._error = error
-            del job  # A job holds tensors: they are free as soon as it is done.
-            self._idle.set()
-
-    def wait(self) -> None:
-        """Return when all jobs are done; raise the error of the last one, if it failed."""
-        self._idle.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def settle(self) -> None:
-        """Return when no job runs; an error is left to `wait`."""
-        if threading.current_thread() is not self._thread:
-            self._idle.wait(_MOST_SECONDS)
-
-    def close(self) -> None:
-        """End the thread once its job is done."""
-        if self._thread is not None:
-            self._idle.wait()
-            self._wake.release()
-            self._thread.join()
-            self._thread = None
-
-
-_MOST_SECONDS = 60  # a job that waits for a dead peer never ends
-_threads: "weakref.WeakSet[BackgroundThread]" = weakref.WeakSet()
-
-
-def _settle_all() -> None:
-    for thread in list(_threads):
-        thread.settle()
-
-
-# A loader forks its workers before it asks the sampler for anything. A lock inside torch that a job
-# holds at that moment would stay locked in the worker for ever.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_settle_all)

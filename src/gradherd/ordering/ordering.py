@@ -130,14 +130,14 @@ class Ordering:
         """
         run(self._observe(rows, seen, first, sharded=False), World.single())
 
-    def observe_sharded(self, rows: Tensor, *, first: int | None = None) -> Script[None]:
+    def observe_sharded(
+        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    ) -> Script[None]:
         """Learn from rows of which every rank holds a shard of the columns.
 
-        Args:
-            rows: (b, M, D) gradient of the unit each worker visited, D this rank's columns.
-            first: As in `observe`.
+        Arguments as in `observe`, D this rank's columns; `seen` is the same on all ranks.
         """
-        return self._observe(rows, None, first, sharded=True)
+        return self._observe(rows, seen, first, sharded=True)
 
     def _observe(
         self,

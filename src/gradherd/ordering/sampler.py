@@ -291,9 +291,11 @@ class OrderedSampler(DistributedSampler[Any]):
         self.ordering.observe(rows, seen, first=first)
         self.end_if_complete()
 
-    def observe_sharded(self, rows: Tensor, *, first: int | None = None) -> Script[None]:
+    def observe_sharded(
+        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    ) -> Script[None]:
         """Learn from this rank's columns of the next units; see `Ordering.observe_sharded`."""
-        yield from self.ordering.observe_sharded(rows, first=first)
+        yield from self.ordering.observe_sharded(rows, seen, first=first)
         self.end_if_complete()
 
     def end_if_complete(self) -> None:
@@ -323,9 +325,7 @@ class OrderedSampler(DistributedSampler[Any]):
     def load_state_dict(
         self, state: Mapping[str, Any], *, skipped_by: Literal["sampler", "loader"] = "sampler"
     ) -> None:
-        """Continue where `state_dict` was taken; iterators start there until the epoch ends.
-
-        With another number of workers they visit what is left of the epoch.
+        """Continue where `state_dict` was taken, with other workers at what is left of the epoch.
 
         Args:
             state: A cursor.

@@ -111,6 +111,8 @@ def row_length(settings: RowSettings, parameters: int) -> int:
 
 # Up to this many parameters exact rows cost no more than a sketch of them.
 _SMALL_MODEL = 20_000
+# So few elements are sent as they are, whatever a sketch would save.
+_SHORT_ROW = 1024
 _SENT_SIZE = 2048
 
 
@@ -137,7 +139,7 @@ def resolve_rows(rows: str | RowSettings, unit: int, batch_size: int) -> RowSett
 
 
 def choose_rows(
-    *, needs_rows: bool, whole_batches: bool, free: bool, size: int, on_gpu: bool, alone: bool
+    *, needs_rows: bool, whole_batches: bool, free: bool, size: int, on_gpu: bool, workers: int
 ) -> tuple[RowSettings, str]:
     """Choose the settings for rows="auto".
 
@@ -148,7 +150,7 @@ def choose_rows(
             DDP's communication hook.
         size: Number of parameters of the model.
         on_gpu: Whether the model is on a GPU.
-        alone: Whether there is one worker, so that rows are not sent.
+        workers: Number of workers; rows of a single one are not sent.
 
     Returns:
         The settings, and the reason in a few words.
@@ -162,10 +164,14 @@ def choose_rows(
             SketchRows(),
             "units are whole batches, and whole gradients would be sent for it alone",
         )
-    if size <= _SMALL_MODEL:
-        return ExactRows(), f"{size:,} parameters are few"
+    # Of exact rows every worker sends each of the R others 1/R, of sketches all it has.
+    sketch = SketchRows()
+    sent = "" if workers == 1 else f" to send among {workers} workers"
+    most = _SMALL_MODEL if workers == 1 else max(_SHORT_ROW, sketch.size * workers)
+    if size <= min(most, _SMALL_MODEL):
+        return ExactRows(), f"{size:,} parameters are few{sent}"
     if on_gpu:
         # Rows that are sent stay short.
-        rows = TwoSidedRows() if alone else TwoSidedRows(size=_SENT_SIZE)
+        rows = TwoSidedRows() if workers == 1 else TwoSidedRows(size=_SENT_SIZE)
         return rows, f"{size:,} parameters on a GPU"
-    return SketchRows(), f"{size:,} parameters are many"
+    return sketch, f"{size:,} parameters are many{sent}"

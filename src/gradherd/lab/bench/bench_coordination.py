@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import SlicedMean
@@ -21,7 +22,7 @@ from gradherd.comm.world import World
 from gradherd.lab.bench.bench_signs import published_loop
 from gradherd.lab.bench.timing import PeakMemory
 from gradherd.ordering.cd_grab import CDGraB
-from gradherd.ordering.coordination import BackgroundThread, observe_slices
+from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.ordering import Ordering
 
 _PAIR = 2  # steps timed together: signs are computed at every second one

@@ -200,9 +200,9 @@ class LocalTrainer:
             torch.manual_seed(worker_seed(config.seed, worker))
             self._rng_states.append(get_rng_states(device))
         self.sharding, self.ordering = make_ordering(config, len(split.train[0]))
-        self._coordination = VirtualCoordination(self.ordering, config.workers)
         needs_rows, size = self.ordering.policy.needs_rows, self._weights[0].layout.size
         rows = row_settings(config, needs_rows, size) if needs_rows else None
+        self._coordination = VirtualCoordination(self.ordering, config.workers, rows, size)
         self._rows = [
             make_row_source(model, rows, config.unit, config.batch_size)
             for model in self._models

@@ -34,7 +34,7 @@ from gradherd.lab.train.trainer import (
     full_loss,
 )
 from gradherd.lab.train.virtual_exchange import SparseAverager, VirtualCoordination
-from gradherd.lab.train.virtual_trainer import make_ordering
+from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
 from gradherd.ordering.coordination import finite_batches
 from gradherd.ordering.registry import make_policy
 
@@ -71,7 +71,13 @@ class StackedTrainer:
         pairs = [make_ordering(config, len(split.train[0])) for config in self._configs]
         self.sharding, self.orderings = pairs[0][0], [ordering for _, ordering in pairs]
         self._coordination = [
-            VirtualCoordination(ordering, first.workers) for ordering in self.orderings
+            VirtualCoordination(
+                ordering,
+                first.workers,
+                row_settings(config, True, self._size) if ordering.policy.needs_rows else None,
+                self._size,
+            )
+            for config, ordering in zip(self._configs, self.orderings, strict=True)
         ]
         self._row_buffers = buffers = make_row_buffers(
             self._configs,

@@ -24,9 +24,15 @@ from gradherd.lab.train.optimizers import (
 )
 from gradherd.lab.train.powersgd import LowRankWorkers, matrix_shape
 from gradherd.lab.train.trainer import EpochCounters
-from gradherd.ordering.coordination import RowGatherer, observe_gathered, observe_slices
+from gradherd.ordering.coordination import (
+    RowGatherer,
+    deals_columns,
+    observe_gathered,
+    observe_slices,
+)
 from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.settings import RowSettings, row_length
 from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.workers import VirtualWorkers
 
@@ -150,11 +156,27 @@ class GradientAverager:
 class VirtualCoordination:
     """Runs the coordination of real ranks for workers that share one ordering."""
 
-    def __init__(self, ordering: Ordering, workers: int) -> None:
+    def __init__(
+        self,
+        ordering: Ordering,
+        workers: int,
+        rows: RowSettings | None = None,
+        parameters: int = 0,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            ordering: The orders of all workers.
+            workers: Number of workers.
+            rows: How rows are read, if they are: real ranks deal whole gradients.
+            parameters: Number of parameters, D.
+        """
         self._ordering = ordering
         self._workers = workers
         self._runner = SharedRunner(workers)
-        self._gatherer = RowGatherer(ordering, self._runner)
+        length = 0 if rows is None else row_length(rows, parameters)
+        self._deals = deals_columns(length, parameters, workers)
+        self._gatherer = RowGatherer(ordering, self._runner, deals=self._deals)
 
     @property
     def bytes(self) -> int:
@@ -172,7 +194,7 @@ class VirtualCoordination:
             rows: (R, units, k) rows of all workers, step after step.
             batches: Number of units in each step.
         """
-        self._runner.start(observe_gathered(self._ordering, rows, batches))
+        self._runner.start(observe_gathered(self._ordering, rows, batches, deals=self._deals))
 
     def exchange(self, grads: Tensor) -> None:
         """Learn from the (R, D) gradients of whole batches, exchanged by slices."""

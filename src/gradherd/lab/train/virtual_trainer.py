@@ -85,7 +85,7 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
         free=free,
         size=size,
         on_gpu=False,  # the same rows as on the CPU: virtual runs have the bits of real ranks
-        alone=config.workers == 1,
+        workers=config.workers,
     )[0]
 
 
@@ -189,7 +189,6 @@ class VirtualTrainer:
         self.series = [self._averager.series]
         size = self._averager.layout.size
         needs_rows = self.ordering.policy.needs_rows
-        self._coordination = VirtualCoordination(self.ordering, config.workers)
         self._rows: RowSource | None = None
         self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
@@ -201,11 +200,13 @@ class VirtualTrainer:
                 "rows='payload' orders whole batches (unit = batch_size) by what a sparsifier "
                 f"sends, got unit {config.unit} of {config.batch_size} and {config.sparsify!r}"
             )
+        rows = None
         if needs_rows and not self._payload_is_rows:
             rows = row_settings(config, needs_rows, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
             if not self._gradients_are_rows:
                 self._rows = make_row_source(self.model, rows, config.unit, config.batch_size)
+        self._coordination = VirtualCoordination(self.ordering, config.workers, rows, size)
         self._parameters = list(named.values())
         self._optimizer = make_optimizer(self._parameters, config)
         self._turns = WorkerTurns(self.model, config)
