@@ -272,7 +272,10 @@ class CoordinatedHook(BucketHook):
 
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
-        # The all-to-all has happened already; only its result is dropped.
+        # The all-to-all has happened already; only its result is dropped. No batch follows that
+        # would wait for the signs of the one before, whose buffers come next.
+        if self._rows is not None:
+            self._signer.wait()
         self._rows, self._separate = None, {}
         self._decided = False
 
