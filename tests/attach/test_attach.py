@@ -117,6 +117,36 @@ def test_compiled_model_with_examples_is_refused(rows):
         attach(inside, order=sampler, rows=rows)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo's own, about what it cannot trace
+@pytest.mark.parametrize(("unit", "rows"), [(4, "batch"), (1, "exact"), (1, "two-sided")])
+def test_models_compiled_after_attaching(unit, rows):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    # 12 batches: a hook that is traced with each batch's numbers would reach dynamo's limit of 8.
+    plain, compiled = (
+        OrderedSampler(examples(48), "cd-grab", batch_size=4, unit=unit) for _ in range(2)
+    )
+    nets = network(), network()
+    want = train(nets[0], nets[0], plain, Loop(epochs=1), rows)[1]
+    herd = attach(nets[1], order=compiled, rows=rows)
+    nets[1].compile(backend="eager")
+    assert train(nets[1], nets[1], compiled, Loop(epochs=1), herd=herd)[1] == want
+    assert rows != "batch" or counters["stats"]["unique_graphs"] == 1
+    herd.detach()
+    attach(nets[1], order=OrderedSampler(examples(8), "cd-grab", batch_size=4, unit=4))
+    torch._dynamo.reset()
+    whole = torch.compile(nets[1], backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
+        whole(torch.zeros(4, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", ["exact", "two-sided"])
+def test_a_first_batch_that_is_short_and_has_as_many_features_as_a_whole_one(rows):
+    found, want = learned("cd-grab", 3, 5, 1, rows)  # 3 examples of 5 features
+    assert found == want
+
+
 def test_prefetching_loader():
     dataset, net = examples(19), network()
     for unit, rows in ((1, "exact"), (4, "batch")):

@@ -46,6 +46,8 @@ class BatchDims:
     sharded: bool = False
     """Whether modules hold shards of their parameters between passes (FSDP)."""
     _model_dim: int | None = None
+    _guessed: bool = False
+    """Whether only the size of a batch speaks for that dimension so far."""
     _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
 
@@ -81,6 +83,8 @@ class BatchDims:
             # know.
             fits = [dim for dim, size in enumerate(shape[:2]) if size == examples]
             self._model_dim = fits[0] if fits else None
+            # A short batch may have as many features as a whole one has examples.
+            self._guessed = self._model_dim == 1
 
     def knows(self, name: str, index: int, ndim: int) -> bool:
         """Say whether the batch dimension of a module's input or output was found."""
@@ -133,7 +137,12 @@ class BatchDims:
                     ) from error
                 continue
             self._learn(examples, calls, probed)
+            self._guessed = False
             return
+        if self._guessed:  # The model takes no more of what only looked like examples.
+            shape = next(t.shape for t in tensor_leaves((call.args, call.kwargs)) if t.dim())
+            self._guessed, self._model_dim = False, 0
+            self.probe(call, shape[0], calls, run)
 
     def _fix_model_dim(self, call: ModuleCall, examples: int) -> bool:
         """Decide on the batch dimension of the model's inputs; say whether there is one."""

@@ -7,6 +7,8 @@ attention and modules with parameters of their own, whatever they compute.
 Shapes: B examples, N elements of a parameter, E examples propagated at once.
 """
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,20 +116,45 @@ def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
     return hook
 
 
+def _call(hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return hook(*args)
+
+
+@functools.cache
+def _uncompiled_call() -> Callable[..., Any]:
+    """Return `_call` as a function that is left out of graphs."""
+    why = (
+        "gradherd reads rows or notes the batch here: compile without fullgraph=True, or order "
+        "whole batches and attach to the compiled model"
+    )
+    # Not when this file is imported: the compiler takes a second to load. torch 2.7 has no reason.
+    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
+    call: Callable[..., Any] = torch.compiler.disable(
+        _call, **({"reason": why} if takes_reason else {})
+    )
+    return call
+
+
 class UncopiedHook:
     """A module hook that copies of the module do not take along.
 
     A hook holds on to what it works for: a sampler with its data set, say. A module that is copied
     (`copy.deepcopy`, `AveragedModel`) or pickled (`torch.save`) gets a hook that does nothing.
+
+    Nor does a graph take it along if the model is compiled after it was attached: a compiler would
+    trace a hook with the numbers of this batch, and compile anew for the next until it gives up.
     """
 
     def __init__(self, hook: Callable[..., Any] | None = None) -> None:
         self._hook = hook
+        self._uncompiled = None if hook is None else _uncompiled_call()
         # A module holds this wrapper, so it has to carry the mark of the hook inside.
         self.skip_on_replay = hook is None or _skipped(hook)
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook."""
+        if torch.compiler.is_compiling() and self._uncompiled is not None:
+            return self._uncompiled(self._hook, args)
         return None if self._hook is None else self._hook(*args)
 
     def __reduce__(self) -> tuple[type["UncopiedHook"], tuple[()]]:
