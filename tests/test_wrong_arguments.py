@@ -42,6 +42,13 @@ def another_batch_size():
 
 
 WRONG = [
+    (lambda: gh.attach("resnet50", order=sampler()), "model must be a .*Module, got 'resnet50'"),
+    (lambda: gh.attach(None, order=sampler()), "model must be a torch.nn.Module, got None"),
+    (lambda: gh.attach(nn.Linear, order=sampler()), "model must be a torch.nn.Module, got <class"),
+    (lambda: gh.attach(net(), order=sampler(), scaler="amp"), "scaler must be .* got 'amp'"),
+    (lambda: gh.ExactRows(strict="no"), "strict must be True or False, got 'no'"),
+    (lambda: gh.ExactRows(reduction="none"), "reduction must be 'mean' or 'sum', got 'none'"),
+    (lambda: gh.SketchRows(batch_dim="x"), "batch_dim must be a whole number, got 'x'"),
     (lambda: gh.attach(net()), "nothing to attach"),
     (lambda: gh.attach(net(), order="grab"), "order must be the OrderedSampler .* got 'grab'"),
     (lambda: gh.attach(net(), order=gh.CDGraB()), "order must be the OrderedSampler"),

@@ -240,6 +240,14 @@ bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
 advise --params 1M --backward | --backward needs a value
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
+advise --model resnet50 --order-overhead -1 | : --order-overhead: '-1' must be above 0
+advise --params 1e99 --backward 1s | --params: '1e99' must be at most 1e+15 parameters
+advise --model resnet50 --ride-overhead 1ms | there is no option or argument --ride-overhead here
+replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
+replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)
+study folder.toml | folder.toml: it is not a file
+data check --data-dir flat.npy | : --data-dir must be a folder that exists, got 'flat.npy'
+report broken | broken/record.json: no JSON after line 1, column 7: a damaged record
 report text.npy | text.npy
 data get nothing | 'nothing'
 data list extra | there is no option or argument extra here
@@ -262,6 +270,10 @@ def bad_files(place):
     for name, array in arrays.items():
         np.save(place / f"{name}.npy", array)
     (place / "text.npy").write_text("hello")
+    (place / "cut.npy").write_bytes((place / "cube.npy").read_bytes()[:150])
+    for folder in ("folder.npy", "folder.toml", "broken"):
+        (place / folder).mkdir()
+    (place / "broken" / "record.json").write_text('{"a": ')
     (place / "bad.toml").write_text("kind = ")
     (place / "kind.toml").write_text('kind = "dance"\ntitle = "x"\n')
     (place / "bin.toml").write_bytes(b"\xff\xfe\x00")
@@ -477,7 +489,7 @@ def leave_free(disk: Path, pages: int) -> None:
 def test_a_full_disk_leaves_nothing_behind(capsys, small_disk, command):
     leave_free(small_disk, 0)
     err = refused(capsys, command, "digits", *QUICK, "--out", "disk/out", code=1)
-    assert "No space left on device" in err and "record.json" in err
+    assert "failed: No space left on device: disk/out/" in err and "record.json" in err
 
 
 def test_a_disk_that_fills_up_leaves_a_whole_record(capsys, small_disk):

@@ -8,6 +8,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _SLOWEST_LINK = 1e4
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_MOST_PARAMETERS = 1e15  # a thousand times the largest model; more is a slip
 
 
 def parse_rate(text: str) -> float:
@@ -55,7 +56,10 @@ def parse_count(text: str) -> float:
     match = re.fullmatch(rf"{_NUMBER}\s*([kmbgt]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not a number of parameters: write 25M, 7B or 7e9")
-    return _positive(float(match[1]) * _COUNTS[match[2].lower()], text)
+    value = _positive(float(match[1]) * _COUNTS[match[2].lower()], text)
+    if value > _MOST_PARAMETERS:
+        raise ValueError(f"{text!r} must be at most {_MOST_PARAMETERS:g} parameters")
+    return value
 
 
 def _positive(value: float, text: str) -> float:

@@ -86,6 +86,11 @@ def attach(
     """
     if order is None and sparsify is None and local is None:
         raise ValueError("nothing to attach: give order=, sparsify= or local=")
+    if not isinstance(model, nn.Module):
+        # Its class or its name: no module to find a process group by, so no rank is told.
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise ValueError(f"scaler must be the GradScaler of the loop, got {scaler!r}")
     bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     try:
         _check_order(order)

@@ -213,7 +213,7 @@ class AdviseCommand:
             # --measure.
             goodput=values.get("goodput", GOODPUT) if self.bandwidth is None else GOODPUT,
         )
-        overheads = typical_overheads(self.device, params)
+        overheads = typical_overheads(self.device, params).replaced_by(self.overheads.given())
         try:
             return Setting(
                 params=params,
@@ -221,7 +221,7 @@ class AdviseCommand:
                 link=link,
                 backward=values["backward"],
                 forward=values.get("forward", values["backward"] / 2),
-                overheads=overheads.replaced_by(self.overheads.given()),
+                overheads=overheads,
                 density=self.density,
                 local_density=self.local_density,
                 rank=self.rank,

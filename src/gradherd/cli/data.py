@@ -247,7 +247,7 @@ def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
     except MissingData:
         return None
     except ValueError as error:
-        raise UsageError(f"--data-dir: {error}") from None
+        raise UsageError(str(error).replace("data_dir", "--data-dir", 1)) from None
 
 
 def tasks_of(name: str) -> list[str]:

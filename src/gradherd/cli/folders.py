@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.errors import CommandFailed, UsageError, reason_of
 from gradherd.comm.world import World
 from gradherd.lab.text import printable
 from gradherd.lab.train.config import RunConfig
@@ -173,7 +173,7 @@ def telling_survivors(out: Path, planned: int) -> Iterator[None]:
         left = describe_survivors(out, planned)
         if not left or os.environ.get("GRADHERD_TRACEBACK"):
             raise
-        raise CommandFailed(f"{error}; {left}") from error
+        raise CommandFailed(f"{reason_of(error)}; {left}") from error
 
 
 def describe_survivors(out: Path, planned: int) -> str:

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Protocol
 
-from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.errors import CommandFailed, UsageError, reason_of
 
 
 class Command(Protocol):
@@ -93,6 +93,10 @@ def main(args: Sequence[str] | None = None) -> None:
     # Not a failure of gradherd: sizes are options, so the advice is to lower them.
     except MemoryError as error:
         _fail(1, f"out of memory: {_one_line(str(error)) or 'try smaller sizes'}")
+    except OSError as error:  # a disk that is full, a file that is gone: no defect to trace
+        if os.environ.get("GRADHERD_TRACEBACK"):
+            raise
+        _fail(1, f"failed: {_one_line(reason_of(error)) or type(error).__name__}")
     except Exception as error:
         # A traceback tells a user nothing; whoever debugs asks for it.
         if os.environ.get("GRADHERD_TRACEBACK"):

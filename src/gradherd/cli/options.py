@@ -165,7 +165,7 @@ class TrainingOptions:
         # Checked now: loading data and starting ranks take seconds.
         usable_device(self.device)
         if self.tensorboard and not _is_installed("tensorboard"):
-            raise UsageError("--tensorboard: not installed: pip install tensorboard")
+            raise UsageError("--tensorboard: tensorboard is not installed: pip install tensorboard")
         # None in these means the default of the task; the others have a default of their own.
         by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
         others = ("rows", "sketch_size", "limit", "virtual", "device", "clip", "lr_warmup")

@@ -258,8 +258,10 @@ class ReplaySparsifyCommand:
             show_header=False,
         )
         table.add_row("mean density", f"{mean['density']:.6g}")
-        table.add_row("mean deviation from the target density", f"{statistics.fmean(errors):.2%}")
-        table.add_row("steps within 10 % of the target density", f"{within:.1%}")
+        table.add_row(
+            "mean deviation from the target density", f"{100 * statistics.fmean(errors):.2f} %"
+        )
+        table.add_row("steps within 10 % of the target density", f"{100 * within:.1f} %")
         table.add_row("mean padding", f"{mean['padding']:.3f}")
         table.add_row(
             "norm of the residual after the last step", f"{steps[-1]['residual_norm']:.6g}"
@@ -267,7 +269,9 @@ class ReplaySparsifyCommand:
         table.add_row("bytes sent per worker and step", f"{sent_bytes:,.0f}")
         # One worker sends nothing, dense or not.
         if dense_bytes:
-            table.add_row("... relative to a dense exchange", f"{sent_bytes / dense_bytes:.3%}")
+            table.add_row(
+                "... relative to a dense exchange", f"{100 * sent_bytes / dense_bytes:.3f} %"
+            )
         print_table(table)
         if self.out is not None:
             # A path is copied whole, so the terminal breaks it.

@@ -60,6 +60,8 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
         reason = printable(str(error), 200) or type(error).__name__
         if "objects" in reason:  # numpy speaks of dtypes and memory maps
             reason = "it holds Python objects"
+        if "mmap" in reason:
+            reason = "its end is missing"
         raise ValueError(f"{name}: not a .npy file of numbers ({reason})") from None
     assert isinstance(array, np.ndarray)
     if array.ndim != len(axes):

@@ -20,6 +20,9 @@ class ExactRows:
     strict: bool = field(default=False, repr=False)
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
+    def __post_init__(self) -> None:
+        _check_shared(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SketchRows:
@@ -37,6 +40,7 @@ class SketchRows:
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def __post_init__(self) -> None:
+        _check_shared(self)
         _check_whole("size", self.size)
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
@@ -77,6 +81,7 @@ class TwoSidedRows:
         return min(65536, max(1024, 1 << (parameters // 2048).bit_length()))
 
     def __post_init__(self) -> None:
+        _check_shared(self)
         _check_whole("rank", self.rank)
         if self.size is not None:
             _check_whole("size", self.size)
@@ -84,6 +89,15 @@ class TwoSidedRows:
             raise ValueError(f"size must be at least 1, got {self.size}")
         if not 2 <= self.rank <= 64:
             raise ValueError(f"rank must be between 2 and 64, got {self.rank}")
+
+
+def _check_shared(rows: "ExactRows | SketchRows | TwoSidedRows") -> None:
+    if rows.reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {rows.reduction!r}")
+    if rows.batch_dim is not None:
+        _check_whole("batch_dim", rows.batch_dim)
+    if rows.strict not in (True, False):  # any text is true, "no" included
+        raise ValueError(f"strict must be True or False, got {rows.strict!r}")
 
 
 def _check_whole(name: str, value: object) -> None:

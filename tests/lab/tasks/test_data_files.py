@@ -191,7 +191,7 @@ def test_the_file_that_lacks_is_named(any_edition, tmp_path):
 
 
 def test_a_data_dir_must_be_a_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"data_dir must be a folder, got '.*gone'"):
+    with pytest.raises(ValueError, match=r"data_dir must be a folder that exists, got '.*gone'"):
         find_dataset("m4", tmp_path / "gone")
 
 

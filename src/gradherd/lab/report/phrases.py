@@ -105,8 +105,10 @@ def price(pair: ArmPair) -> str:
 
 _SHOWN = {
     "gain": "better than {}",
+    "gain, but": "better than {}, at a price",
     "cost": "worse than {}",
-    "mixed": "better in one way than {}, worse in another",
+    "cost, but": "worse than {}, but it saves bytes",
+    "mixed": "better than {} in one measure, worse in another",
     "open": "no difference from {} shown",
     "few": "too few seeds to compare it with {}",
 }
@@ -117,7 +119,7 @@ def headline(pair: ArmPair, shown: str) -> str:
 
     Args:
         pair: The arms.
-        shown: A gain, a cost, both (mixed), nothing (open), or nothing for want of seeds (few).
+        shown: A key of `_SHOWN`; "few" is for want of seeds.
     """
     answer = _SHOWN[shown].format(pair.reference.label)
     takes = "" if pair.bytes_ratio is None else f"; it takes {price(pair)}"

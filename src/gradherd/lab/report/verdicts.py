@@ -122,7 +122,7 @@ def _order_verdict(
     direction = _both(by_loss, by_metric)
     # Fewer epochs that take more seconds or bytes are a trade, not a gain.
     tone = "mixed" if direction == "gain" and not sooner else direction
-    return _verdict("order", pair, tone, text)
+    return _verdict("order", pair, direction, tone, text)
 
 
 def _sparsify_verdict(
@@ -151,12 +151,13 @@ def _sparsify_verdict(
     # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
     mixed = (direction == "cost" and saves) or (direction == "gain" and not saves)
-    return _verdict(kind, pair, "mixed" if mixed else direction, text)
+    return _verdict(kind, pair, direction, "mixed" if mixed else direction, text)
 
 
-def _verdict(kind: str, pair: ArmPair, tone: Direction, text: str) -> Verdict:
+def _verdict(kind: str, pair: ArmPair, shown: Direction, tone: Direction, text: str) -> Verdict:
     enough = len(pair.common_seeds) >= MIN_SEEDS
-    short = headline(pair, tone if enough else "few")
+    # A gain that is only mixed has its price, and a cost has its saving.
+    short = headline(pair, (shown if shown == tone else f"{shown}, but") if enough else "few")
     return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=short)
 
 

@@ -95,7 +95,7 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
         ValueError: `data_dir` is not a folder.
     """
     if data_dir is not None and not _is_dir(expand_user(Path(data_dir))):
-        raise ValueError(f"data_dir must be a folder, got {str(data_dir)!r}: no such folder")
+        raise ValueError(f"data_dir must be a folder that exists, got {str(data_dir)!r}")
     dataset, roots = DATASETS[name], data_dirs(data_dir)
     # If no form is complete, name what the most complete one lacks.
     most_files, hint = 0, ""

@@ -262,6 +262,8 @@ def read_record(path: Path) -> RunRecord:
     except (ValueError, RecursionError, OSError) as error:
         # An OSError repeats the path, which the message has already.
         why = getattr(error, "strerror", None) or error
+        if isinstance(error, json.JSONDecodeError):
+            why = f"no JSON after line {error.lineno}, column {error.colno}"
         raise ValueError(
             f"{name}: {why}: a damaged record; remove its folder, or train again"
         ) from None
