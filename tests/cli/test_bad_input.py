@@ -536,7 +536,7 @@ def test_every_extra_that_is_advised_exists():
     advised = {
         extra
         for path in places
-        for extra_names in re.findall(r"gradherd\[([a-z,]+)\]", path.read_text())
+        for extra_names in re.findall(r"'\.\[([a-z,]+)\]'", path.read_text())
         for extra in extra_names.split(",")
     }
     assert advised and advised <= set(extras)

@@ -144,7 +144,7 @@ def test_every_method_balances_its_books(capsys, recorded, tmp_path, method):
 def test_it_reads_well_for_people(capsys, recorded):
     code, out, _ = run(capsys, recorded, "--density", 0.01)
     assert code == 0
-    assert "within 10 % of the target" in out and "100.0%" in out
+    assert "within 10 % of the target" in out and "100.0 %" in out
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8])
