@@ -18,8 +18,7 @@ from netns import INTERFACE, Namespaces
 
 from gradherd.advise import units
 
-# Measure the step without exchange again after so many cases: the load of the machine may change.
-_CASES_PER_BASELINE = 3
+_ROUNDS = 4  # in which every rate of a case gets its turn
 _HEADER_BYTES = 66  # Ethernet, IP and TCP with timestamps, in front of each packet's data
 # The small training: its cases, target loss, most epochs and density.
 _TRAINED_CASES = ("dense", "fp16", "topk", "exdyna", "dense+cd-grab", "exdyna+cd-grab")
@@ -76,22 +75,58 @@ def measure_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict
     names = ("params", "batch", "density", "local_density", "rank")
     job = {name: getattr(args, name) for name in names}
     rows, compute, model = [], [], {}
-    for number, case in enumerate(args.cases):
-        if number % _CASES_PER_BASELINE == 0:
-            compute.append(measure_compute(ranks, job, args.seconds))
+    ranks.ask("make", exchange="none", order="d-rr", **job)
+    for case in args.cases:
         exchange, _, order = case.partition("+")
         net.limit(None)  # DDP's first broadcast is not measured
         model = ranks.ask("make", exchange=exchange, order=order or "d-rr", **job)[0]
+        measured, dropped = measure_in_turn(net, ranks, rates, args)
+        compute.append(compute_summary(measured["none"]))
         for rate in rates:
-            net.limit(rate, args.delay)
-            answers = ranks.ask("measure", seconds=args.seconds)
-            row = summary(case, rate, answers)
-            row["dropped_packets"] = net.dropped() if rate is not None else 0
+            row = summary(
+                case, rate, [merged(parts) for parts in zip(*measured[rate], strict=True)]
+            )
+            row["dropped_packets"], row["compute"] = dropped[rate], compute[-1]
             rows.append(row)
             result = f"{1e3 * row['step_seconds']:.0f} ms, {row['kernel_tx_bytes']:,.0f} bytes sent"
             progress(f"{case} at {rate_name(rate)}: a step takes {result}")
-    fastest = {name: min(one[name] for one in compute) for name in compute[0]}
-    return {"links": links, "compute": fastest, "model": model, "rows": rows}
+    middle = {name: statistics.median(one[name] for one in compute) for name in compute[0]}
+    return {"links": links, "compute": middle, "model": model, "rows": rows}
+
+
+def measure_in_turn(
+    net: Namespaces, ranks: Ranks, rates: Sequence[float | None], args: argparse.Namespace
+) -> tuple[dict[Any, list[list[dict[str, Any]]]], dict[float | None, int]]:
+    """Measure the step without exchange ("none") and all rates in turn, several times.
+
+    The load of the machine changes within minutes; what is compared must be measured together.
+
+    Returns:
+        Answers of all ranks by rate and round, and dropped packets by rate.
+    """
+    measured: dict[Any, list[list[dict[str, Any]]]] = {what: [] for what in ("none", *rates)}
+    dropped: dict[float | None, int] = dict.fromkeys(rates, 0)
+    for _ in range(_ROUNDS):
+        net.limit(None)
+        measured["none"].append(
+            ranks.ask("measure", baseline=True, seconds=args.seconds / _ROUNDS / 2)
+        )
+        for rate in rates:
+            net.limit(rate, args.delay)
+            measured[rate].append(ranks.ask("measure", seconds=args.seconds / _ROUNDS))
+            dropped[rate] += net.dropped() if rate is not None else 0
+    return measured, dropped
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine what one rank has measured in several rounds: blocks joined, the rest averaged."""
+    total = sum(part["steps"] for part in parts)
+    whole: dict[str, Any] = {**parts[-1], "steps": total}
+    for name in ("counted_bytes", "kernel_tx_bytes", "kernel_rx_bytes", "packets", "cpu_seconds"):
+        whole[name] = sum(part[name] * part["steps"] for part in parts) / total
+    for name in ("seconds", "backward"):
+        whole[name] = [one for part in parts for one in part[name]]
+    return whole
 
 
 def train_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -121,10 +156,9 @@ def measure_link(net: Namespaces, ranks: Ranks, rate: float | None, delay: float
     return {"rate": rate, **link}
 
 
-def measure_compute(ranks: Ranks, job: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Measure a step without any exchange."""
-    ranks.ask("make", exchange="none", order="d-rr", **job)
-    answers = ranks.ask("measure", seconds=seconds / 2)
+def compute_summary(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
+    """Return what a step without any exchange takes."""
+    answers = [merged(parts) for parts in zip(*rounds, strict=True)]
     return {
         "step_seconds": statistics.median(answers[0]["seconds"]),
         "backward_seconds": statistics.median(answers[0]["backward"]),

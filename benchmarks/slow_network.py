@@ -31,7 +31,7 @@ from slow_measure import measure_all, progress, running, train_all
 from slow_page import page
 
 from gradherd.advise import units
-from gradherd.advise.choices import Choice, Setting, predict
+from gradherd.advise.choices import Choice, Setting, num_buckets, predict
 from gradherd.advise.costs import NetworkLink, Overheads
 from gradherd.lab.train.measurements import hardware, versions
 
@@ -51,9 +51,10 @@ CASES = (
 _DEFAULT_CASES = CASES[:-3]
 
 
-def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -> Setting:
-    link = next(one for one in record["links"] if one["rate"] == rate)
-    compute, config = record["compute"], record["config"]
+def _setting(record: dict[str, Any], row: dict[str, Any], overheads: Overheads) -> Setting:
+    link = next(one for one in record["links"] if one["rate"] == row["rate"])
+    # The step without exchange that was measured in turn with this row: the load may change.
+    compute, config = row.get("compute", record["compute"]), record["config"]
     backward = min(compute["backward_seconds"], compute["step_seconds"])
     return Setting(
         params=record["model"]["parameters"],
@@ -77,9 +78,9 @@ def _setting(record: dict[str, Any], rate: float | None, overheads: Overheads) -
 
 
 def _overhead_name(exchange: str, order: str) -> str:
+    """Return the name in `Overheads`; few bits may be followed by their own: exdyna-int2."""
     if not order:
-        # Few bits are a matter of the network: the method computes what it computes with fp32.
-        return "local" if exchange.startswith("local") else exchange
+        return exchange.replace("local-30", "local")
     return "order" if exchange == "dense" else "sketch"
 
 
@@ -91,12 +92,14 @@ def computed_overheads(record: dict[str, Any]) -> dict[str, float]:
     own: dict[str, float] = {}
     for row in record["rows"]:
         exchange, _, order = row["case"].partition("+")
-        if row["rate"] is None and not exchange.endswith("-int2"):
+        if row["rate"] is None:
             none = _predicted(record, row, own | {_overhead_name(exchange, order): 0.0})
             more = max(0.0, row["step_seconds"] - none.step_seconds)
             if more and (exchange == "dense" or (exchange in ("fp16", "bf16") and not order)):
-                # It overlaps with sending: only what takes longer than sending shows.
-                more += none.exchange_seconds
+                # It overlaps with sending, bucket by bucket: `predict`, solved for the overhead.
+                buckets = num_buckets(_setting(record, row, Overheads()))
+                alone = none.exchange_seconds / buckets
+                more = min(more * buckets, more + none.exchange_seconds - alone)
             if exchange.startswith("local"):
                 more *= int(exchange.split("-")[1])  # of an exchange, not of a step
             own[_overhead_name(exchange, order)] = more
@@ -105,11 +108,15 @@ def computed_overheads(record: dict[str, Any]) -> dict[str, float]:
 
 def _predicted(record: dict[str, Any], row: dict[str, Any], own: dict[str, float]) -> Choice:
     exchange, _, order = row["case"].partition("+")
-    given = {name: value for name, value in own.items() if name != "bf16"}
+    given = {name: value for name, value in own.items() if name in Overheads.__annotations__}
+    name = _overhead_name(exchange, order)
+    if name.endswith("-int2"):
+        # Fewer bytes to pack and add up than with fp32: what it computes is its own.
+        given[name.removesuffix("-int2")] = own.get(name, 0.0)
     if exchange == "bf16":
         # The same bytes as fp16, whose place it takes, but another speed of adding up.
         exchange, given = "fp16", given | {"fp16": own.get("bf16", 0.0)}
-    setting = _setting(record, row["rate"], Overheads(**given))
+    setting = _setting(record, row, Overheads(**given))
     return predict(setting, exchange, order or "d-rr")
 
 
@@ -125,9 +132,9 @@ def prediction(record: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
 
 def judge(record: dict[str, Any]) -> None:
     """Add communication times, predictions and the summary to a record."""
-    compute = record["compute"]["step_seconds"]
     for row in record["rows"]:
-        row["communication_seconds"] = row["step_seconds"] - compute
+        compute = row.get("compute", record["compute"])
+        row["communication_seconds"] = row["step_seconds"] - compute["step_seconds"]
     record["overheads"] = computed_overheads(record)
     for row in record["rows"]:
         row.update(prediction(record, row))

@@ -237,9 +237,10 @@ _HOW = """## How it was measured
 
 Steps are measured in blocks of two, or of 32 where cd-grab gathers rows beside another exchange,
 because rows of 32 steps are sent together. All ranks start a block together, and its time is that
-of the slowest rank; the result is the median over blocks, three or more unless a block takes long.
-The step without exchange (torch's `noop_hook`, all ranks computing) was measured before every third
-case, and the fastest of these is used. Ranks have one thread each and rendezvous through a file, so
+of the slowest rank; the result is the median over blocks. In each of four rounds of a case, the
+step without exchange (torch's `noop_hook`, all ranks computing) and every rate have their turn, and
+a row is compared with the step without exchange of its own case.
+Ranks have one thread each and rendezvous through a file, so
 only training crosses the links. The model is built and takes its first steps without a limit.
 PowerSGD has a single bucket: with more, the order of its second all-reduces would differ between
 ranks, and gloo would hang. Token buckets hold 64 KiB or 50 microseconds of the rate, so that short

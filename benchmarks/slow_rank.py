@@ -65,8 +65,7 @@ class ExchangeCase:
         self.shapes = [tuple(p.shape) for p in net.parameters()]
         self.rank = job["rank"]
         if self.exchange == "powersgd":
-            # With several buckets, the order of its second all-reduces differs between ranks, and
-            # gloo would hang.
+            # One bucket: the order of second all-reduces of several ones differs between ranks.
             cap = {"bucket_cap_mb": 1 + 4 * sum(p.numel() for p in net.parameters()) // 2**20}
         method, _, detail = self.exchange.partition("-")
         local = method == "local"
@@ -96,14 +95,13 @@ class ExchangeCase:
                 else gh.Sparsify(method=sparsify(density=job["density"]), values=detail or "fp32"),
             )
         self.batches = self._endless_batches(DataLoader(data, batch_size=batch, sampler=sampler))
-        # Gathered rows are sent together after so many steps: measure whole rounds. Local steps
-        # are measured from one exchange to the next.
+        # Whole rounds of gathered rows; local steps from one exchange to the next.
         gathered = job["order"] == "cd-grab" and self.exchange != "dense"
         self.block = BATCHES_PER_GATHER if gathered else _PAIR
         self.block = settings.every if local else self.block
         # A whole phase: the first exchange of local steps finds its threshold.
         self.warmup = self.block if local else _WARMUP_STEPS
-        self.backward = 0.0
+        self.backward, self.steps_done = 0.0, 0
         self.steps(self.warmup)
 
     def _hook(self) -> None:
@@ -126,6 +124,7 @@ class ExchangeCase:
 
     def steps(self, count: int) -> None:
         """Train for `count` steps."""
+        self.steps_done += count
         for _ in range(count):
             x, y = next(self.batches)
             self.optimizer.zero_grad()
@@ -135,7 +134,7 @@ class ExchangeCase:
             self.backward += time.perf_counter() - begin
             self.optimizer.step()
 
-    def counted(self, steps: int) -> int:
+    def counted(self) -> int:
         """Return the bytes this rank has sent: counted by gradherd, computed for torch's hooks."""
         if self.exchange == "none":
             return 0
@@ -149,7 +148,7 @@ class ExchangeCase:
             elements = matrices + sum(shape[0] for shape in self.shapes if len(shape) == 1)
         half = self.exchange in ("fp16", "bf16")
         like = torch.empty(elements, dtype=torch.half if half else torch.float)
-        return sent + steps * all_reduce_bytes(like.to("meta"), self.world.size)
+        return sent + self.steps_done * all_reduce_bytes(like.to("meta"), self.world.size)
 
     def close(self) -> None:
         """Detach, to make room for the next case."""
@@ -225,7 +224,7 @@ class RankServer:
     def __init__(self) -> None:
         self.world = gh.World.detect()
         self.case: ExchangeCase | None = None
-        self.steps_done = 0
+        self.baseline: ExchangeCase | None = None  # the step without exchange, kept for all cases
 
     def link(self, job: dict[str, Any]) -> dict[str, float]:
         """Measure latency and goodput while every rank sends to the next one."""
@@ -251,17 +250,19 @@ class RankServer:
 
     def make(self, job: dict[str, Any]) -> dict[str, Any]:
         """Set up a training and take its first steps."""
-        if self.case is not None:
-            self.case.close()
-        self.case = None
-        self.case = ExchangeCase(job, self.world)
-        self.steps_done = self.case.warmup
-        count = sum(p.numel() for p in self.case.model.parameters())
-        return {"parameters": count, "side": self.case.shapes[0][0]}
+        if job["exchange"] == "none":
+            made = self.baseline = ExchangeCase(job, self.world)
+        else:
+            if self.case is not None:
+                self.case.close()
+            self.case = None
+            made = self.case = ExchangeCase(job, self.world)
+        count = sum(p.numel() for p in made.model.parameters())
+        return {"parameters": count, "side": made.shapes[0][0]}
 
     def measure(self, job: dict[str, Any]) -> dict[str, Any]:
         """Measure blocks of steps for some seconds; a block takes as long as its slowest rank."""
-        case = self.case
+        case = self.baseline if job.get("baseline") else self.case
         assert case is not None
         cpu_before = time.process_time()
         empty = [self._block(lambda: None)[1] for _ in range(5)]
@@ -269,15 +270,14 @@ class RankServer:
         seconds: list[float] = []
         backwards: list[float] = []
         moved = {"tx_bytes": 0, "rx_bytes": 0, "tx_packets": 0}
-        before = case.counted(self.steps_done)
-        while not _enough([case.block * one for one in seconds], job["seconds"]):
+        before = case.counted()
+        while not seconds or case.block * sum(seconds) < job["seconds"]:
             case.backward = 0.0
             seconds_here, moved_here = self._block(lambda: case.steps(case.block))
             times = torch.tensor([seconds_here, case.backward]) / case.block
             slowest = all_gather(times, self.world).value
             seconds.append(float(slowest[:, 0].max()))
             backwards.append(float(slowest[:, 1].mean()))
-            self.steps_done += case.block
             for name in moved:
                 moved[name] += moved_here[name] - idle[name]
         steps = len(seconds) * case.block
@@ -286,7 +286,7 @@ class RankServer:
             "seconds": seconds,
             "backward": backwards,
             "steps": steps,
-            "counted_bytes": (case.counted(self.steps_done) - before) / steps,
+            "counted_bytes": (case.counted() - before) / steps,
             "kernel_tx_bytes": moved["tx_bytes"] / steps,
             "kernel_rx_bytes": moved["rx_bytes"] / steps,
             "packets": moved["tx_packets"] / steps,
@@ -316,11 +316,6 @@ class RankServer:
 
     def _barrier(self) -> None:
         all_reduce(torch.zeros(1), self.world)
-
-
-def _enough(blocks: list[float], seconds: float) -> bool:
-    """Return whether the blocks suffice: enough seconds, and three unless they are long."""
-    return sum(blocks) >= seconds and (len(blocks) >= 3 or sum(blocks) >= 3 * seconds)
 
 
 def main() -> None:

@@ -99,10 +99,15 @@ def test_an_exdyna_step_by_hand():
 
 
 def test_what_fp16_computes_hides_behind_what_travels():
-    slow, quick = Overheads(fp16=10.0), Overheads(fp16=1.0)
-    one = setting(params=1e6, link=MEGABYTE, overheads=slow)
-    assert predict(one, "fp16").step_seconds == pytest.approx(0.12 + 10)
-    assert predict(replace(one, overheads=quick), "fp16").step_seconds == pytest.approx(0.12 + 3.06)
+    """Bucket by bucket: with a single one there is nothing to hide behind."""
+    one = setting(params=1e6, link=MEGABYTE, overheads=Overheads(fp16=10.0))
+    assert predict(one, "fp16").step_seconds == pytest.approx(0.12 + 3.06 + 10)
+    many = replace(one, params=26e6)  # four buckets
+    sent = predict(replace(many, overheads=Overheads()), "fp16").step_seconds - 0.12
+    slow = predict(replace(many, overheads=Overheads(fp16=10 * sent)), "fp16")
+    assert slow.step_seconds == pytest.approx(0.12 + 10 * sent + sent / 4)
+    quick = predict(replace(many, overheads=Overheads(fp16=0.1 * sent)), "fp16")
+    assert quick.step_seconds == pytest.approx(0.12 + sent + 0.1 * sent / 4)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 9])

@@ -46,6 +46,17 @@ def test_twelve_bits_are_twelve_bits():
     assert same(unpack_indices(pack_indices(full, (0, 20_000), 12), 8192, (0, 20_000), 12), full)
 
 
+def best_two_levels(size):
+    """The two levels with the least squared error, by trying every split of the sorted values."""
+    ordered = np.sort(size)
+    best = len(ordered) * ordered.var(), ordered.mean(), ordered.mean()
+    for split in range(1, len(ordered)):
+        low, high = ordered[:split], ordered[split:]
+        error = len(low) * low.var() + len(high) * high.var()
+        best = min(best, (error, low.mean(), high.mean()))
+    return best[1:]
+
+
 def reference_decoded(values, bits):
     """What a receiver reads, value by value."""
     out = np.zeros(len(values))
@@ -53,9 +64,7 @@ def reference_decoded(values, bits):
         group = np.asarray(values[begin : begin + GROUP], dtype=np.float64)
         size = np.abs(group)
         if bits == 2:
-            above = size >= min(size.mean(), size.max())
-            high = size[above].mean()
-            low = high if above.all() else size[~above].mean()
+            low, high = best_two_levels(size)
         else:
             low, high = size.min(), size.max()
         low, high = (float(torch.tensor(level).bfloat16()) for level in (low, high))

@@ -141,7 +141,10 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     else:
         exposed, sent = EXCHANGES[exchange](setting)
     if exchange in ("dense", "fp16"):
-        overhead = max(0.0, overhead - exposed)  # one bucket is processed while another is sent
+        # One bucket is processed while another is sent, a pipeline of two stages: the longer one
+        # shows whole, and of the shorter one the bucket that has no other to overlap with.
+        pipelined = min(overhead, exposed) / num_buckets(setting)
+        overhead = max(0.0, overhead - exposed) + pipelined
     if exchange != "dense" and ordered:
         # No other exchange gives a rank the gradients of all workers, so rows are sent beside it.
         seconds, size = _gathered_sketches(setting)
@@ -174,13 +177,14 @@ def exposed_seconds(setting: Setting, whole: float, last: float, buckets: int) -
     return max(whole - hidden, last)
 
 
-def _num_buckets(setting: Setting) -> int:
+def num_buckets(setting: Setting) -> int:
+    """Return how many buckets DDP makes of the gradient."""
     return max(1, math.ceil(_VALUE_BYTES * setting.params / _BUCKET_BYTES))
 
 
 def _all_reduced(setting: Setting, width: int) -> tuple[float, float]:
     """Predict DDP's all-reduce of values with `width` bytes each."""
-    size, count, ranks = width * setting.params, _num_buckets(setting), setting.workers
+    size, count, ranks = width * setting.params, num_buckets(setting), setting.workers
     # Buckets follow each other closely, so the latency counts once.
     whole = all_reduce_seconds(size, ranks, setting.link)
     last = all_reduce_seconds(size / count, ranks, setting.link)
@@ -202,7 +206,7 @@ def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
     the last one. At every second step the workers also sum R (R + 3) / 2 float64 inner products (of
     all pairs, of each difference with itself and with the running sum), in the background.
     """
-    ranks, link, count = setting.workers, setting.link, _num_buckets(setting)
+    ranks, link, count = setting.workers, setting.link, num_buckets(setting)
     size = _VALUE_BYTES * setting.params
     whole, last = (
         all_to_all_seconds(size, ranks, link),

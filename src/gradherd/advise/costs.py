@@ -166,7 +166,7 @@ class Overheads:
     """Seconds per step that each method spends computing."""
 
     dense: float = 0.0
-    """Summing. Like fp16 and order it overlaps with sending, and counts only if it takes longer."""
+    """Summing. Like fp16 and order it overlaps with sending, bucket by bucket."""
     fp16: float = 0.0
     """Converting to half precision and back."""
     powersgd: float = 0.0

@@ -17,6 +17,7 @@ Shapes: R ranks, C columns of this rank over all buckets: its slice of each one 
 rank, what is left of buckets whose length does not divide by R.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class SliceSigner:
         self._in_step = StepComparison(sampler)
         self.bytes = 0
         """Bytes that this rank has sent for signs."""
+        self.cpu_seconds = 0.0
+        """CPU time of the thread: its wall time is mostly spent waiting for the training loop."""
 
     def submit(self, rows: Tensor, claim: BatchClaim | None, loss_scale: float) -> None:
         """Start to sign a batch, after the one before it is done.
@@ -68,6 +71,11 @@ class SliceSigner:
             rows.div_(loss_scale)
 
         def sign() -> None:
+            begin = time.thread_time()
+            learn()
+            self.cpu_seconds += time.thread_time() - begin
+
+        def learn() -> None:
             # Here, not in the training loop, which never waits for a message of this size. A last
             # unit without a partner is not signed, so nobody would notice that it is not finite.
             last = claim is not None and claim.step + claim.units == self._sampler.ordering.length
@@ -120,6 +128,9 @@ class CoordinatedHook(BucketHook):
         self._flat = self._parameters[0].detach().new_zeros(length)
         spans = (slice(at, at + n) for at, n in zip(spec.offsets, spec.numels, strict=True))
         self._spans = dict(zip(spec.names, spans, strict=True))
+        # Views of one vector and DDP's gradients, by where DDP's buckets lie in memory: made once,
+        # since a loop over parameters at every step would cost as much as the copy.
+        self._pieces: tuple[tuple[int, ...], list[Tensor], list[Tensor]] = ((), [], [])
         self._mean = SlicedMean(world)
         self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
         self._separate: dict[str, Tensor] = {}  # gradient of a backward that did not
@@ -192,20 +203,24 @@ class CoordinatedHook(BucketHook):
 
     def _exchange_as_one(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Copy all buckets into one vector, exchange it, and copy the mean back."""
-        # By parameter, in the order of the model: so the columns stay the same when DDP rebuilds
-        # its buckets.
-        pieces = [
-            (self._flat[self._spans[self._names[parameter]]], grad)
-            for bucket in buckets
-            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            if self._names[parameter] in self._spans
-        ]
-        for flat, grad in pieces:
-            flat.copy_(grad.flatten())
+        places = tuple(bucket.buffer().data_ptr() for bucket in buckets)
+        if places != self._pieces[0]:
+            # By parameter, in the order of the model: so the columns stay the same when DDP
+            # rebuilds its buckets.
+            grads = {
+                self._names[parameter]: grad
+                for bucket in buckets
+                for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            }
+            used = {name: grads[name] for name in self._spans if name in grads}
+            flat = [self._flat[self._spans[name]].view_as(grad) for name, grad in used.items()]
+            # These views keep the buckets in memory, so none can take the place of another unseen.
+            self._pieces = places, flat, list(used.values())
+        _, flat, own = self._pieces
+        torch._foreach_copy_(flat, own)
         self._mean.start(self._flat)
         self._rows = self._mean.finish(columns=True)
-        for flat, grad in pieces:
-            grad.copy_(flat.view_as(grad))
+        torch._foreach_copy_(own, flat)
 
     def _use(self, layout: BucketLayout) -> None:
         """Switch to other buckets: DDP rebuilds them once after the first step."""
@@ -281,7 +296,11 @@ class CoordinatedHook(BucketHook):
 
     def metrics(self) -> dict[str, Any]:
         """Return what the exchange of gradients has cost."""
-        return {"exchange_seconds": self.stopwatch.seconds, "total_bytes": self.total_bytes}
+        return {
+            "exchange_seconds": self.stopwatch.seconds,
+            "signs_cpu_seconds": self._signer.cpu_seconds,
+            "total_bytes": self.total_bytes,
+        }
 
     def close(self) -> None:
         """Remove the hooks, stop the thread and close its group."""

@@ -28,6 +28,10 @@ from gradherd.comm.world import World
 _gather_into = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
+_all_to_all = partial(dist.all_to_all_single, async_op=True)
+# Over gloo, so many bytes for all ranks together are gathered by an all-to-all of copies, in
+# gloo's own thread, a third of the CPU time of messages that each wake the thread that sent them.
+_COPIED_BYTES = 2**20
 # Up to this many ranks an all-gather of a small tensor takes fewer hops than an all-reduce.
 _SMALL_WORLD = 8
 # Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default ("gh").
@@ -171,8 +175,12 @@ def all_gather_start(
         return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
     if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
-        inputs = [tensor.contiguous()] * world.size
-        works = _exchange_pairwise(inputs, list(out.view(world.size, -1)), world)
+        flat = tensor.reshape(-1)
+        if nbytes(tensor) * world.size <= _COPIED_BYTES:
+            # To gather is to send everybody the same.
+            work = _all_to_all(out.view(-1), flat.repeat(world.size), group=world.group)
+            return PendingCollective(out, sent, (work,))
+        works = _exchange_pairwise([flat] * world.size, list(out.view(world.size, -1)), world)
         return PendingCollective(out, sent, works)
     # Flat views: gloo requires as many dimensions in the output as in the input, and at least one.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
@@ -180,7 +188,7 @@ def all_gather_start(
 
 
 def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> CollectiveResult:
-    """Concatenate the (n_r,) tensors of all ranks into one of sum(n_r) elements.
+    """Concatenate the (n_r,) tensors of all ranks, in their order: (sum of n_r,).
 
     gloo sends messages of exactly these lengths; other backends gather rows padded with zeros.
 
@@ -188,9 +196,6 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
         tensor: (n_r,) tensor of this rank.
         sizes: n_r of every rank; all ranks must know all of them.
         world: The ranks that take part.
-
-    Returns:
-        (sum of n_r,) in the order of ranks, and the bytes this rank sent.
 
     Raises:
         ValueError: `sizes` does not fit the world or the tensor.
@@ -204,13 +209,17 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
         return CollectiveResult(tensor, 0)
     if dist.get_backend(world.group) == "gloo":
         out = tensor.new_empty(sum(sizes))
-        outputs = list(torch.split(out, list(sizes)))
-        for work in _exchange_pairwise([tensor.contiguous()] * world.size, outputs, world):
-            work.wait()
+        # All ranks must take the same way, so the longest message decides.
+        if max(sizes) * tensor.element_size() * world.size <= _COPIED_BYTES:
+            copies, lengths = tensor.repeat(world.size), [len(tensor)] * world.size
+            _all_to_all(out, copies, list(sizes), lengths, group=world.group).wait()
+        else:
+            inputs, outputs = [tensor] * world.size, list(torch.split(out, list(sizes)))
+            for work in _exchange_pairwise(inputs, outputs, world):
+                work.wait()
         return CollectiveResult(out, all_gather_bytes(tensor, world.size))
     # One tensor of equal rows is gathered in one call; of rows of different lengths, nccl would
-    # broadcast each. The padding is sent, so its bytes count. Zeros, not `empty`: what is sent
-    # should not depend on what was in memory.
+    # broadcast each. The padding is sent, so its bytes count; zeros, so that they are the same.
     padded = tensor.new_zeros(max(sizes))
     padded[: len(tensor)] = tensor
     rows, sent = all_gather(padded, world)
@@ -245,21 +254,13 @@ def all_to_all_start(
         out.copy_(tensor)
         return PendingCollective(out, 0)
     # Not all of it is sent: the row of this rank stays.
-    sent, rows = all_to_all_bytes(tensor, world.size), tensor.contiguous()
-    if dist.get_backend(world.group) == "gloo" and out.is_contiguous():
-        inputs, outputs = (list(each.view(world.size, -1)) for each in (rows, out))
-        return PendingCollective(out, sent, _exchange_pairwise(inputs, outputs, world))
-    work = dist.all_to_all_single(out, rows, group=world.group, async_op=True)
+    sent = all_to_all_bytes(tensor, world.size)
+    work = _all_to_all(out, tensor.contiguous(), group=world.group)
     return PendingCollective(out, sent, (work,))
 
 
 def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult:
-    """Overwrite `tensor` on every rank with that of rank `src`.
-
-    Args:
-        tensor: Of the same shape and dtype on all ranks.
-        world: The ranks that take part.
-        src: The rank within `world` whose tensor is sent.
+    """Overwrite `tensor`, of one shape and dtype, with that of rank `src` within `world`.
 
     Raises:
         ValueError: There is no rank `src`.
@@ -328,8 +329,7 @@ def _exchange_pairwise(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], world: World
 ) -> tuple[dist.Work, ...]:
     """Start to send inputs[r] to every rank r and to receive outputs[r] from it, all at once."""
-    # gloo's own all-gather goes round a ring and through a buffer, and its all-to-all leaves links
-    # idle. Direct messages took two thirds of their time, in one machine and over 1 Gb/s.
+    # gloo's own all-gather goes round a ring and through a buffer, and takes half as long again.
     works: list[dist.Work | None] = []  # None: this process is outside of the group
     # Each rank starts with its own neighbour, so that no rank is everybody's first peer.
     for distance in range(1, world.size):

@@ -177,8 +177,6 @@ class SlicedMean:
             tails, sent = all_gather(torch.cat(ends), self._world)
             self.bytes += sent
         blocks = [bucket.slices.wait() for bucket in started]
-        if tails is None:
-            tails = blocks[0].new_empty(self._world.size, 0)
         pending = self._start_write_back(started, blocks, tails) if write_back else []
         # Copying the columns overlaps with the all-gather of the mean.
         rows = self._columns(blocks, tails) if columns else None
@@ -191,28 +189,29 @@ class SlicedMean:
         return rows
 
     def _start_write_back(
-        self, buckets: Sequence[_Bucket], blocks: Sequence[Tensor], tails: Tensor
+        self, buckets: Sequence[_Bucket], blocks: Sequence[Tensor], tails: Tensor | None
     ) -> list[PendingCollective]:
-        tail = mean_of_rows(tails, torch.empty_like(tails[0]))
+        tail = None if tails is None else mean_of_rows(tails, torch.empty_like(tails[0]))
         pending, used = [], 0
         for bucket, block in zip(buckets, blocks, strict=True):
             body, end = bucket.flat[: block.numel()], bucket.flat[block.numel() :]
-            end.copy_(tail[used : used + len(end)])
-            used += len(end)
+            if tail is not None:
+                end.copy_(tail[used : used + len(end)])
+                used += len(end)
             slots = body.view(block.shape)
             own = mean_of_rows(block, out=slots[self._world.rank])  # in place: its final slot
             pending.append(all_gather_start(own, self._world, out=slots))
         return pending
 
-    def _columns(self, blocks: Sequence[Tensor], tails: Tensor) -> Tensor:
-        last = self._world.rank == self._world.size - 1
+    def _columns(self, blocks: Sequence[Tensor], tails: Tensor | None) -> Tensor:
+        last = tails is not None and self._world.rank == self._world.size - 1
         parts = [part for part in (*blocks, *([tails] if last else [])) if part.shape[1]]
-        wide = torch.promote_types(tails.dtype, torch.float32)
+        wide = torch.promote_types(blocks[0].dtype, torch.float32)
         if len(parts) == 1 and parts[0].dtype == wide:
             return parts[0]  # A view of the buffer that was just filled: no copy.
         total = sum(part.shape[1] for part in parts)
         # Buckets count from 0, so -1 is free for the joined columns.
-        rows = self._buffer(-1, torch.empty(0, dtype=wide, device=tails.device), total)
+        rows = self._buffer(-1, torch.empty(0, dtype=wide, device=blocks[0].device), total)
         start = 0
         for part in parts:
             rows[:, start : start + part.shape[1]] = part

@@ -12,6 +12,7 @@ Shapes: W streams, P vectors of a stream in visiting order, D columns, C values 
 """
 
 import math
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
@@ -217,16 +218,20 @@ def _sum_over_shards(both: Tensor) -> Script[Tensor]:
     G is symmetric: each product of two vectors is sent once, and stored where the recursion reads
     it, in the row of the earlier vector. What it does not read stays zero.
     """
-    count = both.shape[1]
-    earlier, later = torch.triu_indices(count, count)
-    columns = torch.cat([torch.arange(count) * (1 + count), earlier * (1 + count) + 1 + later])
-    flat = both.flatten(1)
+    columns, flat = _sent_columns(both.shape[1]), both.flatten(1)
     # The sum has the same bits on all ranks, so all ranks decide the same signs without another
     # exchange. That holds near a tie, too, where a single bit makes the difference.
     total: Tensor = yield AllReduceSmall(flat[:, columns].flatten())
     summed = torch.zeros_like(flat)
     summed[:, columns] = total.view(len(flat), -1)
     return summed.view(both.shape)
+
+
+@cache
+def _sent_columns(count: int) -> Tensor:
+    """Return where u and the upper triangle of G lie in a flat (P, 1 + P) matrix, P = `count`."""
+    earlier, later = torch.triu_indices(count, count)
+    return torch.cat([torch.arange(count) * (1 + count), earlier * (1 + count) + 1 + later])
 
 
 def _few_products(z: Tensor, running: Tensor, *, squares: bool) -> Tensor:

@@ -173,7 +173,8 @@ class Ordering:
             rows = rows.detach() if exact else rows.detach().float()
             rows = self._state.align(rows)
         # A worker that has run out of units repeats one: its row is real, but counts only once.
-        seen = seen & self._state.valid(self.steps, len(seen))
+        if self.steps + len(seen) > min(self.sizes):
+            seen = seen & self._state.valid(self.steps, len(seen))
         self._state.orders = self._orders
         yield from self.policy.observe(self._state, rows, seen, self.random, sharded=sharded)
 

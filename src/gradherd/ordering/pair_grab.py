@@ -124,7 +124,8 @@ def place_pairs(state: BalanceState, pairs: Pairs, signs: Tensor) -> None:
         pairs: The pairs that were signed.
         signs: (K, M) int8.
     """
-    signs = signs * pairs.seen
+    if not pairs.seen.all():
+        signs = signs * pairs.seen
     begin, end = 2 * pairs.first, 2 * (pairs.first + len(signs))
     # Where a pair is not complete the sides stay as they are: 0 (both units keep their positions),
     # or that of an odd unit.
@@ -213,6 +214,8 @@ def sign_pairs(
     if state.running is None:
         state.running = rows.new_zeros((1 if shared else workers, columns))
     pairs = take_pairs(state, rows, seen)
+    if not len(pairs.diffs):  # the first halves of pairs: every second step of training
+        return
     span = slice(pairs.first, pairs.first + len(pairs.diffs))
     draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, workers)[span]
     # (K, M, D) to (1, K M, D): all workers of pair k are signed before pair k+1, in the order of

@@ -116,15 +116,21 @@ def bench_step(
             runs[case].steps(runs[case].block)
         peaks[case] = peak.bytes
     times: dict[str, list[float]] = {case: [] for case in runs}
+    cpu: dict[str, list[float]] = {case: [] for case in runs}
+    before = {case: _parts(run) for case, run in runs.items()}
     for _ in range(repeats):
         for case, run in runs.items():
             all_reduce(torch.zeros(1), world)  # a barrier: start together
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             run.steps(run.block)
+            # Of all threads of this rank. Where ranks have no cores of their own, this is what
+            # makes a step longer, and other work on the machine hardly changes it.
+            cpu[case].append((time.process_time() - cpu_begin) / run.block)
             all_reduce(torch.zeros(1), world)  # time until the slowest rank is done
             times[case].append((time.perf_counter() - begin) / run.block)
     size = sum(p.numel() for p in runs["d-rr"].model.parameters())
     seconds = {case: statistics.median(blocks) for case, blocks in times.items()}
+    cpu_seconds = {case: statistics.median(blocks) for case, blocks in cpu.items()}
     return [
         {
             "case": case,
@@ -135,9 +141,27 @@ def bench_step(
             "bytes": _bytes_sent(case, run, size, world.size) // (run.block * (repeats + 1)),
             "peak_bytes": peaks[case],
             "ratio": seconds[case] / seconds["d-rr"],
+            "cpu_seconds": cpu_seconds[case],
+            "cpu_ratio": cpu_seconds[case] / cpu_seconds["d-rr"],
+            "parts": {
+                part: (total - before[case][part]) / (run.block * repeats)
+                for part, total in _parts(run).items()
+            },
         }
         for case, run in runs.items()
     ]
+
+
+def _parts(run: DDPTraining) -> dict[str, float]:
+    """Return seconds of the parts of a step so far, as far as the herd knows them."""
+    metrics = run.herd.metrics()
+    # The hook inside the backward; work at the optimizer's step; the thread that computes signs.
+    names = {
+        "exchange": "exchange_seconds",
+        "feedback": "ordering_seconds",
+        "signs_cpu": "signs_cpu_seconds",
+    }
+    return {part: metrics[name] for part, name in names.items() if name in metrics}
 
 
 def _bytes_sent(case: str, run: DDPTraining, size: int, ranks: int) -> int:
