@@ -204,8 +204,9 @@ class SlicedMean:
         return pending
 
     def _columns(self, blocks: Sequence[Tensor], tails: Tensor | None) -> Tensor:
-        last = tails is not None and self._world.rank == self._world.size - 1
-        parts = [part for part in (*blocks, *([tails] if last else [])) if part.shape[1]]
+        last = self._world.rank == self._world.size - 1
+        ends = [tails] if last and tails is not None else []
+        parts = [part for part in (*blocks, *ends) if part.shape[1]]
         wide = torch.promote_types(blocks[0].dtype, torch.float32)
         if len(parts) == 1 and parts[0].dtype == wide:
             return parts[0]  # A view of the buffer that was just filled: no copy.

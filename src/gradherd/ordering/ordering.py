@@ -170,8 +170,7 @@ class Ordering:
             # Half precision would lose the small differences that signs depend on. Detached, since
             # a running sum with a graph would keep every backward alive.
             exact = rows.dtype in (torch.float32, torch.float64)
-            rows = rows.detach() if exact else rows.detach().float()
-            rows = self._state.align(rows)
+            rows = self._state.align(rows.detach() if exact else rows.detach().float())
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         if self.steps + len(seen) > min(self.sizes):
             seen = seen & self._state.valid(self.steps, len(seen))
