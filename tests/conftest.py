@@ -2,12 +2,16 @@
 
 import pytest
 
+# By seconds of CPU, all processes counted; those that wait for timeouts and signals before them.
 LONGEST_FIRST = (
-    "test_faults.py", "test_bad_input.py", "test_virtual_trainer.py", "test_bench.py",
-    "test_fsdp_local.py", "test_stacked_trainer.py", "test_example.py", "test_interpreted.py",
-    "test_loops.py", "test_page.py", "test_run.py", "test_torchrun.py", "test_slow_network.py",
-    "test_fsdp.py", "test_fsdp_sparse.py", "test_fuzz.py", "test_pages.py", "test_state.py",
-    "test_checkpoint.py", "test_conformance.py", "test_sparse_hook.py", "test_advise.py",
+    "test_faults.py", "test_bad_input.py", "test_slow_network.py", "test_virtual_trainer.py",
+    "test_coordinated_hook.py", "test_fsdp.py", "test_sparsifiers.py", "test_bench.py",
+    "test_page.py", "test_checkpoint.py", "test_attach.py", "test_fsdp_sparse.py",
+    "test_stacked_trainer.py", "test_conformance.py", "test_loops.py", "test_policies.py",
+    "test_data_files.py", "test_command.py", "test_interpreted.py", "test_example.py",
+    "test_sparse_hook.py", "test_fsdp_local.py", "test_stacked_step.py", "test_recorded.py",
+    "test_tasks.py", "test_training.py", "test_state.py", "test_run.py", "test_fuzz.py",
+    "test_advise.py", "test_detach.py", "test_pages.py", "test_checkpointed_memory.py",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The tree's rule: who may import whom, read from the source itself."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -56,6 +57,12 @@ COLLECTIVE_MODULES = {
 }
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """Return all nodes of a source, the module first; several tests look at the same files."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def room(module: str) -> str:
     """Return the room of a dotted module: its first name, in the lab the first two."""
     names = module.split(".")[1:]
@@ -64,7 +71,7 @@ def room(module: str) -> str:
 
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradherd":
             found.add(room(node.module))
         if isinstance(node, ast.Import):
@@ -147,8 +154,8 @@ def test_lazy_names_of_gradherd():
 
 
 def test_the_sampler_sees_the_world_but_no_collective():
-    tree = ast.parse((ROOT / "ordering" / "sampler.py").read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    source = (ROOT / "ordering" / "sampler.py").read_text()
+    modules = {node.module for node in nodes(source) if isinstance(node, ast.ImportFrom)}
     assert {m for m in modules if m and "comm" in m.split(".")} == {
         "gradherd.comm.checks",  # pure functions on arguments
         "gradherd.comm.world",
@@ -166,7 +173,7 @@ def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 def collective_uses(source: str) -> set[str]:
     """Return the collectives of torch that a source names, called or not, under any alias."""
     aliases, names = {}, set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -174,11 +181,7 @@ def collective_uses(source: str) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
             aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
-    names |= {
-        dotted(node, aliases)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-    }
+    names |= {dotted(node, aliases) for node in nodes(source) if isinstance(node, ast.Attribute)}
     banned = {f"torch.distributed.{name}" for name in COLLECTIVES} | COLLECTIVE_MODULES
     return {n for n in names if n in banned or any(n.startswith(f"{b}.") for b in banned)}
 
@@ -221,7 +224,7 @@ def test_reading_the_world_is_no_collective():
 def test_reports_read_records_and_no_tensor():
     for path in (ROOT / "lab" / "report").rglob("*.py"):
         modules = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.ImportFrom):
                 modules.add(node.module or "")
             if isinstance(node, ast.Import):
@@ -236,11 +239,11 @@ def test_triton_is_imported_where_it_is_needed_only():
     for path in ROOT.rglob("*.py"):
         if path.stem.startswith("triton_"):
             continue
-        tree = ast.parse(path.read_text())
-        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        tree = nodes(path.read_text())
+        names = {a.name for n in tree if isinstance(n, ast.Import) for a in n.names}
+        names |= {n.module or "" for n in tree if isinstance(n, ast.ImportFrom)}
         assert "triton" not in {name.split(".")[0] for name in names}, path
-        for node in tree.body:  # at the top: whenever the module is imported
+        for node in tree[0].body:  # at the top: whenever the module is imported
             if isinstance(node, ast.ImportFrom):
                 modules = {*(node.module or "").split("."), *(a.name for a in node.names)}
                 assert not {m for m in modules if m.startswith("triton_")}, path
@@ -250,7 +253,7 @@ def test_nobody_looks_at_the_frames_of_callers():
     """A frame that is looked at keeps its variables alive, and callers are none of our business."""
     frames = {"_getframe", "_current_frames", "currentframe", "f_back", "f_locals"}
     for path in ROOT.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-        used |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        tree = nodes(path.read_text())
+        used = {n.attr for n in tree if isinstance(n, ast.Attribute)}
+        used |= {a.name for n in tree if isinstance(n, ast.ImportFrom) for a in n.names}
         assert not used & frames, path

@@ -150,17 +150,17 @@ def test_average_is_that_of_plain_ddp_to_the_bit_on_all_ranks(unit, rows, togeth
 
 
 @pytest.mark.parametrize(
-    ("policy", "unit", "rows", "at", "together"),
+    ("size", "policy", "unit", "rows", "at", "together"),
     [
-        ("cd-grab", 3, "batch", (0, 0), False),
-        ("cd-grab", 3, "batch", (1, 2), True),
-        ("id-grab", 3, "batch", (1, 1), False),
-        ("id-grab", 3, "batch", (1, 2), True),
-        ("cd-grab", 1, "exact", (1, 1), True),
+        (2, "cd-grab", 3, "batch", (0, 0), False),
+        (4, "cd-grab", 3, "batch", (1, 2), True),
+        (4, "id-grab", 3, "batch", (1, 1), False),
+        (2, "id-grab", 3, "batch", (1, 2), True),
+        (4, "cd-grab", 1, "exact", (1, 1), True),
     ],
 )
-def test_state_in_mid_epoch(policy, unit, rows, at, together):
-    ranks = run_ranks(attach_work.resumed, 4, policy, 44, 3, unit, rows, at, together)
+def test_state_in_mid_epoch(size, policy, unit, rows, at, together):
+    ranks = run_ranks(attach_work.resumed, size, policy, 11 * size, 3, unit, rows, at, together)
     for straight, elsewhere, back in ranks:
         assert elsewhere == straight
         assert back == straight

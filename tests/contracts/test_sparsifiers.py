@@ -71,7 +71,7 @@ def heeds_values(name):
 
 
 LAW = [
-    Case(name, dim, density)
+    Case(name, dim, density, steps=6)
     for name in METHODS
     for dim in (1, 3, 40, 5000)
     for density in densities(name)
@@ -113,8 +113,15 @@ ON_RANKS = [
 @functools.cache
 def real(size):
     """Every rank's story of every case: {case: [story of rank 0, ...]}."""
-    ranks = run_ranks(trace_real, size, ON_RANKS)
-    return dict(zip(ON_RANKS, zip(*ranks, strict=True), strict=True))
+    cases = on_ranks(size)
+    ranks = run_ranks(trace_real, size, cases)
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
+@functools.cache
+def on_ranks(size):
+    """Return the cases that are run on that many real ranks: how values are packed shows on two."""
+    return [case for case in ON_RANKS if size < 4 or case not in NARROW]
 
 
 @functools.cache
@@ -123,7 +130,7 @@ def virtual(case, size):
 
 
 def traces_of(case, size):
-    return real(size)[case] if case in ON_RANKS else virtual(case, size)
+    return real(size)[case] if case in on_ranks(size) else virtual(case, size)
 
 
 def of(cases):

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -152,20 +150,3 @@ def test_one_worker_alone_keeps_its_gradient(name):
         case.step(grad)
         case.wait()
     assert torch.equal(grad, torch.arange(7.0)) and case.bytes == 0
-
-
-def test_the_module_runs_as_a_program():
-    command = [
-        sys.executable,
-        "-m",
-        "gradherd",
-        "herding",
-        "--units",
-        "6",
-        "--rounds",
-        "1",
-        "--json",
-    ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert json.loads(ran.stdout)["units"] == 6

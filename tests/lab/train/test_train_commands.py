@@ -117,6 +117,9 @@ def test_what_is_compared_by_default(capsys, tmp_path):
 def test_demo_in_small(capsys, tmp_path, monkeypatch):
     short = tuple(replace(part, epochs=1) for part in demo._PARTS)
     monkeypatch.setattr(demo, "_PARTS", short)
+    configs = demo._DemoPart.configs
+    few = lambda *args: [replace(config, limit=200) for config in configs(*args)]  # noqa: E731
+    monkeypatch.setattr(demo._DemoPart, "configs", few)
     code, told, err = run(
         capsys, "demo", "--workers", 2, "--seeds", 1, "--out", tmp_path / "demo", "--json"
     )

@@ -37,20 +37,21 @@ def train_and_follow(trainer, ordering, epochs):
     return seen
 
 
-def on_ranks(configs, data_dir=None):
-    """Train each of the runs on this rank."""
+def on_ranks(configs, split=None):
+    """Train each of the runs on this rank; with these data, if the tasks' own take long to read."""
     found = []
     for config in configs:
         task = find_task(config.task)
-        trainer = RankTrainer(config, task, task.load(data_dir, config.limit), World.detect())
+        data = split or task.load(None, config.limit)
+        trainer = RankTrainer(config, task, data, World.detect())
         found.append(train_and_follow(trainer, trainer.sampler.ordering, config.epochs))
     return found
 
 
-def in_one_process(config, data_dir=None):
+def in_one_process(config, split=None):
     """Train the same run with all workers here."""
     task, virtual = find_task(config.task), replace(config, virtual=True)
-    trainer = VirtualTrainer(virtual, task, task.load(data_dir, config.limit))
+    trainer = VirtualTrainer(virtual, task, split or task.load(None, config.limit))
     return train_and_follow(trainer, trainer.ordering, config.epochs)
 
 
