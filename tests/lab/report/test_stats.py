@@ -3,7 +3,6 @@ import math
 import random
 
 import pytest
-from scipy import stats
 
 from gradherd.lab.report.stats import finite, mean_std, paired_difference, sign_flip_p
 
@@ -34,6 +33,8 @@ def test_difference_by_hand():
 
 @pytest.mark.parametrize("seeds", [2, 3, 5, 12])
 def test_difference_agrees_with_scipy(seeds):
+    from scipy import stats  # takes a second, which every test process would spend
+
     chance = random.Random(seeds)
     arm = [chance.gauss(1, 1) for _ in range(seeds)]
     ref = [chance.gauss(0.2, 1) for _ in range(seeds)]
