@@ -72,7 +72,7 @@ def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
             place += f' height="{size - 2 * gap:g}"'
             parts.append(f'<rect {place} class="{colour}"/>')
             done += length
-        if size > 12:
+        if size > 12:  # thinner bars have no room for a line of text
             parts.append(svg_text(axis.at(done) + 6, at + size / 2 + 4, row.text, "start"))
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -103,6 +103,7 @@ def effect_chart(
     parts = [svg_head(title, layout, height, [row.style for row in rows])]
     for mark in axis.ticks():
         at = axis.at(mark)
+        # Zero stands out: which side of it an interval lies on is the answer.
         strength = ".8" if mark == 0 else ".25"
         parts.append(
             f'<path d="M{at:.1f} {layout.top}V{foot}" class="rule" stroke-opacity="{strength}"/>'

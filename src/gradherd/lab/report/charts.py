@@ -110,7 +110,7 @@ def _metric(comparison: Comparison) -> Chart | None:
         "levels": [],
         "x": X_AXES,
         "y": comparison.metric_name,
-        "log": None,
+        "log": None,  # no switch: accuracies lie close together, and a logarithm changes nothing
     }
 
 
@@ -234,6 +234,7 @@ def _time(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
 
 
 def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
+    # Arms may differ in seeds; then the note names no number rather than a wrong one.
     counts = {len(arm.seeds) for arm in arms if arm.seeds}
     if counts == {1}:
         return f"One seed; {what}."

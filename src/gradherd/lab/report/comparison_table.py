@@ -86,6 +86,7 @@ def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:
 def _seeds(comparison: Comparison) -> list[TableCell]:
     cells = []
     for arm in comparison.arms:
+        # Runs that ended before the others' last epoch; a reader must know that means lack them.
         left_out = len(arm.runs) - len(arm.used)
         more = [f"{left_out} left out"] if left_out else []
         more += [] if arm.finished else [f"epoch {arm.epochs}", f"of {arm.planned}"]
@@ -111,6 +112,7 @@ def _means(values: Sequence[tuple[MeanStd, int]], *, lower: bool) -> list[TableC
 
 
 def _loss_difference(comparison: Comparison) -> list[TableCell]:
+    # In one column both kinds may occur; the rarer one is named in its cell.
     some_late = any(pair.late_loss is not None for pair in comparison.pairs)
     cells = []
     for pair in comparison.pairs:
@@ -160,7 +162,7 @@ def _range_by_seed(pair: ArmPair) -> tuple[str, ...]:
     if len(epochs) < 2 or pair.arm is pair.reference or pair.reference.final_loss.mean is None:
         return ()
     known = [epoch for epoch in epochs if epoch is not None]
-    if not known:
+    if not known:  # and yet the mean may have: one low run is enough for that
         return ("no seed",)
     never = len(epochs) - len(known)
     span = str(known[0]) if min(known) == max(known) else f"{min(known)} to {max(known)}"

@@ -19,6 +19,7 @@ BySeed = Mapping[int, float | None]
 """A value per seed; None where a run has none, for example because it diverged."""
 EPOCH_FIELDS = ("train_loss", "metric", "herding_bound", "padding", "residual_norm", "density")
 """Measures that training runs have after each epoch."""
+# Over all epochs: what a training took is what counts, not what its last epoch took.
 _SUMS = ("bytes", "ordering_bytes", "seconds")
 MEASURES = (*EPOCH_FIELDS, *(f"late_{one}" for one in EPOCH_FIELDS), *_SUMS, "density_off", *PAIRED)
 """All measures of training runs."""
@@ -195,6 +196,7 @@ def _epochs_to(
 
     None for a run that never does, or whose partner diverged; runs without partner are left out.
     """
+    # A goal per seed, as runs of one seed share their initial weights.
     goals = {run.seed: goal(run) for run in others}
     return {
         run.seed: first_at_or_below([row.train_loss for row in run.epochs], goals[run.seed])
@@ -219,6 +221,7 @@ def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | 
         summary = one.figures["summary"]
         if name not in summary:
             raise ValueError(f"unknown measure {name!r}; known are {', '.join(summary)}")
+        # A figure that is not finite counts as none: no mean may hide it.
         values[one.seed] = finite(summary[name])
     return values
 

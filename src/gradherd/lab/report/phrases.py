@@ -10,6 +10,7 @@ def reached(pair: ArmPair) -> tuple[str, bool]:
     """Say when an arm reaches the other's final loss, and whether that takes less of everything."""
     arm, ref = pair.arm, pair.reference
     goal = f"{ref.label}'s {'final' if ref.finished else 'last'} loss"
+    # Not its number of epochs: it may have been there before, and then got worse.
     own = pair.reference_epochs_to
     if pair.epochs_to is None or own is None:
         return f"{arm.label} does not reach {goal} in {counted(arm.epochs, 'epoch')}", False
@@ -49,6 +50,7 @@ def _of_its(ratio: float, what: str) -> str:
 def decimal_places(mean: float, difference: PairedDifference | None) -> int:
     """Return how many decimals a difference and its interval deserve."""
     ends = []
+    # The largest of the three decides, so that all of them line up.
     if difference is not None:
         ends = [end for end in (difference.low, difference.high) if end is not None]
     return decimals(max(abs(value) for value in (mean, *ends)), 2)
@@ -93,6 +95,7 @@ def price(pair: ArmPair) -> str:
     share = pair.bytes_ratio
     if share is None:
         return "bytes not known"
+    # Shares in percent, multiples in times: "0.015 times" makes a reader count zeros.
     text = f"{share:.2f} times the bytes"
     if f"{share:.2f}" == "1.00":
         text = "the same number of bytes"
@@ -103,6 +106,7 @@ def price(pair: ArmPair) -> str:
     return f"{text} and {pair.seconds_ratio:.2f} times the seconds"
 
 
+# "No difference shown", never "no difference": few seeds cannot show that there is none.
 _SHOWN = {
     "gain": "better than {}",
     "gain, but": "better than {}, at a price",

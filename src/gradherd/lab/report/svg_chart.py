@@ -142,6 +142,7 @@ def chart(
     xs = [px for line in visible for px, _ in line.points]
     ys = [py for line in visible for _, py in line.points]
     ys += [end for line in visible for _, low, high in line.band for end in (low, high)]
+    # A goal that no arm has reached must be in sight, too.
     ys += [level for level, _ in levels if level > 0 or not log]
     low, high = _with_margin(min(ys), max(ys), log, least)
     if zero:
@@ -191,7 +192,7 @@ def _with_margin(low: float, high: float, log: bool, least: float | None) -> tup
     >>> round(low, 5), round(high, 5)
     (0.0095, 0.0105)
     """
-    if log:
+    if log:  # where equal ratios, not equal differences, are equally far apart
         return low / 1.1, high * 1.1
     wanted = _LEAST_SPAN * max(abs(low), abs(high)) if least is None else least
     # A line at zero has no size of its own; its axis still needs a height.
@@ -204,6 +205,7 @@ def _grid(x_axis: ChartAxis, y_axis: ChartAxis, x: str, y: str, *, zero: bool) -
     parts = []
     for value, label in _labelled(y_axis):
         at = pixels(y_axis.at(value))
+        # Zero divides better from worse where differences are drawn.
         strength = ".8" if zero and value == 0 else ".25"
         path = f'd="M{x_axis.start:g} {at}H{x_axis.end:g}"'
         parts.append(f'<path {path} class="rule" stroke-opacity="{strength}"/>')
@@ -239,6 +241,7 @@ def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[st
     if line.band:
         upper = [(x, high) for x, _, high in line.band]
         lower = [(x, low) for x, low, _ in reversed(line.band)]
+        # There along the upper ends and back along the lower ones.
         outline = _path([*upper, *lower], x_axis, y_axis)
         parts.append(f'<path d="{outline}Z" class="f{number}" fill-opacity=".1"/>')
     parts.append(f'<path d="{_path(line.points, x_axis, y_axis)}" {_stroke(line)}/>')
@@ -262,6 +265,7 @@ def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> 
     """Return a note for the legend if a line cannot be seen, because it is under another one."""
     for other in above:
         pairs = list(zip(line.points, other.points, strict=False))
+        # Less than a pixel apart at every point.
         same = len(line.points) == len(other.points) and all(
             a[0] == b[0] and abs(y_axis.at(a[1]) - y_axis.at(b[1])) < 1 for a, b in pairs
         )
@@ -277,7 +281,7 @@ def _legend_entry(
         room = (layout.width - 20) / layout.columns
         left = 12 + number % layout.columns * room
         at = foot + layout.bottom + 6 + _LEGEND_LINE * (number // layout.columns)
-        length, most = 18.0, int((room - 26) / 6)
+        length, most = 18.0, int((room - 26) / 6)  # names are cut to their column
     else:
         left, at, length, most = x_axis.end + 16, layout.top + 8 + _LEGEND_LINE * number, 22.0, 36
     return [

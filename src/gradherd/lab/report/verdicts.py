@@ -136,6 +136,7 @@ def _sparsify_verdict(
         return _without_means(kind, pair, problem, diverged=arm.final_metric.mean is None)
     own, other = arm.final_metric.mean, ref.final_metric.mean
     assert own is not None and other is not None
+    # Paired where it can be: seeds differ more from each other than arms do.
     mean = _mean(pair, by_loss=False)
     places = decimal_places(mean, pair.metric)
     lower = not higher_is_better
