@@ -38,6 +38,36 @@ def test_fewer_epochs_and_lower_loss():
     assert "3 seeds, paired p < 0.001: better" in text
 
 
+def test_headlines_say_what_is_shown_and_what_it_takes():
+    base, better = runs("d-rr", [1.0, 1.02, 0.98]), runs("cd-grab", [0.25, 0.26, 0.24], slower=1.0)
+    dearer = [
+        replace(run, epochs=[replace(row, bytes=4 * row.bytes) for row in run.epochs])
+        for run in better
+    ]
+    alike = runs("cd-grab", [1.01, 0.99, 1.0], slower=1.0)
+    for arm, says in (
+        (better, "cd-grab: better than d-rr; it takes 1.13 times the bytes and "),
+        (dearer, "cd-grab: better than d-rr, at a price; it takes 4.51 times the bytes and "),
+        (alike, "cd-grab: no difference from d-rr shown; it takes "),
+        (better[:2], "cd-grab: too few seeds to compare it with d-rr; it takes "),
+    ):
+        [verdict] = all_verdicts(compare([*base, *arm]))
+        assert verdict.headline.startswith(says), verdict.headline
+    # What is worse and sends less is for the reader to weigh.
+    [verdict] = all_verdicts(
+        compare(
+            [
+                record("d-rr", sparsify, density, seed, metrics=[metric + seed / 10] * 20)
+                for sparsify, density, metric in (("dense", None, 90.0), ("topk", 0.01, 80.0))
+                for seed in range(3)
+            ]
+        )
+    )
+    assert verdict.tone == "mixed"
+    assert verdict.headline.startswith("topk 0.01: worse than dense, but it saves bytes; it takes ")
+    assert "% of the bytes" in verdict.headline
+
+
 def test_fewer_epochs_but_no_less_time():
     arm = runs("cd-grab", [0.25, 0.26, 0.24], slower=3.0)
     [(tone, text)] = said([*runs("d-rr", [1.0, 1.02, 0.98]), *arm])
