@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
     from gradherd.sparsify.cltk import CLTK as CLTK
     from gradherd.sparsify.deft import Deft as Deft
+    from gradherd.sparsify.demo import DeMo as DeMo
     from gradherd.sparsify.dense import Dense as Dense
     from gradherd.sparsify.exclusive import Online as Online
     from gradherd.sparsify.exdyna import ExDyna as ExDyna
@@ -71,6 +72,7 @@ _HOMES = {
     "Dense": "sparsify.dense",
     "Online": "sparsify.exclusive",
     "ExDyna": "sparsify.exdyna",
+    "DeMo": "sparsify.demo",
     "GTopK": "sparsify.gtopk",
     "Micro": "sparsify.micro",
     "LocalSteps": "sparsify.outer_optimizer",

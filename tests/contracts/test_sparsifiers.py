@@ -70,6 +70,11 @@ def heeds_values(name):
     return not heard
 
 
+def transforms(name):
+    """Whether a method selects in another basis, so that all coordinates receive something."""
+    return getattr(METHODS[name], "transforms", False)
+
+
 LAW = [
     Case(name, dim, density, steps=6)
     for name in METHODS
@@ -207,7 +212,7 @@ def test_each_coordinate_is_sent_once(name, cases, size):
                 assert sum(step.counts) == len(step.indices), case
             else:
                 assert max(step.counts) <= case.dim, case
-                assert sum(step.counts) >= len(step.indices), case
+                assert transforms(name) or sum(step.counts) >= len(step.indices), case
 
 
 @sizes
@@ -247,7 +252,7 @@ def test_the_cases_are_no_idle_ones():
         stories = traces_of(case, 4)
         assert all(bool(story.residual.any()) for story in stories), name
         assert not same(stories[0].residual, stories[1].residual), name
-        assert 0 < len(stories[0].steps[-1].indices) < 5000, name
+        assert transforms(name) or 0 < len(stories[0].steps[-1].indices) < 5000, name
         # A rank alone sends nothing.
         assert all(step.bytes == 0 for step in traces_of(case, 1)[0].steps), name
         assert all(step.bytes > 0 for step in stories[0].steps), name

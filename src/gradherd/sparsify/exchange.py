@@ -37,7 +37,9 @@ class Outcome:
 
     def metrics(self, dim: int) -> dict[str, Any]:
         """Return the metrics of a step that sparsified `dim` coordinates."""
-        selected = len(self.selection.indices)
+        selected = self.selection.selected
+        if selected is None:
+            selected = len(self.selection.indices)
         return {
             "selected": selected,
             "per_rank": self.selection.counts,
@@ -123,12 +125,15 @@ def reduce(
 
 def _partly_sent(
     acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """Return which own values were sent and what stays, for a method that sums values itself."""
+    error = torch.zeros_like(rest) if error is None else error
+    if selection.kept is not None:
+        return None, torch.cat([selection.kept, error])
     assert selection.sent is not None
     sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
     unsent = acc[selection.indices].masked_fill(selection.sent, 0)
-    return sent, torch.cat([unsent, torch.zeros_like(rest) if error is None else error])
+    return sent, torch.cat([unsent, error])
 
 
 # --- Indices -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
         "gtopk": "gtopk:GTopK",
         "randomk": "randomk:RandomK",
         "sage": "sage:Sage",
+        "demo": "demo:DeMo",
     },
 )
 """Sparsifiers by name; each is a frozen dataclass that can be built without arguments."""

@@ -70,6 +70,11 @@ class Selection:
     """(K,) sums over workers, if the method has already reduced the values itself."""
     sent: Tensor | None = None
     """(K,) whether this worker's own value is part of `sums`; None without `sums`."""
+    kept: Tensor | None = None
+    """(K,) what this worker keeps at `indices`, instead of `sent`: if only a part of a value is in
+    `sums`."""
+    selected: int | None = None
+    """How many numbers were agreed on, if they are not values at `indices`."""
     low_pass: float = 1.0
     """Weight of the new residual against the old one."""
 
@@ -82,9 +87,10 @@ class Selector(Protocol):
     called off by dropping that state. Everything that determines what is communicated must be the
     same on all workers, otherwise they would wait for each other forever.
 
-    Two optional class attributes, False if missing, describe special methods:
-    `sums_values` (the method reduces the values itself, so `Sparsify.values` does not apply) and
-    `uses_layers` (the method reads `layers`). To add a method, write it in a file of its own and
+    Three optional class attributes, False if missing, describe special methods:
+    `sums_values` (the method reduces the values itself, so `Sparsify.values` does not apply),
+    `uses_layers` (the method reads `layers`) and `transforms` (it selects in another basis, and
+    returns sums of all coordinates). To add a method, write it in a file of its own and
     add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
     """
 

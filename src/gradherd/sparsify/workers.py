@@ -249,9 +249,8 @@ class Worker:
 class VirtualWorkers:
     """R workers that exchange sparse gradients within one process, as real ranks would.
 
-    The results have the same bits as on real ranks if torch uses as many threads as each rank:
-    means and norms of long vectors, which SIDCo, SAGE and DEFT compute, depend on the number of
-    threads.
+    Results have the same bits as on ranks if torch uses as many threads as each rank: means and
+    norms of long vectors (SIDCo, SAGE, DEFT) depend on the number of threads.
 
     Args:
         settings: The sparsifier and how it is run.
@@ -282,8 +281,7 @@ class VirtualWorkers:
         own: dict[str, Any] = {"size": size, "sparse": sparse, "layers": layers}
         own |= {"dtype": dtype, "device": device}
         self.workers = [Worker(settings, dim, rank=rank, **own) for rank in range(size)]
-        self._dim = dim
-        self._sparse = dim if sparse is None else sparse
+        self._dim, self._sparse = dim, dim if sparse is None else sparse
         self.metrics: dict[str, Any] = {}
         self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
         self.payload: Tensor | None = None
@@ -311,7 +309,7 @@ class VirtualWorkers:
             return torch.zeros_like(grads[0])
         results = run_together([worker.script() for worker in self.workers])
         if self.keep_payload:
-            self.payload = self._sent(results[0].value)
+            self.payload = self._sent([result.value for result in results])
         for worker, result in zip(self.workers, results, strict=True):
             worker.commit(result.value)
         outcome = results[0].value
@@ -327,12 +325,17 @@ class VirtualWorkers:
         out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
         return out.index_copy_(0, outcome.indices, mean)
 
-    def _sent(self, outcome: Outcome | None) -> Tensor | None:
+    def _sent(self, outcomes: list[Outcome | None]) -> Tensor | None:
         """Return (R, D) what each worker has sent, zero elsewhere; None if nothing was."""
-        if outcome is None:
-            return None
-        sums = torch.stack([worker.feedback.acc for worker in self.workers])
-        return torch.zeros_like(sums).index_copy_(1, outcome.indices, sums[:, outcome.indices])
+        sent = []
+        for worker, outcome in zip(self.workers, outcomes, strict=True):
+            if outcome is None:
+                return None
+            acc, at = worker.feedback.acc, outcome.indices
+            # Of rounded values, or of a part of them, the remainder was not sent.
+            own = acc[at] if outcome.remainder is None else acc[at] - outcome.remainder
+            sent.append(torch.zeros_like(acc).index_copy_(0, at, own))
+        return torch.stack(sent)
 
     def residuals(self) -> Tensor:
         """Return the residuals of all workers: (R, D)."""

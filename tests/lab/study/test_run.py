@@ -2,15 +2,18 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradherd.lab.study import run
 from gradherd.lab.study.kinds import PlannedRun, RunContext
-from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.run import ProcessDied, run_parallel, split_batches
+from gradherd.lab.study.results import RunResult, read_arms
+from gradherd.lab.study.run import ProcessDied, run_parallel, split_batches, store_results
 
 WHERE = RunContext(folder=Path())
 
@@ -104,3 +107,18 @@ def waited_for(look, count):
     while len(seen := look()) < count:
         time.sleep(0.05)
     return seen
+
+
+def test_seeds_that_are_stored_at_once_are_all_kept(tmp_path, monkeypatch):
+    def read_slowly(*args):
+        found = read_arms(*args)
+        time.sleep(0.02)  # Others would write meanwhile, if they could.
+        return found
+
+    monkeypatch.setattr(run, "read_arms", read_slowly)
+    study = SimpleNamespace(name="study", kind="compare")
+    # A lock belongs to an opened folder, so threads wait for each other as processes do.
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: store_results(study, tmp_path, [result(piece(n))]), range(4)))
+    assert [one.seed for one in read_arms(tmp_path, ["a"], "compare")["a"]] == [0, 1, 2, 3]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]  # and no lock file

@@ -25,7 +25,7 @@ METHODS = (
     ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
      "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw"),
     ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
-     "sage"),
+     "sage", "demo"),
 )  # fmt: skip
 """Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
 

@@ -7,11 +7,13 @@ Records of training runs are stored as columns, a few kilobytes a run: a column 
 all equal is stored as one value, seconds as their mean, and the load of each worker is left out.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,11 @@ from gradherd.lab.train.record import (
     read_bounded_text,
     write_atomic,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 _FINAL = ("done", "diverged")
@@ -117,6 +124,29 @@ def is_done(results: Iterable[RunResult], seed: int, settings: Mapping[str, Any]
         one.seed == seed and one.status in _FINAL and same_settings(one.settings, settings)
         for one in results
     )
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, which is created if missing: another process that reads and writes waits.
+
+    Otherwise two processes that add a seed to the same arm at once would each write the seeds that
+    they have read, and one of the two would be lost.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    # The folder itself, so that no lock file lies among results that are committed. The lock ends
+    # with the process at the latest.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Some network file systems lock no folders: then a file still is the old or the new one.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResult]) -> None:

@@ -28,7 +28,7 @@ from gradherd.lab.study.kinds import (
     StudyKind,
     StudyProgress,
 )
-from gradherd.lab.study.results import RunResult, is_done, read_arms, write_results
+from gradherd.lab.study.results import RunResult, is_done, locked, read_arms, write_results
 from gradherd.lab.study.spec import Study
 from gradherd.lab.train.measurements import hardware, versions
 
@@ -190,17 +190,18 @@ def _machine(device: str) -> dict[str, Any]:
 
 def store_results(study: Study, out: Path, results: list[RunResult]) -> list[RunResult]:
     """Add results to the files, which are read again: other runs may have finished meanwhile."""
-    stored = read_arms(out, {one.arm for one in results}, study.kind)
-    for arm in dict.fromkeys(one.arm for one in results):
-        new = {one.seed: one for one in results if one.arm == arm}
-        settings = next(iter(new.values())).settings
-        unchanged = [
-            one
-            for one in stored.get(arm, [])
-            # One file, one set of settings: seeds of earlier settings would not be comparable.
-            if one.seed not in new and is_done([one], one.seed, settings)
-        ]
-        write_results(out, study.name, study.kind, [*unchanged, *new.values()])
+    with locked(out):
+        stored = read_arms(out, {one.arm for one in results}, study.kind)
+        for arm in dict.fromkeys(one.arm for one in results):
+            new = {one.seed: one for one in results if one.arm == arm}
+            settings = next(iter(new.values())).settings
+            unchanged = [
+                one
+                for one in stored.get(arm, [])
+                # One file, one set of settings: seeds of earlier ones would not be comparable.
+                if one.seed not in new and is_done([one], one.seed, settings)
+            ]
+            write_results(out, study.name, study.kind, [*unchanged, *new.values()])
     return results
 
 

@@ -70,25 +70,14 @@ class HMDA:
         inputs, targets = tensors
         return F.binary_cross_entropy_with_logits(model(inputs).squeeze(1), targets)
 
-    def gradients(self, flat: Tensor, *tensors: Tensor) -> Tensor:
-        """Return the gradients of the mean loss of groups of examples, in closed form.
-
-        Args:
-            flat: (S, 19) weights and bias of S models.
-            tensors: (S, G, B, 18) features and (S, G, B) labels.
-
-        Returns:
-            (S, G, 19).
-        """
+    def linear_form(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (n, 19) features, whose product with the parameters is the logit, and labels."""
         inputs, targets = tensors
-        # A dozen operations instead of the eighty that autograd and vmap take: a step of a model
-        # this small is all overhead.
-        logits = torch.baddbmm(
-            flat[:, FEATURES:].unsqueeze(1), inputs.flatten(1, 2), flat[:, :FEATURES].unsqueeze(2)
-        )
-        errors = (logits.view(targets.shape).sigmoid() - targets).unsqueeze(-1)
-        each = torch.cat([inputs * errors, errors], dim=-1)
-        return each.squeeze(2) if each.shape[2] == 1 else each.mean(2)
+        return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1), targets
+
+    def score_gradient(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the derivative of each example's loss by its logit, in any shape."""
+        return logits.sigmoid() - targets
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the accuracy in percent."""

@@ -161,8 +161,9 @@ class FunctionalOptimizer:
         decay = self.weight_decay
         # L2 regularisation, part of the gradient, as in torch.optim.SGD.
         direction = grads.add(parameters, alpha=decay) if decay else grads
-        velocity = state[0] * self.momentum + direction
-        return parameters - lr * velocity, (velocity,)
+        # Two fused operations: a step of a small model is all overhead.
+        velocity = torch.add(direction, state[0], alpha=self.momentum)
+        return torch.addcmul(parameters, lr, velocity, value=-1), (velocity,)
 
     def _adamw(
         self, parameters: Tensor, state: State, lr: Tensor, grads: Tensor

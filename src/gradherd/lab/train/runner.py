@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig, count_steps
+from gradherd.lab.train.forked_runs import divide, run_forked, usable_cores
 from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
 from gradherd.lab.train.rank_trainer import RankTrainer
@@ -100,11 +102,12 @@ def run_all(
                 config, task, split, world, out, saving, progress, tensorboard=tensorboard
             )
         ]
-    for indices, stacked in _group_runs(configs, task, split):
+
+    def train(indices: Sequence[int], progress: Progress, *, stacked: bool) -> list[RunRecord]:
         group = [configs[at] for at in indices]
         folders = [_run_folder(out, config, saving is not None, world) for config in group]
         # The trainer gets no name here: it would stay alive while the next one is built.
-        group_records = _run_group(
+        return _run_group(
             _make_trainer(group, task, split, world, stacked=stacked),
             group=group,
             task=task,
@@ -113,15 +116,30 @@ def run_all(
             progress=progress,
             tensorboard=tensorboard,
         )
-        if group[0].device != "cpu":
+
+    for indices, stacked in _group_runs(configs, task, split):
+        parts = _parts(indices, configs, task, split) if stacked else [indices]
+        if len(parts) > 1:
+            records.update(run_forked(partial(train, stacked=True), parts, progress))
+            continue
+        records.update(zip(indices, train(indices, progress, stacked=stacked), strict=True))
+        if configs[0].device != "cpu":
             # Frees the GPU for the next group and for other processes. Torch's first imports in a
             # process leave a reference cycle that holds the importing frame, and with it the first
             # trainer.
             gc.collect()
             torch.cuda.empty_cache()
-        records.update(zip(indices, group_records, strict=True))
     # Groups are formed by what can be stacked; callers expect their own order.
     return [records[at] for at in range(len(configs))]
+
+
+def _parts(
+    indices: Sequence[int], configs: Sequence[RunConfig], task: Task, split: Split
+) -> list[list[int]]:
+    """Return the runs of a stack by the process that trains them."""
+    size = sum(p.numel() for p in task.model().parameters())
+    steps = sum(count_steps(configs[at], len(split.train[0])) for at in indices)
+    return divide(indices, configs, size, steps, usable_cores())
 
 
 def _run_group(

@@ -42,7 +42,7 @@ from gradherd.ordering.registry import make_policy
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
 # Steps of a graph on the CPU, and steps of an epoch from which building it takes less time than it
 # saves. A GPU replays a graph of one step without the host.
-_STEPS_PER_CALL, _MANY_STEPS = 8, 2000
+_STEPS_PER_CALL, _MANY_STEPS = 16, 2000
 
 
 class StackedTrainer:
@@ -125,14 +125,21 @@ class StackedTrainer:
         batches = self._indices().split(config.batch_size, dim=2)
         # All of an epoch at once: on a GPU each copy from the host would delay the step.
         count, steps = len(batches), range(len(batches))
-        # Runs of a stack have one schedule: rates are computed once for each base rate.
-        rates = {
-            one.lr: torch.tensor([one.lr_at(number, at, count) for at in steps])
-            for one in self._configs
-        }
+        # Runs of a stack have one schedule: rates are computed once for each base rate, and once
+        # for all steps where they do not change within an epoch.
+        if config.lr_warmup is None and config.lr_schedule in (None, "constant"):
+            rates = {one.lr: torch.full((count,), one.lr_at(number)) for one in self._configs}
+        else:
+            rates = {
+                one.lr: torch.tensor([one.lr_at(number, at, count) for at in steps])
+                for one in self._configs
+            }
         lrs = torch.stack([rates[one.lr] for one in self._configs], dim=1).unsqueeze(2)
         lrs = lrs.to(self._parameters.device)
-        means: list[Tensor] = []
+        # (T, S, D): the next replay of a graph overwrites its means, so they are copied anyway.
+        means = self._parameters.new_empty(
+            (count if self._tracks_prefix_sums else 0, *self._parameters.shape)
+        )
         sent_before = [one.bytes for one in self._coordination]
         data_seconds = time.perf_counter() - begin
         buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
@@ -143,8 +150,7 @@ class StackedTrainer:
             span = slice(done, done + (at_once if fits else 1))
             rows_of_buffers, mean = self._advance(lrs[span], batches[span], counters)
             if self._tracks_prefix_sums:
-                # The next replay of the graph overwrites it.
-                means.append(mean.clone())
+                means[span] = mean
             for buffer, rows in zip(self._row_buffers, rows_of_buffers, strict=True):
                 buffer.store(rows, buffered, capacity)
             buffered, done = buffered + span.stop - done, span.stop
@@ -256,13 +262,11 @@ class StackedTrainer:
             coordination.end_epoch()
             own.ordering_seconds += time.perf_counter() - begin
 
-    def _set_herding_bounds(self, means: list[Tensor], counters: list[EpochCounters]) -> None:
-        if means:
-            examples = self._configs[0].batch_size * self._configs[0].workers
+    def _set_herding_bounds(self, means: Tensor, counters: list[EpochCounters]) -> None:
+        examples = self._configs[0].batch_size * self._configs[0].workers
+        if len(means):
             for at, own in enumerate(counters):
-                # Run by run: a stack of all runs would be a second copy of all gradients.
-                visited = torch.cat([mean[:, at] for mean in means])
-                own.herding_bound = herding_bound(visited, examples)
+                own.herding_bound = herding_bound(means[:, at], examples)
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the models one after the other."""

@@ -20,6 +20,8 @@ from gradherd.lab.train.record import finite_or_none
 # Examples evaluated at once. Small models take many; for large ones a chunk is about as large as a
 # few training steps. A GPU has the memory for more, and would wait for the host otherwise.
 _SMALL_MODEL, _CHUNK, _BATCHES = 100_000, 1000, 8
+# A model of a few parameters has activations as small as its inputs: calls are what it costs.
+_TINY_MODEL, _TINY_CHUNK = 1000, 16_384
 _GPU_CHUNK, _GPU_CHUNK_LARGE = 10_000, 64
 
 
@@ -159,6 +161,8 @@ def evaluation_chunk(task: Task, model: nn.Module, batch_size: int) -> int:
     if next(model.parameters()).is_cuda:
         large: int = getattr(task, "evaluation_chunk", _GPU_CHUNK_LARGE)
         return _GPU_CHUNK if small else large
+    if sum(p.numel() for p in model.parameters()) < _TINY_MODEL:
+        return _TINY_CHUNK
     return _CHUNK if small else min(256, max(8, _BATCHES * batch_size))
 
 
