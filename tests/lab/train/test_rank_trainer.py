@@ -1,4 +1,6 @@
-"""The mean over ranks."""
+"""The mean over ranks, and what a run on ranks has cost."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ from gradherd.comm.ranks import run_ranks
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS as SMALL
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
+from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.parallel_models import MeanHook
+from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.virtual_exchange import mean_of
 
 
@@ -43,3 +48,45 @@ def test_the_mean_over_ranks(workers):
                 assert torch.equal(rank[at][1], mean_of(grads))
             assert rank[at][2] == pytest.approx(mean_bytes(grads.shape[1], workers), rel=1e-6)
             assert rank[at][3] > 0, size
+
+
+class _Interrupt(Exception):
+    pass
+
+
+class _StopAfter:
+    """Take the state after some steps, and stop there."""
+
+    stopwatch = SimpleNamespace(seconds=0.0)
+
+    def __init__(self, steps):
+        self.left, self.found = steps, None
+
+    def after_step(self, state):
+        self.left -= 1
+        if not self.left:
+            shared, own = state()
+            self.found = SimpleNamespace(shared=shared(), workers=2, step=3, part=lambda rank: own)
+            raise _Interrupt
+
+
+def costs_of_an_epoch():
+    """Return steps and bytes of an epoch, and of the same one resumed after three steps."""
+    task = find_task("digits")
+    config = RunConfig.of("digits", task.defaults, workers=2, epochs=1, order="cd-grab")
+    trainers = [RankTrainer(config, task, task.load(None, 64), World.detect()) for _ in range(3)]
+    (whole,) = trainers[0].train_epoch(1, lambda steps=1: None)
+    trainers[1].checkpointer = _StopAfter(3)
+    with pytest.raises(_Interrupt):
+        trainers[1].train_epoch(1, lambda steps=1: None)
+    trainers[2].load(trainers[1].checkpointer.found)
+    (resumed,) = trainers[2].train_epoch(1, lambda steps=1: None)
+    for trainer in trainers:
+        trainer.close()
+    return [(one.steps, one.bytes, one.ordering_bytes) for one in (whole, resumed)]
+
+
+def test_a_resumed_epoch_has_sent_as_much_as_one_in_a_piece():
+    # Rows wait until there are many: those of the steps before a checkpoint are exchanged for it.
+    for whole, resumed in run_ranks(costs_of_an_epoch, 2):
+        assert whole == resumed and whole[2] > 0

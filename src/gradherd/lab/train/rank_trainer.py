@@ -179,10 +179,12 @@ class RankTrainer:
             if self.checkpointer is not None:
 
                 def state() -> tuple[Callable[[], Any], Any]:
+                    # First: it exchanges the rows that wait, whose bytes belong to these steps.
+                    herd = self._herd.state_dict(gather=False)  # every rank saves its own
                     seconds = earlier_seconds + time.perf_counter() - begin
                     so_far = replace(counters, seconds=seconds)
                     self._add_costs(so_far, before)
-                    return self.state(number, so_far)
+                    return self.state(number, so_far, herd)
 
                 self.checkpointer.after_step(state)
         if self._config.local_steps is not None and number == self._config.epochs:
@@ -221,14 +223,21 @@ class RankTrainer:
         counters.add_sparse(metrics)
         self.series[0].add(metrics.get("density", 0.0))
 
-    def state(self, number: int, counters: EpochCounters) -> tuple[Callable[[], Any], Any]:
+    def state(
+        self, number: int, counters: EpochCounters, herd: dict[str, Any] | None = None
+    ) -> tuple[Callable[[], Any], Any]:
         """Return what determines the rest of the run.
+
+        Args:
+            number: The epoch.
+            counters: What it has cost so far.
+            herd: The herd's state, if it was taken already.
 
         Returns:
             A function that collects what rank 0 saves for all ranks, and what this rank saves for
             itself: its generators and residuals.
         """
-        herd = self._herd.state_dict(gather=False)  # every rank saves its own
+        herd = self._herd.state_dict(gather=False) if herd is None else herd
         model, own = self._parallel.state(self._optimizer)
         own |= {"generators": get_rng_states(self._device)}
         own |= {key: herd.pop(key, None) for key in EXCHANGES}
