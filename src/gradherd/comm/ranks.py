@@ -82,7 +82,7 @@ def run_ranks(
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    _start_fork_server(fn)
+    start_fork_server(fn)
     with tempfile.TemporaryDirectory(prefix="gradherd-ranks-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout
         peer_timeout = timeout if collective_timeout is None else collective_timeout
@@ -160,7 +160,7 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _start_fork_server(fn: Callable[..., Any]) -> None:
+def start_fork_server(fn: Callable[..., Any]) -> None:
     """Start the server that ranks are forked from, unless it is running.
 
     Its libraries read their number of threads when they are loaded. Ranks get one thread each;

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,8 @@ from gradherd.lab.train.record import (
     write_atomic,
 )
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 _FINAL = ("done", "diverged")
@@ -134,7 +133,7 @@ def locked(folder: Path) -> Iterator[None]:
     they have read, and one of the two would be lost.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
+    if sys.platform == "win32":
         yield
         return
     # The folder itself, so that no lock file lies among results that are committed. The lock ends

@@ -19,9 +19,9 @@ from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig, count_steps
-from gradherd.lab.train.forked_runs import divide, run_forked, usable_cores
 from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
+from gradherd.lab.train.process_runs import divide, run_in_processes, usable_cores
 from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.stacked_trainer import StackedTrainer
@@ -102,12 +102,15 @@ def run_all(
                 config, task, split, world, out, saving, progress, tensorboard=tensorboard
             )
         ]
-
-    def train(indices: Sequence[int], progress: Progress, *, stacked: bool) -> list[RunRecord]:
+    for indices, stacked in _group_runs(configs, task, split):
+        parts = _parts(indices, configs, task, split) if stacked else [indices]
+        if len(parts) > 1:
+            records |= _run_parts(parts, configs, progress, out, data_dir, tensorboard)
+            continue
         group = [configs[at] for at in indices]
         folders = [_run_folder(out, config, saving is not None, world) for config in group]
         # The trainer gets no name here: it would stay alive while the next one is built.
-        return _run_group(
+        group_records = _run_group(
             _make_trainer(group, task, split, world, stacked=stacked),
             group=group,
             task=task,
@@ -116,14 +119,8 @@ def run_all(
             progress=progress,
             tensorboard=tensorboard,
         )
-
-    for indices, stacked in _group_runs(configs, task, split):
-        parts = _parts(indices, configs, task, split) if stacked else [indices]
-        if len(parts) > 1:
-            records.update(run_forked(partial(train, stacked=True), parts, progress))
-            continue
-        records.update(zip(indices, train(indices, progress, stacked=stacked), strict=True))
-        if configs[0].device != "cpu":
+        records.update(zip(indices, group_records, strict=True))
+        if group[0].device != "cpu":
             # Frees the GPU for the next group and for other processes. Torch's first imports in a
             # process leave a reference cycle that holds the importing frame, and with it the first
             # trainer.
@@ -140,6 +137,29 @@ def _parts(
     size = sum(p.numel() for p in task.model().parameters())
     steps = sum(count_steps(configs[at], len(split.train[0])) for at in indices)
     return divide(indices, configs, size, steps, usable_cores())
+
+
+def _run_parts(
+    parts: Sequence[Sequence[int]],
+    configs: Sequence[RunConfig],
+    progress: Progress,
+    out: Path | None,
+    data_dir: Path | None,
+    tensorboard: bool,
+) -> dict[int, RunRecord]:
+    """Train each part in a process of its own."""
+    train = partial(_train_apart, out=out, data_dir=data_dir, tensorboard=tensorboard)
+    done = run_in_processes(train, [[configs[at] for at in part] for part in parts], progress)
+    return {
+        at: record
+        for part, records in zip(parts, done, strict=True)
+        for at, record in zip(part, records, strict=True)
+    }
+
+
+def _train_apart(group: list[RunConfig], progress: Progress, **where: Any) -> list[RunRecord]:
+    """Train the runs of a part, in the process of that part."""
+    return run_all(group, World.single(), progress=progress, **where)
 
 
 def _run_group(

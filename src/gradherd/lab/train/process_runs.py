@@ -1,8 +1,8 @@
 """Runs of small models in several processes, one per core.
 
 A step of a model with a few parameters is Python and call overhead, which neither torch's threads
-nor ours speed up. So a stack of such runs is divided among forks of this process: they have its
-data and its registered methods at once, and only progress and records travel back.
+nor ours speed up. So a stack of such runs is divided among processes; only progress and records
+travel back.
 """
 
 import multiprocessing
@@ -10,17 +10,21 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gradherd.comm.ranks import start_fork_server
+from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.record import RunRecord
+from gradherd.ordering.registry import make_policy
+from gradherd.sparsify.registry import SPARSIFIERS
 
 # Beyond this many parameters torch's threads keep the cores busy.
 _MAX_SIZE = 10_000
@@ -29,15 +33,14 @@ _MIN_STEPS = 200_000
 
 
 def usable_cores() -> int:
-    """Return how many processes may run at once here; 1 where forking is not safe.
-
-    Torch's own data loader forks on Linux as well, and gives its forks one thread as we do: the
-    thread pool of the parent does not exist in them.
-    """
-    if sys.platform != "linux" or torch.cuda.is_initialized():
-        return 1
+    """Return how many processes may train at once; 1 where starting them is not safe."""
     # Others run beside a process that was started for its share (`gradherd study --jobs`).
-    if multiprocessing.parent_process() is not None:
+    if sys.platform != "linux" or multiprocessing.parent_process() is not None:
+        return 1
+    # New processes import the main module of this one. Ours may be imported; a script of a user,
+    # which calls the command line, would start all over.
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is not None and Path(path).stem not in ("gradherd", "__main__"):
         return 1
     # Whoever limits the threads of a process means its share of the machine.
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -57,10 +60,26 @@ def divide(
         steps: Steps of all runs of the stack.
         cores: Result of `usable_cores`.
     """
-    if configs[indices[0]].device != "cpu" or size > _MAX_SIZE or steps < _MIN_STEPS:
+    first = configs[indices[0]]
+    if first.device != "cpu" or size > _MAX_SIZE or steps < _MIN_STEPS:
+        return [list(indices)]
+    if not all(_is_known_elsewhere(configs[at]) for at in indices):
         return [list(indices)]
     # Dealt out, not cut: runs are sorted by what their orders need, and each part gets some of all.
     return [list(indices[core::cores]) for core in range(min(cores, len(indices)))]
+
+
+def _is_known_elsewhere(config: RunConfig) -> bool:
+    """Return whether another process knows the task and the methods of a run.
+
+    Those that a program has registered itself are known in its process only.
+    """
+    made: list[object] = [make_policy(config.order)]
+    if config.sparsify in SPARSIFIERS:
+        made.append(SPARSIFIERS[config.sparsify]())
+    if ":" not in config.task:  # else it is a file, which can be read again
+        made.append(find_task(config.task))
+    return all(type(one).__module__.startswith("gradherd.") for one in made)
 
 
 class _SentProgress(Progress):
@@ -82,52 +101,45 @@ class _SentProgress(Progress):
         self._pipe.send(("epoch", (number, losses)))
 
 
-Train = Callable[[Sequence[int], Progress], list[RunRecord]]
-"""Trains the runs of a part, and returns their records."""
+Train = Callable[[list[RunConfig], Progress], list[RunRecord]]
+"""Trains the runs of a part, and returns their records; it must be picklable."""
 
 
-def run_forked(train: Train, parts: Sequence[Sequence[int]], progress: Progress) -> dict[int, Any]:
-    """Train each part in a fork of this process.
+def run_in_processes(
+    train: Train, parts: Sequence[list[RunConfig]], progress: Progress
+) -> list[list[RunRecord]]:
+    """Train each part in a process of its own; return the records of each.
 
     Args:
         train: Trains a part.
-        parts: Indices of the runs of each part.
+        parts: The runs of each part.
         progress: Receives the progress of all parts.
-
-    Returns:
-        The record of each run.
 
     Raises:
         Exception: That of the first part that failed; the others are stopped.
     """
-    context = multiprocessing.get_context("fork")
-    waiting: dict[Connection, Sequence[int]] = {}
-    processes, records = [], {}
+    # A server that has imported torch is forked, as for ranks. Not this process: its threads
+    # (autograd, OpenMP) hold locks that a copy would wait for forever.
+    start_fork_server(run_in_processes)
+    context = multiprocessing.get_context("forkserver")
+    waiting: dict[Connection, int] = {}
+    processes, records = [], [list[RunRecord]() for _ in parts]
     try:
-        for part in parts:
+        for at, part in enumerate(parts):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_train_part, args=(train, part, theirs), daemon=True)
-            with warnings.catch_warnings():
-                # Python warns of threads that hold locks while forking; see `usable_cores`.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+            process.start()
             theirs.close()  # so that the end of the process ends our side, too
             processes.append(process)
-            waiting[ours] = part
+            waiting[ours] = at
         while waiting:
             for pipe in connection.wait(list(waiting)):
                 assert isinstance(pipe, Connection)
-                try:
-                    kind, values = pipe.recv()
-                except EOFError:
-                    raise RuntimeError(
-                        "a process that trained some of the runs was ended from outside: was there "
-                        "enough memory?"
-                    ) from None
+                kind, values = _receive(pipe)
                 if kind == "error":
                     raise values
                 if kind == "records":
-                    records.update(zip(waiting.pop(pipe), values, strict=True))
+                    records[waiting.pop(pipe)] = values
                 else:
                     getattr(progress, kind)(*values)
     finally:
@@ -137,10 +149,20 @@ def run_forked(train: Train, parts: Sequence[Sequence[int]], progress: Progress)
     return records
 
 
-def _train_part(train: Train, part: Sequence[int], pipe: Connection) -> None:
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    try:
+        kind, values = pipe.recv()
+    except EOFError:
+        raise RuntimeError(
+            "a process that trained some of the runs was ended from outside: was there enough "
+            "memory?"
+        ) from None
+    return kind, values
+
+
+def _train_part(train: Train, part: list[RunConfig], pipe: Connection) -> None:
     # Ctrl-C reaches all processes of a terminal; it is the parent that ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
         pipe.send(("records", train(part, _SentProgress(pipe))))
