@@ -117,8 +117,9 @@ def _download_all(dataset: DataSet, folder: Path, progress: DownloadProgress) ->
             # A URLError hides the real reason, such as a failed name lookup, in `reason`; that of
             # an HTTPError lacks the status code.
             cause = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
+            words = getattr(cause, "strerror", None) or cause  # without the system's own number
             raise DownloadError(
-                f"cannot fetch {download.url}: {cause}; try again, or {dataset.by_hand} "
+                f"cannot fetch {download.url}: {words}; try again, or {dataset.by_hand} "
                 f"into {folder.parent}"
             ) from None
         if download.members:
