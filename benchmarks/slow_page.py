@@ -68,8 +68,8 @@ def _links(record: dict[str, Any]) -> str:
     lines = [
         "## Links",
         "",
-        "Every rank sends to the next one at the same time, measured with gloo; goodput is that of the fastest
-of seven rounds, since other work on the cores slows down computing, not the link:",
+        "Every rank sends to the next one at the same time, measured with gloo. Goodput is that of "
+        "the\nfastest of seven rounds: other work on the cores slows down computing, not the link.",
         "",
         "| limit | goodput | latency | share of the goodput that an all-to-all reaches |",
         "|---|---|---|---|",
