@@ -193,7 +193,7 @@ class OuterTerm:
         keys = f"{name}/left", f"{name}/right"
         if not self.one_hot and has_cached_matrix(left, k) and has_cached_matrix(right, k):
             return tensor_sketch_by_matrix(left, right, k, seed, keys)
-        total = right.new_zeros(len(right), k)
+        total = right.new_zeros(() if right.shape[1] else (len(right), k))
         # In pieces: sketched factors have k columns, which may be more than the layer's own.
         step = max(1, _MAX_SKETCHED // max(1, len(right) * k))
         for lo in range(0, right.shape[1], step):
