@@ -154,14 +154,19 @@ def test_help_everywhere(capsys):
 
 
 def test_an_unexpected_failure_is_one_line_and_code_1(capsys, tiny, monkeypatch):
-    def broken(*args, **kwargs):
-        raise OSError("disk\non fire")
+    hint = " (set GRADHERD_TRACEBACK=1 to see where)"
+    for error, says in (
+        (KeyError("disk\non fire"), f"KeyError: 'disk\\non fire'{hint}"),
+        # What the system says needs no traceback.
+        (OSError(5, "Input/output error", "a.npy"), "Input/output error: a.npy"),
+    ):
 
-    monkeypatch.setattr("gradherd.replay.recorded.replay_order", broken)
-    code, _, err = run(capsys, "replay", "order", tiny)
-    assert code == 1 and err == (
-        "gradherd: failed: OSError: disk on fire (set GRADHERD_TRACEBACK=1 to see where)\n"
-    )
+        def broken(*args, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr("gradherd.replay.recorded.replay_order", broken)
+        code, _, err = run(capsys, "replay", "order", tiny)
+        assert (code, err) == (1, f"gradherd: failed: {says}\n")
 
 
 def test_a_reader_that_leaves_early_is_no_error(tiny):
