@@ -1,4 +1,4 @@
-"""Collect doctests, and set up hypothesis and the garbage collector.
+"""Collect doctests, and set up hypothesis, the garbage collector and the number of threads.
 
 Ranks of the tests are forks of one server process per test process. It imports what they need, so
 that they do not: importing takes longer than most of what they are asked to do.
@@ -17,6 +17,10 @@ from hypothesis import settings
 # A busy machine may be slow to answer; that alone is no failure.
 settings.register_profile("gradherd", deadline=None)
 settings.load_profile("gradherd")
+
+# Test processes share the cores: a second thread of each takes twice the time of the machine, since
+# threads wait for each other by running in circles. Torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Every test process collects all tests, which makes millions of objects that stay. Looking for
 # garbage among them, over and over, would take a tenth of the time.
