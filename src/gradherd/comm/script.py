@@ -167,8 +167,7 @@ class RankRunner:
 
         Args:
             world: The ranks that take part.
-            later: The same ranks, with the group of the collectives after the first of a script.
-                These exchange what is on the host, which the group of a GPU cannot.
+            later: The same ranks with a group for the host, for all collectives after the first.
         """
         self._world, self._later = world, world if later is None else later
         self._pending: tuple[Script[None], collectives.PendingCollective] | None = None
