@@ -119,4 +119,4 @@ def warm_ranks() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # All tests are run, so some need ranks. Now, since the server finds the tests only if it
         # is started here: later tests may stand in another folder.
-        ranks._start_fork_server(ranks.run_ranks)
+        ranks.start_fork_server(ranks.run_ranks)

@@ -65,7 +65,7 @@ def test_one_rank_is_killed(tmp_path, monkeypatch):
         except BaseException as error:
             ended.append(error)
 
-    ranks._start_fork_server(program)
+    ranks.start_fork_server(program)
     agent = threading.Thread(target=launch, daemon=True)
     agent.start()
     while not list((out / CHECKPOINT_FOLDER).glob("step-*")):
