@@ -250,7 +250,7 @@ def test_check_says_what_it_could_not_read(capsys, any_edition, tmp_path, monkey
 def test_a_folder_that_is_none(capsys, tmp_path, command):
     code, out, err = run(capsys, command, "--data-dir", tmp_path / "gone")
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert "--data-dir: data_dir must be a folder" in err
+    assert "--data-dir must be a folder that exists" in err
 
 
 def test_the_real_sets_are_whole(capsys, real):

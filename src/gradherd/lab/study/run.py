@@ -190,6 +190,8 @@ def _machine(device: str) -> dict[str, Any]:
 
 def store_results(study: Study, out: Path, results: list[RunResult]) -> list[RunResult]:
     """Add results to the files, which are read again: other runs may have finished meanwhile."""
+    if not results:
+        return results  # Nothing to write: a study that is refused must leave no folder behind.
     with locked(out):
         stored = read_arms(out, {one.arm for one in results}, study.kind)
         for arm in dict.fromkeys(one.arm for one in results):
