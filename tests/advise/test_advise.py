@@ -33,7 +33,7 @@ from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.topk import TopK
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.launched import printed_under_torchrun
 
 MEGABYTE = NetworkLink(bandwidth=8e6, latency=0.01, goodput=1.0)

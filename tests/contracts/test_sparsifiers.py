@@ -27,7 +27,7 @@ from gradherd.sparsify.registry import (
 )
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify, make_settings
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.example_sparsifier import EveryNth
 from tests.sparsify.rank_work import (
     METHODS,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def number(density, dim):

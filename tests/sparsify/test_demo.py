@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradherd.sparsify.demo import DeMo, cosine_matrix, inverse, transform
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.reference_error_feedback import (
     actual,
     assert_conserved,

@@ -17,7 +17,7 @@ from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.gpu import DEVICE
 from tests.sparsify.rank_work import normal
 

@@ -14,7 +14,8 @@ from gradherd.sparsify.exclusive import Online
 from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.micro import Micro
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import VirtualWorkers, Worker
+from gradherd.sparsify.virtual_workers import VirtualWorkers
+from gradherd.sparsify.workers import Worker
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import OnlineExDyna
 

@@ -13,7 +13,7 @@ from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_values
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.rank_work import normal, same
 
 few_bits = pytest.mark.parametrize("bits", [2, 4, 8])

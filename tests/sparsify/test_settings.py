@@ -12,7 +12,7 @@ from gradherd.sparsify.micro import Micro
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def refuses(make, **setting):

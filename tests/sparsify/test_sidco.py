@@ -8,7 +8,7 @@ from gradherd.sparsify.dense import Dense
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.sidco import SIDCo, SIDCoState, gamma, gamma_quantile, pareto
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]

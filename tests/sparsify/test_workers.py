@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradherd import Sparsify, TopK
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def test_values_beyond_bf16_leave_finite_residuals():

@@ -26,7 +26,7 @@ from gradherd.ordering.bounds import parallel_herding_bound
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Start
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:

@@ -27,6 +27,10 @@ from gradherd.sparsify.packing import pack_indices, unpack_indices
 _DROPPED_BITS = 15
 
 
+Offer = tuple[NDArray[np.int64], NDArray[np.uint16]]
+"""(M,) indices that a worker offers, and (M,) leading bits of their magnitudes."""
+
+
 @dataclass(frozen=True)
 class AcceptedOffers:
     """The k offers that all workers accept."""
@@ -113,7 +117,7 @@ def pack(
 
 def unpack(
     message: NDArray[np.int32], count: int, span: tuple[int, int], compact: bool = False
-) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+) -> Offer:
     """Return the (M,) indices and (M,) leading bits of magnitudes that `pack` wrote.
 
     Args:
@@ -146,13 +150,11 @@ def unpack_rows(
     return unpack_indices(packed, count, span, bits), magnitudes.flatten(1)[:, :count]
 
 
-def accept_largest(
-    offers: Sequence[tuple[NDArray[np.int64], NDArray[np.uint16]]], k: int
-) -> AcceptedOffers:
+def accept_largest(offers: Sequence[Offer], k: int) -> AcceptedOffers:
     """Return the k largest of all offers.
 
     Args:
-        offers: (M,) indices and (M,) leading bits of each worker, as `unpack` returns them.
+        offers: Those of each worker, as `unpack` returns them.
         k: How many to accept.
     """
     indices = np.concatenate([one for one, _ in offers])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, Script
-from gradherd.sparsify.message_sizes import ValueFormat, index_bytes
+from gradherd.sparsify.message_sizes import IndexBits, ValueFormat, index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
 from gradherd.sparsify.value_sums import sum_values
@@ -86,23 +86,11 @@ def reduce(
     Returns:
         The outcome; None, on all workers, if a value of any worker or a sum is not finite.
     """
-    # A worker with values that are not finite must still take part, or the others would hang. It
-    # proposes zeros, and its flag calls the step off everywhere.
-    part = acc[:sparse] if finite else torch.zeros_like(acc[:sparse])
     # Of S, not of D: what is always sent does not use up the density.
     k = target_count(density, sparse)
-    flag = torch.tensor([int(finite)], dtype=torch.int32, device=acc.device)
-    # If all parameters are small, there is nothing to select.
-    proposal = method.propose(part, k, state, context) if sparse else Proposal(flag[:0])
-    # The flag and the method's header share one message: a round costs more than its few bytes.
-    headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
-    headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
-    if not bool(headers[:, 0].all()):
+    selection = yield from select(acc[:sparse], finite, method, k, state, context)
+    if selection is None:
         return None
-    selection = Selection(flag[:0].long(), [0] * context.size, state)
-    if sparse:
-        selection = yield from method.settle(part, k, state, context, proposal, headers[:, 1:])
-
     # Small parameters are sent together with the selected values, in the same rounds.
     always = torch.arange(sparse, len(acc), device=acc.device)
     indices = torch.cat([selection.indices, always])
@@ -121,6 +109,26 @@ def reduce(
         return None
     # Divided once, after the sum: dividing every summand would round R times.
     return Outcome(indices, total / context.size, remainder, sent, selection)
+
+
+def select(
+    part: Tensor, finite: bool, method: Selector, k: int, state: Any, context: StepContext
+) -> Script[Selection | None]:
+    """Agree on what is sent of (S,) `part`; None, on all workers, if one has values not finite."""
+    # A worker with values that are not finite must still take part, or the others would hang. It
+    # proposes zeros, and its flag calls the step off everywhere.
+    part = part if finite else torch.zeros_like(part)
+    flag = torch.tensor([int(finite)], dtype=torch.int32, device=part.device)
+    # If all parameters are small, there is nothing to select.
+    proposal = method.propose(part, k, state, context) if len(part) else Proposal(flag[:0])
+    # The flag and the method's header share one message: a round costs more than its few bytes.
+    headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
+    headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
+    if not bool(headers[:, 0].all()):
+        return None
+    if not len(part):
+        return Selection(flag[:0].long(), [0] * context.size, state)
+    return (yield from method.settle(part, k, state, context, proposal, headers[:, 1:]))
 
 
 def _partly_sent(
@@ -160,19 +168,24 @@ def gather_indices(
     # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
-    both = list(zip(counts, spans, strict=True))
-    bits = min(
-        context.index_bits, key=lambda bits: sum(index_bytes(c, span, bits) for c, span in both)
-    )
+    bits, sizes = index_format(counts, spans, context)
     if bits == 32:
         # `Worker` refuses vectors whose coordinates do not fit int32.
         joined: Tensor = yield AllGatherUneven(own.int(), counts)
         return joined.long()
     # As bytes, because collectives do not support uint16.
-    sizes = [index_bytes(count, span, bits) for count, span in both]
     packed: Tensor = yield AllGatherUneven(pack_indices(own, spans[context.rank], bits), sizes)
-    parts = zip(torch.split(packed, sizes), both, strict=True)
-    return torch.cat([unpack_indices(part, *one, bits) for part, one in parts])
+    parts = zip(torch.split(packed, sizes), counts, spans, strict=True)
+    return torch.cat([unpack_indices(part, count, span, bits) for part, count, span in parts])
+
+
+def index_format(
+    counts: Sequence[int], spans: Sequence[tuple[int, int]], context: StepContext
+) -> tuple[IndexBits, list[int]]:
+    """Return in how many bits all workers send their indices, and how many bytes each has."""
+    both = list(zip(counts, spans, strict=True))
+    sizes = {bits: [index_bytes(*one, bits) for one in both] for bits in context.index_bits}
+    return min(sizes.items(), key=lambda one: sum(one[1]))
 
 
 def gather_union(
@@ -191,3 +204,15 @@ def gather_union(
     """
     indices = yield from gather_indices(own, counts, [(0, dim)] * context.size, context)
     return indices if context.size == 1 else torch.unique(indices)
+
+
+def gathered_bytes(
+    counts: Sequence[int], spans: Sequence[tuple[int, int]], context: StepContext
+) -> list[int]:
+    """Return how many bytes each worker sends in `gather_indices`."""
+    return [one * (context.size - 1) for one in index_format(counts, spans, context)[1]]
+
+
+def union_bytes(counts: Sequence[int], dim: int, context: StepContext) -> list[int]:
+    """Return how many bytes each worker sends in `gather_union`."""
+    return gathered_bytes(counts, [(0, dim)] * context.size, context)

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify import consensus
-from gradherd.sparsify.exchange import gather_indices
+from gradherd.sparsify.exchange import gather_indices, gathered_bytes
 from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.selector import Proposal, StepContext
 
@@ -227,14 +228,15 @@ class ExclusiveStep:
             return self._accept_offers(acc, headers)
         counts = headers[:, 0].tolist()
         indices = yield from gather_indices(proposal.local, counts, self.spans, self.context)
+        return self._online_result(indices, counts)
+
+    def _online_result(self, indices: Tensor, counts: list[int]) -> ExclusiveResult:
         threshold = self._online_threshold()
         following = self._online_rule().following(threshold, sum(counts), self.k)
         loads = [float(count) for count in counts]
         return ExclusiveResult(indices, counts, threshold, (following, 1.0), loads)
 
     def _accept_offers(self, acc: Tensor, headers: Tensor) -> ExclusiveResult:
-        # On the CPU in numpy: headers are there anyway, and integers give all workers the same
-        # result.
         rows = headers.numpy()
         # Workers in one process come here one after the other with the same headers, and unpacking
         # them is most of a simulated step.
@@ -246,14 +248,88 @@ class ExclusiveStep:
             consensus.unpack(row[1:], count, span, self.context.compact)
             for row, count, span in zip(rows, self.offer_counts, self.spans, strict=True)
         ]
-        accepted = consensus.accept_largest(offers, self.k)
-        candidates = rows[:, 0].tolist()
-        loads = estimate_loads(accepted.counts, self.offer_counts, candidates)
-        indices = torch.from_numpy(accepted.indices).to(acc.device)
-        start = self._next_start(accepted.threshold, sum(candidates))
-        result = ExclusiveResult(indices, accepted.counts, accepted.threshold, start, loads)
+        result = self._accept(offers, rows[:, 0].tolist(), acc.device)
         _last_accepted[:] = [(key, result)]
         return result
+
+    def _accept(
+        self, offers: Sequence[consensus.Offer], candidates: list[int], device: torch.device
+    ) -> ExclusiveResult:
+        # On the CPU in numpy: headers are there anyway, and integers give all workers the same
+        # result.
+        accepted = consensus.accept_largest(offers, self.k)
+        loads = estimate_loads(accepted.counts, self.offer_counts, candidates)
+        indices = torch.from_numpy(accepted.indices).to(device, non_blocking=True)
+        start = self._next_start(accepted.threshold, sum(candidates))
+        return ExclusiveResult(indices, accepted.counts, accepted.threshold, start, loads)
+
+    def select_stacked(self, acc: Tensor) -> tuple[ExclusiveResult, list[int]]:
+        """Do `propose` and `settle` for all workers.
+
+        Args:
+            acc: (R, D) residual + gradient of every worker, with D above k.
+
+        Returns:
+            What they agree on, and how many bytes each would send for it.
+        """
+        spans, partitions, workers = self.spans, self.context.partitions, len(acc)
+        # Partitions do not overlap: what all workers search is one vector, read once.
+        owners = sorted(range(workers), key=lambda rank: partitions[rank])
+        searched = torch.cat([acc[rank, slice(*spans[rank])] for rank in owners])
+        start = self.start[0] if self.start else 0.0
+        threshold = start if self.rule == "consensus" else self._online_threshold()
+        found = searched.new_zeros(0, dtype=torch.int64)
+        if self.start or self.rule != "consensus":
+            found = indices_above(searched, threshold)
+        edges = torch.searchsorted(found, _on(found, self.bounds)).tolist()
+        ranges = [(edges[part], edges[part + 1]) for part in partitions]
+        counts = [end - begin for begin, end in ranges]
+        if self.rule == "consensus":
+            result = self._accept(self._offers(searched, found, ranges), counts, acc.device)
+            # The message of each worker: how many candidates it has, and its offers.
+            return result, [4 * (1 + self._message_length()) * (workers - 1)] * workers
+        own = [found[begin:end] for begin, end in ranges]
+        for rank, (first, end) in enumerate(spans):
+            if not counts[rank] and end > first:  # As in `_propose_online`.
+                counts[rank] = 1
+                own[rank] = _on(found, [first + self.context.step % (end - first)])
+        sent = [4 * (workers - 1) + one for one in gathered_bytes(counts, spans, self.context)]
+        return self._online_result(torch.cat(own), counts), sent
+
+    def _offers(
+        self, searched: Tensor, found: Tensor, ranges: Sequence[tuple[int, int]]
+    ) -> list[consensus.Offer]:
+        """Return the offers of all workers.
+
+        Args:
+            searched: (D,) the partition of each worker, from that worker.
+            found: Candidates of all workers, ascending.
+            ranges: Which of them are each worker's: [begin, end).
+        """
+        counts, spans = self.offer_counts, self.spans
+        enough = [rank for rank, (b, e) in enumerate(ranges) if e - b >= counts[rank]]
+        rows: dict[int, Tensor] = {}
+        if enough:
+            # A row for each worker, as long as the longest. Places without a candidate are below
+            # all others, and come last once the chosen ones are in ascending order again.
+            chosen = [(*ranges[rank], counts[rank]) for rank in enough]
+            width, most = max(e - b for b, e, _ in chosen), max(count for *_, count in chosen)
+            begin, end, count = _on(found, chosen).T.unsqueeze(-1)
+            place = begin + torch.arange(width, device=found.device)
+            magnitudes = searched[found[place.clamp(max=len(found) - 1)]].abs()
+            top = magnitudes.masked_fill(place >= end, -1).topk(most).indices
+            ranking = torch.arange(most, device=found.device)
+            top = top.masked_fill(ranking >= count, width).sort().values
+            places = (begin + top).clamp(max=len(found) - 1)
+            rows = dict(zip(enough, found[places], strict=True))
+        for rank, (first, end) in enumerate(spans):
+            if rank not in rows:  # The first step, or the start was too high, as in `propose`.
+                rows[rank] = first + topk_indices(searched[first:end], counts[rank])
+        indices = torch.cat([rows[rank][:count] for rank, count in enumerate(counts)])
+        bits = consensus.leading_bits(searched[indices].abs())
+        # Both in one number: a single copy to the host.
+        joined = np.split(((indices << 16) | bits).cpu().numpy(), np.cumsum(counts)[:-1])
+        return [(one >> 16, (one & 0xFFFF).astype(np.uint16)) for one in joined]
 
     def _next_start(self, threshold: float, candidates: int) -> SearchStart:
         """Return a start that leaves a few times as many candidates as are wanted."""
@@ -265,3 +341,8 @@ class ExclusiveStep:
         if candidates > MAX_CANDIDATES * self.k:
             ratio = min(0.995, ratio * 1.02)
         return threshold * ratio, ratio
+
+
+def _on(like: Tensor, numbers: Sequence[Any]) -> Tensor:
+    """Return integers as a tensor on the device of `like`, without waiting for it."""
+    return torch.tensor(numbers).to(like.device, non_blocking=True)

@@ -29,7 +29,13 @@ from gradherd.sparsify.exclusive import (
 )
 from gradherd.sparsify.message_sizes import EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    StackedSelection,
+    StepContext,
+    check_density,
+)
 
 Balance = Literal["recut", "diffusive", "none"]
 
@@ -135,6 +141,15 @@ class ExDyna:
         # Computed by every worker from what all of them know: moving borders sends nothing.
         new_state = self._rebalance(len(acc), state, result, context)
         return Selection(result.indices, result.counts, new_state, result.threshold)
+
+    def select_stacked(
+        self, acc: Tensor, k: int, states: Sequence[ExDynaState], context: StepContext
+    ) -> StackedSelection:
+        """Select for all workers of (R, D) `acc`, and move the borders."""
+        result, sent = self._step(acc[0], k, states[0], context).select_stacked(acc)
+        state = self._rebalance(acc.shape[1], states[0], result, context)
+        selection = Selection(result.indices, result.counts, state, result.threshold)
+        return StackedSelection(selection, [state] * len(acc), sent)
 
     def _step(self, acc: Tensor, k: int, state: ExDynaState, context: StepContext) -> ExclusiveStep:
         bounds, context = self.bounds(len(acc), state), self._rotated(context)

@@ -61,7 +61,7 @@ def add(
     """Write residual + scale * grad to `out`; one kernel on a GPU.
 
     Args:
-        residual: (D,).
+        residual: (D,), or of any shape that all three have.
         grad: (D,) gradient, of the same or a narrower dtype.
         scale: Factor of the gradient.
         out: (D,) result, may be `residual`.
@@ -69,6 +69,8 @@ def add(
         clear: Whether to set `grad` to zero.
     """
     if triton := _triton_for(residual, grad, out):
+        flat = (tensor.view(-1) for tensor in (residual, grad, out))
+        residual, grad, out = flat
         triton.add(residual, grad, scale, out, bad=bad, clear=clear)
         return
     torch.add(residual, grad, alpha=scale, out=out)

@@ -21,7 +21,13 @@ from gradherd.sparsify.exclusive import (
     rescale_start,
 )
 from gradherd.sparsify.partitions import Blocks, even_cuts
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    StackedSelection,
+    StepContext,
+    check_density,
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,15 @@ class Micro:
         result: ExclusiveResult = yield from step.settle(acc, proposal, headers)
         new_state = MicroState(result.next_start)
         return Selection(result.indices, result.counts, new_state, result.threshold)
+
+    def select_stacked(
+        self, acc: Tensor, k: int, states: Sequence[MicroState], context: StepContext
+    ) -> StackedSelection:
+        """Select for all workers of (R, D) `acc`."""
+        result, sent = self._step(acc[0], k, states[0], context).select_stacked(acc)
+        state = MicroState(result.next_start)
+        selection = Selection(result.indices, result.counts, state, result.threshold)
+        return StackedSelection(selection, [state] * len(acc), sent)
 
     def _step(self, acc: Tensor, k: int, state: MicroState, context: StepContext) -> ExclusiveStep:
         # In single coordinates: without moving borders there is no need for blocks.

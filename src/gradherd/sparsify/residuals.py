@@ -78,16 +78,21 @@ class ErrorFeedback:
     """The residual of one worker, and its velocity if there is momentum.
 
     Args:
-        dim: D.
+        shape: D, or (R, D) for the residuals of R workers that always send together.
         dtype: Dtype of the residual: float32, or float64 for a model of doubles.
         device: Device of the residual.
         momentum: Factor of the momentum correction; 0 needs no velocity.
     """
 
     def __init__(
-        self, dim: int, *, dtype: torch.dtype, device: torch.device, momentum: float = 0.0
+        self,
+        shape: int | tuple[int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        momentum: float = 0.0,
     ) -> None:
-        self.residual = torch.zeros(dim, dtype=dtype, device=device)
+        self.residual = torch.zeros(shape, dtype=dtype, device=device)
         self.acc = torch.zeros_like(self.residual)
         # Whether something was not finite. On a GPU the kernel that adds notes it for free; on a
         # CPU it would take a pass of its own.
@@ -96,6 +101,20 @@ class ErrorFeedback:
         self._momentum = momentum
         self.velocity = torch.zeros_like(self.residual) if momentum else None
         self._next_velocity = torch.zeros_like(self.residual) if momentum else None
+
+    def rows(self) -> list["ErrorFeedback"]:
+        """Return the feedback of each of R workers; `commit` of the whole makes new ones due."""
+        pairs = [
+            [None] * len(self.residual) if rows is None else list(rows)
+            for rows in (self.residual, self.acc, self.velocity, self._next_velocity)
+        ]
+        result = []
+        for residual, acc, velocity, following in zip(*pairs, strict=True):
+            row = ErrorFeedback.__new__(ErrorFeedback)
+            row.residual, row.acc, row._bad, row._momentum = residual, acc, None, self._momentum
+            row.velocity, row._next_velocity = velocity, following
+            result.append(row)
+        return result
 
     def release(self) -> None:
         """Free the vectors: a `DeviceWorker` has taken over what they held."""
@@ -117,25 +136,25 @@ class ErrorFeedback:
 
         Args:
             begin: First coordinate of the gradient.
-            grad: Flat gradient.
+            grad: Flat gradient; with R workers, one in each row.
             scale: Factor of the gradient.
             clear: Whether to set `grad` to zero; on a GPU the same kernel does it.
         """
-        part = slice(begin, begin + len(grad))
+        part = slice(begin, begin + grad.shape[-1])
         if self.velocity is None or self._next_velocity is None:
             kernels.add(
-                self.residual[part],
+                self.residual[..., part],
                 grad,
                 scale,
-                self.acc[part],
+                self.acc[..., part],
                 bad=self._bad,
                 clear=clear,
             )
             return
         # Momentum correction: velocities accumulate in the residual, instead of gradients.
-        velocity = self._next_velocity[part]
-        torch.mul(self.velocity[part], self._momentum, out=velocity).add_(grad, alpha=scale)
-        torch.add(self.residual[part], velocity, out=self.acc[part])
+        velocity = self._next_velocity[..., part]
+        torch.mul(self.velocity[..., part], self._momentum, out=velocity).add_(grad, alpha=scale)
+        torch.add(self.residual[..., part], velocity, out=self.acc[..., part])
         if clear:
             grad.zero_()
 
@@ -168,17 +187,18 @@ class ErrorFeedback:
 
         Args:
             indices: (K,) coordinates that were sent.
-            remainder: (K,) what this worker keeps at those coordinates; None is nothing.
+            remainder: (K,) what this worker keeps at those coordinates, with R workers (R, K);
+                None is nothing.
             restarted: Coordinates whose velocity restarts; None is none.
             low_pass: Weight of the new residual against the old one.
             excluded: The ranges that `exclude` was called for; they stay as they were.
         """
         if self._next_velocity is not None and restarted is not None:
-            self._next_velocity.index_fill_(0, restarted, 0)
+            self._next_velocity.index_fill_(-1, restarted, 0)
         if remainder is None:
-            self.acc.index_fill_(0, indices, 0)
+            self.acc.index_fill_(-1, indices, 0)
         else:
-            self.acc.index_copy_(0, indices, remainder)
+            self.acc.index_copy_(-1, indices, remainder)
         for begin, end in excluded or []:
             self.acc[begin:end] = self.residual[begin:end]
             if self.velocity is not None and self._next_velocity is not None:
@@ -212,10 +232,15 @@ def clip_together(grads: Sequence[Tensor], most: float | Tensor) -> None:
 
 def scale_by(grads: Sequence[Tensor], norm: Tensor, most: float | Tensor) -> None:
     """Scale tensors down in place whose () norm together is above `most`; see `clip_together`."""
-    # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, most)
     for grad in grads:
         grad.mul_(factor.to(torch.float64 if grad.dtype == torch.float64 else torch.float32))
+
+
+def clip_factor(norm: Tensor, most: float | Tensor) -> Tensor:
+    """Return the factor that brings norms down to `most`, at most 1."""
+    # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
+    return (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

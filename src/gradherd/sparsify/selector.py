@@ -79,6 +79,18 @@ class Selection:
     """Weight of the new residual against the old one."""
 
 
+@dataclass(frozen=True)
+class StackedSelection:
+    """What the workers of one process agreed on, found for all of them at once."""
+
+    selection: Selection
+    """As worker 0 has it."""
+    states: list[Any]
+    """The method's state for the next step, of each worker."""
+    bytes: list[int]
+    """What each worker would have sent to agree, except for the flag of a step."""
+
+
 class Selector(Protocol):
     """Select which coordinates of residual + gradient are sent.
 
@@ -92,6 +104,10 @@ class Selector(Protocol):
     `uses_layers` (the method reads `layers`) and `transforms` (it selects in another basis, and
     returns sums of all coordinates). To add a method, write it in a file of its own and
     add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
+
+    A method may also have `select_stacked(acc, k, states, context) -> StackedSelection`, which
+    does `propose` and `settle` of R workers on (R, D) `acc` for 0 < k < D: simulated workers on a
+    GPU then take as many launches as one worker.
     """
 
     @property

@@ -6,7 +6,7 @@ Letters: D coordinates, R workers, K values.
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, AllToAll, Script
+from gradherd.comm.script import AllGather, AllToAll, Script, run_together
 from gradherd.sparsify.message_sizes import (
     ONE_ROUND_BYTES,
     ONE_ROUND_SHARE,
@@ -64,10 +64,7 @@ def sum_over_workers(
     sent = _narrowed(values, sent_dtype) if narrow else values
     error = values - sent if narrow else None
     size = sent.numel() * sent.element_size()
-    # One round sends R times `size`, two rounds send it twice (both times (R - 1) / R). A dense
-    # exchange would send 2 D elements.
-    dense = 2 * dim * values.element_size()
-    if size <= ONE_ROUND_BYTES or (context.size - 2) * size <= ONE_ROUND_SHARE * dense:
+    if _fits_one_round(size, context.size, dim * values.element_size()):
         rows: Tensor = yield AllGather(sent)
         return _sum_in_order(rows, values.dtype), error
     # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
@@ -95,10 +92,8 @@ def sum_few_bits(
     if context.size == 1:
         return values, None
     size, count = context.size, len(values) - always
-    dense = 2 * dim * values.element_size()
-    # The rule of `sum_over_workers`, with the bytes of this format.
     length = value_bytes(count, bits) + 2 * always
-    if length <= ONE_ROUND_BYTES or (size - 2) * length <= ONE_ROUND_SHARE * dense:
+    if _fits_one_round(length, size, dim * values.element_size()):
         message = _encode(values, count, bits)
         gathered: Tensor = yield AllGather(message)
         # Decoded as the others do: what differs from the values has not been sent.
@@ -127,6 +122,43 @@ def sum_few_bits(
         return torch.cat([selected[:count], others[:always]])
 
     return flat(_decode(total, share, tail, bits, values.dtype)), flat(left)
+
+
+def sum_rows(
+    rows: Tensor, always: int, form: ValueFormat, dim: int
+) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Do `sum_values` for all workers of this process.
+
+    Args:
+        rows: (R, K) values of all workers.
+        always: As for `sum_values`.
+        form: As for `sum_values`.
+        dim: As for `sum_values`.
+
+    Returns:
+        (K,) sums, (R, K) what each worker keeps (None is nothing), and the bytes of each.
+    """
+    size, count = rows.shape
+    if form != "fp32":
+        # Rounding is a worker's own affair, down to who rounds which slice of the sum.
+        contexts = [StepContext(0, rank, size) for rank in range(size)]
+        both = zip(rows, contexts, strict=True)
+        results = run_together([sum_values(row, always, at, form, dim) for row, at in both])
+        total, error = results[0].value
+        errors = None if error is None else torch.stack([one.value[1] for one in results])
+        return total, errors, [one.bytes for one in results]
+    width = rows.element_size()
+    # What `sum_over_workers` would send, in one round or in two.
+    one = _fits_one_round(count * width, size, dim * width)
+    elements = count if one else 2 * -(-count // size)
+    return _sum_in_order(rows, rows.dtype), None, [elements * width * (size - 1)] * size
+
+
+def _fits_one_round(size: int, ranks: int, dense: int) -> bool:
+    """Return whether messages of `size` bytes are all-gathered; `dense` are those of the vector."""
+    # One round sends R times `size`, two rounds send it twice (both times (R - 1) / R). A dense
+    # exchange would send the vector twice.
+    return size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * 2 * dense
 
 
 def _encode(values: Tensor, count: int, bits: int) -> Tensor:

@@ -1,21 +1,20 @@
-"""One worker's side of the exchange and its state, and all workers of a world in one process.
+"""One worker's side of the exchange, and its state.
 
 Letters: D coordinates, R workers, K coordinates that are sent.
 """
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Script, run_together
+from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import Outcome, reduce
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
-from gradherd.sparsify.residuals import ErrorFeedback, clip_together
+from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 
@@ -113,6 +112,12 @@ class Worker:
         """Add a flat gradient of the coordinates from `begin` on; zero it if `clear`."""
         self.feedback.add(begin, grad, self._unit, clear=clear)
 
+    @property
+    def context(self) -> StepContext:
+        """Which worker and step this is."""
+        compact = self.settings.values in VALUE_BITS
+        return StepContext(self.step, self._rank, self._size, compact=compact)
+
     def script(self) -> Script[Outcome | None]:
         """Return this worker's script of the step."""
         return reduce(
@@ -122,9 +127,7 @@ class Worker:
             self.settings.method,
             self.settings.density(self.step),
             self.state,
-            StepContext(
-                self.step, self._rank, self._size, compact=self.settings.values in VALUE_BITS
-            ),
+            self.context,
             self.settings.values,
         )
 
@@ -164,14 +167,14 @@ class Worker:
         self.feedback.commit(
             outcome.indices,
             remainder,
-            restarted=self._restarted(outcome),
+            restarted=self.restarted(outcome),
             low_pass=outcome.selection.low_pass,
             excluded=excluded,
         )
         self.state = outcome.selection.state
         self.step += 1
 
-    def _restarted(self, outcome: Outcome) -> Tensor | None:
+    def restarted(self, outcome: Outcome) -> Tensor | None:
         """Return where velocities restart, so that stale momentum does not carry on.
 
         Momentum factor masking (section 3.3 of Deep Gradient Compression) is for coordinates that
@@ -244,102 +247,6 @@ class Worker:
         if self._learning_rate is not None and self._first_learning_rate is not None:
             ratio = self._learning_rate / self._first_learning_rate
             self.state = self.settings.method.rescale(self.state, ratio)
-
-
-class VirtualWorkers:
-    """R workers that exchange sparse gradients within one process, as real ranks would.
-
-    Results have the same bits as on ranks if torch uses as many threads as each rank: means and
-    norms of long vectors (SIDCo, SAGE, DEFT) depend on the number of threads.
-
-    Args:
-        settings: The sparsifier and how it is run.
-        dim: D, the number of elements of all parameters.
-        size: R.
-        sparse, layers: As for `Worker`.
-        dtype, device: Of the residuals.
-
-    >>> workers = VirtualWorkers(Sparsify(method="topk"), dim=4, size=2)
-    >>> workers.step(torch.tensor([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 1.0]]))
-    tensor([4., 0., 0., 0.])
-    >>> workers.residuals()
-    tensor([[0., 3., 0., 0.],
-            [0., 0., 0., 1.]])
-    """
-
-    def __init__(
-        self,
-        settings: Sparsify,
-        dim: int,
-        size: int,
-        *,
-        sparse: int | None = None,
-        layers: list[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        own: dict[str, Any] = {"size": size, "sparse": sparse, "layers": layers}
-        own |= {"dtype": dtype, "device": device}
-        self.workers = [Worker(settings, dim, rank=rank, **own) for rank in range(size)]
-        self._dim, self._sparse = dim, dim if sparse is None else sparse
-        self.metrics: dict[str, Any] = {}
-        self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
-        self.payload: Tensor | None = None
-
-    def step(self, grads: Tensor) -> Tensor:
-        """Average gradients over workers.
-
-        Args:
-            grads: (R, D).
-
-        Returns:
-            (D,) mean of what was sent, zero elsewhere. If anything was not finite, NaN everywhere;
-            residuals are then unchanged.
-        """
-        clip = self.workers[0].settings.clip
-        if clip is not None:
-            grads = grads.clone()  # They may be what an order learns from, which sees all of them.
-            for grad in grads:
-                clip_together([grad], clip)
-        for worker, grad in zip(self.workers, grads, strict=True):
-            worker.set_unit(1.0)
-            worker.add(0, grad)
-        # All workers have the same learning rate.
-        if self.workers[0].weightless:
-            return torch.zeros_like(grads[0])
-        results = run_together([worker.script() for worker in self.workers])
-        if self.keep_payload:
-            self.payload = self._sent([result.value for result in results])
-        for worker, result in zip(self.workers, results, strict=True):
-            worker.commit(result.value)
-        outcome = results[0].value
-        if outcome is None:
-            return grads.new_full((self._dim,), torch.nan)
-        mean = self.workers[0].mean_of(outcome)
-        # Stacked first, so that a GPU is waited for once and not once per worker.
-        norms = torch.stack([torch.linalg.vector_norm(w.feedback.residual) for w in self.workers])
-        self.metrics = outcome.metrics(self._sparse) | {
-            "residual_norm": statistics.fmean(norms.tolist()),
-            "bytes": round(statistics.fmean(result.bytes for result in results)),
-        }
-        out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
-        return out.index_copy_(0, outcome.indices, mean)
-
-    def _sent(self, outcomes: list[Outcome | None]) -> Tensor | None:
-        """Return (R, D) what each worker has sent, zero elsewhere; None if nothing was."""
-        sent = []
-        for worker, outcome in zip(self.workers, outcomes, strict=True):
-            if outcome is None:
-                return None
-            acc, at = worker.feedback.acc, outcome.indices
-            # Of rounded values, or of a part of them, the remainder was not sent.
-            own = acc[at] if outcome.remainder is None else acc[at] - outcome.remainder
-            sent.append(torch.zeros_like(acc).index_copy_(0, at, own))
-        return torch.stack(sent)
-
-    def residuals(self) -> Tensor:
-        """Return the residuals of all workers: (R, D)."""
-        return torch.stack([worker.feedback.residual for worker in self.workers])
 
 
 def _is_merged(state: Mapping[str, Any]) -> bool:

@@ -31,7 +31,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.optimizers import flat_grad
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify, make_settings
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 _POINTS = 32
 """Points of a series."""

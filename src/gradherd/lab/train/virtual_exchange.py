@@ -34,7 +34,7 @@ from gradherd.ordering.ordering import Ordering
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import RowSettings, row_length
 from gradherd.sparsify.residuals import FlatLayout
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
 class WorkerTurns:

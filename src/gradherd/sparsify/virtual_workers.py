@@ -1,0 +1,219 @@
+"""All workers of a world in one process: they exchange sparse gradients as real ranks would.
+
+Two ways lead to the same result. Either every worker runs its own script, in lockstep, or the
+workers are the rows of one tensor: sums, values and residuals of all of them take one launch each,
+and so does the selection if the method offers it (`select_stacked`). A GPU is kept waiting by
+launches, so there the second way is several times as fast.
+
+Letters: D coordinates, of which the first S are sparsified; R workers, K coordinates that are sent.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import run_together
+from gradherd.sparsify.exchange import Outcome, select
+from gradherd.sparsify.message_sizes import FLAG_BYTES
+from gradherd.sparsify.residuals import ErrorFeedback, clip_factor, clip_together
+from gradherd.sparsify.selector import StackedSelection, target_count
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.value_sums import sum_rows
+from gradherd.sparsify.workers import Worker
+
+
+class VirtualWorkers:
+    """R workers that exchange sparse gradients within one process, as real ranks would.
+
+    On a CPU, results have the same bits as on ranks if torch uses as many threads as each rank:
+    means and norms of long vectors (SIDCo, SAGE, DEFT) depend on the number of threads.
+
+    Args:
+        settings: The sparsifier and how it is run.
+        dim: D, the number of elements of all parameters.
+        size: R.
+        sparse, layers: As for `Worker`.
+        dtype, device: Of the residuals.
+        stacked: Whether workers are rows of one tensor. Selections differ where magnitudes are
+            equal, and sums in their last bits. None is on a GPU.
+
+    >>> workers = VirtualWorkers(Sparsify(method="topk"), dim=4, size=2)
+    >>> workers.step(torch.tensor([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 1.0]]))
+    tensor([4., 0., 0., 0.])
+    >>> workers.residuals()
+    tensor([[0., 3., 0., 0.],
+            [0., 0., 0., 1.]])
+    """
+
+    def __init__(
+        self,
+        settings: Sparsify,
+        dim: int,
+        size: int,
+        *,
+        sparse: int | None = None,
+        layers: list[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        stacked: bool | None = None,
+    ) -> None:
+        own: dict[str, Any] = {"size": size, "sparse": sparse, "layers": layers}
+        own |= {"dtype": dtype, "device": device}
+        self.workers = [Worker(settings, dim, rank=rank, **own) for rank in range(size)]
+        self._dim, self._sparse = dim, dim if sparse is None else sparse
+        self.metrics: dict[str, Any] = {}
+        self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
+        self.payload: Tensor | None = None
+        self._together: ErrorFeedback | None = None
+        wanted = torch.device(device).type == "cuda" if stacked is None else stacked
+        # A method that sums values itself leaves every worker with sums and remainders of its own.
+        if wanted and not getattr(settings.method, "sums_values", False):
+            for worker in self.workers:
+                worker.feedback.release()
+            self._together = ErrorFeedback(
+                (size, dim), dtype=dtype, device=torch.device(device), momentum=settings.momentum
+            )
+            self._always = torch.arange(self._sparse, dim, device=device)
+            self._deal_rows(self._together)
+
+    def _deal_rows(self, together: ErrorFeedback) -> None:
+        """Give each worker its part of the vectors of all."""
+        for worker, own in zip(self.workers, together.rows(), strict=True):
+            worker.feedback = own
+
+    def step(self, grads: Tensor) -> Tensor:
+        """Average gradients over workers.
+
+        Args:
+            grads: (R, D).
+
+        Returns:
+            (D,) mean of what was sent, zero elsewhere. If anything was not finite, NaN everywhere;
+            residuals are then unchanged.
+        """
+        clip = self.workers[0].settings.clip
+        if clip is not None:
+            grads = self._clipped(grads, clip)
+        for worker in self.workers:
+            worker.set_unit(1.0)
+        if self._together is None:
+            for worker, grad in zip(self.workers, grads, strict=True):
+                worker.add(0, grad)
+        else:
+            self._together.begin()
+            self._together.add(0, grads, self.workers[0].unit)
+        # All workers have the same learning rate.
+        if self.workers[0].weightless:
+            return torch.zeros_like(grads[0])
+        if self._together is None:
+            outcome, sent = self._run_scripts()
+        else:
+            outcome, sent = self._run_stacked(self._together)
+        if outcome is None:
+            return grads.new_full((self._dim,), torch.nan)
+        self.metrics = outcome.metrics(self._sparse) | {
+            "residual_norm": self._residual_norm(),
+            "bytes": round(statistics.fmean(sent)),
+        }
+        mean = self.workers[0].mean_of(outcome)
+        out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
+        return out.index_copy_(0, outcome.indices, mean)
+
+    def _clipped(self, grads: Tensor, clip: float) -> Tensor:
+        """Return gradients whose rows are clipped, as new ones: an order may learn from the old."""
+        if self._together is not None:
+            norms = torch.linalg.vector_norm(grads, dim=1, keepdim=True, dtype=torch.float64)
+            return grads * clip_factor(norms, clip).to(grads.dtype)
+        grads = grads.clone()
+        for grad in grads:
+            clip_together([grad], clip)
+        return grads
+
+    def _run_scripts(self) -> tuple[Outcome | None, Sequence[int]]:
+        """Exchange worker by worker; return worker 0's outcome, and the bytes of each."""
+        results = run_together([worker.script() for worker in self.workers])
+        if self.keep_payload:
+            self.payload = self._sent([result.value for result in results])
+        for worker, result in zip(self.workers, results, strict=True):
+            worker.commit(result.value)
+        return results[0].value, [result.bytes for result in results]
+
+    def _run_stacked(self, together: ErrorFeedback) -> tuple[Outcome | None, Sequence[int]]:
+        """Exchange all rows at once; return worker 0's outcome, and the bytes of each."""
+        first = self.workers[0]
+        self.payload = None
+        chosen = self._select(together.acc) if together.finite() else None
+        if chosen is not None:
+            selection = chosen.selection
+            indices = torch.cat([selection.indices, self._always])
+            values = together.acc.index_select(1, indices)
+            total, errors, sent = sum_rows(
+                values, len(self._always), first.settings.values, self._dim
+            )
+        if chosen is None or not bool(total.isfinite().all()):
+            for worker in self.workers:
+                worker.commit(None)
+            return None, []
+        if self.keep_payload:
+            own = values if errors is None else values - errors
+            self.payload = torch.zeros_like(together.acc).index_copy_(1, indices, own)
+        outcome = Outcome(indices, total / len(self.workers), None, None, selection)
+        together.commit(
+            indices, errors, restarted=first.restarted(outcome), low_pass=selection.low_pass
+        )
+        self._deal_rows(together)
+        for worker, state in zip(self.workers, chosen.states, strict=True):
+            worker.state = state
+            worker.step += 1
+        others = len(self.workers) - 1
+        return outcome, [
+            FLAG_BYTES * others + agreed + summed
+            for agreed, summed in zip(chosen.bytes, sent, strict=True)
+        ]
+
+    def _select(self, acc: Tensor) -> StackedSelection | None:
+        """Select coordinates of (R, D) `acc`, which is finite; None calls the step off."""
+        first, part = self.workers[0], acc[:, : self._sparse]
+        method, states = first.settings.method, [worker.state for worker in self.workers]
+        k = target_count(first.settings.density(first.step), self._sparse)
+        # Asked of the class: a wrapper that passes attributes on may want to see `propose`.
+        if 0 < k < self._sparse and hasattr(type(method), "select_stacked"):
+            stacked: StackedSelection = method.select_stacked(part, k, states, first.context)  # type: ignore[attr-defined]
+            return stacked
+        scripts = [
+            select(own, True, method, k, worker.state, worker.context)
+            for own, worker in zip(part, self.workers, strict=True)
+        ]
+        results = run_together(scripts)
+        flag = FLAG_BYTES * (len(self.workers) - 1)
+        return StackedSelection(
+            results[0].value,
+            [result.value.state for result in results],
+            [result.bytes - flag for result in results],
+        )
+
+    def _residual_norm(self) -> float:
+        """Return the mean norm of the residuals."""
+        if self._together is not None:
+            return float(torch.linalg.vector_norm(self._together.residual, dim=1).mean())
+        norms = [torch.linalg.vector_norm(worker.feedback.residual) for worker in self.workers]
+        return statistics.fmean(torch.stack(norms).tolist())
+
+    def _sent(self, outcomes: list[Outcome | None]) -> Tensor | None:
+        """Return (R, D) what each worker has sent, zero elsewhere; None if nothing was."""
+        sent = []
+        for worker, outcome in zip(self.workers, outcomes, strict=True):
+            if outcome is None:
+                return None
+            acc, at = worker.feedback.acc, outcome.indices
+            # Of rounded values, or of a part of them, the remainder was not sent.
+            own = acc[at] if outcome.remainder is None else acc[at] - outcome.remainder
+            sent.append(torch.zeros_like(acc).index_copy_(0, at, own))
+        return torch.stack(sent)
+
+    def residuals(self) -> Tensor:
+        """Return the residuals of all workers: (R, D)."""
+        return torch.stack([worker.feedback.residual for worker in self.workers])

@@ -1,0 +1,156 @@
+"""Workers as rows of one tensor do what their scripts do one by one."""
+
+import math
+
+import pytest
+import torch
+
+from gradherd import ExDyna, Micro, TopK
+from gradherd.sparsify.exclusive import Online
+from gradherd.sparsify.registry import make_sparsifier
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.virtual_workers import VirtualWorkers
+from tests.sparsify.rank_work import METHODS, normal
+
+LAYERS, ALWAYS = [3000, 90, 10, 1300, 1300], 300
+SPARSE = sum(LAYERS)
+DIM = SPARSE + ALWAYS
+
+
+def pair(settings, size, dim=DIM, **more):
+    """The same workers twice: with a script each, and as rows."""
+    given = {"sparse": SPARSE, "layers": LAYERS} if dim == DIM else {}
+    how = [VirtualWorkers(settings, dim, size, stacked=s, **given, **more) for s in (False, True)]
+    assert how[1].workers[0].feedback.residual.storage_offset() == 0
+    return how
+
+
+def gradients(step, size):
+    """Shared and own parts; layers of different scales, which partitions must follow."""
+    scales = torch.repeat_interleave(
+        torch.tensor([1.0, 30.0, 0.1, 0.003, 2.0, 1.0]), torch.tensor([*LAYERS, ALWAYS])
+    )
+    return (normal(step, 1, DIM) + normal(100 + step, size, DIM)) * scales
+
+
+def alike(mine, theirs):
+    """Whether metrics or states are equal but for rounding."""
+    if isinstance(theirs, torch.Tensor):
+        return torch.allclose(mine, theirs, rtol=1e-5)
+    if isinstance(theirs, list | tuple):
+        return len(mine) == len(theirs) and all(map(alike, mine, theirs))
+    return mine == (theirs if theirs is None else pytest.approx(theirs, rel=1e-5))
+
+
+def check_step(scripts, stacked, grads):
+    expected = scripts.step(grads.clone())
+    torch.testing.assert_close(stacked.step(grads), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(stacked.residuals(), scripts.residuals(), rtol=1e-5, atol=1e-4)
+    assert stacked.metrics.keys() == scripts.metrics.keys()
+    for key, value in scripts.metrics.items():
+        assert alike(stacked.metrics[key], value), key
+    for mine, theirs in zip(stacked.workers, scripts.workers, strict=True):
+        assert (mine.step, mine.skipped) == (theirs.step, theirs.skipped)
+        if theirs.state is not None:
+            for key, value in vars(theirs.state).items():
+                assert alike(vars(mine.state)[key], value), key
+
+
+def settings_of(name, **more):
+    method = make_sparsifier(name, 1.0 if name == "dense" else 0.01)
+    return Sparsify(method=method, **more)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "every-nth"])
+def test_rows_do_what_scripts_do(name, size):
+    both = pair(settings_of(name), size)
+    for step in range(6):
+        check_step(*both, gradients(step, size))
+    # The search has to begin anew, and all borders to move.
+    for step in range(3):
+        check_step(*both, 1e-3 * gradients(step, size).flip(1))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ExDyna(0.01, threshold="online", balance="diffusive"),
+        ExDyna(0.02, rotate=False, capacity=math.inf),
+        Micro(0.01, threshold=Online(band=2)),
+        Micro(0.3),
+    ],
+)
+def test_variants_of_exclusive_partitions(method):
+    both = pair(Sparsify(method=method), 3)
+    for step in range(6):
+        check_step(*both, gradients(step, 3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"clip": 5.0},
+        {"values": "bf16"},
+        {"values": "int2"},
+        {"warmup_steps": 3, "warmup_from": 1.0},
+        {"learning_rate": iter([0.0, 0.1, 0.1, 0.01]).__next__},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_apply_to_rows(options):
+    rates = [0.0, 0.1, 0.1, 0.01]
+    for name in ("exdyna", "topk"):
+        steps: list[int] = []
+        if "learning_rate" in options:
+            options = {"learning_rate": lambda: rates[len(steps)]}  # noqa: B023
+        both = pair(settings_of(name, **options), 3)
+        for one in both:
+            one.keep_payload = True
+        for step in range(4):
+            check_step(*both, gradients(step, 3))
+            steps.append(step)
+            if both[0].payload is not None:
+                torch.testing.assert_close(both[1].payload, both[0].payload)
+
+
+def test_partitions_shorter_than_a_fair_share():
+    """A worker whose partition has fewer coordinates than the others may offer."""
+    both = pair(Sparsify(method=ExDyna(0.5, blocks=5)), 4, dim=9)
+    for step in range(12):
+        check_step(*both, normal(step, 4, 9))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
+def test_a_step_that_is_called_off_leaves_no_trace(poison):
+    """Of one worker's gradient, or of the sum over workers, which overflows."""
+    for method in (ExDyna(0.01), TopK(0.01)):
+        both = pair(Sparsify(method=method), 2)
+        for step in range(4):
+            grads = gradients(step, 2)
+            if step == 2:
+                grads[:, 7] = poison
+            before = both[1].residuals()
+            check_step(*both, grads)
+            if step == 2:
+                assert torch.equal(both[1].residuals(), before)
+
+
+def test_rows_of_zeros():
+    for name in ("exdyna", "micro", "topk", "cltk"):
+        _, stacked = pair(settings_of(name), 3)
+        total = torch.zeros(DIM)
+        for step in range(5):
+            grads = torch.zeros(3, DIM) if step in (0, 2, 3) else gradients(step, 3)
+            total += grads.sum(0) - 3 * stacked.step(grads)
+        torch.testing.assert_close(stacked.residuals().sum(0), total, rtol=1e-5, atol=1e-4)
+
+
+def test_workers_own_their_rows():
+    """What is done to a worker's residual, between steps, is done to its row."""
+    both = pair(Sparsify(method=TopK(0.01)), 3)
+    for step in range(3):
+        check_step(*both, gradients(step, 3))
+        for one in both:
+            one.workers[1].feedback.residual.mul_(0.5)
