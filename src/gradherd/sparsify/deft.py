@@ -25,10 +25,16 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exchange import gather_indices
+from gradherd.sparsify.exchange import gather_indices, gathered_bytes
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    StackedSelection,
+    StepContext,
+    check_density,
+)
 
 # Squares of norms in this range neither overflow nor underflow in float32.
 _SAFE_MIN, _SAFE_MAX = 1e-15, 1e15
@@ -95,31 +101,92 @@ class Deft:
             counts = [len(acc) * (rank == leader) for rank in range(context.size)]
             return Selection(torch.arange(len(acc), device=acc.device), counts, state)
         spans = list(pairwise(state.bounds))
-        sizes = [end - begin for begin, end in spans]
-        # The same float32 bits on all workers and arithmetic on the CPU: all of them compute the
-        # same shares and bins, and nobody has to broadcast them.
-        shares = allocate(headers.view(torch.float32), sizes, k)
-        # Bins follow the leader's norms, but each worker selects by its own shares, as published.
-        whole, bins = assign(shares[leader], sizes, context.size)
-
-        # Sorted, because gather_indices needs each worker's indices in ascending order.
-        pieces = [sorted(bins[part]) for part in context.partitions]
-        counts = [sum(own[p] for p in mine) for own, mine in zip(shares, pieces, strict=True)]
+        plan = _Plan.of(headers.view(torch.float32), spans, k, context)
         selected = [torch.zeros(0, dtype=torch.int64, device=acc.device)]
-        for piece in pieces[context.rank]:
+        for piece in plan.pieces[context.rank]:
             begin, end = spans[piece]
-            selected.append(begin + topk_indices(acc[begin:end], shares[context.rank][piece]))
-        # Pages from a worker's first piece to its last; an empty span if it has no pieces.
-        reach = [(spans[mine[0]][0], spans[mine[-1]][1]) if mine else (0, 0) for mine in pieces]
-        gathered = yield from gather_indices(torch.cat(selected), counts, reach, context)
+            selected.append(begin + topk_indices(acc[begin:end], plan.shares[context.rank][piece]))
+        gathered = yield from gather_indices(
+            torch.cat(selected), plan.counts, plan.reach(spans), context
+        )
+        common = [torch.arange(*spans[piece], device=acc.device) for piece in plan.whole]
+        return Selection(torch.cat([*common, gathered]), plan.totals(spans, leader), state)
 
-        counts[leader] += sum(sizes[piece] for piece in whole)
-        common = [torch.arange(*spans[piece], device=acc.device) for piece in whole]
-        return Selection(torch.cat([*common, gathered]), counts, state)
+    def select_stacked(
+        self, acc: Tensor, k: int, states: Sequence[DeftState], context: StepContext
+    ) -> StackedSelection:
+        """Select for all workers of (R, D) `acc`."""
+        workers, spans = len(acc), list(pairwise(states[0].bounds))
+        sizes = [end - begin for begin, end in spans]
+        found = norms([piece for row in acc for piece in row.split(sizes)])
+        plan = _Plan.of(found.cpu().view(workers, -1), spans, k, context)
+        # Of pieces of one length, each from its worker's row, the largest are found at once.
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for rank, mine in enumerate(plan.pieces):
+            for piece in mine:
+                groups.setdefault(sizes[piece], []).append((rank, piece))
+        selected = [torch.arange(*spans[piece], device=acc.device) for piece in plan.whole]
+        for group in groups.values():
+            counts = [plan.shares[rank][piece] for rank, piece in group]
+            rows = torch.stack([acc[rank, slice(*spans[piece])] for rank, piece in group])
+            top = rows.abs().topk(max(counts)).indices  # the largest first
+            selected += [
+                row[:count] + spans[piece][0]
+                for row, count, (_, piece) in zip(top, counts, group, strict=True)
+            ]
+        sent = gathered_bytes(plan.counts, plan.reach(spans), context)
+        header = 4 * len(spans) * (workers - 1)
+        totals = plan.totals(spans, context.step % workers)
+        return StackedSelection(
+            Selection(torch.cat(selected), totals, states[0]),
+            list(states),
+            [header + one for one in sent],
+        )
 
     def rescale(self, state: DeftState, factor: float) -> DeftState:
         """Return the state as it is: nothing in it has a unit."""
         return state
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who selects how many coordinates of which pieces: what all workers find from all norms."""
+
+    shares: list[list[int]]
+    """Coordinates of each piece, if it is this worker's: R lists of L."""
+    whole: list[int]
+    """Pieces that everyone sends whole."""
+    pieces: list[list[int]]
+    """Pieces of each worker, ascending."""
+
+    @classmethod
+    def of(
+        cls, norms: Tensor, spans: Sequence[tuple[int, int]], k: int, context: StepContext
+    ) -> "_Plan":
+        """Plan a step, given the (R, L) norms on each worker, on the CPU."""
+        sizes = [end - begin for begin, end in spans]
+        # The same float32 bits on all workers and arithmetic on the CPU: all of them compute the
+        # same shares and bins, and nobody has to broadcast them.
+        shares = allocate(norms, sizes, k)
+        # Bins follow the leader's norms, but each worker selects by its own shares, as published.
+        whole, bins = assign(shares[context.step % context.size], sizes, context.size)
+        # Sorted, because gather_indices needs each worker's indices in ascending order.
+        return cls(shares, whole, [sorted(bins[part]) for part in context.partitions])
+
+    @property
+    def counts(self) -> list[int]:
+        """Coordinates that each worker selects."""
+        both = zip(self.shares, self.pieces, strict=True)
+        return [sum(own[piece] for piece in mine) for own, mine in both]
+
+    def totals(self, spans: Sequence[tuple[int, int]], leader: int) -> list[int]:
+        """Return the counts with pieces that are sent whole as the leader's."""
+        whole = sum(spans[piece][1] - spans[piece][0] for piece in self.whole)
+        return [count + whole * (rank == leader) for rank, count in enumerate(self.counts)]
+
+    def reach(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the coordinates from each worker's first piece to its last; (0, 0) of none."""
+        return [(spans[mine[0]][0], spans[mine[-1]][1]) if mine else (0, 0) for mine in self.pieces]
 
 
 def norms(pieces: Sequence[Tensor]) -> Tensor:
@@ -128,11 +195,13 @@ def norms(pieces: Sequence[Tensor]) -> Tensor:
     Args:
         pieces: L flat tensors.
     """
-    # float64 takes five times as long on a CPU, so it is used there only where squares of norms
-    # do not fit float32.
-    dtype = None if pieces[0].device.type == "cpu" else torch.float64
-    result = torch.stack([torch.linalg.vector_norm(p, dtype=dtype) for p in pieces]).double()
-    if dtype is None:
+    if pieces[0].device.type != "cpu":
+        # A few launches for all of them: a launch each would take longer than the sums.
+        result = torch.stack(torch._foreach_norm(list(pieces), 2, dtype=torch.float64))
+    else:
+        # float64 takes five times as long on a CPU, so it is used there only where squares of norms
+        # do not fit float32.
+        result = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]).double()
         for at in ((result < _SAFE_MIN) | ~(result < _SAFE_MAX)).nonzero().view(-1).tolist():
             result[at] = torch.linalg.vector_norm(pieces[at], dtype=torch.float64)
     return result.clamp_(max=torch.finfo(torch.float32).max).float()

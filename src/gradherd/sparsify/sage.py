@@ -16,14 +16,21 @@ Letters: D coordinates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.sparsify.exchange import union_bytes
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    StackedSelection,
+    StepContext,
+    check_density,
+)
 from gradherd.sparsify.threshold import (
     clamp_to_dtype,
     count_header,
@@ -95,18 +102,14 @@ class Sage:
         if k >= len(acc):  # Everything is sent, so the threshold learns nothing.
             nothing = torch.zeros(0, dtype=torch.int64, device=acc.device)
             return Proposal(count_header(nothing), (nothing, state, None))
-        mean = sample_mean(acc, self.error)
+        mean = float(sample_mean(acc, self.error))
+        guess = self._guess(acc, k, state, mean)
         if state.threshold is None:
-            threshold = clamp_to_dtype(self._first_threshold(acc, k), acc.dtype)
+            threshold = guess
             selected = indices_above(acc, threshold)
         else:
-            # A sample of zeros says nothing about the scale.
-            alpha = mean / state.mean if mean > 0 and state.mean else 1.0
-            guess = clamp_to_dtype(state.threshold * alpha, acc.dtype)
             selected, threshold = self._select(acc, guess, k / len(acc))
-        # A threshold near zero could never grow back by factors of 5 %: start again.
-        lost = threshold <= torch.finfo(acc.dtype).tiny
-        new_state = SageState(None if lost else threshold, mean if mean > 0 else state.mean)
+        new_state = self._next_state(state, threshold, mean, acc.dtype)
         return Proposal(count_header(selected), (selected, new_state, threshold))
 
     def settle(
@@ -124,12 +127,64 @@ class Sage:
             yield from select_union(selected, len(acc), k, context, headers, new_state, threshold)
         )
 
+    def select_stacked(
+        self, acc: Tensor, k: int, states: Sequence[SageState], context: StepContext
+    ) -> StackedSelection:
+        """Select for all workers of (R, D) `acc`: `propose` and `settle`, row by row at once."""
+        workers, dim = acc.shape
+        means = sample_mean(acc, self.error).tolist()
+        rows = list(zip(acc, states, means, strict=True))
+        guesses = [self._guess(row, k, state, mean) for row, state, mean in rows]
+        # As in `_select`: nothing below this can be selected. A first threshold stays as it is.
+        least = self.factor(0.0, k / dim)
+        lowest = [
+            guess if state.threshold is None else guess * least
+            for guess, state in zip(guesses, states, strict=True)
+        ]
+        limits = _like(acc, [lowest, guesses])
+        owner, column = (acc.abs() >= limits[0].unsqueeze(1)).nonzero().T
+        magnitudes = acc[owner, column].abs()
+        # Candidates are in the order of workers: where those of each end.
+        edges = torch.searchsorted(owner, torch.arange(workers + 1, device=acc.device))
+        examined = _counts(magnitudes >= limits[1][owner], edges)
+        thresholds = [
+            guess
+            if state.threshold is None
+            else clamp_to_dtype(guess * self.factor(count / dim, k / dim), acc.dtype)
+            for guess, state, count in zip(guesses, states, examined, strict=True)
+        ]
+        kept = magnitudes >= _like(acc, thresholds)[owner]
+        counts = _counts(kept, edges)
+        new_states = [
+            self._next_state(state, threshold, mean, acc.dtype)
+            for (_, state, mean), threshold in zip(rows, thresholds, strict=True)
+        ]
+        selection = Selection(torch.unique(column[kept]), counts, new_states[0], thresholds[0])
+        # The header is the count.
+        sent = [4 * (workers - 1) + one for one in union_bytes(counts, dim, context)]
+        return StackedSelection(selection, new_states, sent)
+
     def rescale(self, state: SageState, factor: float) -> SageState:
         """Multiply threshold and mean by `factor`."""
         return SageState(
             None if state.threshold is None else state.threshold * factor,
             None if state.mean is None else state.mean * factor,
         )
+
+    def _guess(self, acc: Tensor, k: int, state: SageState, mean: float) -> float:
+        """Return the first threshold, or the last one times alpha."""
+        if state.threshold is None:
+            return clamp_to_dtype(self._first_threshold(acc, k), acc.dtype)
+        # A sample of zeros says nothing about the scale.
+        alpha = mean / state.mean if mean > 0 and state.mean else 1.0
+        return clamp_to_dtype(state.threshold * alpha, acc.dtype)
+
+    def _next_state(
+        self, state: SageState, threshold: float, mean: float, dtype: torch.dtype
+    ) -> SageState:
+        # A threshold near zero could never grow back by factors of 5 %: start again.
+        lost = threshold <= torch.finfo(dtype).tiny
+        return SageState(None if lost else threshold, mean if mean > 0 else state.mean)
 
     def _first_threshold(self, acc: Tensor, k: int) -> float:
         if self.first == "topk":
@@ -158,11 +213,23 @@ class Sage:
         return beta * self.grow if examined > self.high * target else beta
 
 
-def sample_mean(acc: Tensor, error: float) -> float:
-    """Return the mean magnitude of an evenly spaced sample of (D,) `acc`."""
-    dim = len(acc)
+def _like(acc: Tensor, numbers: Sequence[Any]) -> Tensor:
+    """Return numbers in the dtype and on the device of `acc`, without waiting for it."""
+    return torch.tensor(numbers, dtype=torch.float64).to(acc, non_blocking=True)
+
+
+def _counts(hits: Tensor, edges: Tensor) -> list[int]:
+    """Return how many of (C,) hits are true between each two of R + 1 edges."""
+    before = torch.nn.functional.pad(hits.cumsum(0), (1, 0))[edges]
+    counts: list[int] = before.diff().tolist()
+    return counts
+
+
+def sample_mean(acc: Tensor, error: float) -> Tensor:
+    """Return the mean magnitude of an evenly spaced sample: (..., D) -> (...)."""
+    dim = acc.shape[-1]
     # Slovin's formula. With an error of 0.05 it approaches 400 for long vectors.
     count = max(1, int(dim / (1 + error**2 * dim)))
     positions = torch.arange(count, device=acc.device) * dim // count
     # float64: a sum of float32 magnitudes may overflow, and alpha would be infinite.
-    return float(acc[positions].double().abs().mean())
+    return acc[..., positions].double().abs().mean(-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradherd.comm.script import run_together
 from gradherd.sparsify.exchange import Outcome, select
-from gradherd.sparsify.message_sizes import FLAG_BYTES
+from gradherd.sparsify.message_sizes import FLAG_BYTES, MAX_COORDINATES
 from gradherd.sparsify.residuals import ErrorFeedback, clip_factor, clip_together
 from gradherd.sparsify.selector import StackedSelection, target_count
 from gradherd.sparsify.settings import Sparsify
@@ -70,7 +70,9 @@ class VirtualWorkers:
         self._together: ErrorFeedback | None = None
         wanted = torch.device(device).type == "cuda" if stacked is None else stacked
         # A method that sums values itself leaves every worker with sums and remainders of its own.
-        if wanted and not getattr(settings.method, "sums_values", False):
+        # Not all of torch's kernels count further than an int32.
+        alone = getattr(settings.method, "sums_values", False) or size * dim > MAX_COORDINATES
+        if wanted and not alone:
             for worker in self.workers:
                 worker.feedback.release()
             self._together = ErrorFeedback(
