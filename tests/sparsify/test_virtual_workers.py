@@ -10,6 +10,7 @@ from gradherd.sparsify.exclusive import Online
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from tests.gpu import only_gpu
 from tests.sparsify.rank_work import METHODS, normal
 
 LAYERS, ALWAYS = [3000, 90, 10, 1300, 1300], 300
@@ -154,3 +155,14 @@ def test_workers_own_their_rows():
         check_step(*both, gradients(step, 3))
         for one in both:
             one.workers[1].feedback.residual.mul_(0.5)
+
+
+@only_gpu
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "every-nth"])
+def test_rows_do_what_scripts_do_on_a_gpu(name):
+    both = pair(settings_of(name), 4, device="cuda")
+    assert (VirtualWorkers(settings_of(name), 8, 2, device="cuda")._together is None) == (
+        name in ("gtopk", "demo")
+    )
+    for step in range(6):
+        check_step(*both, gradients(step, 4).cuda())

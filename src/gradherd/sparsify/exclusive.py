@@ -281,7 +281,9 @@ class ExclusiveStep:
         found = searched.new_zeros(0, dtype=torch.int64)
         if self.start or self.rule != "consensus":
             found = indices_above(searched, threshold)
-        edges = torch.searchsorted(found, _on(found, self.bounds)).tolist()
+        edges = [0] * len(self.bounds)
+        if len(found):
+            edges = torch.searchsorted(found, _on(found, self.bounds)).tolist()
         ranges = [(edges[part], edges[part + 1]) for part in partitions]
         counts = [end - begin for begin, end in ranges]
         if self.rule == "consensus":

@@ -124,7 +124,7 @@ class GradientsOnStreams:
         if len(models) == 1:
             parameters = parameters * len(batch)
             # As DDP does: all workers start from rank 0's buffers, and only its update remains.
-            models = [models[0], *(self._copy_buffers() for _ in batch[1:])]
+            models = [models[0], *self._with_buffers(len(batch) - 1)]
         current = torch.cuda.current_stream() if self._streams else None
         for at, worker in enumerate(zip(models, parameters, batch, grads, strict=True)):
             if current is None:
@@ -138,11 +138,20 @@ class GradientsOnStreams:
             torch.cuda.current_stream().wait_stream(stream)
         return (grads,)
 
-    def _copy_buffers(self) -> Any:
-        """Return the shared model with buffers of its own."""
+    def _with_buffers(self, count: int) -> list[Any]:
+        """Return the shared model so many times, each with buffers of its own."""
         (model,) = self._models
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return FunctionalModel(model, buffers) if buffers else model
+        named = dict(model.named_buffers())
+        if not named:
+            return [model] * count
+        copies = [{name: torch.empty_like(b) for name, b in named.items()} for _ in range(count)]
+        # A few launches for all copies: no worker begins before they are made.
+        for dtype in {buffer.dtype for buffer in named.values()}:
+            names = [name for name, buffer in named.items() if buffer.dtype == dtype]
+            targets = [copy[name] for copy in copies for name in names]
+            if targets:
+                torch._foreach_copy_(targets, [named[name] for name in names] * count)
+        return [FunctionalModel(model, buffers) for buffers in copies]
 
     def _write(
         self, model: nn.Module, parameters: list[nn.Parameter], own: Tensor, out: Tensor
