@@ -12,6 +12,7 @@ import pytest
 MODULES = [
     "tests/sparsify/test_triton_kernels.py",
     "tests/ordering/test_triton_gram.py",
+    "tests/ordering/test_device_signs.py",
     "tests/rows/test_launch_group.py",
 ]
 

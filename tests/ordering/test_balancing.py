@@ -389,7 +389,7 @@ def test_signs_that_stay_on_the_device(monkeypatch):
         ordering = Ordering(GraB(), [12], seed=0)
         orders[stays] = []
         for rows in epochs:
-            for begin, end in ((0, 1), (1, 4), (4, 12)):  # the last call has too many to stay
+            for begin, end in ((0, 1), (1, 4), (4, 12)):  # the last call has too many, for torch
                 ordering.observe(rows[begin:end])
             states[stays] = ordering.state_dict()
             ordering.end_epoch()

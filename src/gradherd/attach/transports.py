@@ -15,6 +15,7 @@ from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World
 from gradherd.ordering.batch_claims import BatchClaim, ClaimComparison, compare_claims
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer
+from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.row_stats import RowFigures
 
@@ -271,10 +272,11 @@ class GatheringTransport(_LocalState):
         if left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
 
-    def _policy_checks(self) -> bool:
-        """Say whether the policy alone leaves out rows that are not finite."""
-        policy = self._sampler.ordering.policy
-        return self._alone and getattr(policy, "leaves_out_broken_rows", False)
+    def _policy_checks(self, rows: Tensor) -> bool:
+        """Say whether the policy alone leaves out rows that are not finite, on their device."""
+        if not self._alone or rows.device.type not in DEVICES_TO_STAY_ON:
+            return False
+        return getattr(self._sampler.ordering.policy, "leaves_out_broken_rows", False)
 
     def _check(self, claim: BatchClaim) -> None:
         """Check the rows that wait, if that is due, and leave out the same on all ranks."""

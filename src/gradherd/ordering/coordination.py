@@ -30,6 +30,8 @@ _MAX_WAITING_ELEMENTS = 4_000_000
 # A collective has its latency however little it sends: a few dozen batches share one.
 BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered in one collective."""
+ROWS_PER_BLOCK = 64
+"""Rows that a GPU signs together."""
 # From this many columns on, whole gradients are dealt. Shorter ones, and sketches, are gathered in
 # a single message, without one for the products of every few vectors.
 _DEAL_COLUMNS = 1024
@@ -162,7 +164,7 @@ class RowGatherer:
         runner: Runner,
         *,
         every: int = BATCHES_PER_GATHER,
-        policy_checks: Callable[[], bool] = lambda: False,
+        policy_checks: Callable[[Tensor], bool] = lambda rows: False,
         deals: bool = False,
     ) -> None:
         """Start empty.
@@ -172,7 +174,8 @@ class RowGatherer:
             runner: Runs the script: on this rank, or for all workers of this process.
             every: Batches that are gathered at a time.
             policy_checks: Says whether the policy leaves out rows that are not finite by itself,
-                which only the rows of a single worker can be left to.
+                without waiting for the device. Only for the rows of a single worker, which are
+                then sent as soon as they fill a block of signs.
             deals: As in `observe_gathered`.
         """
         self._deals = deals
@@ -203,17 +206,26 @@ class RowGatherer:
         elements = sum(waiting.shape[-2] * waiting.shape[-1] for _, waiting in self._waiting)
         if len(self._waiting) >= self._every or elements >= _MAX_WAITING_ELEMENTS:
             self.send()
+        elif self._policy_checks(rows):
+            # Nothing is sent, so there is no latency to share; waiting would only take memory.
+            if sum(waiting.shape[-2] for _, waiting in self._waiting) >= ROWS_PER_BLOCK:
+                self.send()
 
     def send(self) -> None:
         """Begin to gather what has accumulated."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             parts = [rows for _, rows in waiting]
-            rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
             batches = [part.shape[-2] for part in parts]
-            # A whole batch of one worker takes no other row with it. On a GPU, asking whether it
-            # is finite would make the host wait for the whole backward.
-            leave = rows.is_cuda and self._policy_checks() and max(batches) == 1
+            leave = self._policy_checks(parts[0])
+            if leave:
+                # On a GPU, asking whether rows are finite would make the host wait for the whole
+                # backward. A batch that is not leaves out all of its rows: 0 * inf is not a number.
+                parts = [
+                    torch.add(part, part.sum(), alpha=0) if part.shape[-2] > 1 else part
+                    for part in parts
+                ]
+            rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
             self._runner.start(
                 observe_gathered(
                     self._learner,

@@ -24,12 +24,10 @@ from gradherd.ordering.balance import (
     draws_for,
     reorder_all,
 )
+from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON, signer_for
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
-
-DEVICES_TO_STAY_ON = {"cuda"}
-"""Where few long rows are signed without waiting for the device; tests add the CPU."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class GraB:
         state.carry = self.rule.start(len(state.sizes), len(state.sides), state.epoch)
         if previous is None:
             return
-        state.mean = previous.mean
+        state.mean, state.signer = previous.mean, previous.signer
         if previous.total is not None and previous.count is not None:
             count = previous.count.unsqueeze(1).to(previous.total)
             # A worker none of whose rows arrived keeps the mean it had.
@@ -82,8 +80,7 @@ class GraB:
             state.running = rows.new_zeros((workers, dim))
             state.total = rows.new_zeros((workers, dim))
             state.count = torch.zeros(workers, dtype=torch.int64)
-        if not sharded and self._runs_on_device(rows) and seen.all():
-            self._observe_on_device(state, rows)
+        if not sharded and self._observe_on_device(state, rows, seen):
             return
         centred = _masked(rows if state.mean is None else rows - state.mean, seen)
         span = slice(state.steps, state.steps + steps)
@@ -105,32 +102,26 @@ class GraB:
         state.sides[span] = sides
         state.steps += steps
 
-    def _runs_on_device(self, rows: Tensor) -> bool:
-        """Say whether signs stay on the GPU: for few long rows, where waiting would cost most."""
-        on_device = rows.device.type in DEVICES_TO_STAY_ON and isinstance(self.rule, Greedy)
-        return on_device and rows.shape[0] * rows.shape[1] < FEW_VECTORS
-
-    def _observe_on_device(self, state: BalanceState, rows: Tensor) -> None:
-        """Do the same in sequence, without the host waiting for a sign."""
-        assert state.running is not None and state.total is not None and state.count is not None
-        sides = []
-        state.count = state.count.to(rows.device)
-        for step in rows:
-            signs = []
-            for worker, row in enumerate(step):
-                centred = row if state.mean is None else row - state.mean[worker]
-                inner = torch.dot(state.running[worker], centred)
-                finite = inner.isfinite()
-                sign = torch.where(inner <= 0, 1.0, -1.0).where(finite, 0.0).to(row.dtype)
-                # Zeros, not a product with 0: that of a row that is not finite is not 0.
-                state.running[worker].addcmul_(centred.where(finite, 0.0), sign)
-                state.total[worker] += row.where(finite, 0.0)
-                signs.append(sign)
-            sides.append(torch.stack(signs))
-        side = torch.stack(sides).to(torch.int8)
-        state.count = state.count + (side != 0).sum(0)
-        state.late_sides.append((state.steps, side))
-        state.steps += len(rows)
+    def _observe_on_device(self, state: BalanceState, rows: Tensor, seen: Tensor) -> bool:
+        """Sign on the GPU if that can be done without the host waiting; say whether it was."""
+        assert state.running is not None and state.total is not None
+        greedy = isinstance(self.rule, Greedy)
+        if not greedy or rows.device.type not in DEVICES_TO_STAY_ON or not seen.all():
+            return False
+        state.signer = signer = signer_for(rows, state.signer)
+        if signer is not None:
+            signer.take_over(state.running, state.total, state.mean)
+            signs = signer.sign(rows)
+            if signs is not None:
+                state.running, state.total = signer.running, signer.total
+                state.mean = None if state.mean is None else signer.mean
+                state.add_late(signs)
+                return True
+        # A few long rows: whole gradients, which would not be copied for kernels.
+        if rows.shape[0] * rows.shape[1] < FEW_VECTORS:
+            state.add_late(_sign_one_by_one(state, rows))
+            return True
+        return False
 
     def _observe_implicit(
         self, state: BalanceState, rows: ImplicitRows, random: SeededRandom
@@ -162,6 +153,25 @@ class GraB:
         """Move each unit to its side."""
         state.settle()
         return reorder_all(orders, state.sides)
+
+
+def _sign_one_by_one(state: BalanceState, rows: Tensor) -> Tensor:
+    """Sign (b, M, D) rows in sequence on their device; return (b, M) sides there."""
+    assert state.running is not None and state.total is not None
+    sides = []
+    for step in rows:
+        signs = []
+        for worker, row in enumerate(step):
+            centred = row if state.mean is None else row - state.mean[worker]
+            inner = torch.dot(state.running[worker], centred)
+            finite = inner.isfinite()
+            sign = torch.where(inner <= 0, 1.0, -1.0).where(finite, 0.0).to(row.dtype)
+            # Zeros, not a product with 0: that of a row that is not finite is not 0.
+            state.running[worker].addcmul_(centred.where(finite, 0.0), sign)
+            state.total[worker] += row.where(finite, 0.0)
+            signs.append(sign)
+        sides.append(torch.stack(signs))
+    return torch.stack(sides).to(torch.int8)
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ rule's signs as well: then nothing waits for the host.
 Shapes: W streams, P vectors of a stream in visiting order, D columns, C values of a rule's carry.
 """
 
+import logging
 import math
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +26,8 @@ from gradherd.comm.script import AllReduceSmall, Script, run
 from gradherd.comm.world import World
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
+log = logging.getLogger("gradherd")
+
 FloatArray: TypeAlias = NDArray[np.floating]
 SignArray: TypeAlias = NDArray[np.int8]
 
@@ -32,6 +35,8 @@ SignArray: TypeAlias = NDArray[np.int8]
 _FEW_VECTORS = 4
 # Looked up without importing it: most processes never need it.
 _HAS_TRITON = find_spec("triton") is not None
+KERNEL_DEVICES = {"cuda"}
+"""Where kernels run; tests add the CPU, on which Triton interprets them."""
 
 
 class Signed(NamedTuple):
@@ -172,15 +177,25 @@ def fast_form(vectors: Tensor, running: Tensor) -> Any:
         vectors: (W, P, D) in visiting order.
         running: (W, D) running sums.
     """
-    ready = _HAS_TRITON and vectors.is_cuda and vectors.dtype == running.dtype == torch.float32
-    if not ready or vectors.stride(-1) != 1 or running.stride(-1) != 1 or not vectors.numel():
+    ready = _HAS_TRITON and vectors.device.type in KERNEL_DEVICES
+    if not ready or not vectors.dtype == running.dtype == torch.float32:
         return None
-    if not vectors.get_device() == running.get_device() == torch.cuda.current_device():
+    if vectors.stride(-1) != 1 or running.stride(-1) != 1 or not vectors.numel():
+        return None
+    here = torch.cuda.current_device() if vectors.is_cuda else -1
+    if not vectors.get_device() == running.get_device() == here:
         return None  # Triton launches on the current device only.
     # Imported here: Triton is optional, and absent where there is no GPU.
     from gradherd.ordering import triton_gram
 
     return triton_gram
+
+
+def give_up_kernels(error: Exception) -> None:
+    """Sign without Triton from now on, since it has refused to build or launch a kernel here."""
+    global _HAS_TRITON
+    _HAS_TRITON = False
+    log.warning("signs are computed without Triton, which has failed: %s", error)
 
 
 def _add_signed(z: Tensor, signs: Tensor, running: Tensor) -> None:

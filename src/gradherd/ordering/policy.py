@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.ordering.balance import ImplicitRows
+from gradherd.ordering.device_signs import DeviceSigner
 from gradherd.ordering.seeded_random import SeededRandom
 
 Start = Literal["identity", "random", "computed"]
@@ -66,8 +67,12 @@ class BalanceState:
     """(n_i,) units of worker i in visiting order, for `observe`; not part of the saved state."""
     scores: Tensor | None = None
     """(T, M) score of the unit visited at a step, NaN where unknown (score orders)."""
-    late_sides: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Sides that a GPU has decided on, (b, M) with their first step; see `settle`."""
+    late_sides: Tensor | None = None
+    """(T, M) int8 on a GPU: sides that it has decided on; see `settle`."""
+    late_spans: list[tuple[int, int]] = field(default_factory=list)
+    """First and last time step, exclusive, of what counts in `late_sides`."""
+    signer: DeviceSigner | None = None
+    """Signs on a GPU, in memory that outlives the epoch; not part of the saved state."""
 
     @classmethod
     def empty(cls, sizes: Sequence[int], epoch: int) -> "BalanceState":
@@ -97,14 +102,27 @@ class BalanceState:
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
+    def add_late(self, sides: Tensor) -> None:
+        """Advance by (b, M) sides that a GPU decides on, without waiting for them."""
+        if self.late_sides is None:
+            self.late_sides = torch.zeros_like(self.sides, device=sides.device)
+        first, end = self.steps, self.steps + len(sides)
+        self.late_sides[first:end] = sides
+        if self.late_spans and self.late_spans[-1][1] == first:
+            first, _ = self.late_spans.pop()
+        self.late_spans.append((first, end))
+        self.steps = end
+
     def settle(self) -> None:
         """Copy sides from the GPU, which takes until it has computed all of them."""
-        late, self.late_sides = self.late_sides, []
-        if late:
-            all_sides = torch.cat([sides for _, sides in late]).cpu()
-            parts = all_sides.split([len(sides) for _, sides in late])
-            for (first, _), part in zip(late, parts, strict=True):
-                self.sides[first : first + len(part)] = part
+        spans, self.late_spans = self.late_spans, []
+        if spans:
+            assert self.late_sides is not None
+            late = self.late_sides.cpu()
+            for first, end in spans:
+                self.sides[first:end] = late[first:end]
+                if self.count is not None:
+                    self.count = self.count.cpu() + (late[first:end] != 0).sum(0)
 
     def align(self, rows: Tensor) -> Tensor:
         """Move the state to the device of `rows`; return `rows` in the dtype of the state.

@@ -25,6 +25,9 @@ MOST = 64
 """Vectors of one block: the (P, P) products of more do not fit into registers."""
 # Columns of a program of `_sum_kernel`, and vectors that it loads at once.
 _BLOCK, _UNROLL = 1024, 8
+# Rows of single examples are short. Fewer, longer ranges then leave fewer partial sums to add, and
+# smaller blocks of columns use more multiprocessors.
+_LEAST_SPAN, _COMMIT_BLOCK = 256, 256
 
 
 class _LaunchShape(NamedTuple):
@@ -109,7 +112,7 @@ def _product_kernel(
 
 
 @triton.jit
-def _greedy_kernel(products, signs, count, P: tl.constexpr):
+def _greedy_kernel(products, signs, stride, count, P: tl.constexpr):
     """Run the recursion on scalars, as `gram.signs_from_products` does."""
     products += tl.program_id(0) * count * (count + 1)
     p = tl.arange(0, P)
@@ -118,16 +121,20 @@ def _greedy_kernel(products, signs, count, P: tl.constexpr):
     both = inner + tl.load(line + 1 + p, mask=p < count, other=0.0)
     # x - x is zero only for finite x. Vectors that are not finite are left out.
     finite = (both - both == 0.0) & (p < count)
-    inner = tl.where(finite, inner, 0.0)
+    # Not a number is neither above nor below zero: such a vector gets no sign.
+    inner = tl.where(finite, inner, float("nan"))
     decided = tl.zeros((P,), tl.int32)
+    row = tl.load(products + 1 + p, mask=finite, other=0.0)
     for k in range(count):
-        own = p == k
-        row = tl.load(products + k * (count + 1) + 1 + p, mask=finite, other=0.0)
-        sign = tl.where(tl.sum(tl.where(own, inner, 0.0), axis=0) <= 0, 1, -1)
-        sign *= tl.sum(tl.where(own & finite, 1, 0), axis=0)
+        # Loaded before it is needed: waiting for memory would take most of the time.
+        at = tl.minimum(k + 1, count - 1) * (count + 1) + 1
+        following = tl.load(products + at + p, mask=finite, other=0.0)
+        value = tl.sum(tl.where(p == k, inner, 0.0), axis=0)
+        sign = tl.where(value <= 0, 1, tl.where(value > 0, -1, 0))
         inner = tl.where(sign > 0, inner + row, tl.where(sign < 0, inner - row, inner))
-        decided = tl.where(own, sign, decided)
-    tl.store(signs + tl.program_id(0) * count + p, decided.to(tl.int8), mask=p < count)
+        decided = tl.where(p == k, sign, decided)
+        row = following
+    tl.store(signs + tl.program_id(0) * stride + p, decided.to(tl.int8), mask=p < count)
 
 
 @triton.jit
@@ -157,6 +164,33 @@ def _sum_kernel(
         tl.store(out + w * out_stream + at, total)
 
 
+@triton.jit
+def _commit_kernel(
+    z, signs, mean, running, total, stream, row, sign_stream, columns, count,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Add signed vectors to `running`, and vectors plus mean to `total`, for some columns."""
+    w = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    z += w * stream
+    m = tl.load(mean + w * columns + at, mask=inside, other=0.0)
+    signed = tl.load(running + w * columns + at, mask=inside, other=0.0)
+    plain = tl.load(total + w * columns + at, mask=inside, other=0.0)
+    offset = w * 0
+    for p in range(0, count, UNROLL):
+        for q in tl.static_range(UNROLL):  # so that several loads overlap
+            sign = tl.load(signs + w * sign_stream + p + q, mask=p + q < count, other=0)
+            sign = sign.to(tl.int32)
+            # As in `_sum_kernel`: the first vector in place of one that is left out.
+            x = tl.load(z + tl.where(sign != 0, offset, 0) + at, mask=inside, other=0.0)
+            signed = tl.where(sign > 0, signed + x, tl.where(sign < 0, signed - x, signed))
+            plain = tl.where(sign != 0, plain + (x + m), plain)
+            offset += row
+    tl.store(running + w * columns + at, signed, mask=inside)
+    tl.store(total + w * columns + at, plain, mask=inside)
+
+
 @cache
 def _processors(device: torch.device) -> int:
     """Return the number of multiprocessors."""
@@ -175,20 +209,37 @@ def products(z: Tensor, running: Tensor) -> Tensor:
     Returns:
         (W, P, 1 + P) float64: u = Z.S in column 0, then G = Z.Z^T.
     """
+    programs, span = _spans(z, 1)
+    parts = z.new_empty(len(z), programs, z.shape[1], 1 + z.shape[1])
+    if programs:
+        _write_products(z, running, parts, span)
+    return parts.sum(1, dtype=torch.float64)
+
+
+def _spans(z: Tensor, least: int) -> tuple[int, int]:
+    """Return the number of programs of a stream, and the columns of each, at least `least`."""
     streams, count, columns = z.shape
-    size = max(16, triton.next_power_of_2(count))  # matrix instructions start at 16 rows
-    shape = _SHAPES[size]
+    shape = _SHAPES[_padded(count)]
     per_stream = max(1, shape.per_sm * _processors(z.device) // streams)
     # Whole blocks for all programs but the last, so that only that one needs a mask.
     span = triton.cdiv(triton.cdiv(columns, shape.columns), per_stream) * shape.columns
-    programs = triton.cdiv(columns, max(1, span))
-    parts = z.new_empty(streams, programs, count, 1 + count)
-    if programs:
-        _product_kernel[(programs, streams)](
-            z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
-            P=size, K=shape.columns, num_warps=shape.warps, num_stages=1,
-        )  # fmt: skip
-    return parts.sum(1, dtype=torch.float64)
+    span = max(span, least)
+    return triton.cdiv(columns, span), span
+
+
+def _padded(count: int) -> int:
+    """Return the vectors of a block as kernels count them."""
+    return max(16, 1 << (count - 1).bit_length())  # matrix instructions start at 16 rows
+
+
+def _write_products(z: Tensor, running: Tensor, parts: Tensor, span: int) -> None:
+    """Write the products over each range of `span` columns to `parts`."""
+    streams, count, columns = z.shape
+    shape = _SHAPES[_padded(count)]
+    _product_kernel[(parts.shape[1], streams)](
+        z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
+        P=_padded(count), K=shape.columns, num_warps=shape.warps, num_stages=1,
+    )  # fmt: skip
 
 
 def greedy(both: Tensor) -> Tensor:
@@ -202,8 +253,7 @@ def greedy(both: Tensor) -> Tensor:
     """
     streams, count, _ = both.shape
     signs = torch.empty((streams, count), dtype=torch.int8, device=both.device)
-    size = max(16, triton.next_power_of_2(count))
-    _greedy_kernel[(streams,)](both, signs, count, P=size, num_warps=1)
+    _greedy_kernel[(streams,)](both, signs, count, count, P=_padded(count), num_warps=1)
     return signs
 
 
@@ -224,6 +274,43 @@ def add_signed(z: Tensor, signs: Tensor, running: Tensor, out: Tensor) -> None:
                 z, signs, running, out, z.stride(0), z.stride(1), running.stride(0), out.stride(0),
                 first, columns, count, BLOCK=_BLOCK, UNROLL=_UNROLL, MASKED=masked,
             )  # fmt: skip
+
+
+class BlockMemory:
+    """Memory for the signs of one block of vectors, used again for every block of its shape."""
+
+    def __init__(self, z: Tensor, signs: Tensor) -> None:
+        """Reserve it.
+
+        Args:
+            z: (W, P, D) float32, contiguous along D, where the vectors will be.
+            signs: (W, P) int8, where their signs are written.
+        """
+        self._z, self._signs = z, signs
+        programs, self._span = _spans(z, _LEAST_SPAN)
+        streams, count, _ = z.shape
+        self._parts = z.new_empty(streams, programs, count, 1 + count)
+        self._products = z.new_empty(streams, count, 1 + count, dtype=torch.float64)
+
+    def sign(self, mean: Tensor, running: Tensor, total: Tensor) -> None:
+        """Sign the vectors by the greedy rule, and add them up.
+
+        Args:
+            mean: (W, D) what was subtracted from the vectors.
+            running: (W, D) signed sums before the block; updated.
+            total: (W, D) sums of vectors plus mean; updated.
+        """
+        z, signs = self._z, self._signs
+        streams, count, columns = z.shape
+        _write_products(z, running, self._parts, self._span)
+        torch.sum(self._parts, 1, dtype=torch.float64, out=self._products)
+        _greedy_kernel[(streams,)](
+            self._products, signs, signs.stride(0), count, P=_padded(count), num_warps=1
+        )
+        _commit_kernel[(triton.cdiv(columns, _COMMIT_BLOCK), streams)](
+            z, signs, mean, running, total, z.stride(0), z.stride(1), signs.stride(0),
+            columns, count, BLOCK=_COMMIT_BLOCK, UNROLL=_UNROLL,
+        )  # fmt: skip
 
 
 def balance_greedy(vectors: Tensor, running: Tensor, block: int) -> tuple[Tensor, Tensor]:

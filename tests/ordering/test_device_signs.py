@@ -1,0 +1,150 @@
+"""Signs of single examples that stay on a GPU; how they run here: see `test_triton_kernels`."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("triton")
+
+import gradherd as gh
+from gradherd.attach import transports
+from gradherd.ordering import coordination, device_signs, grab, gram, triton_gram
+from gradherd.ordering.grab import GraB
+from gradherd.ordering.ordering import Ordering
+from tests.gpu import DEVICE, MARKS, only_gpu
+
+pytestmark = [
+    *MARKS,
+    # The interpreter computes in numpy, which tells what a GPU does in silence.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+def stay(monkeypatch, *, here: bool) -> None:
+    """Sign on the device of the tests, or as if it were none."""
+    devices = {DEVICE} if here else set()
+    for module in (grab, transports):
+        monkeypatch.setattr(module, "DEVICES_TO_STAY_ON", devices)
+    monkeypatch.setattr(gram, "KERNEL_DEVICES", devices)
+    # Several blocks of a few vectors: the interpreter is slow.
+    monkeypatch.setattr(triton_gram, "MOST", 64 if DEVICE == "cuda" else 8)
+    monkeypatch.setattr(coordination, "ROWS_PER_BLOCK", 16)
+
+
+def epochs_of_whole_numbers(workers=1):
+    """Rows whose means and products are exact in float32, so that all ways give the same signs."""
+    torch.manual_seed(0)
+    epochs = (3 * torch.randn(2, 32, workers, 37)).round() + 1
+    epochs[1, 19, 0, 3] = torch.inf
+    epochs[1, 5, workers - 1, 0] = torch.nan
+    return epochs
+
+
+def learn(epochs, *, device, cuts=(0, 18, 21, 32)):
+    """Orders after each epoch, and the state before the last ends."""
+    ordering = Ordering(GraB(), [epochs.shape[1]] * epochs.shape[2], seed=0)
+    orders = []
+    for rows in epochs.to(device):
+        for begin, end in itertools.pairwise(cuts):
+            ordering.observe(rows[begin:end])
+        state = ordering.state_dict()["balance"]
+        ordering.end_epoch()
+        orders.append([order.tolist() for order in ordering.orders])
+    return orders, state, ordering
+
+
+def test_orders_are_those_of_the_host(monkeypatch):
+    epochs = epochs_of_whole_numbers(workers=2)
+    stay(monkeypatch, here=False)
+    wanted, host, _ = learn(epochs, device="cpu")
+    stay(monkeypatch, here=True)
+    found, late, ordering = learn(epochs, device=DEVICE)
+    assert found == wanted and wanted[0] != wanted[1]
+    for name in ("sides", "count"):
+        assert torch.equal(late[name].cpu(), host[name])
+    for name in ("running", "total", "mean"):
+        torch.testing.assert_close(late[name].cpu(), host[name], rtol=1e-5, atol=1e-4)
+    assert ordering._state.signer is not None
+
+
+def test_a_saved_state_goes_on_elsewhere(monkeypatch):
+    epochs = epochs_of_whole_numbers()
+    stay(monkeypatch, here=False)
+    whole, _, _ = learn(epochs, device="cpu")
+    stay(monkeypatch, here=True)
+    first, second = Ordering(GraB(), [32], seed=0), Ordering(GraB(), [32], seed=0)
+    first.observe(epochs[0].to(DEVICE))
+    first.end_epoch()
+    first.observe(epochs[1, :16].to(DEVICE))
+    stay(monkeypatch, here=False)
+    second.load_state_dict(first.state_dict())
+    second.observe(epochs[1, 16:])
+    second.end_epoch()
+    assert second.orders[0].tolist() == whole[1][0]
+
+
+def test_a_device_that_refuses_kernels(monkeypatch, caplog):
+    epochs = epochs_of_whole_numbers()
+    stay(monkeypatch, here=False)
+    wanted, _, _ = learn(epochs, device="cpu")
+    stay(monkeypatch, here=True)
+
+    def refuse(*args):
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(gram, "_HAS_TRITON", True)  # restored after the test
+    monkeypatch.setattr(triton_gram.BlockMemory, "sign", refuse)
+    found, _, ordering = learn(epochs, device=DEVICE)
+    assert found == wanted and ordering._state.signer is None
+    assert "without Triton" in caplog.text and "out of shared memory" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [4, 24])
+def test_a_training_loop_with_a_batch_that_overflows(batch, monkeypatch):
+    """Rows of the whole batch are left out, as the optimizer leaves out its gradient."""
+    data = TensorDataset(torch.arange(48))
+    inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+    inputs[30] = torch.inf
+    orders = {}
+    for here in (False, True):
+        stay(monkeypatch, here=here)
+        torch.manual_seed(1)
+        model = nn.Linear(6, 5).to(DEVICE)
+        sampler = gh.OrderedSampler(data, "grab", batch_size=batch)
+        herd = gh.attach(model, order=sampler, rows=gh.TwoSidedRows(size=64))
+        for _ in range(2):
+            for (indices,) in DataLoader(data, batch_size=batch, sampler=sampler):
+                model.zero_grad()
+                model(inputs[indices].to(DEVICE)).square().sum(1).mean().backward()
+        herd.detach()
+        orders[here] = sampler.indices()
+    assert orders[True] == orders[False]
+
+
+@only_gpu
+def test_many_batches_are_signed_without_waiting():
+    torch.manual_seed(0)
+    rows = torch.randn(64, 128, 1, 8192)
+    wanted = Ordering(GraB(), [64 * 128], seed=0)
+    found = Ordering(GraB(), [64 * 128], seed=0)
+    for at, batch in enumerate(rows):
+        wanted.observe(batch.double())
+        there = batch.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if at > device_signs._RUNS_BEFORE_GRAPH else 0)
+        try:
+            found.observe(there)
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+    there, here = (o.state_dict()["balance"]["sides"] for o in (found, wanted))
+    # A sign near a tie may differ, and those after it then may as well.
+    first = int((there != here).flatten().int().argmax()) if (there != here).any() else len(here)
+    assert first > 64
+    signer = found._state.signer
+    assert signer is not None and all(block._graph for block in signer._blocks.values())
+    torch.testing.assert_close(
+        signer.running.cpu(), (there.float().T @ rows.view(-1, 8192)), rtol=1e-3, atol=1e-2
+    )
