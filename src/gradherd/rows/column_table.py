@@ -30,6 +30,8 @@ class KnownLaunch(NamedTuple):
     number: int
     layer: KernelLayer
     tensors: tuple[Tensor, ...]
+    size: int
+    """Bytes of input and output gradient."""
 
 
 class ColumnTable:
@@ -50,8 +52,9 @@ class ColumnTable:
         self.group = group
         self._width, self._exact, self._like = width, exact, like
         self._table = like.new_zeros(0, width)
+        self._examples = self._address = 0  # of the table, at hand for every layer
         self._used: set[Slot] = set()  # in this batch
-        self._dirty: set[Slot] = set()  # not zero
+        self._dirty: set[Slot] = set()  # not zero, since a batch before
         self.finals: dict[int, Tensor] = {}
         """(B, k) sketches of parameters, by index, that are not made from columns."""
         self.launched: KnownLaunch | None = None
@@ -74,6 +77,7 @@ class ColumnTable:
         if examples != len(self._table):
             # Allocated anew for another batch size only: the last, short batch of an epoch, mostly.
             self._table = self._like.new_zeros(examples, self._width)
+            self._examples, self._address = examples, self._table.data_ptr()
             self._dirty = set()
         if self.group is not None:
             self.group.begin()
@@ -110,13 +114,13 @@ class ColumnTable:
         add = slot in self._used
         if add:
             self.group.flush()
-        out = self._table.data_ptr() + slot.begin * self._table.element_size()
+        out = self._address + 4 * slot.begin  # tables of kernels are float32
         added = self.group.add((slot.begin, add, key), lambda: make(add), tensors, out)
         if added is None:
             return False
         self._used.add(slot)
-        self._dirty.add(slot)
-        self.launched = None if add else KnownLaunch(slot, *added, tensors)
+        size = tensors[0].nbytes + tensors[1].nbytes
+        self.launched = None if add else KnownLaunch(slot, *added, tensors, size)
         return True
 
     def launch_again(self, launch: KnownLaunch, tensors: tuple[Tensor, ...]) -> bool:
@@ -127,13 +131,12 @@ class ColumnTable:
             tensors: What kernels read now.
         """
         slot = launch.slot
-        if slot in self._used or launch.layer.examples != len(self._table):
+        if slot in self._used or launch.layer.examples != self._examples:
             return False
         assert self.group is not None
         self._used.add(slot)
-        self._dirty.add(slot)
-        out = self._table.data_ptr() + slot.begin * self._table.element_size()
-        self.group.add_known(launch.number, launch.layer, tensors, out)
+        out = self._address + 4 * slot.begin  # tables of kernels are float32
+        self.group.add_known(launch.number, launch.layer, tensors, out, launch.size)
         return True
 
     def put(self, slot: Slot, columns: Tensor) -> None:
@@ -145,7 +148,6 @@ class ColumnTable:
         else:
             view.copy_(columns)
         self._used.add(slot)
-        self._dirty.add(slot)
 
     def _launch(self) -> None:
         """Let the layers that wait write their columns."""
@@ -196,6 +198,7 @@ class ColumnTable:
         """Forget this batch."""
         if self.group is not None:
             self.group.clear()
+        self._dirty |= self._used
         self._used, self.finals = set(), {}
 
 

@@ -3,23 +3,21 @@
 A layer hands over the addresses of its input and output gradient when the gradient arrives. When
 enough layers wait, or what they keep alive takes too much memory, all their columns are computed
 by the kernels of `triton_rows`. What stays the same from step to step (sizes, strides, who works
-on what) lies on the device already; only the addresses are copied. So the kernels of a group that
-comes again and again are a CUDA graph, which is launched in a tenth of the time.
+on what) lies on the device already; addresses are copied if they are new. So the kernels of a group
+that comes again and again are a CUDA graph, which is launched in a tenth of the time.
 
 Shapes: B examples, T positions, q columns of the input side.
 """
 
 import itertools
-import logging
 from collections.abc import Callable, Hashable
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from gradherd.rows.launch_plan import LaunchPlan, NormLayer, ProductLayer, make_plan
-
-log = logging.getLogger("gradherd")
+from gradherd.rows.launch_graph import LaunchPlan, capture_graph
+from gradherd.rows.launch_plan import NormLayer, ProductLayer, make_plan
 
 MOST = 16
 """Layers of a group."""
@@ -88,13 +86,13 @@ class LaunchGroup:
             self._known[key] = None if made is None else (next(self._numbers), made)
         known = self._known[key]
         if known is not None:
-            self.add_known(*known, tensors, out)
+            self.add_known(*known, tensors, out, tensors[0].nbytes + tensors[1].nbytes)
         return known
 
     def add_known(
-        self, number: int, layer: KernelLayer, tensors: tuple[Tensor, ...], out: int
+        self, number: int, layer: KernelLayer, tensors: tuple[Tensor, ...], out: int, size: int
     ) -> None:
-        """Add a layer like one that was added before, whose number it has."""
+        """Add a layer like one that was added before, whose number it has, of `size` bytes."""
         inputs, grads = tensors[0], tensors[1]
         first = inputs.data_ptr()
         if len(tensors) == 2:
@@ -109,7 +107,7 @@ class LaunchGroup:
         # Kernels get bare addresses: without a reference the allocator could hand out the memory
         # again.
         self._tensors += tensors
-        self._bytes += inputs.nbytes + grads.nbytes
+        self._bytes += size
         if len(self._ids) == MOST or self._bytes > self._budget:
             self.flush()
 
@@ -125,18 +123,20 @@ class LaunchGroup:
                 self._plans.clear()
                 self._known.clear()  # numbers are not used again, so no old plan fits new layers
             plan = self._plans[key] = make_plan(self._layers, self._device, 5 * MOST)
-        count = len(self._addresses)
-        row = self._rows[self._at]
-        row[:count] = self._addresses
         # From torch's allocator at each launch: it is reused in the order of the stream.
         scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=self._device)
-        row[plan.places] = plan.offsets + scratch.data_ptr()
-        # Pinned memory and no waiting: the copy is enqueued before the kernels that read it.
-        plan.pointers.copy_(self._sources[self._at], non_blocking=True)
-        self._at = (self._at + 1) % _RING
-        plan.run()
-        if self._uses_graphs and plan.runs == _RUNS_BEFORE_GRAPH:
-            self._uses_graphs = capture_graph(plan)
+        start = scratch.data_ptr()
+        placed, is_new = plan.place([start, *self._addresses])
+        if is_new:
+            count, row = len(self._addresses), self._rows[self._at]
+            row[:count] = self._addresses
+            row[plan.places] = plan.offsets + start
+            # Pinned memory and no waiting: the copy is enqueued before the kernels that read it.
+            placed.pointers.copy_(self._sources[self._at], non_blocking=True)
+            self._at = (self._at + 1) % _RING
+        placed.run()
+        if self._uses_graphs and placed.runs == _RUNS_BEFORE_GRAPH:
+            self._uses_graphs = capture_graph(placed)
         self.clear()
 
     def clear(self) -> None:
@@ -154,23 +154,3 @@ def launch_group(like: Tensor) -> LaunchGroup | None:
 
 def _current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def capture_graph(plan: LaunchPlan) -> bool:
-    """Make the kernels of a plan a CUDA graph; say whether graphs can be made here."""
-    if torch.cuda.is_current_stream_capturing():  # by the user
-        return True
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(torch.cuda.Stream(plan.pointers.device)):
-            # Of this thread only: others may allocate memory meanwhile.
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                plan.launch_all()
-            finally:
-                graph.capture_end()
-    except RuntimeError as error:
-        log.warning("no CUDA graphs for rows, whose kernels are launched one by one: %s", error)
-        return False
-    plan.graph = graph
-    return True

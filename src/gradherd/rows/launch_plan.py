@@ -6,14 +6,14 @@ what each program of a kernel works on. Only addresses are missing.
 Shapes: B examples, T positions, C channels, q columns of the input side.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradherd.rows.launch_graph import KernelLaunch, LaunchPlan
 from gradherd.rows.projections import THIN_COLUMNS
 
 Strides = tuple[int, int, int]
@@ -80,57 +80,6 @@ class NormLayer:
     per_channel: bool
     """Whether there is one mean for each channel (BatchNorm), else for each position."""
     is_aligned: bool = True
-
-
-class _Launch:
-    """One kernel with all of its arguments but the addresses."""
-
-    def __init__(
-        self, kernel: Any, programs: int, fields: Tensor, tiles: Tensor, constants: dict[str, Any]
-    ) -> None:
-        self._kernel, self._programs = kernel, programs
-        self._tables, self._constants = (fields, tiles), constants
-        self._compiled: Callable[..., None] | None = None
-
-    def __call__(self, pointers: Tensor) -> None:
-        """Launch it."""
-        if self._compiled is not None:
-            self._compiled(pointers, *self._tables, *self._constants.values())
-            return
-        done = self._kernel[(self._programs,)](pointers, *self._tables, **self._constants)
-        # From now on without looking for the compiled kernel, which takes longer than launching.
-        if hasattr(done, "function"):  # Triton's interpreter has none
-            self._compiled = done[(self._programs, 1, 1)]
-
-
-@dataclass
-class LaunchPlan:
-    """The launches of a group of layers."""
-
-    launches: list[_Launch]
-    pointers: Tensor
-    """Addresses on the device; written before each run."""
-    places: np.ndarray[Any, np.dtype[np.int64]]
-    """Which addresses point into the scratch memory."""
-    offsets: np.ndarray[Any, np.dtype[np.int64]]
-    scratch: int
-    """Bytes of scratch memory."""
-    held: list[Any] = field(default_factory=list)
-    runs: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
-
-    def run(self) -> None:
-        """Run all kernels."""
-        self.runs += 1
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.launch_all()
-
-    def launch_all(self) -> None:
-        """Launch kernel after kernel."""
-        for launch in self.launches:
-            launch(self.pointers)
 
 
 def make_plan(
@@ -318,7 +267,7 @@ class _PlanBuilder:
             )
             table = kernel.split("_")[0]
             launches.append(
-                _Launch(
+                KernelLaunch(
                     getattr(self._kernels, kernel),
                     len(tiles),
                     fields[table if table in ("window", "norm") else "product"],
@@ -328,7 +277,8 @@ class _PlanBuilder:
             )
         return LaunchPlan(
             launches,
-            torch.zeros(addresses, dtype=torch.int64, device=self._device),
+            addresses,
+            self._device,
             np.array(self._places, np.int64),
             np.array(self._offsets, np.int64),
             max(1, self._scratch),

@@ -130,9 +130,18 @@ def sketch_columns(columns: Tensor, k: int, seed: int, name: str) -> Tensor:
     from gradherd.rows import triton_rows
 
     count = -(-columns.shape[1] // k)
-    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", 0, count, k, columns.device)
-    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, columns.device)
-    return triton_rows.sketch_columns(columns, k, shifts, block_signs, signs)
+    return triton_rows.sketch_columns(
+        columns, k, *_block_hashes(seed, name, count, k, columns.device)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _block_hashes(
+    seed: int, name: str, count: int, k: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return shifts and signs (count,) of blocks of k coordinates, and signs (k,) within them."""
+    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
+    return *buckets_and_signs(seed, f"{name}/block", 0, count, k, device), signs
 
 
 def factor_sketch(factor: Tensor, k: int, seed: int, name: str) -> Tensor:

@@ -13,6 +13,8 @@ Letters: B examples, C channels or inputs, O outputs, T positions, N columns of 
 K elements of a row.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,8 @@ FIELDS = 20
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
 _SKETCH_BLOCK = 512
+_MOST_COMPILED = 256
+_compiled_sketches: dict[tuple[object, ...], Callable[..., None]] = {}
 
 
 @triton.jit
@@ -70,12 +74,22 @@ def sketch_columns(
         block_signs: Sign of each block.
         signs: (K,) sign of each column within a block.
     """
-    sketch = torch.empty(len(columns), size, device=columns.device)
-    grid = (len(columns), triton.cdiv(size, _SKETCH_BLOCK))
-    _sketch_kernel[grid](
-        columns, shifts, block_signs, signs, sketch,
-        columns.shape[1], size, len(shifts), columns.stride(0), BLOCK=_SKETCH_BLOCK,
-    )  # fmt: skip
+    examples, width = columns.shape
+    sketch = torch.empty(examples, size, device=columns.device)
+    grid = (examples, triton.cdiv(size, _SKETCH_BLOCK), 1)
+    numbers = (width, size, len(shifts), columns.stride(0))
+    args = (columns, shifts, block_signs, signs, sketch, *numbers, _SKETCH_BLOCK)
+    # Triton compiles for numbers and addresses that are multiples of 16. What it has compiled for
+    # the same ones is launched without being looked for, which takes longer than launching.
+    key = (*numbers, examples, columns.device, *(one.data_ptr() % 16 for one in args[:5]))
+    if (compiled := _compiled_sketches.get(key)) is not None:
+        compiled(*args)
+        return sketch
+    done = _sketch_kernel[grid](*args)
+    if hasattr(done, "function"):  # Triton's interpreter has none
+        if len(_compiled_sketches) >= _MOST_COMPILED:
+            _compiled_sketches.clear()
+        _compiled_sketches[key] = done[grid]
     return sketch
 
 
