@@ -11,9 +11,11 @@ pytest.importorskip("triton")
 
 import gradherd as gh
 from gradherd.attach import transports
-from gradherd.ordering import coordination, device_signs, grab, gram, triton_gram
+from gradherd.ordering import coordination, device_signs, gram, triton_gram
+from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.grab import GraB
 from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.pair_grab import PairGraB
 from tests.gpu import DEVICE, MARKS, only_gpu
 
 pytestmark = [
@@ -26,11 +28,12 @@ pytestmark = [
 def stay(monkeypatch, *, here: bool) -> None:
     """Sign on the device of the tests, or as if it were none."""
     devices = {DEVICE} if here else set()
-    for module in (grab, transports):
+    for module in (device_signs, transports):
         monkeypatch.setattr(module, "DEVICES_TO_STAY_ON", devices)
     monkeypatch.setattr(gram, "KERNEL_DEVICES", devices)
     # Several blocks of a few vectors: the interpreter is slow.
-    monkeypatch.setattr(triton_gram, "MOST", 64 if DEVICE == "cuda" else 8)
+    monkeypatch.setattr(device_signs, "MOST", 64 if DEVICE == "cuda" else 8)
+    monkeypatch.setattr(device_signs, "_MOST_ROWS", 128 if DEVICE == "cuda" else 16)
     monkeypatch.setattr(coordination, "ROWS_PER_BLOCK", 16)
 
 
@@ -43,9 +46,9 @@ def epochs_of_whole_numbers(workers=1):
     return epochs
 
 
-def learn(epochs, *, device, cuts=(0, 18, 21, 32)):
+def learn(epochs, *, device, policy=None, cuts=(0, 18, 21, 32)):
     """Orders after each epoch, and the state before the last ends."""
-    ordering = Ordering(GraB(), [epochs.shape[1]] * epochs.shape[2], seed=0)
+    ordering = Ordering(policy or GraB(), [epochs.shape[1]] * epochs.shape[2], seed=0)
     orders = []
     for rows in epochs.to(device):
         for begin, end in itertools.pairwise(cuts):
@@ -68,6 +71,20 @@ def test_orders_are_those_of_the_host(monkeypatch):
     for name in ("running", "total", "mean"):
         torch.testing.assert_close(late[name].cpu(), host[name], rtol=1e-5, atol=1e-4)
     assert ordering._state.signer is not None
+
+
+@pytest.mark.parametrize("policy", [CDGraB(), PairGraB()], ids=str)
+def test_pairs_are_those_of_the_host(policy, monkeypatch):
+    epochs = epochs_of_whole_numbers(workers=2)[1:, :15]  # an odd number: one has no partner
+    runs = {}
+    for here in (False, True):
+        stay(monkeypatch, here=here)
+        device = DEVICE if here else "cpu"
+        runs[here] = learn(epochs, device=device, policy=policy, cuts=(0, 7, 8, 15))
+        assert (runs[here][2]._state.signer is not None) == here
+    assert runs[True][0] == runs[False][0]
+    for name in ("sides", "running"):
+        torch.testing.assert_close(runs[True][1][name].cpu(), runs[False][1][name])
 
 
 def test_a_saved_state_goes_on_elsewhere(monkeypatch):
@@ -102,8 +119,8 @@ def test_a_device_that_refuses_kernels(monkeypatch, caplog):
     assert "without Triton" in caplog.text and "out of shared memory" in caplog.text
 
 
-@pytest.mark.parametrize("batch", [4, 24])
-def test_a_training_loop_with_a_batch_that_overflows(batch, monkeypatch):
+@pytest.mark.parametrize(("policy", "batch"), [("grab", 24), ("cd-grab", 4)])
+def test_a_training_loop_with_a_batch_that_overflows(policy, batch, monkeypatch):
     """Rows of the whole batch are left out, as the optimizer leaves out its gradient."""
     data = TensorDataset(torch.arange(48))
     inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
@@ -113,7 +130,7 @@ def test_a_training_loop_with_a_batch_that_overflows(batch, monkeypatch):
         stay(monkeypatch, here=here)
         torch.manual_seed(1)
         model = nn.Linear(6, 5).to(DEVICE)
-        sampler = gh.OrderedSampler(data, "grab", batch_size=batch)
+        sampler = gh.OrderedSampler(data, policy, batch_size=batch)
         herd = gh.attach(model, order=sampler, rows=gh.TwoSidedRows(size=64))
         for _ in range(2):
             for (indices,) in DataLoader(data, batch_size=batch, sampler=sampler):

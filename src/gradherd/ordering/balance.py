@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.ordering.gram import (
+    MOST,
     FloatArray,
     SignArray,
     Signed,
@@ -99,8 +100,8 @@ def balance(
     streams, count, columns = vectors.shape
     if vectors.device.type == "cpu":
         use_blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
-    elif fast := fast_form(vectors, running):
-        use_blocks, block = streams * count >= FEW_VECTORS, fast.MOST
+    elif fast_form(vectors, running):
+        use_blocks, block = streams * count >= FEW_VECTORS, MOST
     else:  # One block: the host sync dominates, until the products do.
         use_blocks, block = count >= FEW_VECTORS and columns <= _GPU_COLUMNS, 1024
     if use_blocks:

@@ -36,6 +36,7 @@ class CDGraB:
     """How signs are decided."""
 
     needs_rows: ClassVar[bool] = True
+    leaves_out_broken_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
     def __post_init__(self) -> None:
@@ -46,6 +47,7 @@ class CDGraB:
         # One stream, on which the pairs of all workers are signed.
         pairs = sum(size // 2 for size in state.sizes)
         state.carry = self.rule.start(1, pairs, state.epoch)
+        state.signer = None if previous is None else previous.signer
 
     def observe(
         self,
@@ -66,4 +68,5 @@ class CDGraB:
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Move each unit to its side."""
+        state.settle()
         return reorder_all(orders, state.sides)

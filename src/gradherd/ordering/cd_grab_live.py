@@ -123,4 +123,5 @@ class CDGraBLive:
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Move each unit to its side."""
+        state.settle()
         return reorder_all(orders, state.sides)

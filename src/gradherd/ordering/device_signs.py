@@ -8,21 +8,35 @@ Shapes: b rows of a worker in a call, M workers, D columns.
 """
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradherd.ordering.gram import fast_form, give_up_kernels
+from gradherd.ordering.balance import FEW_VECTORS
+from gradherd.ordering.gram import MOST, fast_form, give_up_kernels
+from gradherd.ordering.sign_rules import Greedy, SignRule
 
 log = logging.getLogger("gradherd")
 
 DEVICES_TO_STAY_ON = {"cuda"}
 """Where rows are signed without waiting for the device; tests add the CPU."""
-MAX_COLUMNS = 1 << 20
-"""Longest rows that are copied to memory of their own: sketches, not whole gradients."""
+_MOST_ELEMENTS = 1 << 24
+"""Elements of all rows that are copied at a time: sketches are, whole gradients are not."""
+_MOST_ROWS = 128
 _RUNS_BEFORE_GRAPH = 3  # batch sizes that do not come again are not worth one
 _MOST_SIZES = 4
+
+
+class Sums(NamedTuple):
+    """What an order adds rows up to."""
+
+    running: Tensor
+    """(M, D) signed sums."""
+    total: Tensor | None = None
+    """(M, D) plain sums, if the order uses them."""
+    mean: Tensor | None = None
+    """(M, D) what is subtracted from rows before they are signed; None is zero."""
 
 
 class DeviceSigner:
@@ -37,25 +51,42 @@ class DeviceSigner:
         self._blocks: dict[int, _Block] = {}
         self._stream: Any = None
 
-    def take_over(self, running: Tensor, total: Tensor, mean: Tensor | None) -> None:
-        """Continue from (M, D) sums and the mean, if these are not the memory of this object."""
-        for own, given in ((self.running, running), (self.total, total)):
-            if given is not own:
-                own.copy_(given)
-        if mean is not None and mean is not self.mean:
-            self.mean.copy_(mean)
-        elif mean is None and self._has_mean:
+    def sign(self, rows: Tensor, sums: Sums) -> tuple[Tensor | None, Sums]:
+        """Sign rows (b, M, D) and add them up; arguments and result as in `sign_on_device`."""
+        for own, value in ((self.running, sums.running), (self.total, sums.total)):
+            if value is not None and value is not own:
+                own.copy_(value)
+        if sums.mean is not None and sums.mean is not self.mean:
+            self.mean.copy_(sums.mean)
+        elif sums.mean is None and self._has_mean:
             self.mean.zero_()
-        self._has_mean = mean is not None
+        self._has_mean = sums.mean is not None
+        signs = self._sign(rows)
+        if signs is None:
+            return None, sums
+        total = None if sums.total is None else self.total
+        mean = None if sums.mean is None else self.mean
+        return signs, Sums(self.running, total, mean)
 
-    def sign(self, rows: Tensor) -> Tensor | None:
-        """Sign rows (b, M, D), minus the mean, and add them to `running` and `total`.
-
-        Returns:
-            (b, M) int8, overwritten by the next call; 0 where a row is not finite. None if the
-            device refuses the kernels: then nothing has changed.
-        """
+    def _sign(self, rows: Tensor) -> Tensor | None:
         self._follow_stream()
+        signs = []
+        for part in rows.split(_rows_at_a_time(rows)):
+            block = self._block_for(part)
+            if block is None:
+                return None
+            # Centring copies the rows to fixed memory at the same time.
+            torch.sub(part.transpose(0, 1), self.mean.unsqueeze(1), out=block.z)
+            block.run(self.mean, self.running, self.total)
+            if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
+                self._uses_graphs = block.capture(self.mean, self.running, self.total)
+            signs.append(block.signs.T)
+            if len(part) < len(rows):
+                signs[-1] = signs[-1].clone()  # the next part has the same memory
+        return signs[0] if len(signs) == 1 else torch.cat(signs)
+
+    def _block_for(self, rows: Tensor) -> "_Block | None":
+        """Return memory for the rows, or None if the device refuses the kernels."""
         block = self._blocks.get(len(rows))
         if block is None:
             try:
@@ -66,12 +97,7 @@ class DeviceSigner:
             if len(self._blocks) >= _MOST_SIZES:
                 self._blocks.clear()
             self._blocks[len(rows)] = block
-        # Centring copies the rows to fixed memory at the same time.
-        torch.sub(rows.transpose(0, 1), self.mean.unsqueeze(1), out=block.z)
-        block.run(self.mean, self.running, self.total)
-        if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
-            self._uses_graphs = block.capture(self.mean, self.running, self.total)
-        return block.signs.T
+        return block
 
     def _follow_stream(self) -> None:
         """Let the current stream wait for the one that the batch before was signed on."""
@@ -92,8 +118,8 @@ class _Block:
         self.signs = rows.new_zeros(workers, count, dtype=torch.int8)
         fast = fast_form(self.z, self.z[:, 0])
         self._parts = [
-            fast.BlockMemory(self.z[:, lo : lo + fast.MOST], self.signs[:, lo : lo + fast.MOST])
-            for lo in range(0, count, fast.MOST)
+            fast.BlockMemory(*part)
+            for part in zip(self.z.split(MOST, 1), self.signs.split(MOST, 1), strict=True)
         ]
         self.runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -133,11 +159,62 @@ class _Block:
         return True
 
 
-def signer_for(rows: Tensor, before: DeviceSigner | None) -> DeviceSigner | None:
+def sign_on_device(
+    rule: SignRule, rows: Tensor, sums: Sums, before: DeviceSigner | None
+) -> tuple[Tensor | None, Sums, DeviceSigner | None]:
+    """Sign rows (b, M, D) minus the mean where they are, without the host waiting.
+
+    Args:
+        rule: Decides the signs.
+        rows: The rows, in visiting order.
+        sums: What they are added to; may be overwritten.
+        before: What the rows before were signed with.
+
+    Returns:
+        (b, M) int8 on the device, overwritten by the next call, 0 where a row is not finite; None
+        if it cannot be done here, and then nothing has changed. The new sums, and what signed.
+    """
+    here = rows.numel() and rows.device.type in DEVICES_TO_STAY_ON
+    if not here or not isinstance(rule, Greedy):
+        return None, sums, before
+    signer = _signer_for(rows, before)
+    signs: Tensor | None = None
+    if signer is not None:
+        signs, sums = signer.sign(rows, sums)
+    if signs is None and rows.shape[0] * rows.shape[1] < FEW_VECTORS:
+        signs = _sign_one_by_one(rows, sums)
+    return signs, sums, signer
+
+
+def _sign_one_by_one(rows: Tensor, sums: Sums) -> Tensor:
+    """Do the same for a few rows in sequence: whole gradients, which are not copied for kernels."""
+    sides = []
+    for step in rows:
+        signs = []
+        for worker, row in enumerate(step):
+            centred = row if sums.mean is None else row - sums.mean[worker]
+            inner = torch.dot(sums.running[worker], centred)
+            finite = inner.isfinite()
+            sign = torch.where(inner <= 0, 1.0, -1.0).where(finite, 0.0).to(row.dtype)
+            # Zeros, not a product with 0: that of a row that is not finite is not 0.
+            sums.running[worker].addcmul_(centred.where(finite, 0.0), sign)
+            if sums.total is not None:
+                sums.total[worker] += row.where(finite, 0.0)
+            signs.append(sign)
+        sides.append(torch.stack(signs))
+    return torch.stack(sides).to(torch.int8)
+
+
+def _signer_for(rows: Tensor, before: DeviceSigner | None) -> DeviceSigner | None:
     """Return what can sign rows (b, M, D): the one from `before` if it can, None if none can."""
-    if rows.shape[2] > MAX_COLUMNS or fast_form(rows, rows[0]) is None:
+    if not _rows_at_a_time(rows) or fast_form(rows, rows[0]) is None:
         return None
     if before is not None and before.running.shape == rows.shape[1:]:
         if before.running.device == rows.device:
             return before
     return DeviceSigner(rows[0])
+
+
+def _rows_at_a_time(rows: Tensor) -> int:
+    """Return how many of the rows (b, M, D) are signed in one go; 0 if they are too long."""
+    return min(_MOST_ROWS, _MOST_ELEMENTS // max(1, rows[0].numel()) // MOST * MOST)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.ordering.balance import (
-    FEW_VECTORS,
     ImplicitRows,
     LinearCombination,
     balance,
@@ -24,7 +23,7 @@ from gradherd.ordering.balance import (
     draws_for,
     reorder_all,
 )
-from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON, signer_for
+from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
@@ -105,23 +104,16 @@ class GraB:
     def _observe_on_device(self, state: BalanceState, rows: Tensor, seen: Tensor) -> bool:
         """Sign on the GPU if that can be done without the host waiting; say whether it was."""
         assert state.running is not None and state.total is not None
-        greedy = isinstance(self.rule, Greedy)
-        if not greedy or rows.device.type not in DEVICES_TO_STAY_ON or not seen.all():
+        if not seen.all():
             return False
-        state.signer = signer = signer_for(rows, state.signer)
-        if signer is not None:
-            signer.take_over(state.running, state.total, state.mean)
-            signs = signer.sign(rows)
-            if signs is not None:
-                state.running, state.total = signer.running, signer.total
-                state.mean = None if state.mean is None else signer.mean
-                state.add_late(signs)
-                return True
-        # A few long rows: whole gradients, which would not be copied for kernels.
-        if rows.shape[0] * rows.shape[1] < FEW_VECTORS:
-            state.add_late(_sign_one_by_one(state, rows))
-            return True
-        return False
+        sums = Sums(state.running, state.total, state.mean)
+        sides, sums, state.signer = sign_on_device(self.rule, rows, sums, state.signer)
+        state.running, state.total, state.mean = sums
+        if sides is None:
+            return False
+        state.add_late(state.steps, sides)
+        state.steps += len(rows)
+        return True
 
     def _observe_implicit(
         self, state: BalanceState, rows: ImplicitRows, random: SeededRandom
@@ -153,25 +145,6 @@ class GraB:
         """Move each unit to its side."""
         state.settle()
         return reorder_all(orders, state.sides)
-
-
-def _sign_one_by_one(state: BalanceState, rows: Tensor) -> Tensor:
-    """Sign (b, M, D) rows in sequence on their device; return (b, M) sides there."""
-    assert state.running is not None and state.total is not None
-    sides = []
-    for step in rows:
-        signs = []
-        for worker, row in enumerate(step):
-            centred = row if state.mean is None else row - state.mean[worker]
-            inner = torch.dot(state.running[worker], centred)
-            finite = inner.isfinite()
-            sign = torch.where(inner <= 0, 1.0, -1.0).where(finite, 0.0).to(row.dtype)
-            # Zeros, not a product with 0: that of a row that is not finite is not 0.
-            state.running[worker].addcmul_(centred.where(finite, 0.0), sign)
-            state.total[worker] += row.where(finite, 0.0)
-            signs.append(sign)
-        sides.append(torch.stack(signs))
-    return torch.stack(sides).to(torch.int8)
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ SignArray: TypeAlias = NDArray[np.int8]
 _FEW_VECTORS = 4
 # Looked up without importing it: most processes never need it.
 _HAS_TRITON = find_spec("triton") is not None
+MOST = 64
+"""Vectors of a block that kernels sign: the (P, P) products of more do not fit into registers."""
 KERNEL_DEVICES = {"cuda"}
 """Where kernels run; tests add the CPU, on which Triton interprets them."""
 
@@ -216,7 +218,7 @@ def _products(
     """
     if z.device.type == "cpu" and len(z) == 1 and z.shape[1] <= _FEW_VECTORS:
         both = _few_products(z[0], running[0], squares=rule.randomized).unsqueeze(0)
-    elif (fast := fast_form(z, running)) and z.shape[1] <= fast.MOST:
+    elif (fast := fast_form(z, running)) and z.shape[1] <= MOST:
         both = fast.products(z, running).cpu()
     else:
         # u and G in one tensor: one copy to the host, one all-reduce.

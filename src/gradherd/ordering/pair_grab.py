@@ -26,6 +26,7 @@ from gradherd.ordering.balance import (
     draws_for,
     reorder_all,
 )
+from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import BalanceState, Start
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
@@ -216,6 +217,8 @@ def sign_pairs(
     pairs = take_pairs(state, rows, seen)
     if not len(pairs.diffs):  # the first halves of pairs: every second step of training
         return
+    if not sharded and _sign_on_device(state, pairs, rule, shared=shared):
+        return
     span = slice(pairs.first, pairs.first + len(pairs.diffs))
     draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, workers)[span]
     # (K, M, D) to (1, K M, D): all workers of pair k are signed before pair k+1, in the order of
@@ -232,6 +235,23 @@ def sign_pairs(
     place_pairs(state, pairs, signed.signs.view(-1, workers) if shared else signed.signs.T)
 
 
+def _sign_on_device(state: BalanceState, pairs: Pairs, rule: SignRule, *, shared: bool) -> bool:
+    """Sign pairs on the GPU without the host waiting, if that can be done; say whether it was."""
+    assert state.running is not None
+    diffs = pairs.diffs
+    if not pairs.seen.all():
+        return False
+    vectors = diffs.flatten(0, 1).unsqueeze(1) if shared else diffs
+    signs, sums, state.signer = sign_on_device(rule, vectors, Sums(state.running), state.signer)
+    state.running = sums.running
+    if signs is None:
+        return False
+    # (K, M) to (2 K, M): the second of a pair has the other side.
+    signs = signs.reshape(diffs.shape[:2])
+    state.add_late(2 * pairs.first, torch.stack([signs, -signs], 1).flatten(0, 1))
+    return True
+
+
 @dataclass(frozen=True)
 class PairGraB:
     """Pair balance, each worker on its own (with several workers ID-GraB with pair balance).
@@ -244,6 +264,7 @@ class PairGraB:
     """How signs are decided."""
 
     needs_rows: ClassVar[bool] = True
+    leaves_out_broken_rows: ClassVar[bool] = True
     start: ClassVar[Start | None] = None
 
     def __post_init__(self) -> None:
@@ -252,6 +273,7 @@ class PairGraB:
     def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
         """Start from zero: nothing of the previous epoch is used."""
         state.carry = self.rule.start(len(state.sizes), len(state.sides) // 2, state.epoch)
+        state.signer = None if previous is None else previous.signer
 
     def observe(
         self,
@@ -269,4 +291,5 @@ class PairGraB:
         self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Move each unit to its side."""
+        state.settle()
         return reorder_all(orders, state.sides)

@@ -102,16 +102,15 @@ class BalanceState:
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
-    def add_late(self, sides: Tensor) -> None:
-        """Advance by (b, M) sides that a GPU decides on, without waiting for them."""
+    def add_late(self, first: int, sides: Tensor) -> None:
+        """Take (b, M) sides from time step `first` on off a GPU, without waiting for them."""
         if self.late_sides is None:
             self.late_sides = torch.zeros_like(self.sides, device=sides.device)
-        first, end = self.steps, self.steps + len(sides)
+        end = first + len(sides)
         self.late_sides[first:end] = sides
         if self.late_spans and self.late_spans[-1][1] == first:
             first, _ = self.late_spans.pop()
         self.late_spans.append((first, end))
-        self.steps = end
 
     def settle(self) -> None:
         """Copy sides from the GPU, which takes until it has computed all of them."""

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST = 64
-"""Vectors of one block: the (P, P) products of more do not fit into registers."""
+from gradherd.ordering.gram import MOST
+
 # Columns of a program of `_sum_kernel`, and vectors that it loads at once.
 _BLOCK, _UNROLL = 1024, 8
 # Rows of single examples are short. Fewer, longer ranges then leave fewer partial sums to add, and

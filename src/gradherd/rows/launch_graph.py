@@ -22,10 +22,16 @@ class KernelLaunch:
     """One kernel with all of its arguments but the addresses."""
 
     def __init__(
-        self, kernel: Any, programs: int, fields: Tensor, tiles: Tensor, constants: dict[str, Any]
+        self,
+        kernel: Any,
+        programs: int,
+        fields: Tensor,
+        tiles: Tensor,
+        constants: dict[str, Any],
+        options: dict[str, int],
     ) -> None:
         self._kernel, self._programs = kernel, programs
-        self._tables, self._constants = (fields, tiles), constants
+        self._tables, self._constants, self._options = (fields, tiles), constants, options
         self._compiled: Callable[..., None] | None = None
 
     def __call__(self, pointers: Tensor) -> None:
@@ -33,7 +39,9 @@ class KernelLaunch:
         if self._compiled is not None:
             self._compiled(pointers, *self._tables, *self._constants.values())
             return
-        done = self._kernel[(self._programs,)](pointers, *self._tables, **self._constants)
+        done = self._kernel[(self._programs,)](
+            pointers, *self._tables, **self._constants, **self._options
+        )
         # From now on without looking for the compiled kernel, which takes longer than launching.
         if hasattr(done, "function"):  # Triton's interpreter has none
             self._compiled = done[(self._programs, 1, 1)]

@@ -6,6 +6,7 @@ what each program of a kernel works on. Only addresses are missing.
 Shapes: B examples, T positions, C channels, q columns of the input side.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,13 @@ from gradherd.rows.launch_graph import KernelLaunch, LaunchPlan
 from gradherd.rows.projections import THIN_COLUMNS
 
 Strides = tuple[int, int, int]
+
+COMBINE_BLOCK, PROJECT_BLOCK = (64, 64), (64, 64)
+"""Positions, and outputs or channels, of a program."""
+WINDOW_BLOCK, NORM_BLOCK = 128, 2048
+"""Positions of a program of windows, elements of one of norms."""
+OPTIONS: dict[str, dict[str, int]] = {}
+"""Options of Triton by kernel, such as `num_warps`; its own defaults where there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +158,8 @@ class _PlanBuilder:
         last = layer.grad_strides[2] == 1
         outer = layer.grad_strides[:2] if last else layer.grad_strides[::2]
         # Smaller tiles where there are few of them, so that all multiprocessors have work.
-        block = 64 if layer.examples * (-(-layer.outputs // 64)) >= 256 else 32
+        most, block = COMBINE_BLOCK
+        block = block if layer.examples * (-(-layer.outputs // block)) >= 256 else block // 2
         self._tile(
             "combine_kernel",
             at,
@@ -159,7 +168,7 @@ class _PlanBuilder:
             THIN=thin,
             LAST=last,
             ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
-            BT=32 if layer.positions <= 32 else 64,
+            BT=32 if layer.positions <= 32 else most,
             BO=block,
         )
 
@@ -185,16 +194,17 @@ class _PlanBuilder:
             layer.thin_dtype,
         )
         outer = strides[:2] if last else strides[::2]
+        block, channels = PROJECT_BLOCK
         self._tile(
             "project_kernel",
             at,
-            examples * -(-positions // 64),
+            examples * -(-positions // block),
             X=types[layer.input_dtype],
             THIN=thin,
             LAST=last,
             ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
-            BT=64,
-            BC=64,
+            BT=block,
+            BC=channels,
         )
         if layer.window:
             assert layer.signs is not None
@@ -206,7 +216,7 @@ class _PlanBuilder:
                 height, width, rows, columns, across, *rest,
             )  # fmt: skip
             self._reserve(at, (3,), count * THIN_COLUMNS, layer.thin_dtype)
-            self._tile("window_kernel", at, -(-count // 128), THIN=thin, BT=128)
+            self._tile("window_kernel", at, -(-count // WINDOW_BLOCK), THIN=thin, BT=WINDOW_BLOCK)
 
     def add_norm(self, at: int, layer: NormLayer) -> None:
         """Add the kernel of a norm."""
@@ -236,13 +246,16 @@ class _PlanBuilder:
             return
         # Triton's blocks are powers of two.
         block = min(1024, 1 << max(0, layer.positions - 1).bit_length())
-        rows = max(1, 2048 // block)
+        rows = max(1, NORM_BLOCK // block)
+        # How many elements lie side by side in each row, at most 16 bytes of them.
+        step = math.gcd(8, layer.positions) if layer.is_aligned else 1
         self._tile(
             "norm_first_kernel",
             at,
             -(-layer.examples * layer.channels // rows),
             **kinds,
-            ALIGNED=layer.is_aligned and layer.positions % 8 == 0,
+            ALIGNED=step > 1,
+            STEP=step,
             ROWS=rows,
             BLOCK=block,
         )
@@ -273,6 +286,7 @@ class _PlanBuilder:
                     fields[table if table in ("window", "norm") else "product"],
                     torch.from_numpy(tiles).to(self._device),
                     dict(constants),
+                    OPTIONS.get(kernel, {}),
                 )
             )
         return LaunchPlan(

@@ -226,7 +226,7 @@ def combine_kernel(
 def norm_first_kernel(
     pointers, fields, tiles,
     X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum over the positions of some (example, channel) rows of T elements: BatchNorm."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
@@ -239,7 +239,9 @@ def norm_first_kernel(
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
-    rows, channels, positions = tl.load(field), tl.load(field + 1), _stride(field + 2, ALIGNED)
+    rows, channels = tl.load(field), tl.load(field + 1)
+    # A promise as well: rows of 14 x 14 positions start at multiples of 4 elements.
+    positions = tl.multiple_of(tl.load(field + 2), STEP)
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     total = tl.zeros((ROWS, BLOCK), tl.float32)
