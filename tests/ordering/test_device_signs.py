@@ -32,21 +32,21 @@ def stay(monkeypatch, *, here: bool) -> None:
         monkeypatch.setattr(module, "DEVICES_TO_STAY_ON", devices)
     monkeypatch.setattr(gram, "KERNEL_DEVICES", devices)
     # Several blocks of a few vectors: the interpreter is slow.
-    monkeypatch.setattr(device_signs, "MOST", 64 if DEVICE == "cuda" else 8)
-    monkeypatch.setattr(device_signs, "_MOST_ROWS", 128 if DEVICE == "cuda" else 16)
-    monkeypatch.setattr(coordination, "ROWS_PER_BLOCK", 16)
+    monkeypatch.setattr(device_signs, "MOST", 64 if DEVICE == "cuda" else 4)
+    monkeypatch.setattr(device_signs, "_MOST_ROWS", 128 if DEVICE == "cuda" else 8)
+    monkeypatch.setattr(coordination, "ROWS_PER_BLOCK", 8)
 
 
 def epochs_of_whole_numbers(workers=1):
     """Rows whose means and products are exact in float32, so that all ways give the same signs."""
     torch.manual_seed(0)
-    epochs = (3 * torch.randn(2, 32, workers, 37)).round() + 1
-    epochs[1, 19, 0, 3] = torch.inf
+    epochs = (3 * torch.randn(2, 16, workers, 37)).round() + 1
+    epochs[1, 10, 0, 3] = torch.inf
     epochs[1, 5, workers - 1, 0] = torch.nan
     return epochs
 
 
-def learn(epochs, *, device, policy=None, cuts=(0, 18, 21, 32)):
+def learn(epochs, *, device, policy=None, cuts=(0, 9, 16)):
     """Orders after each epoch, and the state before the last ends."""
     ordering = Ordering(policy or GraB(), [epochs.shape[1]] * epochs.shape[2], seed=0)
     orders = []
@@ -92,13 +92,13 @@ def test_a_saved_state_goes_on_elsewhere(monkeypatch):
     stay(monkeypatch, here=False)
     whole, _, _ = learn(epochs, device="cpu")
     stay(monkeypatch, here=True)
-    first, second = Ordering(GraB(), [32], seed=0), Ordering(GraB(), [32], seed=0)
+    first, second = Ordering(GraB(), [16], seed=0), Ordering(GraB(), [16], seed=0)
     first.observe(epochs[0].to(DEVICE))
     first.end_epoch()
-    first.observe(epochs[1, :16].to(DEVICE))
+    first.observe(epochs[1, :8].to(DEVICE))
     stay(monkeypatch, here=False)
     second.load_state_dict(first.state_dict())
-    second.observe(epochs[1, 16:])
+    second.observe(epochs[1, 8:])
     second.end_epoch()
     assert second.orders[0].tolist() == whole[1][0]
 
@@ -119,12 +119,12 @@ def test_a_device_that_refuses_kernels(monkeypatch, caplog):
     assert "without Triton" in caplog.text and "out of shared memory" in caplog.text
 
 
-@pytest.mark.parametrize(("policy", "batch"), [("grab", 24), ("cd-grab", 4)])
+@pytest.mark.parametrize(("policy", "batch"), [("grab", 12), ("cd-grab", 4)])
 def test_a_training_loop_with_a_batch_that_overflows(policy, batch, monkeypatch):
     """Rows of the whole batch are left out, as the optimizer leaves out its gradient."""
-    data = TensorDataset(torch.arange(48))
-    inputs = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
-    inputs[30] = torch.inf
+    data = TensorDataset(torch.arange(24))
+    inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+    inputs[15] = torch.inf
     orders = {}
     for here in (False, True):
         stay(monkeypatch, here=here)

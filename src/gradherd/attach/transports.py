@@ -221,8 +221,7 @@ class GatheringTransport(_LocalState):
         )
         self._epoch_gatherer: EpochGatherer | None = None
         self._in_step = StepComparison(sampler)
-        # With one worker nothing is sent, so exact rows need not be formed.
-        self._alone = world.size == 1
+        self._alone = world.size == 1  # nothing is sent, so exact rows need not be formed
 
     @property
     def waiting(self) -> bool:
@@ -274,9 +273,8 @@ class GatheringTransport(_LocalState):
 
     def _policy_checks(self, rows: Tensor) -> bool:
         """Say whether the policy alone leaves out rows that are not finite, on their device."""
-        if not self._alone or rows.device.type not in DEVICES_TO_STAY_ON:
-            return False
-        return getattr(self._sampler.ordering.policy, "leaves_out_broken_rows", False)
+        policy, here = self._sampler.ordering.policy, rows.device.type in DEVICES_TO_STAY_ON
+        return self._alone and here and getattr(policy, "leaves_out_broken_rows", False)
 
     def _check(self, claim: BatchClaim) -> None:
         """Check the rows that wait, if that is due, and leave out the same on all ranks."""
