@@ -142,6 +142,7 @@ def test_a_training_loop_with_a_batch_that_overflows(policy, batch, monkeypatch)
 
 
 @only_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_many_batches_are_signed_without_waiting():
     torch.manual_seed(0)
     rows = torch.randn(64, 128, 1, 8192)
