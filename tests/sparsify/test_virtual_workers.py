@@ -148,6 +148,13 @@ def test_rows_of_zeros():
         torch.testing.assert_close(stacked.residuals().sum(0), total, rtol=1e-5, atol=1e-4)
 
 
+def test_norms_need_not_be_measured():
+    for one in pair(settings_of("exdyna"), 2):
+        one.measure_norms = False
+        one.step(gradients(0, 2))
+        assert one.metrics["bytes"] > 0 and "residual_norm" not in one.metrics
+
+
 def test_workers_own_their_rows():
     """What is done to a worker's residual, between steps, is done to its row."""
     both = pair(Sparsify(method=TopK(0.01)), 3)

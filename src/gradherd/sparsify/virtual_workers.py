@@ -67,6 +67,7 @@ class VirtualWorkers:
         self.metrics: dict[str, Any] = {}
         self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
         self.payload: Tensor | None = None
+        self.measure_norms = True  # put residual_norm into `metrics`: a pass, and a wait for a GPU
         self._together: ErrorFeedback | None = None
         wanted = torch.device(device).type == "cuda" if stacked is None else stacked
         # A method that sums values itself leaves every worker with sums and remainders of its own.
@@ -116,10 +117,9 @@ class VirtualWorkers:
             outcome, sent = self._run_stacked(self._together)
         if outcome is None:
             return grads.new_full((self._dim,), torch.nan)
-        self.metrics = outcome.metrics(self._sparse) | {
-            "residual_norm": self._residual_norm(),
-            "bytes": round(statistics.fmean(sent)),
-        }
+        self.metrics = outcome.metrics(self._sparse) | {"bytes": round(statistics.fmean(sent))}
+        if self.measure_norms:
+            self.metrics["residual_norm"] = self._residual_norm()
         mean = self.workers[0].mean_of(outcome)
         out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
         return out.index_copy_(0, outcome.indices, mean)

@@ -98,6 +98,12 @@ class GradientAverager:
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
         """(D,) the last average."""
+        first = self.parameters[0]
+        flat = self._flat_grad = torch.zeros(
+            self.layout.size, dtype=first.dtype, device=first.device
+        )
+        pieces = zip(flat.split(list(self.layout.counts)), self.parameters, strict=True)
+        self._grads = [piece.view_as(parameter) for piece, parameter in pieces]
         self.series = BinnedSeries()
         """Densities of the steps."""
         self._sparse: VirtualWorkers | LowRankWorkers | None = None
@@ -115,6 +121,7 @@ class GradientAverager:
                 device=self.parameters[0].device,
             )
             workers.keep_payload = config.rows == "payload"
+            workers.measure_norms = False  # `end_epoch` does, once
 
     @property
     def payload(self) -> Tensor | None:
@@ -141,10 +148,11 @@ class GradientAverager:
             counters.add_sparse(metrics)
             self.series.add(metrics.get("density", 0.0))
             counters.bytes += metrics.get("bytes", 0)
-        # A copy: clipping writes to the model's gradient, and `mean` must stay as it is.
-        pieces = self.mean.clone().split(list(self.layout.counts))
-        for parameter, piece in zip(self.parameters, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
+        # A copy: clipping writes to the model's gradient, and `mean` must stay as it is. Always to
+        # the same place, because making views takes a host longer than a GPU takes to copy.
+        self._flat_grad.copy_(self.mean)
+        for parameter, grad in zip(self.parameters, self._grads, strict=True):
+            parameter.grad = grad
 
     def end_epoch(self, counters: EpochCounters) -> None:
         """Record the norm of worker 0's residual after the last step."""
