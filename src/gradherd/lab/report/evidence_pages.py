@@ -207,7 +207,8 @@ def _values(values: set[Any]) -> str:
 
 def _machine(hardware: Mapping[str, Any]) -> str:
     gpu = hardware.get("accelerator")
-    return str(gpu) if gpu else f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
+    cores = hardware.get("cores")
+    return str(gpu) if gpu else f"{cores} core{'' if cores == 1 else 's'} of {hardware.get('cpu')}"
 
 
 def cell(text: str) -> str:
