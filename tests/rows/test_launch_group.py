@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.rows import launch_group, projected_weight, projections, row_check
+from gradherd.rows import launch_group, projected_weight, row_check
 from gradherd.rows.layer_watcher import LayerWatcher
 from gradherd.rows.settings import TwoSidedRows
 from gradherd.rows.two_sided import TwoSidedCapture
@@ -67,7 +67,8 @@ CASES = {
         lambda: nn.Sequential(nn.Conv1d(16, 20, 3, padding=1), nn.BatchNorm1d(20)),
         (16, 11),
     ),
-    "many outputs": (lambda: nn.Linear(20, 70), (3, 20)),
+    "many outputs": (lambda: nn.Linear(20, 150), (3, 20)),
+    "many channels": (lambda: nn.Conv1d(20, 70, 1), (20, 3)),
 }
 
 
@@ -85,12 +86,14 @@ def sketches(model, inputs, weights, *, kernels, monkeypatch, rank=16):
 
 @pytest.fixture(autouse=True)
 def few_outputs_are_many(monkeypatch):
-    """More than 64 outputs are hashed at once: real models have thousands."""
-    for module in (projections, projected_weight):
-        monkeypatch.setattr(module, "MAX_OUTPUTS", 64)
+    """More than 64 outputs are folded: real models have thousands."""
+    monkeypatch.setattr(projected_weight, "_FEWEST_OUTPUTS", 64)
 
 
-@pytest.mark.parametrize(("name", "rank"), [*((name, 16) for name in CASES), ("linear", 5)])
+RANKS = [*((name, 16) for name in CASES), ("linear", 5), ("linear", 40), ("convolutions", 20)]
+
+
+@pytest.mark.parametrize(("name", "rank"), RANKS)
 def test_kernels_give_what_layers_give(name, rank, monkeypatch):
     torch.manual_seed(0)
     make, shape = CASES[name]

@@ -371,7 +371,7 @@ def test_longer_rows_for_larger_models(parameters: float, size: int) -> None:
     assert TwoSidedRows(size=77).size_for(int(parameters)) == 77
 
 
-@pytest.mark.parametrize("bad", [{"rank": 1}, {"rank": 65}, {"size": 0}])
+@pytest.mark.parametrize("bad", [{"rank": 1}, {"rank": 257}, {"rank": 2.0}, {"size": 0}])
 def test_bad_settings(bad) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
         TwoSidedRows(**bad)

@@ -39,7 +39,8 @@ class ConvSketch(ProjectedWeight):
         # over the output gradient, and a 1 there would not give the bias.
         self._transposed = module.transposed
         outputs = module.in_channels if self._transposed else module.out_channels
-        super().__init__(names, plan, outputs, may_free=not shared and not self._transposed)
+        may_free = not shared and not self._transposed
+        super().__init__(names, plan, plan.filters, outputs, may_free=may_free)
         if self.bias:
             self.widths["bias"] = (module.out_channels, False)
         self._bias_width = module.out_channels
@@ -119,7 +120,7 @@ class ConvSketch(ProjectedWeight):
     def _fits_kernels(self) -> bool:
         """Say whether kernels can project the input, too."""
         conv = self._conv
-        is_product = conv.is_product(self.plan.inside, self._channels)
+        is_product = conv.is_product(self.columns, self._channels)
         return len(conv.window) <= 2 and (is_product or math.prod(conv.window) == 1)
 
     def project(self, local: str, grad: Tensor) -> Tensor:

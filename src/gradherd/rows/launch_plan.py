@@ -3,7 +3,7 @@
 A plan has the launches of a group of layers: tables of sizes and strides, and of tiles, which say
 what each program of a kernel works on. Only addresses are missing.
 
-Shapes: B examples, T positions, C channels, q columns of the input side.
+Shapes: B examples, T positions, C channels, q columns of the input side, W of the output side.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradherd.rows.launch_graph import KernelLaunch, LaunchPlan
-from gradherd.rows.projections import THIN_COLUMNS
+from gradherd.rows.projections import kernel_columns
 
 Strides = tuple[int, int, int]
 
@@ -24,10 +24,11 @@ COMBINE_BLOCK = {True: (128, 64), False: (64, 32)}
 """Positions and outputs of a program, by whether outputs lie side by side."""
 PROJECT_BLOCK = {True: (64, 128), False: (64, 64)}
 """Positions and channels of a program, by whether channels lie side by side."""
-WINDOW_BLOCK, NORM_BLOCK = 64, 2048
-"""Positions of a program of windows, elements of one of norms over rows of positions."""
+WINDOW_BLOCK, NORM_BLOCK = 1024, 2048
+"""Elements of a program of windows, and of one of norms over rows of positions."""
 NORM_LAST_BLOCK = (16, 256)
 """Positions and channels of a program of norms whose channels lie side by side."""
+_MOST_COLUMNS = 128  # of a program, whose sums are in registers
 OPTIONS: dict[str, dict[str, int]] = {}
 """Options of Triton by kernel, such as `num_warps`; its own defaults where there are none."""
 
@@ -49,13 +50,17 @@ class ProductLayer:
     grad_strides: Strides
     """Over examples, positions, outputs."""
     grad_dtype: torch.dtype
+    width: int
+    """W."""
+    output_signs: Tensor | None = None
+    """(O,) float32, if outputs are folded."""
     free: int = -1
     """The column that is 1 for the bias, if there is one."""
     thin_strides: Strides | None = None
     """Over examples, positions, columns, for an input that is projected already."""
     input_dtype: torch.dtype = torch.float32
     side: Tensor | None = None
-    """(C, 16) matrix that projects the input."""
+    """(C, S) matrix that projects the input; S is `size`."""
     input_positions: int = 0
     input_strides: Strides = (0, 0, 0)
     """Over examples, positions, channels."""
@@ -63,9 +68,14 @@ class ProductLayer:
     """Height and width of input and output, columns of the window, then stride, padding and
     dilation of both dimensions."""
     signs: Tensor | None = None
-    """(places of the window, 16) float32."""
+    """(places of the window, S) float32."""
     is_aligned: bool = True
     """Whether all addresses are multiples of 16 bytes."""
+
+    @property
+    def size(self) -> int:
+        """Columns that kernels compute."""
+        return kernel_columns(self.columns)
 
     @property
     def thin_dtype(self) -> torch.dtype:
@@ -150,29 +160,36 @@ class _PlanBuilder:
         """Add the kernels of a weight."""
         types, fields = self._kernels.TYPES, self._fields["product"][at]
         thin = types[layer.thin_dtype]
-        size = THIN_COLUMNS
-        thin_strides = (layer.positions * size, size, 1)
+        thin_strides = (layer.positions * layer.size, layer.size, 1)
         if layer.thin_strides is not None:
             thin_strides = layer.thin_strides
         else:
             self._add_projection(at, layer)
-        fields[8:19] = (
-            layer.positions, layer.outputs, layer.columns, *layer.grad_strides, layer.add,
-            *thin_strides, layer.row,
+        self._held.append(layer.output_signs)
+        signs = 0 if layer.output_signs is None else layer.output_signs.data_ptr()
+        fields[7:20] = (
+            layer.width, layer.positions, layer.outputs, layer.columns, *layer.grad_strides,
+            layer.add, *thin_strides, layer.row, signs,
         )  # fmt: skip
         last = layer.grad_strides[2] == 1
         outer = layer.grad_strides[:2] if last else layer.grad_strides[::2]
         # Smaller tiles where there are few of them, so that all multiprocessors have work.
         most, block = COMBINE_BLOCK[last]
-        block = block if layer.examples * (-(-layer.outputs // block)) >= 256 else block // 2
+        columns = min(_MOST_COLUMNS, layer.size)
+        most = min(most, 64) if columns > 16 else most  # shared memory holds three such blocks
+        parts = layer.examples * -(-layer.columns // columns)
+        block = block if parts * (-(-layer.width // block)) >= 256 else block // 2
         self._tile(
             "combine_kernel",
             at,
-            layer.examples * -(-layer.outputs // block),
+            parts * -(-layer.width // block),
             G=types[layer.grad_dtype],
             THIN=thin,
             LAST=last,
             ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
+            DENSE=layer.thin_strides is None,
+            FOLDS=-(-layer.outputs // layer.width),
+            Q=columns,
             BT=32 if layer.positions <= 32 else most,
             BO=block,
         )
@@ -195,21 +212,24 @@ class _PlanBuilder:
         self._reserve(
             at,
             (2,) if layer.window else (2, 3),
-            layer.examples * layer.input_positions * THIN_COLUMNS,
+            layer.examples * layer.input_positions * layer.size,
             layer.thin_dtype,
         )
         outer = strides[:2] if last else strides[::2]
         block, channels = PROJECT_BLOCK[last]
         # Elements of twice the size, half as many.
         block = block // 2 if layer.thin_dtype == torch.float32 else block
+        own = min(_MOST_COLUMNS, layer.size)
+        channels = min(channels, 64) if own > 16 else channels
         self._tile(
             "project_kernel",
             at,
-            examples * -(-positions // block),
+            examples * -(-positions // block) * (layer.size // own),
             X=types[layer.input_dtype],
             THIN=thin,
             LAST=last,
             ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
+            Q=own,
             BT=block,
             BC=channels,
         )
@@ -218,12 +238,14 @@ class _PlanBuilder:
             self._held.append(layer.signs)
             height, width, rows, columns, across, *rest = layer.window
             count = layer.examples * rows * columns
-            self._fields["window"][at, :15] = (
+            self._fields["window"][at, :16] = (
                 layer.signs.data_ptr(), count, len(layer.signs), layer.free,
-                height, width, rows, columns, across, *rest,
+                height, width, rows, columns, across, *rest, layer.size,
             )  # fmt: skip
-            self._reserve(at, (3,), count * THIN_COLUMNS, layer.thin_dtype)
-            self._tile("window_kernel", at, -(-count // WINDOW_BLOCK), THIN=thin, BT=WINDOW_BLOCK)
+            self._reserve(at, (3,), count * layer.size, layer.thin_dtype)
+            block = WINDOW_BLOCK // own
+            programs = -(-count // block) * (layer.size // own)
+            self._tile("window_kernel", at, programs, THIN=thin, Q=own, BT=block)
 
     def add_norm(self, at: int, layer: NormLayer) -> None:
         """Add the kernel of a norm."""

@@ -94,7 +94,10 @@ class LinearSketch(ProjectedWeight):
         """
         self._transposed = transposed
         outputs, self._inputs = shape[::-1] if transposed else shape
-        super().__init__(names, plan, outputs, may_free=one_bias or not shared)
+        may_free = one_bias or not shared
+        # As many columns as inputs, and one for the bias, make an exact gradient.
+        columns = min(plan.inside, self._inputs + int(may_free and len(names) == 2))
+        super().__init__(names, plan, columns, outputs, may_free=may_free)
         self._one_position: bool | None = False if shared else None
         self._is_small = outputs * self._inputs <= _SMALL_WEIGHT
 
@@ -176,7 +179,8 @@ class EmbeddingSketch(ProjectedWeight):
     """Columns of nn.Embedding: its gradient is a sum of one-hot rows times output gradients."""
 
     def __init__(self, module: nn.Embedding, names: Mapping[str, str], plan: SketchPlan) -> None:
-        super().__init__(names, plan, module.num_embeddings, may_free=False)
+        columns = min(plan.inside, module.embedding_dim)
+        super().__init__(names, plan, columns, module.num_embeddings, may_free=False)
         self._padding, self._features = module.padding_idx, module.embedding_dim
 
     def write(self, call: LayerCall, out: LayerColumns) -> None:
@@ -187,7 +191,8 @@ class EmbeddingSketch(ProjectedWeight):
             # Not in place: autograd and the user's hooks see the same tensor.
             grads = grads * (tokens != self._padding).unsqueeze(-1)
         inside = side(self.key(grads), self._features)[0]
-        columns = embedding_columns(tokens, grads, inside, self.plan.seed, self.name, self.outputs)
+        signs = self.signs(tokens.device)
+        columns = embedding_columns(tokens, grads, inside, signs, self.width)
         out.table.start(len(tokens))
         out.put("weight", columns.flatten(1))
 

@@ -1,6 +1,7 @@
 """Weights whose gradients are projected on the input side: what their layers have in common.
 
-Shapes: B examples, T positions, O outputs, q columns of the input side, k elements of a row.
+Shapes: B examples, T positions, I inputs, O outputs, q columns of the input side, W of the output
+side, k elements of a row.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,11 +13,10 @@ from torch import Tensor
 from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.launch_plan import ProductLayer
 from gradherd.rows.projections import (
-    MAX_OUTPUTS,
-    THIN_COLUMNS,
     SideKey,
+    fold,
+    output_signs,
     project_matrix,
-    shorten,
     side,
 )
 from gradherd.rows.terms import at_least_float32
@@ -28,10 +28,27 @@ class SketchPlan(NamedTuple):
     """Sizes and seed of two-sided sketches."""
 
     inside: int
-    """q."""
+    """q of linear layers and tables."""
+    filters: int
+    """q of convolutions."""
     size: int
     """k."""
     seed: int
+
+
+_FEWEST_OUTPUTS, _MOST_FOLDED = 1024, 16
+
+
+def output_columns(outputs: int) -> int:
+    """Return W: up to 1024 outputs are not folded, more of them at most 16 into one.
+
+    >>> [output_columns(outputs) for outputs in (768, 3072, 50257)]
+    [768, 1024, 4096]
+    """
+    width = _FEWEST_OUTPUTS
+    while width * _MOST_FOLDED < outputs:
+        width *= 2
+    return min(outputs, width)
 
 
 class Place(NamedTuple):
@@ -47,37 +64,50 @@ class ProjectedWeight:
     """What layers with a projected weight have in common."""
 
     def __init__(
-        self, names: Mapping[str, str], plan: SketchPlan, outputs: int, *, may_free: bool
+        self,
+        names: Mapping[str, str],
+        plan: SketchPlan,
+        columns: int,
+        outputs: int,
+        *,
+        may_free: bool,
     ) -> None:
         """Prepare.
 
         Args:
             names: Names of the layer's trainable parameters in the model, by local names.
             plan: Sizes and seed.
+            columns: q, with the one that may be left free for the bias.
             outputs: O.
             may_free: Whether a column may be left free for the bias.
         """
-        self.plan, self.outputs = plan, outputs
+        self.plan, self.columns, self.outputs = plan, columns, outputs
         # Names seed the signs, and the model's names are the same on all ranks.
         self.name = names.get("weight", names.get("bias", ""))
         self.weight, self.bias = "weight" in names, "bias" in names
         self.free = self.weight and self.bias and may_free
-        self.width = min(outputs, MAX_OUTPUTS)
+        self.width = output_columns(outputs)
         self.widths = {}
         if self.weight:
-            self.widths["weight"] = (plan.inside * self.width, True)
+            self.widths["weight"] = (columns * self.width, True)
         if self.bias:
             self.widths["bias"] = (outputs, False)
 
     def key(self, like: Tensor) -> SideKey:
         """Return the key of the input side's matrix."""
         plan = self.plan
-        return SideKey(plan.seed, self.name, plan.inside, like.dtype, like.device, self.free)
+        return SideKey(plan.seed, self.name, self.columns, like.dtype, like.device, self.free)
 
     def put(self, columns: Tensor, out: LayerColumns) -> None:
         """Write columns (B, q, O)."""
-        columns = shorten(columns, self.plan.seed, self.name)
+        columns = fold(columns, self.width, self.plan.seed, self.name)
         out.put("weight", columns.flatten(1))
+
+    def signs(self, device: torch.device) -> Tensor | None:
+        """Return the signs of outputs that are folded, (O,) float32; None if none are."""
+        if self.outputs == self.width:
+            return None
+        return output_signs(self.plan.seed, self.name, self.outputs, device)
 
     def can_launch(self, inputs: Tensor, grads: Tensor, table: ColumnTable) -> bool:
         """Say whether kernels can compute the columns, those of the bias among them."""
@@ -85,7 +115,6 @@ class ProjectedWeight:
             table.group is not None
             and self.weight
             and (self.free or not self.bias)
-            and self.plan.inside <= THIN_COLUMNS
             and inputs.dtype in KERNEL_DTYPES
             and grads.dtype in KERNEL_DTYPES
         )
@@ -109,20 +138,10 @@ class ProjectedWeight:
         Returns:
             False if kernels cannot do it.
         """
-        table, slot = out.table, out.slots["weight"]
-        if self.outputs > MAX_OUTPUTS:  # hashed to fewer outputs at once
-            assert table.group is not None
-            wide = self.plan.inside * self.outputs
-            # Kernels write all outputs, as those of a vocabulary; they are hashed to fewer
-            # afterwards.
-            long = torch.empty(table.examples, wide, device=tensors[1].device)
-            key = ("long", slot.begin, key)
-            if table.group.add(key, lambda: make(wide, False), tensors, long.data_ptr()) is None:
-                return False
-            table.group.flush()
-            self.put(long.view(len(long), self.plan.inside, -1), out)
-            return True
-        return table.launch(slot, key, lambda add: make(table.width, add), tensors)
+        table = out.table
+        return table.launch(
+            out.slots["weight"], key, lambda add: make(table.width, add), tensors
+        )
 
     def product_layer(
         self,
@@ -141,7 +160,7 @@ class ProjectedWeight:
             grads: Positions, outputs and strides of the output gradient.
             x: The input.
             g: The output gradient.
-            side_matrix: (C, 16) matrix of the input side; None if the input is projected already.
+            side_matrix: Matrix of the input side, see `kernel_side`; None if the input is projected already.
             row: Elements between two examples' columns.
             add: Whether to add to the columns of an earlier use.
         """
@@ -151,17 +170,18 @@ class ProjectedWeight:
         # Loads are wide only along a stride of 1.
         if (not projected and 1 not in strides[1:]) or 1 not in grad_strides[1:]:
             return None
-        columns = self.plan.inside
         return ProductLayer(
             examples=examples,
             outputs=outputs,
-            columns=columns,
+            width=self.width,
+            output_signs=self.signs(g.device),
+            columns=self.columns,
             row=row,
             add=add,
             positions=grad_positions,
             grad_strides=(grad_strides[0], grad_strides[1], grad_strides[2]),
             grad_dtype=g.dtype,
-            free=columns - 1 if self.free else -1,
+            free=self.columns - 1 if self.free else -1,
             thin_strides=(strides[0], strides[1], strides[2]) if projected else None,
             input_dtype=x.dtype,
             side=side_matrix,
@@ -173,7 +193,7 @@ class ProjectedWeight:
     def projected_place(self, local: str) -> Place:
         """Say where the columns of weight and bias are if the weight is projected."""
         # The free row of the projection is the last one, behind those of the weight.
-        rows = (self.plan.inside - self.free) * self.width
+        rows = (self.columns - self.free) * self.width
         if local == "weight":
             return Place("weight", 0, rows)
         return (
@@ -191,10 +211,10 @@ class ProjectedWeight:
         """
         if inside is None:
             inside = side(self.key(grad), grad.shape[1])[0]
-        columns = project_matrix(grad, inside, self.plan.seed, self.name)
-        return columns[: self.plan.inside - self.free].flatten()
+        columns = project_matrix(grad, inside, self.width, self.plan.seed, self.name)
+        return columns[: self.columns - self.free].flatten()
 
     def project_bias(self, grad: Tensor) -> Tensor:
         """Return the columns of a whole gradient of the bias."""
         grad = at_least_float32(grad)
-        return shorten(grad, self.plan.seed, self.name) if self.free else grad
+        return fold(grad, self.width, self.plan.seed, self.name) if self.free else grad

@@ -2,9 +2,13 @@
 
 The gradient of example i is G_i, the sum over positions t of g_t x_t^T. The input side is projected
 by a matrix Q of random signs: Q^T G_i^T is the sum of (Q^T x_t) g_t^T, two thin products that read
-inputs and output gradients once, so that nothing of batch x parameters is ever formed. The output
-side is hashed when the q x O columns are added to the row (`sketch.count_sketch`). Inner products
-are right on average: all signs are independent, and columns of Q have unit second moment.
+inputs and output gradients once, so that nothing of batch x parameters is ever formed. On the output
+side, outputs that are W apart are added up with random signs, so that W are left (`fold`), and the
+q x W columns are hashed when they are added to the row (`sketch.count_sketch`). Inner products are
+right on average: all signs are independent, and columns of Q have unit second moment.
+
+Their variance is |G_i^T G_j|^2 / q + |G_i G_j^T|^2 / W, about (Frobenius norms). Both are largest for
+gradients of low rank, such as those of a text whose tokens have much in common.
 
 A layer's bias has a gradient of G_i's form, with x_t = 1: one column of Q is replaced by this 1,
 and the same product yields the gradient of the bias exactly.
@@ -17,7 +21,7 @@ Products of independent signs are uncorrelated, too, so inner products stay righ
 Equal seeds and names give equal signs on every rank and device (`sketch.hashes`).
 
 Shapes: B examples, T positions, I inputs and O outputs of a layer, q columns of the input side,
-C channels, G groups of a convolution.
+W columns of the output side, C channels, G groups of a convolution.
 """
 
 import math
@@ -29,12 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.rows.sketch import buckets_and_signs, count_sketch, hashes
+from gradherd.rows.sketch import buckets_and_signs, hashes
 
-MAX_OUTPUTS = 4096
-"""Columns of the output side; more outputs than that are hashed at once."""
-THIN_COLUMNS = 16
-"""Columns that kernels of a GPU have room for."""
 _BITS = 64
 _MAX_TEMPORARY = 1 << 24
 
@@ -80,12 +80,17 @@ def side(key: SideKey, rows: int, places: int = 1) -> tuple[Tensor, Tensor | Non
         places: Places of a window whose signs are independent of those of the channels.
     """
     free = int(key.with_one)
-    signs = random_signs(key.seed, key.name, rows // places, key.columns - free).T
-    if places > 1:
-        window = random_signs(key.seed, f"{key.name}/window", places, key.columns - free).T
-        signs = (signs.unsqueeze(2) * window.unsqueeze(1)).flatten(1)
+    count = key.columns - free
+    if rows == count and places == 1:
+        matrix = torch.eye(rows)  # nothing to save, so nothing is projected
+    else:
+        signs = random_signs(key.seed, key.name, rows // places, count).T
+        if places > 1:
+            window = random_signs(key.seed, f"{key.name}/window", places, count).T
+            signs = (signs.unsqueeze(2) * window.unsqueeze(1)).flatten(1)
+        matrix = signs / math.sqrt(count)
     # The free column is zero here; the offset puts its 1 there.
-    matrix = F.pad(signs / math.sqrt(key.columns - free), (0, 0, 0, free))
+    matrix = F.pad(matrix, (0, 0, 0, free))
     offset = None
     if key.with_one:
         offset = F.pad(torch.zeros(key.columns - 1), (0, 1), value=1.0)
@@ -93,21 +98,53 @@ def side(key: SideKey, rows: int, places: int = 1) -> tuple[Tensor, Tensor | Non
     return matrix.contiguous().to(device=key.device, dtype=key.dtype), offset
 
 
+def kernel_columns(columns: int) -> int:
+    """Return the columns that kernels compute, some of them zero: a power of two, 16 or more.
+
+    >>> [kernel_columns(columns) for columns in (5, 16, 100)]
+    [16, 16, 128]
+    """
+    return max(16, 1 << (columns - 1).bit_length())
+
+
 @lru_cache(maxsize=4096)
 def kernel_side(key: SideKey, rows: int) -> Tensor:
-    """Return `side` without places as kernels read it: (rows, 16)."""
+    """Return `side` without places as kernels read it: (rows, `kernel_columns`)."""
     matrix, _ = side(key, rows)
-    return F.pad(matrix.T, (0, THIN_COLUMNS - key.columns)).contiguous()
+    return F.pad(matrix.T, (0, kernel_columns(key.columns) - key.columns)).contiguous()
 
 
 @lru_cache(maxsize=4096)
 def window_signs(key: SideKey, places: int) -> Tensor:
-    """Return the signs of the places of a window as kernels read them: (places, 16) float32."""
-    free = int(key.with_one)
-    signs = torch.ones(1, key.columns - free)
+    """Return the signs of a window's places as kernels read them: (places, `kernel_columns`)."""
+    count = key.columns - int(key.with_one)
+    signs = torch.ones(1, count)
     if places > 1:
-        signs = random_signs(key.seed, f"{key.name}/window", places, key.columns - free)
-    return F.pad(signs, (0, THIN_COLUMNS - key.columns + free)).contiguous().to(key.device)
+        signs = random_signs(key.seed, f"{key.name}/window", places, count)
+    return F.pad(signs, (0, kernel_columns(key.columns) - count)).contiguous().to(key.device)
+
+
+@lru_cache(maxsize=4096)
+def output_signs(seed: int, name: str, outputs: int, device: torch.device) -> Tensor:
+    """Return the sign of each output, (O,) float32, in `fold`."""
+    return random_signs(seed, f"{name}/outputs", outputs, 1)[:, 0].to(device)
+
+
+def fold(columns: Tensor, width: int, seed: int, name: str) -> Tensor:
+    """Add up outputs (..., O) that are `width` apart, with random signs: (..., W).
+
+    Args:
+        columns: One column for each output.
+        width: W; no more outputs than that are left as they are.
+        seed: Seed of the signs.
+        name: Of the parameter.
+    """
+    outputs = columns.shape[-1]
+    if outputs <= width:
+        return columns
+    signs = output_signs(seed, name, outputs, columns.device).to(columns.dtype)
+    padded = F.pad(columns * signs, (0, -outputs % width))
+    return padded.unflatten(-1, (-1, width)).sum(-2)
 
 
 def linear_columns(inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor | None) -> Tensor:
@@ -125,64 +162,37 @@ def linear_columns(inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor
 
 
 def embedding_columns(
-    tokens: Tensor, grads: Tensor, inside: Tensor, seed: int, name: str, size: int
+    tokens: Tensor, grads: Tensor, inside: Tensor, signs: Tensor | None, width: int
 ) -> Tensor:
-    """Project the gradients of an embedding of `size` tokens on the feature side: (B, q, O').
+    """Project the gradients of an embedding on the feature side: (B, q, W).
 
-    The same map as `linear_columns` followed by `shorten`, so that a linear layer may share the
+    The same map as `linear_columns` followed by `fold`, so that a linear layer may share the
     weight.
 
     Args:
         tokens: (B, T) token ids.
         grads: (B, T, C) output gradients.
         inside: (q, C) matrix.
-        seed: Seed of the hash.
-        name: Of the parameter.
-        size: O, the number of tokens.
+        signs: (O,) signs of the tokens; None if there are no more than W.
+        width: W.
     """
     thin = F.linear(grads, inside).transpose(1, 2)
-    buckets, signs = _token_hash(seed, name, size, tokens.device)
-    width = min(size, MAX_OUTPUTS)
     parts = []
-    # One-hot rows are as wide as the hashed vocabulary, so the batch is cut.
+    # One-hot rows are as wide as the folded vocabulary, so the batch is cut.
     step = max(1, _MAX_TEMPORARY // (tokens.shape[1] * width))
     # A product with one-hot rows and not index_add_, whose sums differ from run to run on a GPU.
     for lo in range(0, len(tokens), step):
         part = tokens[lo : lo + step]
+        ones = thin.new_ones(1).expand(part.shape) if signs is None else signs[part].to(thin.dtype)
         one_hot = thin.new_zeros(*part.shape, width)
-        one_hot.scatter_(2, buckets[part].unsqueeze(2), signs[part].unsqueeze(2).to(thin.dtype))
+        one_hot.scatter_(2, (part % width).unsqueeze(2), ones.unsqueeze(2))
         parts.append(torch.bmm(thin[lo : lo + step], one_hot))
     return torch.cat(parts)
 
 
-@lru_cache(maxsize=64)
-def _token_hash(seed: int, name: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the column and sign that `shorten` gives each token."""
-    if size <= MAX_OUTPUTS:
-        return torch.arange(size, device=device), torch.ones(size, device=device)
-    # By sketching numbers: the column of token v is where a 1 in place v ends up.
-    blocks = -(-size // MAX_OUTPUTS)
-    shifts, block_signs = buckets_and_signs(
-        seed, f"{name}/outputs/block", 0, blocks, MAX_OUTPUTS, device
-    )
-    _, signs = buckets_and_signs(
-        seed, f"{name}/outputs/column", 0, MAX_OUTPUTS, MAX_OUTPUTS, device
-    )
-    tokens = torch.arange(size, device=device)
-    block, column = tokens // MAX_OUTPUTS, tokens % MAX_OUTPUTS
-    return (column + shifts[block]) % MAX_OUTPUTS, block_signs[block] * signs[column]
-
-
-def shorten(columns: Tensor, seed: int, name: str) -> Tensor:
-    """Sketch outputs (..., O) to at most MAX_OUTPUTS columns, as those of a vocabulary."""
-    if columns.shape[-1] <= MAX_OUTPUTS:
-        return columns
-    return count_sketch(columns, MAX_OUTPUTS, seed, name=f"{name}/outputs")
-
-
-def project_matrix(grad: Tensor, inside: Tensor, seed: int, name: str) -> Tensor:
-    """Return the columns (q, O') of one (O, I) gradient: what those of its terms add up to."""
-    return shorten(F.linear(inside.to(grad.dtype), grad), seed, name)
+def project_matrix(grad: Tensor, inside: Tensor, width: int, seed: int, name: str) -> Tensor:
+    """Return the columns (q, W) of one (O, I) gradient: what those of its terms add up to."""
+    return fold(F.linear(inside.to(grad.dtype), grad), width, seed, name)
 
 
 @dataclass(frozen=True)

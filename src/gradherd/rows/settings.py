@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+LINEAR_RANK, CONV_RANK, MAX_RANK = 64, 16, 256
+"""Columns of `TwoSidedRows` without a rank, and the most that it takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRows:
@@ -54,8 +57,10 @@ class TwoSidedRows:
     step. Layers with one position per example are sketched as by `SketchRows`.
     """
 
-    rank: int = 16
-    """Columns that inputs of a layer are projected to: more is more exact and costs more."""
+    rank: int | None = None
+    """Columns that inputs of a layer are projected to: more is more exact and costs more. None
+    takes 64 for linear layers and tables, whose inputs have much in common in a text, and 16 for
+    convolutions."""
     size: int | None = None
     """Elements of a row; None takes one for every 2048 parameters, between 1024 and 65536."""
     seed: int = 0
@@ -66,6 +71,10 @@ class TwoSidedRows:
     """Batch dimension of the model's inputs; None takes the first one of the right size."""
     strict: bool = field(default=False, repr=False)
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
+
+    def columns(self) -> tuple[int, int]:
+        """Return the columns of the input side of linear layers, and those of convolutions."""
+        return (self.rank, self.rank) if self.rank is not None else (LINEAR_RANK, CONV_RANK)
 
     def size_for(self, parameters: int) -> int:
         """Return the elements of a row of a model with so many parameters.
@@ -82,13 +91,14 @@ class TwoSidedRows:
 
     def __post_init__(self) -> None:
         _check_shared(self)
-        _check_whole("rank", self.rank)
+        if self.rank is not None:
+            _check_whole("rank", self.rank)
         if self.size is not None:
             _check_whole("size", self.size)
         if self.size is not None and self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
-        if not 2 <= self.rank <= 64:
-            raise ValueError(f"rank must be between 2 and 64, got {self.rank}")
+        if self.rank is not None and not 2 <= self.rank <= MAX_RANK:
+            raise ValueError(f"rank must be between 2 and {MAX_RANK}, got {self.rank}")
 
 
 def _check_shared(rows: "ExactRows | SketchRows | TwoSidedRows") -> None:

@@ -5,12 +5,13 @@ kernel works on all of them. A table of tiles says which layer a program works o
 fields how large the layer is and how it lies in memory, and a table of addresses where. Fields
 and tiles stay the same from step to step; addresses are copied anew for each launch.
 
-The columns of a layer take two or three kernels: the input is projected to 16 columns, a
-convolution adds up its window, and the result is multiplied with the output gradient. Inputs and
-gradients are read once. One more launch sketches the columns of all layers at the end of the batch.
+The columns of a layer take two or three kernels: the input is projected to a few columns, a
+convolution adds up its window, and the result is multiplied with the output gradient, whose outputs
+are folded as they are read. Inputs and gradients are read once, or once for every 128 columns. One
+more launch sketches the columns of all layers at the end of the batch.
 
-Letters: B examples, C channels or inputs, O outputs, T positions, N columns of the table,
-K elements of a row.
+Letters: B examples, C channels or inputs, O outputs, W outputs after folding, T positions, Q columns
+of a program, N columns of the table, K elements of a row.
 """
 
 from collections.abc import Callable
@@ -20,17 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTH = 16
-"""Columns of a projected input: rows of the smallest matrix product."""
 POINTERS = 5
 """Addresses of a layer: input, output gradient, projected input before and after the window (or
 mean and reciprocal standard deviation of a norm), columns in the table."""
 # A row of `fields` for a product: 0 side matrix, 1 channels, 2 input positions, 3-5 input strides
-# over examples, positions, channels, 6 free column, 8 positions, 9 outputs, 10 columns, 11-13
-# gradient strides, 14 whether to add, 15-17 strides of the projected input, 18 elements between two
-# examples' columns. For a window: 0 signs, 1 count, 2 places, 3 free column, 4-5 input and 6-7
-# output size, 8 columns of the window, 9-14 stride, padding and dilation. For a norm: 0 rows, 1
-# channels, 2 positions, 3-6 strides, 8 whether to add, 9 elements between two examples' columns.
+# over examples, positions, channels, 6 free column, 7 outputs after folding, 8 positions, 9 outputs,
+# 10 columns, 11-13 gradient strides, 14 whether to add, 15-17 strides of the projected input, 18
+# elements between two examples' columns, 19 signs of outputs. For a window: 0 signs, 1 count, 2
+# places, 3 free column, 4-5 input and 6-7 output size, 8 columns of the window, 9-14 stride, padding
+# and dilation, 15 columns. For a norm: 0 rows, 1 channels, 2 positions, 3-6 strides, 8 whether to
+# add, 9 elements between two examples' columns.
 FIELDS = 20
 """Numbers that describe a layer in each of the tables."""
 
@@ -110,9 +110,9 @@ def _stride(field, ALIGNED: tl.constexpr):
 def project_kernel(
     pointers, fields, tiles,
     X: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr,
+    Q: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Project the channels of some positions of one example to 16 columns."""
+    """Project the channels of some positions of one example to Q columns."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
@@ -120,13 +120,16 @@ def project_kernel(
     thin = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(THIN))
     side = tl.multiple_of(tl.load(field).to(tl.pointer_type(THIN)), 16)
     channels, positions, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 6)
-    blocks = (positions + BT - 1) // BT
+    columns = tl.multiple_of(tl.load(field + 16), 16)
+    # All columns of some positions one after the other: the input is still in the cache.
+    parts, blocks = columns // Q, (positions + BT - 1) // BT
+    q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
+    block //= parts
     example = block // blocks
     t = ((block % blocks) * BT).to(tl.int32) + tl.arange(0, BT)
-    q = tl.arange(0, 16)
     inside = t < positions
     x += example * _stride(field + 3, ALIGNED)
-    total = tl.zeros((BT, 16), tl.float32)
+    total = tl.zeros((BT, Q), tl.float32)
     for begin in range(0, channels, BC):
         c = begin + tl.arange(0, BC)
         known = c < channels
@@ -137,17 +140,20 @@ def project_kernel(
         else:
             at = c.to(tl.int64)[:, None] * _stride(field + 5, ALIGNED) + t[None, :]
             block_x = tl.trans(tl.load(x + at, mask=known[:, None] & inside[None, :], other=0.0))
-        matrix = tl.load(side + c[:, None] * 16 + q[None, :], mask=known[:, None], other=0.0)
+        at = c[:, None] * columns + q[None, :]
+        matrix = tl.load(side + at, mask=known[:, None], other=0.0)
         total = tl.dot(block_x.to(THIN), matrix, total, input_precision="tf32")
     # One column may be left free: all ones, whose product is the gradient of the bias.
     total = tl.where((q == free)[None, :], 1.0, total)
-    # Scratch memory is dense: 16 columns for each position.
-    at = (example * positions + t)[:, None] * 16 + q[None, :]
+    # Scratch memory is dense: all columns of a position lie side by side.
+    at = (example * positions + t)[:, None] * columns + q[None, :]
     tl.store(thin + at, total.to(THIN), mask=inside[:, None])
 
 
 @triton.jit
-def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, BT: tl.constexpr):
+def window_kernel(
+    pointers, fields, tiles, THIN: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     """Add up the window of a convolution with a sign for each place and column."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -160,62 +166,89 @@ def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, BT: tl.constexpr)
         tl.load(field + 4), tl.load(field + 5), tl.load(field + 6), tl.load(field + 7),
     )  # fmt: skip
     across = tl.load(field + 8)
-    n = block.to(tl.int64) * BT + tl.arange(0, BT)
-    q = tl.arange(0, 16)
+    size = tl.multiple_of(tl.load(field + 15), 16)
+    parts = size // Q
+    q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
+    n = (block // parts).to(tl.int64) * BT + tl.arange(0, BT)
     inside = n < count
     example, place = n // (rows * columns), n % (rows * columns)
     top = (place // columns) * tl.load(field + 9) - tl.load(field + 11)
     left = (place % columns) * tl.load(field + 10) - tl.load(field + 12)
-    total = tl.zeros((BT, 16), tl.float32)
+    total = tl.zeros((BT, Q), tl.float32)
     for tap in range(0, taps):
         y = top + (tap // across) * tl.load(field + 13)
         x = left + (tap % across) * tl.load(field + 14)
         # Places in the padding are zero, so they add nothing.
         valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        at = ((example * height + y) * width + x)[:, None] * 16 + q[None, :]
+        at = ((example * height + y) * width + x)[:, None] * size + q[None, :]
         value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
-        total += value * tl.load(signs + tap * 16 + q)[None, :]
+        total += value * tl.load(signs + tap * size + q)[None, :]
     total = tl.where((q == free)[None, :], 1.0, total)
-    tl.store(after + n[:, None] * 16 + q[None, :], total.to(THIN), mask=inside[:, None])
+    tl.store(after + n[:, None] * size + q[None, :], total.to(THIN), mask=inside[:, None])
+
+
+@triton.jit
+def _grads_of(grads, field, t, o, mask_t, mask_o, LAST: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load the gradients (T, O) of some positions and outputs."""
+    if LAST:
+        at = t.to(tl.int64)[:, None] * _stride(field + 12, ALIGNED) + o[None, :]
+        block = tl.load(grads + at, mask=mask_t[:, None] & mask_o[None, :], other=0.0)
+    else:
+        at = o.to(tl.int64)[:, None] * _stride(field + 13, ALIGNED) + t[None, :]
+        block = tl.trans(tl.load(grads + at, mask=mask_o[:, None] & mask_t[None, :], other=0.0))
+    return block
 
 
 @triton.jit
 def combine_kernel(
     pointers, fields, tiles,
     G: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
-    BT: tl.constexpr, BO: tl.constexpr,
+    DENSE: tl.constexpr, FOLDS: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Multiply one example's projected input with some outputs' gradients, over all positions."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
     grads = _address(pointers, layer, 1, G, ALIGNED)
-    thin = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(THIN))
+    thin = _address(pointers, layer, 3, THIN, DENSE)
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
     positions, outputs, count = tl.load(field + 8), tl.load(field + 9), tl.load(field + 10)
     thin_b, thin_t, thin_q = tl.load(field + 15), tl.load(field + 16), tl.load(field + 17)
-    add = tl.load(field + 14)
-    blocks = (outputs + BO - 1) // BO
+    add, width = tl.load(field + 14), tl.load(field + 7)
+    signs = tl.load(field + 19).to(tl.pointer_type(tl.float32))
+    # All columns of some outputs one after the other: the gradients are still in the cache.
+    parts, blocks = (count + Q - 1) // Q, (width + BO - 1) // BO
+    q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
+    block //= parts
     example = block // blocks
     o = ((block % blocks) * BO).to(tl.int32) + tl.arange(0, BO)
-    q = tl.arange(0, 16)
-    known = o < outputs
+    known = o < width
     grads += example * _stride(field + 11, ALIGNED)
     thin += example * thin_b
-    total = tl.zeros((16, BO), tl.float32)
+    total = tl.zeros((Q, BO), tl.float32)
     for begin in range(0, positions, BT):
         t = begin + tl.arange(0, BT)
         inside = t < positions
-        at = t.to(tl.int64)[None, :] * thin_t + q[:, None] * thin_q
-        left = tl.load(thin + at, mask=(q < count)[:, None] & inside[None, :], other=0.0)
-        if LAST:
-            at = t.to(tl.int64)[:, None] * _stride(field + 12, ALIGNED) + o[None, :]
-            right = tl.load(grads + at, mask=inside[:, None] & known[None, :], other=0.0)
+        if DENSE:  # columns lie side by side, and those that do not count are zero
+            at = t.to(tl.int64)[:, None] * tl.multiple_of(thin_t, 16) + q[None, :]
+            left = tl.trans(tl.load(thin + at, mask=inside[:, None], other=0.0))
         else:
-            at = o.to(tl.int64)[:, None] * _stride(field + 13, ALIGNED) + t[None, :]
-            right = tl.trans(tl.load(grads + at, mask=known[:, None] & inside[None, :], other=0.0))
-        total = tl.dot(left, right.to(THIN), total, input_precision="tf32")
-    at = example * tl.load(field + 18) + q[:, None] * outputs + o[None, :]
+            at = t.to(tl.int64)[None, :] * thin_t + q[:, None] * thin_q
+            left = tl.load(thin + at, mask=(q < count)[:, None] & inside[None, :], other=0.0)
+        if FOLDS == 1:
+            right = _grads_of(grads, field, t, o, inside, known, LAST, ALIGNED).to(THIN)
+        else:
+            folded = tl.zeros((BT, BO), tl.float32)
+            for turn in range(0, FOLDS):
+                # Where outputs are folded, widths are multiples of 64.
+                which = turn * tl.multiple_of(width, 16).to(tl.int32) + o
+                there = known & (which < outputs)
+                sign = tl.load(signs + which, mask=there, other=0.0)
+                part = _grads_of(grads, field, t, which, inside, there, LAST, ALIGNED)
+                folded += part.to(tl.float32) * sign[None, :]
+            right = folded.to(THIN)
+        total = tl.dot(left, right, total, input_precision="tf32")
+    at = example * tl.load(field + 18) + q[:, None] * width + o[None, :]
     mask = (q < count)[:, None] & known[None, :]
     if add:
         total += tl.load(out + at, mask=mask, other=0.0)
