@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.rows import launch_group, projected_weight, row_check
+from gradherd.rows import launch_group, launch_plan, projected_weight, row_check
 from gradherd.rows.layer_watcher import LayerWatcher
 from gradherd.rows.settings import TwoSidedRows
 from gradherd.rows.two_sided import TwoSidedCapture
@@ -191,3 +191,9 @@ def test_autocast_in_another_layout(monkeypatch):
             rows[kernels] = capture.pop_sketch(2)
         capture.remove_hooks()
     assert (rows[True] - rows[False]).norm() <= 0.01 * rows[False].norm()
+
+
+def test_more_columns_than_a_program_has(monkeypatch):
+    monkeypatch.setattr(launch_plan, "_MOST_COLUMNS", 16)
+    for name, rank in (("linear", 36), ("convolutions", 18)):
+        test_kernels_give_what_layers_give(name, rank, monkeypatch)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradherd.lab.bench.bench_models import correlation
-from gradherd.rows import Capture
+from gradherd.rows import Capture, projected_weight
 from gradherd.rows.column_table import ColumnTable
 from gradherd.rows.layer_use import LayerUse
 from gradherd.rows.settings import TwoSidedRows
@@ -363,6 +363,38 @@ def test_inner_products_are_preserved() -> None:
     rows = capture.pop_sketch(24)
     assert correlation(rows @ rows.T, gram) > 0.97
     assert 0.9 < float((rows @ rows.T).trace() / gram.trace()) < 1.1
+
+
+def test_layers_of_few_inputs_are_exact() -> None:
+    model = small()
+    x = torch.randn(BATCH, 3, 6)
+    exact = Capture(model)
+    capture = TwoSidedCapture(model, TwoSidedRows(size=4096))  # as many as columns, or more
+    model(x).square().mean().backward()
+    gram, rows = exact.pop_rows(BATCH).gram(), capture.pop_sketch(BATCH)
+    torch.testing.assert_close(rows @ rows.T, gram)
+
+
+def test_inner_products_are_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where outputs are folded, and for two uses of one weight."""
+    monkeypatch.setattr(projected_weight, "_FEWEST_OUTPUTS", 8)
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randint(30, (BATCH, 6))
+    exact = Capture(model)
+    model(x).square().mean().backward()
+    gram = exact.pop_rows(BATCH).gram()
+    exact.remove_hooks()
+    grams = []
+    for seed in range(200):
+        capture = TwoSidedCapture(model, TwoSidedRows(rank=3, size=512, seed=seed))
+        model(x).square().mean().backward()
+        rows = capture.pop_sketch(BATCH)
+        capture.remove_hooks()
+        grams.append(rows @ rows.T)
+    found = torch.stack(grams)
+    assert not torch.allclose(found[0], found[1], rtol=0.01)
+    error = (found.mean(0) - gram).abs() / (found.std(0) / 200**0.5)
+    assert error.max() < 5  # standard errors
 
 
 @pytest.mark.parametrize(("parameters", "size"), [(10, 1024), (25_000_000, 16384), (1e9, 65536)])

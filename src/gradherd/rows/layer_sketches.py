@@ -93,13 +93,11 @@ class LinearSketch(ProjectedWeight):
             one_bias: Whether the bias is used together with the weight and nowhere else.
         """
         self._transposed = transposed
-        outputs, self._inputs = shape[::-1] if transposed else shape
+        outputs, inputs = shape[::-1] if transposed else shape
         may_free = one_bias or not shared
-        # As many columns as inputs, and one for the bias, make an exact gradient.
-        columns = min(plan.inside, self._inputs + int(may_free and len(names) == 2))
-        super().__init__(names, plan, columns, outputs, may_free=may_free)
+        super().__init__(names, plan, plan.inside, outputs, may_free=may_free, inputs=inputs)
         self._one_position: bool | None = False if shared else None
-        self._is_small = outputs * self._inputs <= _SMALL_WEIGHT
+        self._is_small = outputs * inputs <= _SMALL_WEIGHT
 
     def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns from inputs (..., I) and output gradients (..., O)."""
@@ -114,7 +112,7 @@ class LinearSketch(ProjectedWeight):
         if self.weight and self._one_position:
             out.table.add_final(out.indices["weight"], self._sketch_outer(inputs, grads))
         elif self.weight:
-            inside = side(self.key(grads), self._inputs)
+            inside = side(self.key(grads), self.inputs)
             self.put(linear_columns(inputs.to(grads.dtype), grads, *inside), out)
         if self.bias and (self._one_position or not self.free):
             out.put("bias", grads[:, 0] if grads.shape[1] == 1 else sum_positions(grads, 1))
@@ -150,7 +148,7 @@ class LinearSketch(ProjectedWeight):
                 (g.shape[1], self.outputs, g.stride()),
                 inputs,
                 grads,
-                kernel_side(self.key(grads), self._inputs),
+                kernel_side(self.key(grads), self.inputs),
                 row,
                 add,
             )
@@ -179,9 +177,9 @@ class EmbeddingSketch(ProjectedWeight):
     """Columns of nn.Embedding: its gradient is a sum of one-hot rows times output gradients."""
 
     def __init__(self, module: nn.Embedding, names: Mapping[str, str], plan: SketchPlan) -> None:
-        columns = min(plan.inside, module.embedding_dim)
-        super().__init__(names, plan, columns, module.num_embeddings, may_free=False)
-        self._padding, self._features = module.padding_idx, module.embedding_dim
+        tokens, features = module.num_embeddings, module.embedding_dim
+        super().__init__(names, plan, plan.inside, tokens, may_free=False, inputs=features)
+        self._padding = module.padding_idx
 
     def write(self, call: LayerCall, out: LayerColumns) -> None:
         """Write the columns from token ids (...) and output gradients (..., C)."""
@@ -190,7 +188,7 @@ class EmbeddingSketch(ProjectedWeight):
         if self._padding is not None:  # torch gives the padding token no gradient
             # Not in place: autograd and the user's hooks see the same tensor.
             grads = grads * (tokens != self._padding).unsqueeze(-1)
-        inside = side(self.key(grads), self._features)[0]
+        inside = side(self.key(grads), self.inputs)[0]
         signs = self.signs(tokens.device)
         columns = embedding_columns(tokens, grads, inside, signs, self.width)
         out.table.start(len(tokens))

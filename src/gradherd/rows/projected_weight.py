@@ -71,32 +71,38 @@ class ProjectedWeight:
         outputs: int,
         *,
         may_free: bool,
+        inputs: int = 0,
     ) -> None:
         """Prepare.
 
         Args:
             names: Names of the layer's trainable parameters in the model, by local names.
             plan: Sizes and seed.
-            columns: q, with the one that may be left free for the bias.
+            columns: q at most, with the one that may be left free for the bias.
             outputs: O.
             may_free: Whether a column may be left free for the bias.
+            inputs: I, if the gradient is not to be projected where there are so few.
         """
-        self.plan, self.columns, self.outputs = plan, columns, outputs
+        self.plan, self.outputs, self.inputs = plan, outputs, inputs
         # Names seed the signs, and the model's names are the same on all ranks.
         self.name = names.get("weight", names.get("bias", ""))
         self.weight, self.bias = "weight" in names, "bias" in names
         self.free = self.weight and self.bias and may_free
+        # As many columns as inputs, and one for the bias, make an exact gradient.
+        self.columns = min(columns, inputs + self.free) if inputs else columns
         self.width = output_columns(outputs)
         self.widths = {}
         if self.weight:
-            self.widths["weight"] = (columns * self.width, True)
+            self.widths["weight"] = (self.columns * self.width, True)
         if self.bias:
             self.widths["bias"] = (outputs, False)
 
     def key(self, like: Tensor) -> SideKey:
         """Return the key of the input side's matrix."""
-        plan = self.plan
-        return SideKey(plan.seed, self.name, self.columns, like.dtype, like.device, self.free)
+        whole = self.columns - self.free == self.inputs
+        return SideKey(
+            self.plan.seed, self.name, self.columns, like.dtype, like.device, self.free, whole
+        )
 
     def put(self, columns: Tensor, out: LayerColumns) -> None:
         """Write columns (B, q, O)."""
@@ -139,9 +145,7 @@ class ProjectedWeight:
             False if kernels cannot do it.
         """
         table = out.table
-        return table.launch(
-            out.slots["weight"], key, lambda add: make(table.width, add), tensors
-        )
+        return table.launch(out.slots["weight"], key, lambda add: make(table.width, add), tensors)
 
     def product_layer(
         self,

@@ -66,6 +66,8 @@ class SideKey:
     device: torch.device
     with_one: bool = False
     """Whether the last column is left free for the bias."""
+    is_whole: bool = False
+    """Whether there is a column for every row, so that nothing is projected."""
 
 
 @lru_cache(maxsize=4096)
@@ -81,8 +83,8 @@ def side(key: SideKey, rows: int, places: int = 1) -> tuple[Tensor, Tensor | Non
     """
     free = int(key.with_one)
     count = key.columns - free
-    if rows == count and places == 1:
-        matrix = torch.eye(rows)  # nothing to save, so nothing is projected
+    if key.is_whole:
+        matrix = torch.eye(rows)
     else:
         signs = random_signs(key.seed, key.name, rows // places, count).T
         if places > 1:
@@ -144,7 +146,7 @@ def fold(columns: Tensor, width: int, seed: int, name: str) -> Tensor:
         return columns
     signs = output_signs(seed, name, outputs, columns.device).to(columns.dtype)
     padded = F.pad(columns * signs, (0, -outputs % width))
-    return padded.unflatten(-1, (-1, width)).sum(-2)
+    return padded.reshape(*columns.shape[:-1], -1, width).sum(-2)
 
 
 def linear_columns(inputs: Tensor, grads: Tensor, inside: Tensor, offset: Tensor | None) -> Tensor:

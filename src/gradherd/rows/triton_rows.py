@@ -7,8 +7,8 @@ and tiles stay the same from step to step; addresses are copied anew for each la
 
 The columns of a layer take two or three kernels: the input is projected to a few columns, a
 convolution adds up its window, and the result is multiplied with the output gradient, whose outputs
-are folded as they are read. Inputs and gradients are read once, or once for every 128 columns. One
-more launch sketches the columns of all layers at the end of the batch.
+are folded as they are read. Both are read once, or once for every 128 columns. One more launch
+sketches the columns of all layers at the end of the batch.
 
 Letters: B examples, C channels or inputs, O outputs, W outputs after folding, T positions, Q columns
 of a program, N columns of the table, K elements of a row.
@@ -151,9 +151,7 @@ def project_kernel(
 
 
 @triton.jit
-def window_kernel(
-    pointers, fields, tiles, THIN: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr):
     """Add up the window of a convolution with a sign for each place and column."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
@@ -162,9 +160,8 @@ def window_kernel(
     after = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(THIN))
     signs = tl.load(field).to(tl.pointer_type(tl.float32))
     count, taps, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 3)
-    height, width, rows, columns = (
-        tl.load(field + 4), tl.load(field + 5), tl.load(field + 6), tl.load(field + 7),
-    )  # fmt: skip
+    height, width = tl.load(field + 4), tl.load(field + 5)
+    rows, columns = tl.load(field + 6), tl.load(field + 7)
     across = tl.load(field + 8)
     size = tl.multiple_of(tl.load(field + 15), 16)
     parts = size // Q
@@ -215,6 +212,8 @@ def combine_kernel(
     positions, outputs, count = tl.load(field + 8), tl.load(field + 9), tl.load(field + 10)
     thin_b, thin_t, thin_q = tl.load(field + 15), tl.load(field + 16), tl.load(field + 17)
     add, width = tl.load(field + 14), tl.load(field + 7)
+    if FOLDS > 1:  # then widths are multiples of 64
+        width = tl.multiple_of(width, 16)
     signs = tl.load(field + 19).to(tl.pointer_type(tl.float32))
     # All columns of some outputs one after the other: the gradients are still in the cache.
     parts, blocks = (count + Q - 1) // Q, (width + BO - 1) // BO
@@ -240,8 +239,7 @@ def combine_kernel(
         else:
             folded = tl.zeros((BT, BO), tl.float32)
             for turn in range(0, FOLDS):
-                # Where outputs are folded, widths are multiples of 64.
-                which = turn * tl.multiple_of(width, 16).to(tl.int32) + o
+                which = turn * width.to(tl.int32) + o
                 there = known & (which < outputs)
                 sign = tl.load(signs + which, mask=there, other=0.0)
                 part = _grads_of(grads, field, t, which, inside, there, LAST, ALIGNED)
@@ -265,10 +263,8 @@ def norm_first_kernel(
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    inputs, grads = (
-        _address(pointers, layer, 0, X, ALIGNED),
-        _address(pointers, layer, 1, G, ALIGNED),
-    )
+    inputs = _address(pointers, layer, 0, X, ALIGNED)
+    grads = _address(pointers, layer, 1, G, ALIGNED)
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
@@ -311,10 +307,8 @@ def norm_last_kernel(
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    inputs, grads = (
-        _address(pointers, layer, 0, X, ALIGNED),
-        _address(pointers, layer, 1, G, ALIGNED),
-    )
+    inputs = _address(pointers, layer, 0, X, ALIGNED)
+    grads = _address(pointers, layer, 1, G, ALIGNED)
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
