@@ -164,7 +164,7 @@ class ProjectedWeight:
             grads: Positions, outputs and strides of the output gradient.
             x: The input.
             g: The output gradient.
-            side_matrix: Matrix of the input side, see `kernel_side`; None if the input is projected already.
+            side_matrix: `kernel_side`; None if the input is projected already.
             row: Elements between two examples' columns.
             add: Whether to add to the columns of an earlier use.
         """

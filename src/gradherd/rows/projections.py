@@ -2,13 +2,13 @@
 
 The gradient of example i is G_i, the sum over positions t of g_t x_t^T. The input side is projected
 by a matrix Q of random signs: Q^T G_i^T is the sum of (Q^T x_t) g_t^T, two thin products that read
-inputs and output gradients once, so that nothing of batch x parameters is ever formed. On the output
-side, outputs that are W apart are added up with random signs, so that W are left (`fold`), and the
-q x W columns are hashed when they are added to the row (`sketch.count_sketch`). Inner products are
-right on average: all signs are independent, and columns of Q have unit second moment.
+inputs and output gradients once, so that nothing of batch x parameters is ever formed. Outputs that
+are W apart are added up with random signs, so that W are left (`fold`), and the q x W columns are
+hashed when they are added to the row (`sketch.count_sketch`). Inner products are right on average:
+all signs are independent, and columns of Q have unit second moment.
 
-Their variance is |G_i^T G_j|^2 / q + |G_i G_j^T|^2 / W, about (Frobenius norms). Both are largest for
-gradients of low rank, such as those of a text whose tokens have much in common.
+Their variance is |G_i^T G_j|^2 / q + |G_i G_j^T|^2 / W, about (Frobenius norms). Both are largest
+for gradients of low rank, such as those of a text whose tokens have much in common.
 
 A layer's bias has a gradient of G_i's form, with x_t = 1: one column of Q is replaced by this 1,
 and the same product yields the gradient of the bias exactly.

@@ -10,8 +10,8 @@ convolution adds up its window, and the result is multiplied with the output gra
 are folded as they are read. Both are read once, or once for every 128 columns. One more launch
 sketches the columns of all layers at the end of the batch.
 
-Letters: B examples, C channels or inputs, O outputs, W outputs after folding, T positions, Q columns
-of a program, N columns of the table, K elements of a row.
+Letters: B examples, C channels or inputs, O outputs, T positions, Q columns of a program, N columns
+of the table, K elements of a row.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ POINTERS = 5
 """Addresses of a layer: input, output gradient, projected input before and after the window (or
 mean and reciprocal standard deviation of a norm), columns in the table."""
 # A row of `fields` for a product: 0 side matrix, 1 channels, 2 input positions, 3-5 input strides
-# over examples, positions, channels, 6 free column, 7 outputs after folding, 8 positions, 9 outputs,
-# 10 columns, 11-13 gradient strides, 14 whether to add, 15-17 strides of the projected input, 18
+# over examples, positions, channels, 6 free column, 7 folded outputs, 8 positions, 9 outputs, 10
+# columns, 11-13 gradient strides, 14 whether to add, 15-17 strides of the projected input, 18
 # elements between two examples' columns, 19 signs of outputs. For a window: 0 signs, 1 count, 2
-# places, 3 free column, 4-5 input and 6-7 output size, 8 columns of the window, 9-14 stride, padding
-# and dilation, 15 columns. For a norm: 0 rows, 1 channels, 2 positions, 3-6 strides, 8 whether to
-# add, 9 elements between two examples' columns.
+# places, 3 free column, 4-5 input and 6-7 output size, 8 columns of the window, 9-14 stride,
+# padding and dilation, 15 columns. For a norm: 0 rows, 1 channels, 2 positions, 3-6 strides, 8
+# whether to add, 9 elements between two examples' columns.
 FIELDS = 20
 """Numbers that describe a layer in each of the tables."""
 
@@ -121,7 +121,7 @@ def project_kernel(
     side = tl.multiple_of(tl.load(field).to(tl.pointer_type(THIN)), 16)
     channels, positions, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 6)
     columns = tl.multiple_of(tl.load(field + 16), 16)
-    # All columns of some positions one after the other: the input is still in the cache.
+    # All columns of a block one after the other: the input is still in the cache.
     parts, blocks = columns // Q, (positions + BT - 1) // BT
     q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
     block //= parts
@@ -140,8 +140,7 @@ def project_kernel(
         else:
             at = c.to(tl.int64)[:, None] * _stride(field + 5, ALIGNED) + t[None, :]
             block_x = tl.trans(tl.load(x + at, mask=known[:, None] & inside[None, :], other=0.0))
-        at = c[:, None] * columns + q[None, :]
-        matrix = tl.load(side + at, mask=known[:, None], other=0.0)
+        matrix = tl.load(side + c[:, None] * columns + q[None, :], mask=known[:, None], other=0.0)
         total = tl.dot(block_x.to(THIN), matrix, total, input_precision="tf32")
     # One column may be left free: all ones, whose product is the gradient of the bias.
     total = tl.where((q == free)[None, :], 1.0, total)
