@@ -403,6 +403,12 @@ def test_longer_rows_for_larger_models(parameters: float, size: int) -> None:
     assert TwoSidedRows(size=77).size_for(int(parameters)) == 77
 
 
+def test_higher_rank_for_models_with_tokens() -> None:
+    assert TwoSidedCapture(Tied(), TwoSidedRows())._layer_of[0][0].sketch.plan.inside == 64
+    assert TwoSidedCapture(small(), TwoSidedRows())._layer_of[0][0].sketch.plan.inside == 16
+    assert TwoSidedCapture(Tied(), TwoSidedRows(rank=9))._layer_of[0][0].sketch.plan.inside == 9
+
+
 @pytest.mark.parametrize("bad", [{"rank": 1}, {"rank": 257}, {"rank": 2.0}, {"size": 0}])
 def test_bad_settings(bad) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):

@@ -40,7 +40,7 @@ class ConvSketch(ProjectedWeight):
         self._transposed = module.transposed
         outputs = module.in_channels if self._transposed else module.out_channels
         may_free = not shared and not self._transposed
-        super().__init__(names, plan, plan.filters, outputs, may_free=may_free)
+        super().__init__(names, plan, outputs, may_free=may_free)
         if self.bias:
             self.widths["bias"] = (module.out_channels, False)
         self._bias_width = module.out_channels

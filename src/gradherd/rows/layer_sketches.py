@@ -95,7 +95,7 @@ class LinearSketch(ProjectedWeight):
         self._transposed = transposed
         outputs, inputs = shape[::-1] if transposed else shape
         may_free = one_bias or not shared
-        super().__init__(names, plan, plan.inside, outputs, may_free=may_free, inputs=inputs)
+        super().__init__(names, plan, outputs, may_free=may_free, inputs=inputs)
         self._one_position: bool | None = False if shared else None
         self._is_small = outputs * inputs <= _SMALL_WEIGHT
 
@@ -178,7 +178,7 @@ class EmbeddingSketch(ProjectedWeight):
 
     def __init__(self, module: nn.Embedding, names: Mapping[str, str], plan: SketchPlan) -> None:
         tokens, features = module.num_embeddings, module.embedding_dim
-        super().__init__(names, plan, plan.inside, tokens, may_free=False, inputs=features)
+        super().__init__(names, plan, tokens, may_free=False, inputs=features)
         self._padding = module.padding_idx
 
     def write(self, call: LayerCall, out: LayerColumns) -> None:

@@ -228,8 +228,8 @@ def make_layer_sketch(
         return LinearSketch(shape, names, plan, shared=shared, transposed=True)
     if isinstance(module, nn.modules.conv._ConvNd) and _is_plain_conv(module):
         # With few channels per group, q filters have more outputs than the layer has inputs.
-        few = module.weight[0].numel() <= plan.filters
-        few = few or (module.groups > 1 and module.weight.shape[1] < plan.filters)
+        few = module.weight[0].numel() <= plan.inside
+        few = few or (module.groups > 1 and module.weight.shape[1] < plan.inside)
         if not few:
             return ConvSketch(module, names, plan, shared=shared)
         return RuleSketch(module, names, plan) if rule_for(module) and not shared else None

@@ -28,9 +28,7 @@ class SketchPlan(NamedTuple):
     """Sizes and seed of two-sided sketches."""
 
     inside: int
-    """q of linear layers and tables."""
-    filters: int
-    """q of convolutions."""
+    """q."""
     size: int
     """k."""
     seed: int
@@ -67,7 +65,6 @@ class ProjectedWeight:
         self,
         names: Mapping[str, str],
         plan: SketchPlan,
-        columns: int,
         outputs: int,
         *,
         may_free: bool,
@@ -78,7 +75,6 @@ class ProjectedWeight:
         Args:
             names: Names of the layer's trainable parameters in the model, by local names.
             plan: Sizes and seed.
-            columns: q at most, with the one that may be left free for the bias.
             outputs: O.
             may_free: Whether a column may be left free for the bias.
             inputs: I, if the gradient is not to be projected where there are so few.
@@ -89,7 +85,7 @@ class ProjectedWeight:
         self.weight, self.bias = "weight" in names, "bias" in names
         self.free = self.weight and self.bias and may_free
         # As many columns as inputs, and one for the bias, make an exact gradient.
-        self.columns = min(columns, inputs + self.free) if inputs else columns
+        self.columns = min(plan.inside, inputs + self.free) if inputs else plan.inside
         self.width = output_columns(outputs)
         self.widths = {}
         if self.weight:

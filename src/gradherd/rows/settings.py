@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-LINEAR_RANK, CONV_RANK, MAX_RANK = 64, 16, 256
-"""Columns of `TwoSidedRows` without a rank, and the most that it takes."""
+TOKEN_RANK, DEFAULT_RANK, MAX_RANK = 64, 16, 256
+"""Ranks that `TwoSidedRows` chooses, for models with tokens and for others, and the highest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class TwoSidedRows:
 
     rank: int | None = None
     """Columns that inputs of a layer are projected to: more is more exact and costs more. None
-    takes 64 for linear layers and tables, whose inputs have much in common in a text, and 16 for
-    convolutions."""
+    takes 64 for models that look up tokens, whose gradients differ less than those of images, and
+    16 for others."""
     size: int | None = None
     """Elements of a row; None takes one for every 2048 parameters, between 1024 and 65536."""
     seed: int = 0
@@ -72,9 +72,11 @@ class TwoSidedRows:
     strict: bool = field(default=False, repr=False)
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
-    def columns(self) -> tuple[int, int]:
-        """Return the columns of the input side of linear layers, and those of convolutions."""
-        return (self.rank, self.rank) if self.rank is not None else (LINEAR_RANK, CONV_RANK)
+    def rank_for(self, *, looks_up_tokens: bool) -> int:
+        """Return the rank for a model, with or without tables of tokens (nn.Embedding)."""
+        if self.rank is not None:
+            return self.rank
+        return TOKEN_RANK if looks_up_tokens else DEFAULT_RANK
 
     def size_for(self, parameters: int) -> int:
         """Return the elements of a row of a model with so many parameters.

@@ -60,7 +60,8 @@ class TwoSidedCapture:
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._like = empty_like_rows(parameters[0])
         size = settings.size_for(self.spec.size)
-        plan = SketchPlan(*settings.columns(), size, settings.seed)
+        tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+        plan = SketchPlan(settings.rank_for(looks_up_tokens=tokens), size, settings.seed)
         self._size = size
         layers, others, width, exact = sketched_layers(model, self.spec, plan)
         self._layer_of = {
