@@ -122,8 +122,7 @@ class LayerWatcher:
             self._uses.search(given, layer.name, everywhere=self._check.due)
         if layer.inside is not None or not output.requires_grad:
             return  # what is inside an attention module is watched by itself
-        # Detached: an input that is changed in place later, as in x += layer(x), would hold the
-        # layer's node, which holds the input.
+        # Detached: an input changed in place later, as in x += layer(x), would hold its own holder.
         inputs = given.detach()
         if layer.is_table and self._dims.dim_of(layer.name, INPUT, inputs.dim()) is None:
             self._uses.expect(output, (layer, inputs))
@@ -179,11 +178,15 @@ class LayerWatcher:
         use.inputs, use.saved = None, ()
         return True
 
-    def _on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
-        """Reduce a use of a layer to its columns, whatever it is like."""
+    def _begin(self, task: int) -> None:
         if task != self._began_task:
             self._began_task = task
-            self.began()
+            self.began()  # Earlier rows may be popped here, so this backward is noted afterwards.
+            self._check.note_backward(task)
+
+    def _on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
+        """Reduce a use of a layer to its columns, whatever it is like."""
+        self._begin(task)
         layer, inputs, saved = use.layer, use.inputs, use.saved
         if use.node is not None:
             (inputs,) = use.node.saved_tensors
@@ -243,10 +246,7 @@ class LayerWatcher:
         if self._dims.dim_of(origin[0], INPUT, origin[1]) != 0:
             self._leave_layer_out(layer, "it meets examples that are not the first dimension")
             return
-        task = torch._C._current_graph_task_id()
-        if task != self._began_task:
-            self._began_task = task
-            self.began()
+        self._begin(torch._C._current_graph_task_id())
         with self.quiet():
             try:
                 rows = meeting.gradients(grads)

@@ -1,10 +1,13 @@
-"""Which modules own the trainable parameters of a model, and how their rows are computed."""
+"""The trainable parameters of a model: which modules own them, and hooks on their gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from gradherd.rows.layer_rules import Rule, is_trainable, rule_for
 
@@ -105,3 +108,38 @@ def describe(model: nn.Module) -> str:
         )
         line += f"; {len(replayed)} replayed, slower: {names}"
     return line
+
+
+def register_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook that runs before the user's, which may change the gradient."""
+    before = dict(parameter._backward_hooks or {})
+    handle: RemovableHandle = parameter.register_hook(hook)
+    hooks = parameter._backward_hooks
+    assert hooks is not None
+    # Python's dicts keep the order of insertion, and autograd calls hooks in it.
+    for key in before:
+        del hooks[key]
+    hooks.update(before)
+    return handle
+
+
+def remove_hook(parameter: nn.Parameter, handle: Any) -> None:
+    """Remove a hook, and what would make autograd call Python although no hook is left."""
+    handle.remove()
+    if parameter._backward_hooks is not None and not parameter._backward_hooks:
+        parameter._backward_hooks = None
+
+
+def is_reached(parameter: nn.Parameter) -> bool:
+    """Say whether the backward that runs has a gradient for a parameter; needs grad mode.
+
+    The node that accumulates it is asked for anew each time: one that is held would stay on the
+    stream of its first use, and be another one after the parameter has moved.
+    """
+    node: Any = parameter.view_as(parameter).grad_fn
+    if node is None:  # frozen by now
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node.next_functions[0][0])
+    except RuntimeError:  # torch.autograd.grad hands the gradient to the caller
+        return True

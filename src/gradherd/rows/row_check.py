@@ -9,6 +9,7 @@ a parameter is left out of the rows from then on.
 Shapes: B examples, N elements of a parameter, K random vectors.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -16,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.row_sums import RowSums, sum_and_norms
+from gradherd.rows.parameter_owners import is_reached, register_first, remove_hook
+from gradherd.rows.row_sums import TOLERANCES, RowSums, sum_and_norms
 from gradherd.rows.terms import Term
 
 log = logging.getLogger("gradherd")
@@ -31,15 +32,6 @@ CHECK_EVERY = 1000
 MAX_SHARE = 0.5
 """Share of the elements that may be left out before the rest is no basis for an order."""
 
-# Correct rows reach about 3 unit roundoffs of the sum of the row norms, wrong ones 5 % of it and
-# more. Half precision leaves less room between the two than float32.
-_TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e4 * 2**-24,
-    torch.float16: 16 * 2**-11,
-    torch.bfloat16: 16 * 2**-8,
-}
-_TF32_TOLERANCE = 16 * 2**-11
 _RELEVANT_SHARE = 1e-2
 """Share of the whole row below which errors are measured against the whole row."""
 
@@ -59,6 +51,7 @@ class RowCheck:
         strict: bool = False,
         register: Registrar | None = None,
         project: Callable[[int, Tensor], Tensor] | None = None,
+        always: Set[int] | None = None,
     ) -> None:
         """Register a hook on each parameter.
 
@@ -70,6 +63,8 @@ class RowCheck:
                 front of the user's hooks.
             project: Linear map of the gradient of a parameter, given by its index, to what rows
                 are compared in. None compares whole gradients, of which a copy is held.
+            always: Parameters, by index, that keep their hooks while no check is due; None is all.
+                What reaches others is then told by `note_backward`.
         """
         self.left_out: dict[str, str] = {}
         """Names of the parameters that are left out, with the reason."""
@@ -79,6 +74,8 @@ class RowCheck:
         """For each parameter, the backwards (autograd's graph tasks) that reached it."""
         self.reached = False
         """Whether a backward has reached any parameter since the last `clear`."""
+        self.all_tasks: set[int] = set()
+        """The backwards that reached any parameter."""
         self._spec = spec
         self._strict = strict
         self._project = project
@@ -88,19 +85,53 @@ class RowCheck:
         self._batches = 0
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
-        register = register or _register_first
-        self._handles = [register(p, self._hook(i)) for i, p in enumerate(parameters)]
+        self._parameters, self._register = parameters, register or register_first
+        self._always = range(len(parameters)) if always is None else always
+        self._last = 0  # the parameter that the last backward was found to reach
+        self._handles: dict[int, Any] = {}
+        self._set_hooks()
+
+    def _set_hooks(self) -> None:
+        """Register the hooks that are missing and remove those that are not needed.
+
+        A hook in Python for each parameter takes longer than many a small layer.
+        """
+        for index, parameter in enumerate(self._parameters):
+            # No layer's hook need run when a backward reaches a parameter that is left out.
+            if self.due or index in self._always or self.is_left_out(index):
+                if index not in self._handles:
+                    self._handles[index] = self._register(parameter, self._hook(index))
+            elif index in self._handles:
+                remove_hook(parameter, self._handles.pop(index))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         tasks = self.tasks[index]
 
         def hook(grad: Tensor) -> None:
             self.reached = True
-            tasks.add(torch._C._current_graph_task_id())
+            task = torch._C._current_graph_task_id()
+            tasks.add(task)
+            self.all_tasks.add(task)
             if self.due:
                 self._receive(index, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
         return hook
+
+    def note_backward(self, task: int) -> None:
+        """Note whether the backward that runs, of this number, reaches a parameter without a hook.
+
+        Called with its first gradient. A gradient of inputs alone, for a penalty, reaches none.
+        """
+        count = len(self._parameters)
+        if len(self._handles) == count or task in self.all_tasks:
+            return
+        with torch.enable_grad():
+            # Steps are alike, so one question is enough, most of the time.
+            for index in itertools.chain(range(self._last, count), range(self._last)):
+                if index not in self._handles and is_reached(self._parameters[index]):
+                    self._last, self.reached = index, True
+                    self.all_tasks.add(task)
+                    return
 
     def _receive(self, index: int, grad: Tensor) -> None:
         """Compare a gradient with the rows that are known, or keep it for those that are not."""
@@ -183,7 +214,7 @@ class RowCheck:
         floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())
         reasons: dict[str, str] = {}
         for index, (error, size, norms) in measured.items():
-            allowed = tolerances.get(index, _TOLERANCES[torch.float32])
+            allowed = tolerances.get(index, TOLERANCES[torch.float32])
             # Written with `not`, so that an error of NaN fails as well.
             if not error <= allowed * max(norms, floor) + torch.finfo(dtype).tiny * 1e6:
                 reasons[self._spec.names[index]] = _reason(error, size, index in has_rows, hint)
@@ -204,6 +235,7 @@ class RowCheck:
         if not new:
             return
         self.left_out |= new
+        self._set_hooks()
         sizes = dict(zip(self._spec.names, self._spec.numels, strict=True))
         share = sum(sizes[name] for name in self.left_out) / max(1, self._spec.size)
         listed = "; ".join(f"{name} ({why})" for name, why in list(new.items())[:5])
@@ -225,6 +257,7 @@ class RowCheck:
         """Forget the gradients of the current batch."""
         if self.reached:
             self.reached = False
+            self.all_tasks.clear()
             for tasks in self.tasks:
                 tasks.clear()
         if self.due:
@@ -244,31 +277,23 @@ class RowCheck:
         if self._training is not None and training != self._training:
             self._remaining = FIRST_CHECKS
         self._training = training
+        before = self.due
         self.due = self._remaining > 0 or self._batches % CHECK_EVERY == 0
+        if self.due != before:
+            self._set_hooks()
 
     def restart(self) -> None:
         """Check the next batches as if they were the first."""
         self.clear()
         self._remaining, self.due = FIRST_CHECKS, True
+        self._set_hooks()
 
     def remove_hooks(self) -> None:
         """Remove the hooks and forget the current batch."""
-        for handle in self._handles:
-            handle.remove()
+        for index, handle in self._handles.items():
+            remove_hook(self._parameters[index], handle)
+        self._handles = {}
         self.clear()
-
-
-def _register_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a hook that runs before the user's, which may change the gradient."""
-    before = dict(parameter._backward_hooks or {})
-    handle: RemovableHandle = parameter.register_hook(hook)
-    hooks = parameter._backward_hooks
-    assert hooks is not None
-    # Python's dicts keep the order of insertion, and autograd calls hooks in it.
-    for key in before:
-        del hooks[key]
-    hooks.update(before)
-    return handle
 
 
 def _reason(error: float, size: float, has_rows: bool, hint: str) -> str:
@@ -277,26 +302,6 @@ def _reason(error: float, size: float, has_rows: bool, hint: str) -> str:
     off = f"{error / size:.0%} off" if size > 0 else "the gradient is 0"
     cause = hint or "is it used outside the module that owns it?"
     return f"they do not add up to its gradient, {off}: {cause}"
-
-
-def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) -> float:
-    """Return the relative error that sums over these tensors may have."""
-    widest = 0.0
-    for dtype, cuda in {(t.dtype, t.is_cuda) for t in tensors if t.is_floating_point()}:
-        widest = max(widest, _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]))
-        matmul = torch.get_float32_matmul_precision()
-        if dtype == torch.float32 and matmul == "medium":
-            widest = max(widest, _TOLERANCES[torch.bfloat16])
-        # Convolutions use TF32 by default.
-        elif (
-            dtype == torch.float32
-            and cuda
-            and (matmul == "high" or torch.backends.cudnn.allow_tf32)
-        ):
-            widest = max(widest, _TF32_TOLERANCE)
-    if autocast is not None:
-        widest = max(widest, _TOLERANCES[autocast])
-    return widest
 
 
 def measure_errors(

@@ -20,7 +20,8 @@ from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import ModuleCall, replay
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.parameter_owners import ParameterOwner
-from gradherd.rows.row_check import RowCheck, tolerance
+from gradherd.rows.row_check import RowCheck
+from gradherd.rows.row_sums import tolerance
 from gradherd.rows.tensor_tree import tensor_leaves, tensor_versions
 from gradherd.rows.terms import DenseTerm, Term
 

@@ -20,7 +20,8 @@ from gradherd.rows.launch_group import launch_group
 from gradherd.rows.layer_watcher import LayerWatcher
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.projected_weight import SketchPlan
-from gradherd.rows.row_check import RowCheck, measure_errors, tolerance
+from gradherd.rows.row_check import RowCheck, measure_errors
+from gradherd.rows.row_sums import tolerance
 from gradherd.rows.settings import TwoSidedRows
 from gradherd.rows.sketch import count_sketch
 from gradherd.rows.sketched_layers import sketched_layers
@@ -67,7 +68,15 @@ class TwoSidedCapture:
         self._layer_of = {
             index: (layer, local) for layer in layers for local, index in layer.index.items()
         }
-        self._check = RowCheck(self.spec, parameters, strict=settings.strict, project=self._project)
+        # Layers tell of gradients of their own parameters, but not of those used elsewhere.
+        always = {
+            index
+            for index in range(len(parameters))
+            if index not in self._layer_of or self._layer_of[index][0].is_direct
+        }
+        self._check = RowCheck(
+            self.spec, parameters, strict=settings.strict, project=self._project, always=always
+        )
         self._capture: Capture | None = None
         # Modules without a sketch (recurrent layers, custom ones) are replayed by a `Capture`.
         if others:
@@ -199,11 +208,10 @@ class TwoSidedCapture:
                 self.leave_out(mask)
             # Not in step with other ranks, which follow with the next check.
             self._check.leave_out(self._watcher.unbatched)
-            reached = {task for tasks in self._check.tasks for task in tasks}
             sketches = []
             parts = list(self._left_out_parts()) if self._check.left_out else []
             with self._watcher.quiet():
-                for task in sorted(reached & self._watcher.tables.keys()):
+                for task in sorted(self._check.all_tasks & self._watcher.tables.keys()):
                     table = self._watcher.tables[task]
                     for index in list(table.finals):
                         if self.spec.names[index] in self._check.left_out:
