@@ -74,3 +74,14 @@ def test_a_step_takes_few_launches(group):
     group._budget = 4 * 32 - 1  # bytes: the fourth layer does not fit any more
     step(group, memory(8))
     assert len(group.launched) == 5
+
+
+def test_scratch_memory_is_shared_and_grows(group):
+    tensors = memory(3)
+    for count in (1, 3, 2, 1, 3):
+        step(group, tensors[:count])
+        (scratch,) = group._scratch.values()
+        assert group.launched[-1][2] == scratch.data_ptr()
+        # Of the largest plan so far, so that plans find their addresses again.
+        assert scratch.nbytes == (128 if len(group.launched) == 1 else 3 * 128)
+    assert group.launched[1] == group.launched[4]

@@ -11,6 +11,7 @@ Shapes: B examples, T positions, q columns of the input side.
 
 import itertools
 from collections.abc import Callable, Hashable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -41,6 +42,9 @@ class LaunchGroup:
         self._numbers = itertools.count()
         self._plans: dict[Hashable, LaunchPlan] = {}
         self._uses_graphs = device.type == "cuda"
+        self._current_stream = _stream_getter(device)
+        self._scratch: dict[int, Tensor] = {}  # by stream
+        self._scratch_at: dict[int, tuple[int, int]] = {}  # address and bytes
         self._layers: list[KernelLayer] = []
         self._ids: list[int] = []
         self._addresses: list[int] = []
@@ -116,21 +120,25 @@ class LaunchGroup:
         if not self._ids:
             return
         # On another stream an earlier launch may still read the addresses of a plan.
-        key = (_current_stream(self._device), *self._ids)
+        stream = self._current_stream()
+        key = (stream, *self._ids)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
                 self._known.clear()  # numbers are not used again, so no old plan fits new layers
             plan = self._plans[key] = make_plan(self._layers, self._device, 5 * MOST)
-        # From torch's allocator at each launch: it is reused in the order of the stream.
-        scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=self._device)
-        start = scratch.data_ptr()
-        placed, is_new = plan.place([start, *self._addresses])
+        start, size = self._scratch_at.get(stream, (0, 0))
+        if size < plan.scratch:
+            start = self._grow_scratch(stream, plan.scratch)
+        addresses = self._addresses
+        addresses.append(start)
+        placed, is_new = plan.place(addresses)
         if is_new:
-            count, row = len(self._addresses), self._rows[self._at]
-            row[:count] = self._addresses
-            row[plan.places] = plan.offsets + start
+            row = self._rows[self._at]
+            row[: len(addresses) - 1] = addresses[:-1]
+            if len(plan.places):
+                row[plan.places] = plan.offsets + start
             # Pinned memory and no waiting: the copy is enqueued before the kernels that read it.
             placed.pointers.copy_(self._sources[self._at], non_blocking=True)
             self._at = (self._at + 1) % _RING
@@ -138,6 +146,19 @@ class LaunchGroup:
         if self._uses_graphs and placed.runs == _RUNS_BEFORE_GRAPH:
             self._uses_graphs = capture_graph(placed)
         self.clear()
+
+    def _grow_scratch(self, stream: int, size: int) -> int:
+        """Make room for scratch memory on a stream; return its address.
+
+        All plans share it: they run one after another. It is kept, since new memory would take as
+        long as a launch and have new addresses.
+        """
+        # The old memory goes back first. It is handed out again in the order of the stream.
+        self._scratch.pop(stream, None)
+        made = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._scratch[stream] = made
+        self._scratch_at[stream] = made.data_ptr(), size
+        return made.data_ptr()
 
     def clear(self) -> None:
         """Forget the layers that wait."""
@@ -152,5 +173,13 @@ def launch_group(like: Tensor) -> LaunchGroup | None:
     return LaunchGroup(like.device)
 
 
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def _stream_getter(device: torch.device) -> Callable[[], int]:
+    """Return a function that returns the address of the current stream."""
+    if device.type != "cuda":
+        return lambda: 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # A tenth of the time of torch.cuda.current_stream, which makes an object.
+    get: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if get is None:
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return partial(get, index)
