@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import gradherd as gh
-from gradherd.sparsify.workers import VirtualWorkers
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 LAYERS, DECADES, SETTLED = 20, 2, 50
 
