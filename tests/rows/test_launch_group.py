@@ -197,3 +197,40 @@ def test_more_columns_than_a_program_has(monkeypatch):
     monkeypatch.setattr(launch_plan, "_MOST_COLUMNS", 16)
     for name, rank in (("linear", 36), ("convolutions", 18)):
         test_kernels_give_what_layers_give(name, rank, monkeypatch)
+
+
+def test_projections_inside_attention_are_known_from_the_step_before(monkeypatch):
+    """All layers of a second step, with queries apart from keys and values in between."""
+    monkeypatch.setattr(row_check, "FIRST_CHECKS", 1)
+    known = []
+    again = LayerWatcher._launch_again
+    monkeypatch.setattr(
+        LayerWatcher,
+        "_launch_again",
+        lambda *args: known.append((args[1].layer.name, again(*args))) or known[-1][1],
+    )
+    torch.manual_seed(0)
+    start = Attention().to(DEVICE)
+    batches = [torch.randn(3, 5, 24, device=DEVICE) for _ in range(4)]
+
+    def apart(model, x):
+        # Other queries than keys: torch projects them apart, with parts of the weight.
+        x = model.norm(x)
+        return model.out(model.attention(2 * x, x, x, need_weights=False)[0])
+
+    rows = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(launch_group, "KERNEL_DEVICES", {DEVICE} if kernels else set())
+        model = copy.deepcopy(start)
+        capture = TwoSidedCapture(model, TwoSidedRows(size=64, strict=True))
+        rows[kernels] = []
+        for at, inputs in enumerate(batches):
+            known.clear()
+            out = apart(model, inputs) if at == 2 else model(inputs)
+            out.square().mean().backward()
+            rows[kernels].append(capture.pop_sketch(3))
+        capture.remove_hooks()
+    served = {name for name, was_known in known if was_known}
+    assert any("in_proj" in name or name == "attention" for name in served), known
+    for one, other in zip(rows[True], rows[False], strict=True):
+        assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()

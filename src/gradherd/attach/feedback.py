@@ -31,6 +31,7 @@ from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
+from gradherd.rows.layer_use import no_autocast
 from gradherd.rows.settings import RowSettings, row_length
 
 
@@ -159,7 +160,7 @@ class OrderFeedback:
         """Leave the contexts of the training loop, which may be anywhere when rows are read."""
         # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
         # which somebody iterates over the loader, what is learned could not be changed later.
-        with torch.autocast(self._device.type, enabled=False), torch.inference_mode(False):
+        with no_autocast(self._device.type), torch.inference_mode(False):
             yield
 
     def _claim_and_feed(self) -> None:

@@ -6,8 +6,10 @@ whether the host keeps ahead of the device.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from gradherd.rows.column_table import ColumnTable, KnownLaunch
@@ -78,7 +80,7 @@ class LayerUse:
 class KnownUse:
     """Recognises uses of a layer whose kernels are known from an earlier one."""
 
-    __slots__ = ("_count", "_dtypes", "_layouts", "_shapes", "launch")
+    __slots__ = ("_count", "_grads", "_inputs", "launch")
 
     def __init__(self, inputs: Tensor, grads: Tensor, launch: KnownLaunch) -> None:
         """Remember a use.
@@ -88,9 +90,8 @@ class KnownUse:
             grads: Its output gradient.
             launch: How kernels were launched for it.
         """
-        self._shapes = inputs.shape, grads.shape
-        self._layouts = inputs.stride(), grads.stride()
-        self._dtypes = inputs.dtype, grads.dtype
+        self._inputs = inputs.shape, inputs.stride(), inputs.dtype
+        self._grads = grads.shape, grads.stride(), grads.dtype
         self._count = len(launch.tensors)
         self.launch = launch._replace(tensors=())  # which would be kept alive
 
@@ -98,22 +99,24 @@ class KnownUse:
         """Say whether input, output gradient and statistics of another use are like these."""
         inputs, grads = tensors[0], tensors[1]
         return (
-            (inputs.shape, grads.shape) == self._shapes
-            and (inputs.stride(), grads.stride()) == self._layouts
-            and (inputs.dtype, grads.dtype) == self._dtypes
+            (inputs.shape, inputs.stride(), inputs.dtype) == self._inputs
+            and (grads.shape, grads.stride(), grads.dtype) == self._grads
             and len(tensors) == self._count
             # Kernels may expect aligned addresses.
             and (inputs.data_ptr() | grads.data_ptr()) % 16 == 0
         )
 
 
-def note_launch(layer: "SketchedLayer", inputs: Tensor, grads: Tensor, table: ColumnTable) -> bool:
+def note_launch(
+    layer: "SketchedLayer", inputs: Tensor, grads: Tensor, arrived: Tensor, table: ColumnTable
+) -> bool:
     """Remember how kernels served a use, so that the next one like it takes no time.
 
     Args:
         layer: The layer.
         inputs: Its input.
         grads: Its output gradient.
+        arrived: The gradient as autograd has it; other than `grads` inside attention.
         table: Where its columns were written.
 
     Returns:
@@ -124,8 +127,9 @@ def note_launch(layer: "SketchedLayer", inputs: Tensor, grads: Tensor, table: Co
         return False
     # Not for an input that was padded or projected first, or a transposed convolution.
     own = launched.tensors[0] is inputs and launched.tensors[1] is grads
-    if own and layer.inside is None:
-        layer.known = KnownUse(inputs, grads, launched)
+    # Inside attention, a gradient that was not padded or copied has its elements where it had them.
+    if own and arrived.data_ptr() == grads.data_ptr() and arrived.nbytes == grads.nbytes:
+        layer.known = KnownUse(inputs, arrived, launched)
     return True
 
 
@@ -146,3 +150,14 @@ def autocast_input(inputs: Tensor, output: Tensor) -> Tensor:
             return saved.detach().view(inputs.shape) if saved.is_contiguous() else inputs
         node = node.next_functions[0][0] if node is not None and node.next_functions else None
     return inputs
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast.
+
+    Where there is none anyway, it does nothing: leaving autocast empties its cache, which takes
+    longer than launching a few kernels.
+    """
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -21,7 +21,7 @@ from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.layer_sketches import LayerCall
-from gradherd.rows.layer_use import AfterForward, LayerUse, autocast_input, note_launch
+from gradherd.rows.layer_use import AfterForward, LayerUse, autocast_input, no_autocast, note_launch
 from gradherd.rows.norm_sketches import norm_statistics
 from gradherd.rows.row_check import RowCheck
 from gradherd.rows.sketched_layers import SketchedLayer, unbatched_reason
@@ -97,7 +97,7 @@ class LayerWatcher:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Compute without graph and autocast."""
-        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+        with torch.no_grad(), no_autocast(self._device_type):
             yield
 
     def _after_forward(
@@ -187,7 +187,7 @@ class LayerWatcher:
     def _on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
         """Reduce a use of a layer to its columns, whatever it is like."""
         self._begin(task)
-        layer, inputs, saved = use.layer, use.inputs, use.saved
+        layer, inputs, saved, arrived = use.layer, use.inputs, use.saved, grads
         if use.node is not None:
             (inputs,) = use.node.saved_tensors
         # The hook lives as long as the graph, which the loss may keep; activations must not.
@@ -212,7 +212,7 @@ class LayerWatcher:
         else:  # The usual case: contexts cost more than a launch.
             self._write(layer, inputs, grads, saved)
             table = self.tables.get(task)
-            if table is not None and note_launch(layer, inputs, grads, table):
+            if table is not None and note_launch(layer, inputs, grads, arrived, table):
                 self._usual_task = task if len(self.tables) == 1 and not self._check.due else -1
 
     def _write(
