@@ -31,7 +31,6 @@ from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
-from gradherd.rows.layer_use import no_autocast
 from gradherd.rows.settings import RowSettings, row_length
 
 
@@ -160,7 +159,11 @@ class OrderFeedback:
         """Leave the contexts of the training loop, which may be anywhere when rows are read."""
         # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
         # which somebody iterates over the loader, what is learned could not be changed later.
-        with no_autocast(self._device.type), torch.inference_mode(False):
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(torch.inference_mode(False))
+            # Only inside one: leaving autocast empties its cache, which takes a while.
+            if torch.is_autocast_enabled(self._device.type):
+                contexts.enter_context(torch.autocast(self._device.type, enabled=False))
             yield
 
     def _claim_and_feed(self) -> None:
