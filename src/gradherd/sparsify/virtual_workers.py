@@ -117,9 +117,10 @@ class VirtualWorkers:
             outcome, sent = self._run_stacked(self._together)
         if outcome is None:
             return grads.new_full((self._dim,), torch.nan)
-        self.metrics = outcome.metrics(self._sparse) | {"bytes": round(statistics.fmean(sent))}
+        self.metrics = outcome.metrics(self._sparse)
         if self.measure_norms:
             self.metrics["residual_norm"] = self._residual_norm()
+        self.metrics["bytes"] = round(statistics.fmean(sent))
         mean = self.workers[0].mean_of(outcome)
         out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
         return out.index_copy_(0, outcome.indices, mean)
