@@ -23,7 +23,7 @@ from gradherd.rows.terms import (
     outer_gram,
 )
 
-# With fewer output positions, putting gradients into the weight's order takes longer than unfolding.
+# With fewer positions, putting gradients into the weight's order takes longer than unfolding.
 _MANY_POSITIONS = 16
 
 
