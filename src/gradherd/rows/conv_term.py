@@ -153,4 +153,5 @@ class ConvTerm:
         grads = at_least_float32(self.grads[chunk]).flatten(2)
         product = torch.bmm(grads, windows.reshape(len(inputs), rows * columns, -1))
         # Back to the order of the weight: channels before the places of the filter.
-        return product.unflatten(2, (high * wide, -1)).transpose(2, 3).flatten(1)
+        filters = product.view(*product.shape[:2], high * wide, -1)
+        return filters.transpose(2, 3).flatten(1)
