@@ -154,17 +154,15 @@ class OrderFeedback:
             with self._stopwatch, self._own_context():
                 self._claim_and_feed()
 
-    @contextlib.contextmanager
-    def _own_context(self) -> Iterator[None]:
-        """Leave the contexts of the training loop, which may be anywhere when rows are read."""
+    def _own_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context outside those of the training loop, in which rows are read."""
         # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
         # which somebody iterates over the loader, what is learned could not be changed later.
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(torch.inference_mode(False))
-            # Only inside one: leaving autocast empties its cache, which takes a while.
-            if torch.is_autocast_enabled(self._device.type):
-                contexts.enter_context(torch.autocast(self._device.type, enabled=False))
-            yield
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind) or torch.is_inference_mode_enabled():
+            return _outside(kind)
+        # Not at every step: contexts take a while, and leaving autocast empties its cache.
+        return contextlib.nullcontext()
 
     def _claim_and_feed(self) -> None:
         if self._paused:
@@ -282,6 +280,12 @@ class OrderFeedback:
                 self._watch.close()
             for handle in self._handles:
                 handle.remove()
+
+
+@contextlib.contextmanager
+def _outside(device_type: str) -> Iterator[None]:
+    with torch.inference_mode(False), torch.autocast(device_type, enabled=False):
+        yield
 
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:

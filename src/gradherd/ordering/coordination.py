@@ -69,7 +69,6 @@ def observe_gathered(
     batches: Sequence[int],
     claim: BatchClaim | None = None,
     *,
-    leave_broken_rows: bool = False,
     deals: bool = False,
 ) -> Script[None]:
     """Gather or deal the rows of some batches of all workers and learn from them.
@@ -79,7 +78,6 @@ def observe_gathered(
         rows: (steps, k) this worker's rows; (R, steps, k) where one script serves all workers.
         batches: Units of each batch.
         claim: The units of the first batch; the next ones by default.
-        leave_broken_rows: Leave it to the policy to leave out rows that are not finite.
         deals: Give every rank a slice of the columns instead of gathering whole rows.
     """
     # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
@@ -92,7 +90,7 @@ def observe_gathered(
         finite = told.all(0)
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
-    seen = None if leave_broken_rows else finite_batches(by_step, batches, finite)
+    seen = finite_batches(by_step, batches, finite)
     yield from _learn(learner, by_step, seen, None if claim is None else claim.step, deals)
 
 
@@ -216,7 +214,6 @@ class RowGatherer:
         waiting, self._waiting = self._waiting, []
         if waiting:
             parts = [rows for _, rows in waiting]
-            batches = [part.shape[-2] for part in parts]
             leave = self._policy_checks(parts[0])
             if leave:
                 # On a GPU, asking whether rows are finite would make the host wait for the whole
@@ -226,18 +223,23 @@ class RowGatherer:
                     for part in parts
                 ]
             rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
+            if leave:
+                self._learn_alone(rows, waiting[0][0])
+                return
+            batches = [part.shape[-2] for part in parts]
             self._runner.start(
-                observe_gathered(
-                    self._learner,
-                    rows,
-                    batches,
-                    waiting[0][0],
-                    leave_broken_rows=leave,
-                    deals=self._deals,
-                )
+                observe_gathered(self._learner, rows, batches, waiting[0][0], deals=self._deals)
             )
         else:  # The last gather may still be under way.
             self._runner.finish()
+
+    def _learn_alone(self, rows: Tensor, claim: BatchClaim | None) -> None:
+        """Learn at once from the (b, k) or (1, b, k) rows of the only worker."""
+        # Without a script: at every step it would take the host as long as the signs do.
+        self._runner.finish()
+        if claim is None or claim.epoch == self._learner.epoch:
+            by_step = rows.unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1)
+            self._learner.observe(by_step, first=None if claim is None else claim.step)
 
     def flush(self) -> None:
         """Let everything be learned. All ranks must call it at the same point."""

@@ -47,9 +47,17 @@ class DeviceSigner:
         # Contiguous, which kernels rely on and a slice of gathered rows is not.
         self.running, self.total, self.mean = like.new_zeros(3, *like.shape)
         self._has_mean = False
+        self._by_row = self.mean.unsqueeze(1)
+        self._most = _rows_at_a_time(like.numel())
         self._uses_graphs = like.is_cuda
         self._blocks: dict[int, _Block] = {}
         self._stream: Any = None
+        self._stream_address = 0
+
+    def fits(self, rows: Tensor) -> bool:
+        """Say whether it can sign rows (b, M, D)."""
+        own = self.running
+        return own.shape == rows.shape[1:] and fast_form(rows, own) is not None
 
     def sign(self, rows: Tensor, sums: Sums) -> tuple[Tensor | None, Sums]:
         """Sign rows (b, M, D) and add them up; arguments and result as in `sign_on_device`."""
@@ -69,44 +77,51 @@ class DeviceSigner:
         return signs, Sums(self.running, total, mean)
 
     def _sign(self, rows: Tensor) -> Tensor | None:
-        self._follow_stream()
+        if self.running.is_cuda:
+            self._follow_stream()
+        if rows.shape[0] <= self._most:
+            return self._sign_part(rows)
         signs = []
-        for part in rows.split(_rows_at_a_time(rows)):
-            block = self._block_for(part)
-            if block is None:
+        for part in rows.split(self._most):
+            own = self._sign_part(part)
+            if own is None:
                 return None
-            # Centring copies the rows to fixed memory at the same time.
-            torch.sub(part.transpose(0, 1), self.mean.unsqueeze(1), out=block.z)
-            block.run(self.mean, self.running, self.total)
-            if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
-                self._uses_graphs = block.capture(self.mean, self.running, self.total)
-            signs.append(block.signs.T)
-            if len(part) < len(rows):
-                signs[-1] = signs[-1].clone()  # the next part has the same memory
-        return signs[0] if len(signs) == 1 else torch.cat(signs)
+            signs.append(own.clone())  # the next part has the same memory
+        return torch.cat(signs)
 
-    def _block_for(self, rows: Tensor) -> "_Block | None":
-        """Return memory for the rows, or None if the device refuses the kernels."""
-        block = self._blocks.get(len(rows))
+    def _sign_part(self, rows: Tensor) -> Tensor | None:
+        block = self._blocks.get(rows.shape[0]) or self._new_block(rows)
         if block is None:
-            try:
-                block = _Block(rows)
-            except Exception as error:  # of Triton or its compiler, which have many kinds
-                give_up_kernels(error)
-                return None
-            if len(self._blocks) >= _MOST_SIZES:
-                self._blocks.clear()
-            self._blocks[len(rows)] = block
+            return None
+        # Centring copies the rows to fixed memory at the same time.
+        torch.sub(rows.transpose(0, 1), self._by_row, out=block.z)
+        block.run(self.mean, self.running, self.total)
+        if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
+            self._uses_graphs = block.capture(self.mean, self.running, self.total)
+        return block.signs_by_row
+
+    def _new_block(self, rows: Tensor) -> "_Block | None":
+        """Return memory for the rows, or None if the device refuses the kernels."""
+        try:
+            block = _Block(rows)
+        except Exception as error:  # of Triton or its compiler, which have many kinds
+            give_up_kernels(error)
+            return None
+        if len(self._blocks) >= _MOST_SIZES:
+            self._blocks.clear()
+        self._blocks[len(rows)] = block
         return block
 
     def _follow_stream(self) -> None:
         """Let the current stream wait for the one that the batch before was signed on."""
-        if not self.running.is_cuda:
+        # The address is known in a tenth of the time that an object for the stream takes.
+        address = _raw_stream(self.running.get_device())
+        if address == self._stream_address and self._stream is not None:
             return
         now = torch.cuda.current_stream(self.running.device)
-        if self._stream is not None and now != self._stream:
+        if self._stream is not None:
             now.wait_stream(self._stream)
-        self._stream = now
+        self._stream, self._stream_address = now, address
 
 
 class _Block:
@@ -116,6 +131,7 @@ class _Block:
         count, workers, columns = rows.shape
         self.z = rows.new_empty(workers, count, columns)
         self.signs = rows.new_zeros(workers, count, dtype=torch.int8)
+        self.signs_by_row = self.signs.T
         fast = fast_form(self.z, self.z[:, 0])
         self._parts = [
             fast.BlockMemory(*part)
@@ -207,14 +223,19 @@ def _sign_one_by_one(rows: Tensor, sums: Sums) -> Tensor:
 
 def _signer_for(rows: Tensor, before: DeviceSigner | None) -> DeviceSigner | None:
     """Return what can sign rows (b, M, D): the one from `before` if it can, None if none can."""
-    if not _rows_at_a_time(rows) or fast_form(rows, rows[0]) is None:
+    if before is not None and before.fits(rows):
+        return before
+    if not _rows_at_a_time(rows[0].numel()) or fast_form(rows, rows[0]) is None:
         return None
-    if before is not None and before.running.shape == rows.shape[1:]:
-        if before.running.device == rows.device:
-            return before
     return DeviceSigner(rows[0])
 
 
-def _rows_at_a_time(rows: Tensor) -> int:
-    """Return how many of the rows (b, M, D) are signed in one go; 0 if they are too long."""
-    return min(_MOST_ROWS, _MOST_ELEMENTS // max(1, rows[0].numel()) // MOST * MOST)
+def _rows_at_a_time(elements: int) -> int:
+    """Return how many rows (M, D) of so many elements are signed in one go; 0 if too long."""
+    return min(_MOST_ROWS, _MOST_ELEMENTS // max(1, elements) // MOST * MOST)
+
+
+def _raw_stream(device: int) -> int:
+    """Return the address of the current stream of a device."""
+    get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(device).cuda_stream if get is None else get(device)

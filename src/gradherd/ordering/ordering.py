@@ -9,6 +9,7 @@ Shapes: b time steps of a call, M workers, n_i units of worker i, D columns of a
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 from gradherd.comm.script import Script, run
 from gradherd.comm.world import World
 from gradherd.ordering.balance import ImplicitRows
-from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start
+from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start, all_seen
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sharding import can_reshard, check_orders, own_units, sequence
 
 # Layout of a saved state; states of another one are refused.
 _FORMAT = 2
+_ALONE = World.single()
 
 
 class Ordering:
@@ -110,7 +112,6 @@ class Ordering:
             self._version = digest.hexdigest()
         return self._version
 
-    @torch.inference_mode(False)  # the state outlives the block that this may be called in
     def observe(
         self,
         rows: Tensor | ImplicitRows | None,
@@ -128,7 +129,9 @@ class Ordering:
             first: Time step of the first row, if it is not the next one. Steps in between were
                 missed; an earlier one means that the epoch was started over.
         """
-        run(self._observe(rows, seen, first, sharded=False), World.single())
+        # The state outlives the block that this may be called in.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            run(self._observe(rows, seen, first, sharded=False), _ALONE)
 
     def observe_sharded(
         self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
@@ -148,7 +151,7 @@ class Ordering:
         sharded: bool,
     ) -> Script[None]:
         seen = self._checked(rows, seen)
-        if first is not None:
+        if first is not None and first != self.steps:
             # An epoch that starts over visits the same order again, so what was learned from its
             # first part would count twice.
             if first < self.steps:
@@ -187,22 +190,19 @@ class Ordering:
         if not isinstance(rows, Tensor):
             if workers > 1 or seen is not None:
                 raise ValueError(f"rows that are not formed need a single worker, got {workers}")
-            return torch.ones((len(rows), 1), dtype=torch.bool)
-        if rows.ndim != 3 or rows.shape[1] != workers:
-            raise ValueError(
-                f"rows must be (steps, {workers} workers, dim), got {tuple(rows.shape)}"
-            )
+            return all_seen(len(rows), 1)
+        shape = rows.shape
+        if len(shape) != 3 or shape[1] != workers:
+            raise ValueError(f"rows must be (steps, {workers} workers, dim), got {tuple(shape)}")
         # Mean and recent rows are left from the epoch before, so they are compared as well.
         for known in (state.running, state.mean, state.recent):
-            if known is not None and known.shape[-1] != rows.shape[-1]:
-                raise ValueError(
-                    f"rows must keep their dim {known.shape[-1]}, got {rows.shape[-1]}"
-                )
+            if known is not None and known.shape[-1] != shape[-1]:
+                raise ValueError(f"rows must keep their dim {known.shape[-1]}, got {shape[-1]}")
         if seen is None:
-            return torch.ones(rows.shape[:2], dtype=torch.bool)
-        if seen.shape != rows.shape[:2]:
+            return all_seen(shape[0], workers)
+        if seen.shape != shape[:2]:
             raise ValueError(
-                f"seen must be {tuple(rows.shape[:2])} as rows are, got {tuple(seen.shape)}"
+                f"seen must be {tuple(shape[:2])} as rows are, got {tuple(seen.shape)}"
             )
         return seen.cpu()
 

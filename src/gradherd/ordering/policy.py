@@ -10,6 +10,7 @@ M workers, N units of all, W streams, D columns of a row, C values of a sign rul
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,6 +26,12 @@ from gradherd.ordering.seeded_random import SeededRandom
 Start = Literal["identity", "random", "computed"]
 """First order of a worker's units: that of the data set, a random permutation, or what `reorder`
 returns for epoch 0."""
+
+
+@lru_cache(maxsize=8)  # batches have few sizes
+def all_seen(steps: int, workers: int) -> Tensor:
+    """Return a mask of rows that are all real. It is shared: do not write to it."""
+    return torch.ones((steps, workers), dtype=torch.bool)
 
 
 @dataclass
@@ -100,7 +107,7 @@ class BalanceState:
         [[True, True], [True, False]]
         """
         if first + steps <= min(self.sizes):  # the common case: one small tensor, not three
-            return torch.ones((steps, len(self.sizes)), dtype=torch.bool)
+            return all_seen(steps, len(self.sizes))
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
@@ -132,7 +139,7 @@ class BalanceState:
         """
         for name in COLUMNS:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and (value.dtype, value.device) != (rows.dtype, rows.device):
                 setattr(self, name, value.to(rows.device))
                 rows = rows.to(value.dtype)
         return rows

@@ -178,28 +178,30 @@ class ColumnTable:
         for slot, lo, hi in leave_out:
             self._table[:, slot.begin + lo : slot.begin + hi].zero_()
         # Zeroed only where needed: filling the whole table would cost as much as the sketch.
-        for slot in self._dirty - self._used:  # a layer that this batch has not used
-            self._table[:, slot.begin : slot.begin + slot.width].zero_()
+        if self._dirty != self._used:  # compared first, which is faster than a difference
+            for slot in self._dirty - self._used:  # a layer that this batch has not used
+                self._table[:, slot.begin : slot.begin + slot.width].zero_()
         projected = any(slot.begin >= self._exact for slot in self._used)
         # Columns of projected weights are the largest part; a model of biases and norms has none.
         end = self._width if projected else self._exact
         if end and self._used:
-            total = sketch_columns(self._table[:, :end], k, seed, "columns")
+            columns = self._table if end == self._width else self._table[:, :end]
+            total = sketch_columns(columns, k, seed, "columns")
         else:
             total = self._like.new_zeros(len(self._table), k)
         # In a fixed order, so that sums have the same bits on every rank.
-        for parameter in sorted(self.finals):
+        for parameter in sorted(self.finals) if self.finals else ():
             total = total + self.finals[parameter].to(total.dtype)
-        self._dirty = set(self._used)
-        self._used, self.finals = set(), {}
+        self._dirty, self._used, self.finals = self._used, set(), {}
         return total
 
     def clear(self) -> None:
         """Forget this batch."""
         if self.group is not None:
             self.group.clear()
-        self._dirty |= self._used
-        self._used, self.finals = set(), {}
+        if not self.is_empty:  # as it is after `sketch`
+            self._dirty |= self._used
+            self._used, self.finals = set(), {}
 
 
 class LayerColumns(NamedTuple):

@@ -162,6 +162,8 @@ class LaunchGroup:
 
     def clear(self) -> None:
         """Forget the layers that wait."""
+        if not self._ids:
+            return
         self._ids, self._layers, self._addresses, self._tensors = [], [], [], []
         self._bytes = 0
 

@@ -5,8 +5,8 @@ everything about its kernels is known, and only addresses are handed over. On a 
 whether the host keeps ahead of the device.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,12 +152,8 @@ def autocast_input(inputs: Tensor, output: Tensor) -> Tensor:
     return inputs
 
 
-def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast.
-
-    Where there is none anyway, it does nothing: leaving autocast empties its cache, which takes
-    longer than launching a few kernels.
-    """
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+@contextmanager
+def no_autocast(device_type: str) -> Iterator[None]:
+    """Compute without autocast, and without graph."""
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield

@@ -5,8 +5,8 @@ sketch writes its columns to a table, and input and gradient are let go.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,11 +94,11 @@ class LayerWatcher:
                 )
         self._handles += hook_attention(layers, self._after_forward, self._watch)
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Compute without graph and autocast."""
-        with torch.no_grad(), no_autocast(self._device_type):
-            yield
+    def quiet(self) -> AbstractContextManager[Any]:
+        """Return a context without graph and autocast."""
+        # Leaving autocast empties its cache, which takes longer than launching a few kernels.
+        inside = torch.is_autocast_enabled(self._device_type)
+        return no_autocast(self._device_type) if inside else torch.no_grad()
 
     def _after_forward(
         self,
@@ -318,8 +318,8 @@ class LayerWatcher:
         call = ModuleCall("", module, args, kwargs, ForwardContext.save(module), (), ())
         with self.quiet():
             self._dims.probe(call, examples, self._unknown, self._run_for_shapes)
-        for layer in self._layers:  # whose dimensions may be others now
-            layer.known = None
+        for layer in self._layers:
+            layer.known = None  # its dimensions may be others now
         self._unknown = {}
 
     def _run_for_shapes(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:

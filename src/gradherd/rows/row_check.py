@@ -72,6 +72,7 @@ class RowCheck:
         """Whether the rows of the current batch are to be checked."""
         self.tasks: list[set[int]] = [set() for _ in parameters]
         """For each parameter, the backwards (autograd's graph tasks) that reached it."""
+        self._noted: list[set[int]] = []  # those of `tasks` that are not empty
         self.reached = False
         """Whether a backward has reached any parameter since the last `clear`."""
         self.all_tasks: set[int] = set()
@@ -110,6 +111,8 @@ class RowCheck:
         def hook(grad: Tensor) -> None:
             self.reached = True
             task = torch._C._current_graph_task_id()
+            if not tasks:
+                self._noted.append(tasks)
             tasks.add(task)
             self.all_tasks.add(task)
             if self.due:
@@ -258,8 +261,9 @@ class RowCheck:
         if self.reached:
             self.reached = False
             self.all_tasks.clear()
-            for tasks in self.tasks:
+            for tasks in self._noted:
                 tasks.clear()
+            self._noted.clear()
         if self.due:
             self._references = [None] * len(self._references)
             self.sums.clear()

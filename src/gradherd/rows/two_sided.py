@@ -189,10 +189,12 @@ class TwoSidedCapture:
             raise
 
     def _refuse_mismatch(self, examples: int) -> None:
-        if others := self._watcher.sizes - {examples}:
+        sizes = self._watcher.sizes
+        if len(sizes) > 1 or (sizes and examples not in sizes):
             self.clear()
+            other = min(sizes - {examples})
             raise RuntimeError(
-                f"the model was given {min(others)} examples, but the batch has {examples}: one "
+                f"the model was given {other} examples, but the batch has {examples}: one "
                 "batch of the loader is one forward"
             )
 
@@ -207,14 +209,16 @@ class TwoSidedCapture:
             if self._failures is None and (mask := self.check_bitmask(examples)) is not None:
                 self.leave_out(mask)
             # Not in step with other ranks, which follow with the next check.
-            self._check.leave_out(self._watcher.unbatched)
+            if self._watcher.unbatched:
+                self._check.leave_out(self._watcher.unbatched)
             sketches = []
-            parts = list(self._left_out_parts()) if self._check.left_out else []
+            left_out = self._check.left_out
+            parts = list(self._left_out_parts()) if left_out else ()
             with self._watcher.quiet():
                 for task in sorted(self._check.all_tasks & self._watcher.tables.keys()):
                     table = self._watcher.tables[task]
-                    for index in list(table.finals):
-                        if self.spec.names[index] in self._check.left_out:
+                    for index in list(table.finals) if left_out else ():
+                        if self.spec.names[index] in left_out:
                             del table.finals[index]
                     # Tables of several backwards add up, as their gradients do in p.grad.
                     sketches.append(table.sketch(self._size, settings.seed, parts))
@@ -233,7 +237,8 @@ class TwoSidedCapture:
             self.clear()
         if not sketches:
             return self._like.new_zeros(examples, self._size)
-        return sum(sketches[1:], start=sketches[0]).mul_(scale)
+        rows = sketches[0] if len(sketches) == 1 else sum(sketches[1:], start=sketches[0])
+        return rows.mul_(scale)
 
     def matrix(self) -> Tensor:
         """Return (D, k), which takes a gradient to its row; the model must have taken a batch.
