@@ -28,6 +28,8 @@ WINDOW_BLOCK, NORM_BLOCK = 1024, 2048
 """Elements of a program of windows, and of one of norms over rows of positions."""
 NORM_LAST_BLOCK = (16, 256)
 """Positions and channels of a program of norms whose channels lie side by side."""
+NORM_POSITIONS, NORM_STAGES = 1024, 2
+_SHARED_BYTES = 96 << 10  # of a multiprocessor; the smallest ones of today have so many
 _MOST_COLUMNS = 128  # of a program, whose sums are in registers
 OPTIONS: dict[str, dict[str, int]] = {}
 """Options of Triton by kernel, such as `num_warps`; its own defaults where there are none."""
@@ -124,6 +126,11 @@ def make_plan(
     return builder.build(addresses)
 
 
+def _step(is_aligned: bool, *sizes: int) -> int:
+    """Return how many elements, at most 8, divide all strides and lengths that a kernel reads."""
+    return math.gcd(8, *sizes) if is_aligned else 1
+
+
 _Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 
@@ -173,12 +180,17 @@ class _PlanBuilder:
         )  # fmt: skip
         last = layer.grad_strides[2] == 1
         outer = layer.grad_strides[:2] if last else layer.grad_strides[::2]
+        inner = (layer.outputs, layer.width) if last else (layer.positions,)
         # Smaller tiles where there are few of them, so that all multiprocessors have work.
         most, block = COMBINE_BLOCK[last]
         columns = min(_MOST_COLUMNS, layer.size)
-        most = min(most, 64) if columns > 16 else most  # shared memory holds three such blocks
+        folds = -(-layer.outputs // layer.width)
         parts = layer.examples * -(-layer.columns // columns)
         block = block if parts * (-(-layer.width // block)) >= 256 else block // 2
+        # Two blocks are on their way while a third is multiplied.
+        row = (columns + block * (folds if folds <= 4 else 1)) * layer.grad_dtype.itemsize
+        while most > 16 and 2 * most * row > _SHARED_BYTES:
+            most //= 2
         self._tile(
             "combine_kernel",
             at,
@@ -186,11 +198,11 @@ class _PlanBuilder:
             G=types[layer.grad_dtype],
             THIN=thin,
             LAST=last,
-            ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
+            STEP=_step(layer.is_aligned, *outer, *inner),
             DENSE=layer.thin_strides is None,
-            FOLDS=-(-layer.outputs // layer.width),
+            FOLDS=folds,
             Q=columns,
-            BT=32 if layer.positions <= 32 else most,
+            BT=min(32, most) if layer.positions <= 32 else most,
             BO=block,
         )
 
@@ -228,7 +240,7 @@ class _PlanBuilder:
             X=types[layer.input_dtype],
             THIN=thin,
             LAST=last,
-            ALIGNED=layer.is_aligned and all(step % 8 == 0 for step in outer),
+            STEP=_step(layer.is_aligned, *outer, len(layer.side) if last else positions),
             Q=own,
             BT=block,
             BC=channels,
@@ -262,32 +274,30 @@ class _PlanBuilder:
         if layer.is_last:
             rows, block = NORM_LAST_BLOCK
             steps = (*layer.input_strides, *layer.grad_strides)
-            aligned = layer.is_aligned and all(step % 8 == 0 for step in steps)
             self._tile(
                 "norm_last_kernel",
                 at,
                 layer.examples * -(-layer.channels // block),
                 **kinds,
-                ALIGNED=aligned,
+                STEP=_step(layer.is_aligned, layer.channels, *steps),
                 PER_CHANNEL=layer.per_channel,
                 ROWS=rows,
                 BLOCK=block,
+                STAGES=NORM_STAGES,
             )
             return
         # Triton's blocks are powers of two.
-        block = min(1024, 1 << max(0, layer.positions - 1).bit_length())
+        block = min(NORM_POSITIONS, 1 << max(0, layer.positions - 1).bit_length())
         rows = max(1, NORM_BLOCK // block)
-        # How many elements lie side by side in each row, at most 16 bytes of them.
-        step = math.gcd(8, layer.positions) if layer.is_aligned else 1
         self._tile(
             "norm_first_kernel",
             at,
             -(-layer.examples * layer.channels // rows),
             **kinds,
-            ALIGNED=step > 1,
-            STEP=step,
+            STEP=_step(layer.is_aligned, layer.positions),
             ROWS=rows,
             BLOCK=block,
+            STAGES=NORM_STAGES,
         )
 
     def build(self, addresses: int) -> LaunchPlan:

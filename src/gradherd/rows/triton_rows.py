@@ -94,33 +94,35 @@ def sketch_columns(
 
 
 @triton.jit
-def _address(pointers, layer, which: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+def _address(pointers, layer, which: tl.constexpr, KIND: tl.constexpr, IS_ALIGNED: tl.constexpr):
     address = tl.load(pointers + layer * 5 + which).to(tl.pointer_type(KIND))
-    # A promise to the compiler, without which it loads element by element.
-    return tl.multiple_of(address, 16) if ALIGNED else address
+    return tl.multiple_of(address, 16) if IS_ALIGNED else address
 
 
+# STEP is a promise to the compiler: addresses are multiples of 16 bytes, and strides and lengths of
+# the inner dimension multiples of STEP elements. It loads so many at a time. The length counts as
+# well as the stride: a mask that could end anywhere makes it load element by element.
 @triton.jit
-def _stride(field, ALIGNED: tl.constexpr):
-    stride = tl.load(field)
-    return tl.multiple_of(stride, 8) if ALIGNED else stride
+def _multiple(field, STEP: tl.constexpr):
+    return tl.multiple_of(tl.load(field), STEP)
 
 
 @triton.jit
 def project_kernel(
     pointers, fields, tiles,
-    X: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
+    X: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
     Q: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Project the channels of some positions of one example to Q columns."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    x = _address(pointers, layer, 0, X, ALIGNED)
+    x = _address(pointers, layer, 0, X, STEP > 1)
     thin = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(THIN))
     side = tl.multiple_of(tl.load(field).to(tl.pointer_type(THIN)), 16)
-    channels, positions, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 6)
-    columns = tl.multiple_of(tl.load(field + 16), 16)
+    channels = _multiple(field + 1, STEP if LAST else 1)
+    positions = _multiple(field + 2, 1 if LAST else STEP)
+    free, columns = tl.load(field + 6), _multiple(field + 16, 16)
     # All columns of a block one after the other: the input is still in the cache.
     parts, blocks = columns // Q, (positions + BT - 1) // BT
     q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
@@ -128,17 +130,19 @@ def project_kernel(
     example = block // blocks
     t = ((block % blocks) * BT).to(tl.int32) + tl.arange(0, BT)
     inside = t < positions
-    x += example * _stride(field + 3, ALIGNED)
+    x += example * _multiple(field + 3, STEP)
+    # Read before the loop: in it, every load of the input would wait for this one.
+    stride = _multiple(field + (4 if LAST else 5), STEP)
     total = tl.zeros((BT, Q), tl.float32)
     for begin in range(0, channels, BC):
         c = begin + tl.arange(0, BC)
         known = c < channels
         # The inner stride is 1, which wide loads need to know.
         if LAST:
-            at = t.to(tl.int64)[:, None] * _stride(field + 4, ALIGNED) + c[None, :]
+            at = t.to(tl.int64)[:, None] * stride + c[None, :]
             block_x = tl.load(x + at, mask=inside[:, None] & known[None, :], other=0.0)
         else:
-            at = c.to(tl.int64)[:, None] * _stride(field + 5, ALIGNED) + t[None, :]
+            at = c.to(tl.int64)[:, None] * stride + t[None, :]
             block_x = tl.trans(tl.load(x + at, mask=known[:, None] & inside[None, :], other=0.0))
         matrix = tl.load(side + c[:, None] * columns + q[None, :], mask=known[:, None], other=0.0)
         total = tl.dot(block_x.to(THIN), matrix, total, input_precision="tf32")
@@ -184,35 +188,42 @@ def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, Q: tl.constexpr, 
 
 
 @triton.jit
-def _grads_of(grads, field, t, o, mask_t, mask_o, LAST: tl.constexpr, ALIGNED: tl.constexpr):
+def _grads_of(grads, stride, t, o, inside, outputs, LAST: tl.constexpr):
     """Load the gradients (T, O) of some positions and outputs."""
+    known = o < outputs
     if LAST:
-        at = t.to(tl.int64)[:, None] * _stride(field + 12, ALIGNED) + o[None, :]
-        block = tl.load(grads + at, mask=mask_t[:, None] & mask_o[None, :], other=0.0)
+        at = t.to(tl.int64)[:, None] * stride + o[None, :]
+        block = tl.load(grads + at, mask=inside[:, None] & known[None, :], other=0.0)
     else:
-        at = o.to(tl.int64)[:, None] * _stride(field + 13, ALIGNED) + t[None, :]
-        block = tl.trans(tl.load(grads + at, mask=mask_o[:, None] & mask_t[None, :], other=0.0))
+        at = o.to(tl.int64)[:, None] * stride + t[None, :]
+        block = tl.trans(tl.load(grads + at, mask=known[:, None] & inside[None, :], other=0.0))
     return block
+
+
+@triton.jit
+def _signed_grads(grads, signs, stride, t, o, inside, outputs, LAST: tl.constexpr):
+    sign = tl.load(signs + o, mask=o < outputs, other=0.0)
+    return _grads_of(grads, stride, t, o, inside, outputs, LAST).to(tl.float32) * sign[None, :]
 
 
 @triton.jit
 def combine_kernel(
     pointers, fields, tiles,
-    G: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr,
+    G: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
     DENSE: tl.constexpr, FOLDS: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Multiply one example's projected input with some outputs' gradients, over all positions."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    grads = _address(pointers, layer, 1, G, ALIGNED)
+    grads = _address(pointers, layer, 1, G, STEP > 1)
     thin = _address(pointers, layer, 3, THIN, DENSE)
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
-    positions, outputs, count = tl.load(field + 8), tl.load(field + 9), tl.load(field + 10)
-    thin_b, thin_t, thin_q = tl.load(field + 15), tl.load(field + 16), tl.load(field + 17)
-    add, width = tl.load(field + 14), tl.load(field + 7)
-    if FOLDS > 1:  # then widths are multiples of 64
-        width = tl.multiple_of(width, 16)
+    positions = _multiple(field + 8, 1 if LAST else STEP)
+    width = _multiple(field + 7, STEP if LAST else 1)
+    outputs, count = _multiple(field + 9, STEP if LAST else 1), tl.load(field + 10)
+    thin_b, thin_t = _multiple(field + 15, 16 if DENSE else 1), _multiple(field + 16, 16 if DENSE else 1)
+    add, stride = tl.load(field + 14), _multiple(field + (12 if LAST else 13), STEP)
     signs = tl.load(field + 19).to(tl.pointer_type(tl.float32))
     # All columns of some outputs one after the other: the gradients are still in the cache.
     parts, blocks = (count + Q - 1) // Q, (width + BO - 1) // BO
@@ -221,28 +232,30 @@ def combine_kernel(
     example = block // blocks
     o = ((block % blocks) * BO).to(tl.int32) + tl.arange(0, BO)
     known = o < width
-    grads += example * _stride(field + 11, ALIGNED)
+    grads += example * _multiple(field + 11, STEP)
     thin += example * thin_b
     total = tl.zeros((Q, BO), tl.float32)
     for begin in range(0, positions, BT):
         t = begin + tl.arange(0, BT)
         inside = t < positions
         if DENSE:  # columns lie side by side, and those that do not count are zero
-            at = t.to(tl.int64)[:, None] * tl.multiple_of(thin_t, 16) + q[None, :]
+            at = t.to(tl.int64)[:, None] * thin_t + q[None, :]
             left = tl.trans(tl.load(thin + at, mask=inside[:, None], other=0.0))
         else:
-            at = t.to(tl.int64)[None, :] * thin_t + q[:, None] * thin_q
+            at = t.to(tl.int64)[None, :] * thin_t + q[:, None] * tl.load(field + 17)
             left = tl.load(thin + at, mask=(q < count)[:, None] & inside[None, :], other=0.0)
         if FOLDS == 1:
-            right = _grads_of(grads, field, t, o, inside, known, LAST, ALIGNED).to(THIN)
+            right = _grads_of(grads, stride, t, o, inside, outputs, LAST).to(THIN)
         else:
             folded = tl.zeros((BT, BO), tl.float32)
-            for turn in range(0, FOLDS):
-                which = turn * width.to(tl.int32) + o
-                there = known & (which < outputs)
-                sign = tl.load(signs + which, mask=there, other=0.0)
-                part = _grads_of(grads, field, t, which, inside, there, LAST, ALIGNED)
-                folded += part.to(tl.float32) * sign[None, :]
+            if FOLDS <= 4:  # all of them are under way at the same time
+                for turn in tl.static_range(FOLDS):
+                    at = turn * width + o
+                    folded += _signed_grads(grads, signs, stride, t, at, inside, outputs, LAST)
+            else:  # a vocabulary
+                for turn in range(0, FOLDS):
+                    at = turn * width + o
+                    folded += _signed_grads(grads, signs, stride, t, at, inside, outputs, LAST)
             right = folded.to(THIN)
         total = tl.dot(left, right, total, input_precision="tf32")
     at = example * tl.load(field + 18) + q[:, None] * width + o[None, :]
@@ -255,26 +268,25 @@ def combine_kernel(
 @triton.jit
 def norm_first_kernel(
     pointers, fields, tiles,
-    X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, ALIGNED: tl.constexpr,
-    STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum over the positions of some (example, channel) rows of T elements: BatchNorm."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    inputs = _address(pointers, layer, 0, X, ALIGNED)
-    grads = _address(pointers, layer, 1, G, ALIGNED)
+    inputs = _address(pointers, layer, 0, X, STEP > 1)
+    grads = _address(pointers, layer, 1, G, STEP > 1)
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
     rows, channels = tl.load(field), tl.load(field + 1)
-    # A promise as well: rows of 14 x 14 positions start at multiples of 4 elements.
-    positions = tl.multiple_of(tl.load(field + 2), STEP)
+    positions = _multiple(field + 2, STEP)
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     product = tl.zeros((ROWS, BLOCK), tl.float32)
-    for begin in range(0, positions, BLOCK):
+    for begin in tl.range(0, positions, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         mask = valid[:, None] & (at < positions)[None, :]
         offset = row[:, None] * positions + at[None, :]
@@ -299,45 +311,44 @@ def norm_first_kernel(
 @triton.jit
 def norm_last_kernel(
     pointers, fields, tiles,
-    X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, ALIGNED: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, STATS: tl.constexpr, STEP: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum over the positions of some channels of one example, which lie side by side."""
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    inputs = _address(pointers, layer, 0, X, ALIGNED)
-    grads = _address(pointers, layer, 1, G, ALIGNED)
+    inputs = _address(pointers, layer, 0, X, STEP > 1)
+    grads = _address(pointers, layer, 1, G, STEP > 1)
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
-    channels, positions = tl.load(field + 1), tl.load(field + 2)
+    channels, positions = _multiple(field + 1, STEP), tl.load(field + 2)
     blocks = (channels + BLOCK - 1) // BLOCK
     example = (block // blocks).to(tl.int64)
     channel = ((block % blocks) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
     inside = channel < channels
-    inputs += example * _stride(field + 3, ALIGNED)
-    grads += example * _stride(field + 5, ALIGNED)
-    total = tl.zeros((BLOCK,), tl.float32)
-    product = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, positions, ROWS):
+    inputs += example * _multiple(field + 3, STEP)
+    grads += example * _multiple(field + 5, STEP)
+    stride_x, stride_g = _multiple(field + 4, STEP), _multiple(field + 6, STEP)
+    totals = tl.zeros((ROWS, BLOCK), tl.float32)
+    products = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in tl.range(0, positions, ROWS, num_stages=STAGES):
         at = begin + tl.arange(0, ROWS)
         mask = (at < positions)[:, None] & inside[None, :]
         t = at.to(tl.int64)[:, None]
-        x = tl.load(
-            inputs + t * _stride(field + 4, ALIGNED) + channel[None, :], mask=mask, other=0.0
-        ).to(tl.float32)
-        g = tl.load(
-            grads + t * _stride(field + 6, ALIGNED) + channel[None, :], mask=mask, other=0.0
-        ).to(tl.float32)
+        x = tl.load(inputs + t * stride_x + channel[None, :], mask=mask, other=0.0)
+        g = tl.load(grads + t * stride_g + channel[None, :], mask=mask, other=0.0)
+        x, g = x.to(tl.float32), g.to(tl.float32)
         if not PER_CHANNEL:
             place = example * positions + at
             m = tl.load(mean + place, mask=at < positions, other=0.0).to(tl.float32)
             r = tl.load(rstd + place, mask=at < positions, other=0.0).to(tl.float32)
             # A mean for each position cannot be taken out of the sum over positions.
             x = (x - m[:, None]) * r[:, None]
-        total += tl.sum(g, 0)
-        product += tl.sum(g * x, 0)
+        totals += g
+        products += g * x
+    total, product = tl.sum(totals, 0), tl.sum(products, 0)
     if PER_CHANNEL:
         m = tl.load(mean + channel, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(rstd + channel, mask=inside, other=0.0).to(tl.float32)
