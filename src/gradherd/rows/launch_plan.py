@@ -28,7 +28,8 @@ WINDOW_BLOCK, NORM_BLOCK = 1024, 2048
 """Elements of a program of windows, and of one of norms over rows of positions."""
 NORM_LAST_BLOCK = (16, 256)
 """Positions and channels of a program of norms whose channels lie side by side."""
-NORM_POSITIONS, NORM_STAGES = 1024, 2
+NORM_STAGES = {True: 3, False: 2}
+"""Blocks of a norm on their way at a time, by whether channels lie side by side."""
 _SHARED_BYTES = 96 << 10  # of a multiprocessor; the smallest ones of today have so many
 _MOST_COLUMNS = 128  # of a program, whose sums are in registers
 OPTIONS: dict[str, dict[str, int]] = {}
@@ -283,11 +284,11 @@ class _PlanBuilder:
                 PER_CHANNEL=layer.per_channel,
                 ROWS=rows,
                 BLOCK=block,
-                STAGES=NORM_STAGES,
+                STAGES=NORM_STAGES[True],
             )
             return
         # Triton's blocks are powers of two.
-        block = min(NORM_POSITIONS, 1 << max(0, layer.positions - 1).bit_length())
+        block = min(1024, 1 << max(0, layer.positions - 1).bit_length())
         rows = max(1, NORM_BLOCK // block)
         self._tile(
             "norm_first_kernel",
@@ -297,7 +298,7 @@ class _PlanBuilder:
             STEP=_step(layer.is_aligned, layer.positions),
             ROWS=rows,
             BLOCK=block,
-            STAGES=NORM_STAGES,
+            STAGES=NORM_STAGES[False],
         )
 
     def build(self, addresses: int) -> LaunchPlan:

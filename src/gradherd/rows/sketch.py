@@ -127,10 +127,10 @@ def sketch_columns(columns: Tensor, k: int, seed: int, name: str) -> Tensor:
     """Return the `count_sketch` of columns (B, N); in one launch on a GPU."""
     if not columns.is_cuda or columns.dtype != torch.float32 or columns.stride(1) != 1:
         return count_sketch(columns, k, seed, name=name)
-    from gradherd.rows import triton_rows
+    from gradherd.rows import triton_sketch
 
     count = -(-columns.shape[1] // k)
-    return triton_rows.sketch_columns(
+    return triton_sketch.sketch_columns(
         columns, k, *_block_hashes(seed, name, count, k, columns.device)
     )
 

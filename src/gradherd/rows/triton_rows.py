@@ -7,19 +7,14 @@ and tiles stay the same from step to step; addresses are copied anew for each la
 
 The columns of a layer take two or three kernels: the input is projected to a few columns, a
 convolution adds up its window, and the result is multiplied with the output gradient, whose outputs
-are folded as they are read. Both are read once, or once for every 128 columns. One more launch
-sketches the columns of all layers at the end of the batch.
+are folded as they are read. Both are read once, or once for every 128 columns.
 
-Letters: B examples, C channels or inputs, O outputs, T positions, Q columns of a program, N columns
-of the table, K elements of a row.
+Letters: B examples, C channels or inputs, O outputs, T positions, Q columns of a program.
 """
-
-from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 POINTERS = 5
 """Addresses of a layer: input, output gradient, projected input before and after the window (or
@@ -36,61 +31,6 @@ FIELDS = 20
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
-_SKETCH_BLOCK = 512
-_MOST_COMPILED = 256
-_compiled_sketches: dict[tuple[object, ...], Callable[..., None]] = {}
-
-
-@triton.jit
-def _sketch_kernel(
-    columns, shifts, block_signs, signs, sketch, N, K, blocks, row, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write a range of the count sketch of one example's columns."""
-    example = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < K
-    total = tl.zeros((BLOCK,), tl.float32)
-    # Block by block in the same order: equal bits in every run.
-    for block in range(blocks):
-        shift = tl.load(shifts + block).to(tl.int32)
-        source = at - shift
-        source = tl.where(source < 0, source + K, source)
-        index = block * K + source
-        value = tl.load(columns + example * row + index, mask=inside & (index < N), other=0.0)
-        sign = tl.load(signs + source, mask=inside, other=0.0) * tl.load(block_signs + block)
-        total += value.to(tl.float32) * sign
-    tl.store(sketch + example * K + at, total, mask=inside)
-
-
-def sketch_columns(
-    columns: Tensor, size: int, shifts: Tensor, block_signs: Tensor, signs: Tensor
-) -> Tensor:
-    """Return the count sketch of columns (B, N): (B, K).
-
-    Args:
-        columns: Any floating dtype; elements of an example lie side by side.
-        size: K.
-        shifts: (N / K, rounded up) rotation of each block of K columns.
-        block_signs: Sign of each block.
-        signs: (K,) sign of each column within a block.
-    """
-    examples, width = columns.shape
-    sketch = torch.empty(examples, size, device=columns.device)
-    grid = (examples, triton.cdiv(size, _SKETCH_BLOCK), 1)
-    numbers = (width, size, len(shifts), columns.stride(0))
-    args = (columns, shifts, block_signs, signs, sketch, *numbers, _SKETCH_BLOCK)
-    # Triton compiles for numbers and addresses that are multiples of 16. What it has compiled for
-    # the same ones is launched without being looked for, which takes longer than launching.
-    key = (*numbers, examples, columns.device, *(one.data_ptr() % 16 for one in args[:5]))
-    if (compiled := _compiled_sketches.get(key)) is not None:
-        compiled(*args)
-        return sketch
-    done = _sketch_kernel[grid](*args)
-    if hasattr(done, "function"):  # Triton's interpreter has none
-        if len(_compiled_sketches) >= _MOST_COMPILED:
-            _compiled_sketches.clear()
-        _compiled_sketches[key] = done[grid]
-    return sketch
 
 
 @triton.jit
@@ -224,6 +164,7 @@ def combine_kernel(
     outputs, count = _multiple(field + 9, STEP if LAST else 1), tl.load(field + 10)
     thin_b, thin_t = _multiple(field + 15, 16 if DENSE else 1), _multiple(field + 16, 16 if DENSE else 1)
     add, stride = tl.load(field + 14), _multiple(field + (12 if LAST else 13), STEP)
+    row = tl.load(field + 18)
     signs = tl.load(field + 19).to(tl.pointer_type(tl.float32))
     # All columns of some outputs one after the other: the gradients are still in the cache.
     parts, blocks = (count + Q - 1) // Q, (width + BO - 1) // BO
@@ -250,15 +191,15 @@ def combine_kernel(
             folded = tl.zeros((BT, BO), tl.float32)
             if FOLDS <= 4:  # all of them are under way at the same time
                 for turn in tl.static_range(FOLDS):
-                    at = turn * width + o
-                    folded += _signed_grads(grads, signs, stride, t, at, inside, outputs, LAST)
+                    ours = turn * width + o
+                    folded += _signed_grads(grads, signs, stride, t, ours, inside, outputs, LAST)
             else:  # a vocabulary
                 for turn in range(0, FOLDS):
-                    at = turn * width + o
-                    folded += _signed_grads(grads, signs, stride, t, at, inside, outputs, LAST)
+                    ours = turn * width + o
+                    folded += _signed_grads(grads, signs, stride, t, ours, inside, outputs, LAST)
             right = folded.to(THIN)
         total = tl.dot(left, right, total, input_precision="tf32")
-    at = example * tl.load(field + 18) + q[:, None] * width + o[None, :]
+    at = example * row + q[:, None] * width + o[None, :]
     mask = (q < count)[:, None] & known[None, :]
     if add:
         total += tl.load(out + at, mask=mask, other=0.0)
@@ -284,6 +225,11 @@ def norm_first_kernel(
     positions = _multiple(field + 2, STEP)
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
+    channel = row % channels
+    # All that is needed later is loaded now, while the rows are on their way.
+    m = tl.load(mean + channel, mask=valid, other=0.0).to(tl.float32)
+    r = tl.load(rstd + channel, mask=valid, other=0.0).to(tl.float32)
+    where, add = row // channels * tl.load(field + 9) + channel, tl.load(field + 8)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     product = tl.zeros((ROWS, BLOCK), tl.float32)
     for begin in tl.range(0, positions, BLOCK, num_stages=STAGES):
@@ -295,13 +241,9 @@ def norm_first_kernel(
         total += g
         product += g * x
     bias = tl.sum(total, 1)
-    channel = row % channels
-    m = tl.load(mean + channel, mask=valid, other=0.0).to(tl.float32)
-    r = tl.load(rstd + channel, mask=valid, other=0.0).to(tl.float32)
-    where = row // channels * tl.load(field + 9) + channel
     # sum(g * (x - m) * r), with the mean and deviation of the channel taken out of the sum.
     scale = (tl.sum(product, 1) - m * bias) * r
-    if tl.load(field + 8):
+    if add:
         scale += tl.load(out + where, mask=valid, other=0.0)
         bias += tl.load(out + where + channels, mask=valid, other=0.0)
     tl.store(out + where, scale, mask=valid)
@@ -331,6 +273,7 @@ def norm_last_kernel(
     inputs += example * _multiple(field + 3, STEP)
     grads += example * _multiple(field + 5, STEP)
     stride_x, stride_g = _multiple(field + 4, STEP), _multiple(field + 6, STEP)
+    where, add = out + example * tl.load(field + 9) + channel, tl.load(field + 8)
     totals = tl.zeros((ROWS, BLOCK), tl.float32)
     products = tl.zeros((ROWS, BLOCK), tl.float32)
     for begin in tl.range(0, positions, ROWS, num_stages=STAGES):
@@ -353,8 +296,7 @@ def norm_last_kernel(
         m = tl.load(mean + channel, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(rstd + channel, mask=inside, other=0.0).to(tl.float32)
         product = (product - m * total) * r
-    where = out + example * tl.load(field + 9) + channel
-    if tl.load(field + 8):
+    if add:
         product += tl.load(where, mask=inside, other=0.0)
         total += tl.load(where + channels, mask=inside, other=0.0)
     tl.store(where, product, mask=inside)
