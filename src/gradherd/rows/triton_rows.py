@@ -162,7 +162,10 @@ def combine_kernel(
     positions = _multiple(field + 8, 1 if LAST else STEP)
     width = _multiple(field + 7, STEP if LAST else 1)
     outputs, count = _multiple(field + 9, STEP if LAST else 1), tl.load(field + 10)
-    thin_b, thin_t = _multiple(field + 15, 16 if DENSE else 1), _multiple(field + 16, 16 if DENSE else 1)
+    thin_b, thin_t = (
+        _multiple(field + 15, 16 if DENSE else 1),
+        _multiple(field + 16, 16 if DENSE else 1),
+    )
     add, stride = tl.load(field + 14), _multiple(field + (12 if LAST else 13), STEP)
     row = tl.load(field + 18)
     signs = tl.load(field + 19).to(tl.pointer_type(tl.float32))
