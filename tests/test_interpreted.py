@@ -14,6 +14,7 @@ MODULES = [
     "tests/ordering/test_triton_gram.py",
     "tests/ordering/test_device_signs.py",
     "tests/rows/test_launch_group.py",
+    "tests/rows/test_triton_gradient.py",
 ]
 
 

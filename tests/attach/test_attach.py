@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradherd import BatchRows, ExactRows, LocalSteps, OrderedSampler, SketchRows, World, attach
 from gradherd.comm import run_ranks
 from gradherd.replay.recorded import replay_order
+from gradherd.rows.settings import choose_rows
 from tests.attach import attach_work
 from tests.attach.attach_work import (
     Loop,
@@ -402,6 +403,18 @@ def test_choice_is_logged(caplog):
     assert "SketchRows" in sketch and "30,100 parameters are many" in sketch
 
 
+def test_whole_batches_are_sketched_on_one_gpu():
+    settings = {"needs_rows": True, "whole_batches": True, "free": True}
+    for size, on_gpu, workers, wanted in (
+        (25_000_000, True, 1, SketchRows(size=65536)),
+        (25_000_000, False, 1, BatchRows()),  # a sketch takes longer on a CPU
+        (65_536, True, 1, BatchRows()),  # no longer than a sketch
+        (25_000_000, True, 8, BatchRows()),  # slices come with the mean
+    ):
+        chosen, why = choose_rows(size=size, on_gpu=on_gpu, workers=workers, **settings)
+        assert chosen == wanted and "whole batches" in why and f"{size:,}" in why
+
+
 def test_ranks_with_other_orders_are_named():
     for said in run_ranks(attach_work.other_orders, 3):
         assert "ranks [2] hold another order of epoch 0 than the other 2" in said
@@ -569,7 +582,9 @@ def test_rows_of_another_kind_within_an_epoch_are_refused(rows):
     next(batches)
     one_step(net, dataset)
     herd.detach()
-    with pytest.raises(ValueError, match=r"elements, expected .* rows of another kind"):
+    with pytest.raises(
+        ValueError, match=r"elements, expected .* rows of another kind .*rows='batch'"
+    ):
         attach(net, order=sampler, rows=rows[1])
     herd = attach(net, order=sampler, rows=rows[0])
     next(batches)

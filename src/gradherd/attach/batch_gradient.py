@@ -4,16 +4,20 @@ Shapes: D parameters, k columns of a row.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.attach.fsdp_torch import fsdp_modules, sharded_groups
 from gradherd.rows.flat import FlatSpec
+from gradherd.rows.launch_group import has_kernels
 from gradherd.rows.row_check import Registrar
 from gradherd.rows.settings import SketchRows
-from gradherd.rows.sketch import count_sketch
+from gradherd.rows.sketch import count_sketch, sketch_vector
+
+if TYPE_CHECKING:
+    from gradherd.rows.triton_gradient import GradientSketcher
 
 
 def gradient_registrar(model: nn.Module) -> Registrar:
@@ -89,24 +93,39 @@ class ParameterHooks:
             handle.remove()
 
 
+def _sketcher_for(
+    parameters: list[nn.Parameter], sketch: SketchRows | None
+) -> "GradientSketcher | None":
+    """Return what sketches p.grad in place; None where there is no kernel for it, or no sketch."""
+    if sketch is None or not has_kernels(parameters[0].device):
+        return None
+    # Imported here: Triton is optional, and absent where there is no GPU.
+    from gradherd.rows import triton_gradient
+
+    if not triton_gradient.can_sketch(parameters):
+        return None
+    return triton_gradient.GradientSketcher(parameters, sketch.size, sketch.seed)
+
+
 class BatchGradientSource:
     """The gradient of a whole batch, or a count sketch of it."""
 
     def __init__(self, model: nn.Module, sketch: SketchRows | None) -> None:
         self._spec = FlatSpec.of(model)
         self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
+        self._lengths = dict(zip(self._spec.names, self._spec.numels, strict=True))
         self._sketch = sketch
         self._row: Tensor | None = None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         # On a GPU the launches for each parameter would cost more than the rest of the step.
         # Optimizers that step inside the backward leave nothing to read at its end.
         self._at_end = (
-            sketch is None
-            and self._parameters[0].device.type in AT_END_DEVICES
+            self._parameters[0].device.type in AT_END_DEVICES
             and not fsdp_modules(model)
             and not any(p._post_accumulate_grad_hooks for p in self._parameters)
         )
         self._before: Tensor | None = None
+        self._sketcher = _sketcher_for(self._parameters, sketch) if self._at_end else None
         self._hooks = ParameterHooks(
             model, self._arrived, None if not self._at_end else self._begin
         )
@@ -131,22 +150,26 @@ class BatchGradientSource:
         self._row = row if self._before is None else row - self._before
 
     def _all_grads(self) -> Tensor:
-        """Return the accumulated gradients of all parameters, in one vector (D,)."""
+        """Return the accumulated gradients of all parameters as one row: (D,), or sketched (k,)."""
         with torch.no_grad():
             grads = [p.grad for p in self._parameters]
+            if self._sketcher is not None:
+                return self._sketcher.sketch(grads)
             parts = [
                 # The parameter itself stands in for a missing gradient, as it has the right length;
                 # its part is set to zero below.
                 p.detach() if grad is None else grad.to_dense() if grad.is_sparse else grad
                 for p, grad in zip(self._parameters, grads, strict=True)
             ]
-            # One call: reshaping each of them from Python takes longer than copying.
+            # One call: reshaping each of them from Python takes longer than copying. It copies in
+            # the logical order of elements, whatever the layout of a gradient is.
             row = torch._C._nn.flatten_dense_tensors(parts).float()
-            if all(grad is not None for grad in grads):
-                return row
-            for name, p in zip(self._spec.names, self._parameters, strict=True):
-                if p.grad is None:  # not used in this backward
-                    row[self._offsets[name] : self._offsets[name] + p.numel()] = 0
+            for name, grad in zip(self._spec.names, grads, strict=True):
+                if grad is None:  # not used in this backward
+                    begin = self._offsets[name]
+                    row[begin : begin + self._lengths[name]] = 0
+            if self._sketch is not None:
+                row = sketch_vector(row, self._sketch.size, self._sketch.seed)
             return row
 
     def _arrived(self, name: str, grad: Tensor) -> None:

@@ -166,7 +166,8 @@ def check_row_length(ordering: Mapping[str, Any], length: int) -> None:
         if isinstance(saved, Tensor) and saved.shape[-1] != length:
             raise ValueError(
                 f"ordering state has {name} of {saved.shape[-1]} elements, expected {length}: was "
-                "it saved with rows of another kind ('sketch', 'exact', 'batch') or another model?"
+                "it saved with rows of another kind (give attach() that one: rows='batch', "
+                "'exact', 'sketch' or 'two-sided') or another model?"
             )
 
 

@@ -42,7 +42,7 @@ class LaunchGroup:
         self._numbers = itertools.count()
         self._plans: dict[Hashable, LaunchPlan] = {}
         self._uses_graphs = device.type == "cuda"
-        self._current_stream = _stream_getter(device)
+        self._current_stream = stream_getter(device)
         self._scratch: dict[int, Tensor] = {}  # by stream
         self._scratch_at: dict[int, tuple[int, int]] = {}  # address and bytes
         self._layers: list[KernelLayer] = []
@@ -170,12 +170,17 @@ class LaunchGroup:
 
 def launch_group(like: Tensor) -> LaunchGroup | None:
     """Return a group for rows like these, or None where there are no kernels for them."""
-    if not _HAS_TRITON or like.device.type not in KERNEL_DEVICES or like.dtype != torch.float32:
+    if not has_kernels(like.device) or like.dtype != torch.float32:
         return None
     return LaunchGroup(like.device)
 
 
-def _stream_getter(device: torch.device) -> Callable[[], int]:
+def has_kernels(device: torch.device) -> bool:
+    """Say whether Triton's kernels run on a device."""
+    return _HAS_TRITON and device.type in KERNEL_DEVICES
+
+
+def stream_getter(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the address of the current stream."""
     if device.type != "cuda":
         return lambda: 0

@@ -131,12 +131,21 @@ def sketch_columns(columns: Tensor, k: int, seed: int, name: str) -> Tensor:
 
     count = -(-columns.shape[1] // k)
     return triton_sketch.sketch_columns(
-        columns, k, *_block_hashes(seed, name, count, k, columns.device)
+        columns, k, *block_hashes(seed, name, count, k, columns.device)
     )
 
 
+def sketch_vector(vector: Tensor, k: int, seed: int) -> Tensor:
+    """Return the `count_sketch` (k,) of one long vector, with short temporaries."""
+    total = vector.new_zeros(k)
+    step = max(1, _MAX_TEMPORARY // k) * k  # whole blocks
+    for lo in range(0, len(vector), step):
+        total += count_sketch(vector[lo : lo + step], k, seed, offset=lo)
+    return total
+
+
 @lru_cache(maxsize=1024)
-def _block_hashes(
+def block_hashes(
     seed: int, name: str, count: int, k: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return shifts and signs (count,) of blocks of k coordinates, and signs (k,) within them."""

@@ -82,7 +82,9 @@ MODELS = {
 """Models by name. resnet50 and vit-b16 need torchvision, gpt2-124m needs transformers."""
 
 
-CASES = tuple(ROW_SETTINGS)
+_WHOLE = {"batch": "auto", "batch-exact": "batch"}
+"""Cases that order whole batches, with the rows they attach: what users get, and exact rows."""
+CASES = (*ROW_SETTINGS, *(case for case in _WHOLE if case not in ROW_SETTINGS))
 """Rows that can be measured."""
 
 
@@ -139,9 +141,9 @@ class ModelTraining:
         if rows == "plain":  # Its loader shuffles, so that every case pays for a loader.
             self._indices = _endless(DataLoader(data, batch_size=self.batch, shuffle=True))
             return
-        unit = self.batch if rows == "batch" else 1
+        unit = self.batch if rows in _WHOLE else 1
         sampler = OrderedSampler(data, "grab", batch_size=self.batch, unit=unit)
-        self.herd = attach(self.model, order=sampler, rows=rows)
+        self.herd = attach(self.model, order=sampler, rows=_WHOLE.get(rows, rows))
         loader = DataLoader(data, batch_size=self.batch, sampler=sampler)
         self._indices = _endless(loader)
 

@@ -1,0 +1,235 @@
+"""The count sketch of a model's whole gradient on a GPU: every p.grad is read once, where it lies.
+
+The gradient of a batch is the flat vector of all parameters, cut into blocks of k coordinates. A
+piece is what one block and one parameter have in common. A program adds up some of the pieces for
+some of the buckets, so a second sum over the programs' shares completes the sketch. No two programs
+write to the same place: the bits are the same in every run.
+
+Letters: D parameters, k buckets, S shares of the pieces.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradherd.rows.launch_group import stream_getter
+from gradherd.rows.sketch import block_hashes
+from gradherd.rows.triton_rows import TYPES
+
+_BLOCK = 1024
+# Twice what an H200 runs at once at 64 ranges of buckets; fewer if pieces are few.
+_MOST_SHARES, _LEAST_PIECES = 32, 4
+_LONGEST = 1 << 31
+"""Elements of a parameter, whose positions are 32-bit integers in the kernel."""
+
+
+@triton.jit
+def _gradient_kernel(
+    gradients, pieces, signs, parts, begins, count, per_share, K,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up one share of the pieces for a range of buckets."""
+    share = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = share * per_share
+    # Piece by piece in the same order: equal bits in every run.
+    for piece in range(first, tl.minimum(first + per_share, count)):
+        field = pieces + piece * 6
+        gradient = gradients + tl.load(field).to(tl.int64) * 3
+        begin, place, length = tl.load(field + 1), tl.load(field + 2), tl.load(field + 3)
+        address = tl.load(gradient)
+        # A parameter that a backward has not used has no gradient and no address.
+        length = tl.where(address != 0, length, 0)
+        # As in `count_sketch`: a block is rotated as a whole, and has a sign.
+        source = at - tl.load(field + 4)
+        source = tl.where(source < 0, source + K, source)
+        element = source - place
+        inside = (at < K) & (element >= 0) & (element < length)
+        element += begin
+        channels, positions = tl.load(gradient + 1).to(tl.int32), tl.load(gradient + 2).to(tl.int32)
+        if positions > 1:  # channels last: from the logical position to the one in memory
+            rest = element % (channels * positions)
+            element += (rest % positions) * channels + rest // positions - rest
+        value = tl.load(address.to(tl.pointer_type(KIND)) + element, mask=inside, other=0.0)
+        sign = tl.load(signs + source, mask=inside, other=0) * tl.load(field + 5)
+        total += value.to(tl.float32) * sign.to(tl.float32)
+    tl.store(parts + (begins + share).to(tl.int64) * K + at, total, mask=at < K)
+
+
+class _Launch:
+    """The kernel for the pieces of one dtype."""
+
+    def __init__(self, kind: torch.dtype, pieces: Tensor, first: int, size: int) -> None:
+        """Cut the pieces into shares.
+
+        Args:
+            kind: Dtype of the gradients.
+            pieces: (n, 6) int32, what `_pieces` returns.
+            first: Row of the parts that the first share is written to.
+            size: k.
+        """
+        wanted = min(_MOST_SHARES, triton.cdiv(len(pieces), _LEAST_PIECES))
+        per_share = triton.cdiv(len(pieces), wanted)
+        self.end = first + triton.cdiv(len(pieces), per_share)
+        self._pieces = pieces
+        self._numbers = (first, len(pieces), per_share, size, TYPES[kind], _BLOCK)
+        self._grid = (self.end - first, triton.cdiv(size, _BLOCK), 1)
+        self._compiled: Any = None
+
+    def __call__(self, gradients: Tensor, signs: Tensor, parts: Tensor) -> None:
+        """Write rows `first` to `end` of the parts."""
+        args = (gradients, self._pieces, signs, parts, *self._numbers)
+        if self._compiled is not None:
+            self._compiled(*args)
+            return
+        done = _gradient_kernel[self._grid](*args)
+        # From now on without looking for the compiled kernel, which takes longer than launching.
+        if hasattr(done, "function"):  # Triton's interpreter has none
+            self._compiled = done[self._grid]
+
+
+class GradientSketcher:
+    """Sketches the gradients of some parameters as one vector, in the order of the parameters."""
+
+    def __init__(self, parameters: Sequence[Tensor], size: int, seed: int) -> None:
+        """Hash the blocks.
+
+        Args:
+            parameters: The parameters, all on one device.
+            size: k.
+            seed: Seed of the hash.
+        """
+        self._size, self._device = size, parameters[0].device
+        self._shapes = [p.shape for p in parameters]
+        counts = [p.numel() for p in parameters]
+        hashed = block_hashes(seed, "", -(-sum(counts) // size), size, self._device)
+        self._signs = hashed[2].to(torch.int8)  # read for every element, from the cache
+        self._pieces = _pieces(counts, size, *(one.cpu().numpy() for one in hashed[:2]))
+        # Of parameters without a gradient; the others' are looked up.
+        self._usual = [p.dtype if p.dtype in TYPES else torch.float32 for p in parameters]
+        self._kinds: list[torch.dtype] = []
+        self._launches: list[_Launch] = []
+        self._stream = stream_getter(self._device)
+        # Where gradients were in the last step, and the same on the device.
+        self._known: tuple[Any, ...] = ()
+        self._table = torch.zeros(0)
+
+    def sketch(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Return the `count_sketch` (k,) of the flat gradient, in which None is zero.
+
+        Args:
+            grads: One for each parameter; dense or sparse, any layout.
+        """
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):  # Triton launches on the current device only
+                return self._sketch(grads)
+        return self._sketch(grads)
+
+    def _sketch(self, grads: Sequence[Tensor | None]) -> Tensor:
+        try:
+            described = _described(grads)
+        except RuntimeError:  # sparse ones (Embedding(sparse=True)) have no address
+            grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+            described = _described(grads)
+        # The stream as well: on another one the table might not have arrived yet.
+        now = (self._stream(), described)
+        if now != self._known:
+            # Held until the kernel is launched: copies of gradients that it cannot read in place.
+            copies = self._tell(grads)
+            self._known = () if copies else now
+        parts = self._signs.new_empty(self._launches[-1].end, self._size, dtype=torch.float32)
+        for launch in self._launches:
+            launch(self._table, self._signs, parts)
+        return parts.sum(0)
+
+    def _tell(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Copy to the device where gradients lie, and how; return copies made of some."""
+        rows, copies, kinds = [], [], []
+        for grad, shape, usual in zip(grads, self._shapes, self._usual, strict=True):
+            kinds.append(usual if grad is None else grad.dtype)
+            if grad is None:
+                rows.append((0, 1, 1))
+                continue
+            if grad.shape != shape:
+                raise RuntimeError(
+                    f"a gradient has shape {tuple(grad.shape)}, but its parameter had "
+                    f"{tuple(shape)} when it was attached: call detach() and attach() again"
+                )
+            layout = _layout(grad)
+            if layout is None or grad.dtype not in TYPES:
+                grad, layout, kinds[-1] = grad.float().contiguous(), (1, 1), torch.float32
+                copies.append(grad)
+            rows.append((grad.data_ptr(), *layout))
+        on_gpu = self._device.type == "cuda"
+        # Pinned memory and no waiting: torch does not use it again before it is copied.
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
+        self._table = table.to(self._device, non_blocking=True)
+        if kinds != self._kinds:
+            self._kinds, self._launches = kinds, []
+            for kind in dict.fromkeys(kinds):
+                own = self._pieces[np.array([one == kind for one in kinds])[self._pieces[:, 0]]]
+                first = self._launches[-1].end if self._launches else 0
+                if len(own):  # parameters may be empty
+                    pieces = torch.from_numpy(own).to(self._device)
+                    self._launches.append(_Launch(kind, pieces, first, self._size))
+        return copies
+
+
+def can_sketch(parameters: Sequence[Tensor]) -> bool:
+    """Say whether the kernel can read the gradients of these parameters."""
+    here = parameters[0].device
+    # Subclasses, such as DTensor, do not tell where their elements are.
+    plain = all(type(p.detach()) is Tensor and p.numel() < _LONGEST for p in parameters)
+    return plain and all(p.device == here for p in parameters)
+
+
+def _described(grads: Sequence[Tensor | None]) -> list[Any]:
+    """Return what a kernel has to know of gradients, to be compared with another step's."""
+    return [None if g is None else (g.data_ptr(), g.stride(), g.nbytes) for g in grads]
+
+
+def _layout(grad: Tensor) -> tuple[int, int] | None:
+    """Return the sizes of the two dimensions that memory swaps; None if it is another layout.
+
+    >>> _layout(torch.zeros(4, 3, 2, 2)), _layout(torch.zeros(3, 2).T)
+    ((1, 1), None)
+    >>> _layout(torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    (3, 4)
+    """
+    if grad.is_contiguous():
+        return 1, 1
+    if grad.dim() < 3 or not grad.movedim(1, -1).is_contiguous():
+        return None
+    return grad.shape[1], math.prod(grad.shape[2:])
+
+
+def _pieces(
+    counts: Sequence[int], size: int, shifts: "np.ndarray[Any, Any]", signs: "np.ndarray[Any, Any]"
+) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """Return what each block of `size` coordinates has in common with each parameter.
+
+    Args:
+        counts: Elements of the parameters.
+        size: k.
+        shifts: Rotation of each block.
+        signs: Sign of each block.
+
+    Returns:
+        (n, 6): parameter, first element, its place in the block, elements, shift, sign.
+    """
+    pieces, start = [], 0
+    for which, count in enumerate(counts):
+        end = start + count
+        for block in range(start // size, -(-end // size)):
+            low, high = max(start, block * size), min(end, (block + 1) * size)
+            place = low - block * size
+            pieces.append((which, low - start, place, high - low, shifts[block], signs[block]))
+        start = end
+    return np.array(pieces, dtype=np.int32).reshape(-1, 6)
