@@ -122,8 +122,8 @@ class BenchRowsCommand:
     """mlp, lenet, resnet18, resnet50, vit-b16 or gpt2-124m; the last three need torchvision or
     transformers."""
     cases: str = "batch,sketch,two-sided"
-    """With --model: rows to measure, separated by commas: batch (whole batches, as attach() reads them
-    by default), batch-exact, exact, sketch, two-sided."""
+    """With --model: rows to measure, separated by commas: batch (whole batches, as attach() reads
+    them by default), batch-exact, exact, sketch, two-sided."""
     params: str = "2000000"
     """Without --model: approximate number of parameters of the MLP."""
     batch: Annotated[
