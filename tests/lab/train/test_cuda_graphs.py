@@ -13,7 +13,9 @@ from torch import nn
 
 from gradherd.lab.tasks.resnet18 import ResidualBlock
 from gradherd.lab.tasks.task import Split
+from gradherd.lab.train import cuda_graphs
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout, rng_advanced, rng_states
+from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
 from tests.gpu import only_gpu
@@ -84,6 +86,8 @@ class Waiting(Images):
 def trainer_of(task, *, capture=True, **chosen):
     settings = {"workers": 3, "batch_size": 4, "unit": 1, "lr": 0.02, "virtual": True} | chosen
     config = config_of(f"{__file__}:{type(task).__name__}", **settings)
+    if config.local_steps is not None:
+        return LocalTrainer(config, task, task.load())
     return VirtualTrainer(config, task, task.load(), capture=capture)
 
 
@@ -146,18 +150,57 @@ def test_when_it_is_captured(draws, monkeypatch, caplog):
     monkeypatch.setattr(GraphedFunction, "_capture", fails)
     for _ in range(3):
         captured(OnGpu())
-    assert len(calls) == (3 if draws else 4)
+    # Three in the loop; and one before it, or one that drew and was undone.
+    assert len(calls) == 4
     assert captured.fallback_reason == ("it draws random numbers" if draws else "first")
     assert caplog.text.count("not captured") == 1
 
     replays = []
     monkeypatch.setattr(
-        GraphedFunction, "_capture", lambda self, tensors: lambda *t: replays.append(t)
+        GraphedFunction, "_capture", lambda self, tensors: lambda *t: (replays.append(t),)
     )
-    captured, calls[:] = GraphedFunction(lambda *tensors: calls.append(tensors)), []
+    captured, calls[:] = GraphedFunction(lambda *tensors: (calls.append(tensors),)), []
     for _ in range(5):
         captured(OnGpu())
     assert (len(calls), len(replays), captured.graphs) == (1, 4, 1)
+
+
+def test_a_call_that_draws_is_undone():
+    count, drawn = torch.zeros(()), []
+
+    def draws(x):
+        count.add_(1)
+        drawn.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
+        return (count,)
+
+    captured, before = GraphedFunction(draws, restore=[count]), rng_states(CPU)
+    assert captured.attempt(OnGpu()) is None and "random" in captured.fallback_reason
+    assert count == 0 and not rng_advanced(before, rng_states(CPU))
+    assert captured.attempt(OnGpu()) is None and len(drawn) == 1
+    assert captured(OnGpu())[0] == 1 and drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("chosen", [{}, {"local_steps": 2}], ids=["every step", "local steps"])
+def test_workers_of_a_loss_that_draws_have_numbers_of_their_own(chosen, monkeypatch):
+    """As in the GPU test below: the first step, too, has the numbers of real ranks."""
+    monkeypatch.setattr(cuda_graphs, "_all_on_gpu", lambda tensors: True)
+    task, seen = Drawing(), []
+    for pretend in (False, True):
+        trainer = trainer_of(task, **chosen)
+        if pretend:
+            models = getattr(trainer, "_models", [trainer.model])
+            parameters = [list(model.parameters()) for model in models]
+            together = GradientsOnStreams(
+                trainer._config, task, models, parameters, trainer._examples.tensors
+            )
+            buffers = [buffer for model in models for buffer in model.buffers()]
+            trainer._graphed = GraphedFunction(together, restore=buffers)
+        for number in (1, 2):
+            trainer.train_epoch(number, no_callback)
+        seen.append(trainer)
+    assert "random" in seen[1]._graphed.fallback_reason
+    for one, other in zip(*(t.model.state_dict().values() for t in seen), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_which_models_drop():

@@ -66,7 +66,7 @@ class GraphedFunction:
 
         Args:
             function: Takes and returns tensors.
-            restore: Tensors that it writes in place; warm-up calls are undone in these.
+            restore: Tensors that it writes in place; calls that do not count are undone in these.
         """
         self._function = function
         self._restore = tuple(restore)
@@ -86,28 +86,49 @@ class GraphedFunction:
 
         After a replay these are the graph's static outputs: the next call overwrites them.
         """
-        # Without an input there is no device to capture on.
-        if self.fallback_reason is not None or not tensors or not all(t.is_cuda for t in tensors):
-            return self._function(*tensors)
+        outputs = self.attempt(*tensors)
+        return self._function(*tensors) if outputs is None else outputs
+
+    def attempt(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """Return what the function returns, or None if it cannot be captured.
+
+        After None, generators and the tensors in `restore` are as before: the caller can compute
+        the same thing in another way, such as worker after worker with generators of their own.
+        """
+        if self.fallback_reason is not None or not _all_on_gpu(tensors):
+            return None
         # Shapes are frozen in a graph: the shorter last batch of an epoch gets its own.
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shapes in self._graphs:
             return self._graphs[shapes](*tensors)
         if shapes not in self._called:
-            # A real call: nothing needs to be undone if it turns out to draw random numbers.
             self._called.add(shapes)
-            # A graph would replay for ever a mask that was drawn on the CPU.
-            before = rng_states(tensors[0].device)
-            outputs = self._function(*tensors)
-            if rng_advanced(before, rng_states(tensors[0].device)):
-                self._fall_back("it draws random numbers")
-            return outputs
+            return self._call_first(tensors)
         try:
-            self._graphs[shapes] = self._capture(tensors)
+            graph = self._graphs[shapes] = self._capture(tensors)
         except RuntimeError as error:
             self._fall_back(_root_cause(error))
-        # Replays, or calls the function if capturing has failed.
-        return self(*tensors)
+            return None
+        return graph(*tensors)
+
+    def _call_first(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Call the function; undo it and return None if it draws random numbers."""
+        device = tensors[0].device
+        before, values = rng_states(device), [tensor.clone() for tensor in self._restore]
+        python, numpy = random.getstate(), np.random.get_state()
+        outputs = self._function(*tensors)
+        if not rng_advanced(before, rng_states(device)):
+            return outputs
+        # A graph would replay for ever a mask that was drawn on the CPU.
+        self._fall_back("it draws random numbers")
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(before[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(before[-1], device)
+        for tensor, value in zip(self._restore, values, strict=True):
+            tensor.copy_(value)
+        return None
 
     def _fall_back(self, reason: str) -> None:
         self.fallback_reason = reason
@@ -163,6 +184,11 @@ class GraphedFunction:
             _reset_capture_state()
             raise
         return _CapturedGraph(graph, inputs, outputs)
+
+
+def _all_on_gpu(tensors: tuple[Tensor, ...]) -> bool:
+    # Without an input there is no device to capture on.
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors)
 
 
 def rng_states(device: torch.device) -> list[Tensor]:

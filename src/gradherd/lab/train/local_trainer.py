@@ -232,8 +232,9 @@ class LocalTrainer:
         for at in range(steps):
             lr = config.lr_at(number, at, steps)
             batch = indices[:, at * config.batch_size : (at + 1) * config.batch_size]
-            if self._graphed is not None and self._graphed.fallback_reason is None:
-                self._step_together(batch, lr)
+            together = None if self._graphed is None else self._graphed.attempt(batch)
+            if together is not None:
+                self._step_together(together[0], lr)
                 rows = []
             else:
                 rows = [self._step(worker, own, lr, counters) for worker, own in enumerate(batch)]
@@ -260,12 +261,9 @@ class LocalTrainer:
         counters.bytes += counters.ordering_bytes
         return [counters]
 
-    def _step_together(self, batch: Tensor, lr: float) -> None:
-        """Take a step of all workers on (R, B) examples; their passes are one captured graph."""
-        assert self._graphed is not None
-        for own, optimizer, flat in zip(
-            self._parameters, self._optimizers, self._graphed(batch)[0], strict=True
-        ):
+    def _step_together(self, grads: Tensor, lr: float) -> None:
+        """Take a step of all workers with their (R, D) gradients."""
+        for own, optimizer, flat in zip(self._parameters, self._optimizers, grads, strict=True):
             set_lr(optimizer, lr)
             for parameter, grad in zip(own, flat.split([p.numel() for p in own]), strict=True):
                 parameter.grad = grad.view_as(parameter)

@@ -58,22 +58,16 @@ class WorkerTurns:
 
     @contextlib.contextmanager
     def of(self, worker: int) -> Iterator[None]:
-        """Run the forward and backward of `worker` inside.
-
-        During CUDA graph capture generators are left alone: captured steps draw nothing.
-        """
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Run the forward and backward of `worker` inside."""
         if worker == 0:
             # As DDP does: it broadcasts rank 0's buffers before each forward, so every worker
             # starts from the same ones and only the update of worker 0 remains.
             self._before = [buffer.clone() for buffer in self._buffers]
         else:
             self._set_buffers(self._before)
-        if not capturing:
-            set_rng_states(self._rng_states[worker], self._device)
+        set_rng_states(self._rng_states[worker], self._device)
         yield
-        if not capturing:
-            self._rng_states[worker] = get_rng_states(self._device)
+        self._rng_states[worker] = get_rng_states(self._device)
         if worker == 0:
             self._after = [buffer.clone() for buffer in self._buffers]
         if worker == len(self._rng_states) - 1:

@@ -288,8 +288,10 @@ class VirtualTrainer:
 
         The next step may overwrite the gradients.
         """
-        if self._graphed is not None and self._graphed.fallback_reason is None:
-            return self._graphed(batch)[0], []
+        together = None if self._graphed is None else self._graphed.attempt(batch)
+        if together is not None:
+            return together[0], []
+        # Also the step whose loss turned out to draw: each worker has its own generators.
         return self._worker_gradients(batch, counters)
 
     def _worker_gradients(
