@@ -68,6 +68,16 @@ CASES = {
         (16, 11),
     ),
     "many outputs": (lambda: nn.Linear(20, 150), (3, 20)),
+    "a vocabulary": (lambda: nn.Linear(20, 500), (3, 20)),
+    # Lengths and strides that are multiples of 8 are loaded in another way.
+    "multiples of 8": (
+        lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(192, 512)),
+        (40, 64),
+    ),
+    "images": (
+        lambda: nn.Sequential(nn.Conv2d(16, 24, 3, padding=1), nn.BatchNorm2d(24), nn.Conv2d(24, 80, 1)),
+        (16, 12, 12),
+    ),
     "many channels": (lambda: nn.Conv1d(20, 70, 1), (20, 3)),
 }
 
