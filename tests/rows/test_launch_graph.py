@@ -1,5 +1,7 @@
 """Groups of layers and their addresses, with kernels that only note what they are given."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -30,10 +32,11 @@ def group(monkeypatch):
     return made_group
 
 
-def step(group, tensors):
+def step(group, tensors, scratch=0):
     group.begin()
     for at, (inputs, grads) in enumerate(tensors):
-        group.add(at, lambda: object(), (inputs, grads), out=1000 + at)
+        made = SimpleNamespace(scratch=scratch)
+        group.add((at, scratch), lambda made=made: made, (inputs, grads), out=1000 + at)
     group.flush()
 
 
@@ -72,8 +75,11 @@ def test_a_step_takes_few_launches(group):
     step(group, memory(2 * MOST + 1))
     assert len(group.launched) == 3
     group._budget = 4 * 32 - 1  # bytes: the fourth layer does not fit any more
-    step(group, memory(8))
-    assert len(group.launched) == 5
+    step(group, memory(10))
+    # Half of these four are inputs, which the backward lets go of: room for two layers more.
+    assert [len(one) // 5 for one in group.launched[3:]] == [4, 6]
+    step(group, memory(5), scratch=64)
+    assert [len(one) // 5 for one in group.launched[5:]] == [2, 2, 1]
 
 
 def test_scratch_memory_is_shared_and_grows(group):

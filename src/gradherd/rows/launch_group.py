@@ -22,8 +22,9 @@ from gradherd.rows.launch_plan import NormLayer, ProductLayer, make_plan
 
 MOST = 16
 """Layers of a group."""
-_MEMORY_SHARE = 0.08
-"""Share of the memory in use that waiting layers may keep alive."""
+_MEMORY_SHARE = 0.03
+"""Share of the memory in use when a backward begins that waiting layers may keep alive, and that
+scratch memory may take."""
 KernelLayer = ProductLayer | NormLayer
 KERNEL_DEVICES = {"cuda"}
 """Where kernels run; tests add the CPU, on which Triton interprets them."""
@@ -51,6 +52,8 @@ class LaunchGroup:
         self._tensors: list[Tensor] = []  # alive until they are launched
         # A start of 32 MB, until the memory in use was measured.
         self._bytes, self._budget = 0, 1 << 25
+        self._scratch_bytes = 0  # of the layers that wait
+        self._released = 0  # bytes of inputs in this batch that autograd has let go of
         # The host is never so many launches ahead of the device that a row is overwritten early.
         self._ring = torch.zeros(
             _RING, 5 * MOST, dtype=torch.int64, pin_memory=device.type == "cuda"
@@ -61,6 +64,7 @@ class LaunchGroup:
     def begin(self) -> None:
         """Prepare for a batch."""
         self._batches += 1
+        self._released = 0
         # Not often: counting memory takes as long as many launches.
         if self._device.type == "cuda" and self._batches % 100 == 3:
             used = torch.cuda.memory_allocated(self._device)
@@ -112,7 +116,14 @@ class LaunchGroup:
         # again.
         self._tensors += tensors
         self._bytes += size
-        if len(self._ids) == MOST or self._bytes > self._budget:
+        self._scratch_bytes += layer.scratch
+        # Memory is fullest when a backward begins. What it has let go of since then is room for
+        # layers that wait; scratch memory is kept, so it counts from the beginning.
+        if (
+            len(self._ids) == MOST
+            or self._bytes > self._budget + self._released
+            or self._scratch_bytes > self._budget
+        ):
             self.flush()
 
     def flush(self) -> None:
@@ -165,7 +176,9 @@ class LaunchGroup:
         if not self._ids:
             return
         self._ids, self._layers, self._addresses, self._tensors = [], [], [], []
-        self._bytes = 0
+        # About half of it are inputs; gradients may live on, as those of a residual connection do.
+        self._released += self._bytes // 2
+        self._bytes = self._scratch_bytes = 0
 
 
 def launch_group(like: Tensor) -> LaunchGroup | None:

@@ -8,7 +8,8 @@ Shapes: B examples, T positions, C channels, q columns of the input side, W of t
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,9 +29,8 @@ WINDOW_BLOCK, NORM_BLOCK = 1024, 2048
 """Elements of a program of windows, and of one of norms over rows of positions."""
 NORM_LAST_BLOCK = (16, 256)
 """Positions and channels of a program of norms whose channels lie side by side."""
-NORM_STAGES = {True: 3, False: 2}
-"""Blocks of a norm on their way at a time, by whether channels lie side by side."""
-_SHARED_BYTES = 96 << 10  # of a multiprocessor; the smallest ones of today have so many
+NORM_STAGES = {True: 3, False: 2}  # blocks that are loaded ahead, by the same
+_SHARED_BYTES = 96 << 10  # every GPU of today has so many
 _MOST_COLUMNS = 128  # of a program, whose sums are in registers
 OPTIONS: dict[str, dict[str, int]] = {}
 """Options of Triton by kernel, such as `num_warps`; its own defaults where there are none."""
@@ -80,6 +80,14 @@ class ProductLayer:
         """Columns that kernels compute."""
         return kernel_columns(self.columns)
 
+    @cached_property
+    def scratch(self) -> int:
+        """Bytes of the projected input, before and after the window."""
+        if self.thin_strides is not None:
+            return 0
+        positions = self.input_positions + (self.positions if self.window else 0)
+        return self.examples * positions * self.size * self.thin_dtype.itemsize
+
     @property
     def thin_dtype(self) -> torch.dtype:
         """Dtype of the projected input: that of the product."""
@@ -106,6 +114,7 @@ class NormLayer:
     per_channel: bool
     """Whether there is one mean for each channel (BatchNorm), else for each position."""
     is_aligned: bool = True
+    scratch: ClassVar[int] = 0
 
 
 def make_plan(
