@@ -75,7 +75,9 @@ CASES = {
         (40, 64),
     ),
     "images": (
-        lambda: nn.Sequential(nn.Conv2d(16, 24, 3, padding=1), nn.BatchNorm2d(24), nn.Conv2d(24, 80, 1)),
+        lambda: nn.Sequential(
+            nn.Conv2d(16, 24, 3, padding=1), nn.BatchNorm2d(24), nn.Conv2d(24, 80, 1)
+        ),
         (16, 12, 12),
     ),
     "many channels": (lambda: nn.Conv1d(20, 70, 1), (20, 3)),
