@@ -48,6 +48,12 @@ def _multiple(field, STEP: tl.constexpr):
 
 
 @triton.jit
+def _length(field, STEP: tl.constexpr):
+    # Of 32 bits, in which dividing takes a tenth of the time; addresses and strides have 64.
+    return tl.multiple_of(tl.load(field).to(tl.int32), STEP)
+
+
+@triton.jit
 def project_kernel(
     pointers, fields, tiles,
     X: tl.constexpr, THIN: tl.constexpr, LAST: tl.constexpr, STEP: tl.constexpr,
@@ -58,17 +64,17 @@ def project_kernel(
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
     x = _address(pointers, layer, 0, X, STEP > 1)
-    thin = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(THIN))
+    thin = _address(pointers, layer, 2, THIN, True)  # as all scratch memory
     side = tl.multiple_of(tl.load(field).to(tl.pointer_type(THIN)), 16)
-    channels = _multiple(field + 1, STEP if LAST else 1)
-    positions = _multiple(field + 2, 1 if LAST else STEP)
-    free, columns = tl.load(field + 6), _multiple(field + 16, 16)
+    channels = _length(field + 1, STEP if LAST else 1)
+    positions = _length(field + 2, 1 if LAST else STEP)
+    free, columns = tl.load(field + 6), _length(field + 16, 16)
     # All columns of a block one after the other: the input is still in the cache.
     parts, blocks = columns // Q, (positions + BT - 1) // BT
-    q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
+    q = (block % parts) * Q + tl.arange(0, Q)
     block //= parts
     example = block // blocks
-    t = ((block % blocks) * BT).to(tl.int32) + tl.arange(0, BT)
+    t = (block % blocks) * BT + tl.arange(0, BT)
     inside = t < positions
     x += example * _multiple(field + 3, STEP)
     # Read before the loop: in it, every load of the input would wait for this one.
@@ -89,7 +95,7 @@ def project_kernel(
     # One column may be left free: all ones, whose product is the gradient of the bias.
     total = tl.where((q == free)[None, :], 1.0, total)
     # Scratch memory is dense: all columns of a position lie side by side.
-    at = (example * positions + t)[:, None] * columns + q[None, :]
+    at = (example * positions + t).to(tl.int64)[:, None] * columns + q[None, :]
     tl.store(thin + at, total.to(THIN), mask=inside[:, None])
 
 
@@ -99,32 +105,31 @@ def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, Q: tl.constexpr, 
     layer = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     block = tl.load(tiles + 2 * tl.program_id(0) + 1)
     field = fields + layer * 20
-    before = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(THIN))
-    after = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(THIN))
+    before = _address(pointers, layer, 2, THIN, True)
+    after = _address(pointers, layer, 3, THIN, True)
     signs = tl.load(field).to(tl.pointer_type(tl.float32))
-    count, taps, free = tl.load(field + 1), tl.load(field + 2), tl.load(field + 3)
-    height, width = tl.load(field + 4), tl.load(field + 5)
-    rows, columns = tl.load(field + 6), tl.load(field + 7)
-    across = tl.load(field + 8)
-    size = tl.multiple_of(tl.load(field + 15), 16)
+    count, taps, free = _length(field + 1, 1), _length(field + 2, 1), tl.load(field + 3)
+    height, width = _length(field + 4, 1), _length(field + 5, 1)
+    rows, columns = _length(field + 6, 1), _length(field + 7, 1)
+    across, size = _length(field + 8, 1), _length(field + 15, 16)
+    down, right = _length(field + 13, 1), _length(field + 14, 1)
     parts = size // Q
-    q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
-    n = (block // parts).to(tl.int64) * BT + tl.arange(0, BT)
+    q = (block % parts) * Q + tl.arange(0, Q)
+    n = (block // parts) * BT + tl.arange(0, BT)
     inside = n < count
     example, place = n // (rows * columns), n % (rows * columns)
-    top = (place // columns) * tl.load(field + 9) - tl.load(field + 11)
-    left = (place % columns) * tl.load(field + 10) - tl.load(field + 12)
+    top = (place // columns) * _length(field + 9, 1) - _length(field + 11, 1)
+    left = (place % columns) * _length(field + 10, 1) - _length(field + 12, 1)
     total = tl.zeros((BT, Q), tl.float32)
     for tap in range(0, taps):
-        y = top + (tap // across) * tl.load(field + 13)
-        x = left + (tap % across) * tl.load(field + 14)
+        y, x = top + (tap // across) * down, left + (tap % across) * right
         # Places in the padding are zero, so they add nothing.
         valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        at = ((example * height + y) * width + x)[:, None] * size + q[None, :]
+        at = ((example * height + y) * width + x).to(tl.int64)[:, None] * size + q[None, :]
         value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
         total += value * tl.load(signs + tap * size + q)[None, :]
     total = tl.where((q == free)[None, :], 1.0, total)
-    tl.store(after + n[:, None] * size + q[None, :], total.to(THIN), mask=inside[:, None])
+    tl.store(after + n.to(tl.int64)[:, None] * size + q[None, :], total.to(THIN), mask=inside[:, None])
 
 
 @triton.jit
@@ -159,9 +164,9 @@ def combine_kernel(
     grads = _address(pointers, layer, 1, G, STEP > 1)
     thin = _address(pointers, layer, 3, THIN, DENSE)
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
-    positions = _multiple(field + 8, 1 if LAST else STEP)
-    width = _multiple(field + 7, STEP if LAST else 1)
-    outputs, count = _multiple(field + 9, STEP if LAST else 1), tl.load(field + 10)
+    positions = _length(field + 8, 1 if LAST else STEP)
+    width = _length(field + 7, STEP if LAST else 1)
+    outputs, count = _length(field + 9, STEP if LAST else 1), _length(field + 10, 1)
     thin_b, thin_t = (
         _multiple(field + 15, 16 if DENSE else 1),
         _multiple(field + 16, 16 if DENSE else 1),
@@ -171,10 +176,10 @@ def combine_kernel(
     signs = tl.load(field + 19).to(tl.pointer_type(tl.float32))
     # All columns of some outputs one after the other: the gradients are still in the cache.
     parts, blocks = (count + Q - 1) // Q, (width + BO - 1) // BO
-    q = ((block % parts) * Q).to(tl.int32) + tl.arange(0, Q)
+    q = (block % parts) * Q + tl.arange(0, Q)
     block //= parts
     example = block // blocks
-    o = ((block % blocks) * BO).to(tl.int32) + tl.arange(0, BO)
+    o = (block % blocks) * BO + tl.arange(0, BO)
     known = o < width
     grads += example * _multiple(field + 11, STEP)
     thin += example * thin_b
@@ -224,9 +229,9 @@ def norm_first_kernel(
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
-    rows, channels = tl.load(field), tl.load(field + 1)
-    positions = _multiple(field + 2, STEP)
-    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows, channels = _length(field, 1), _length(field + 1, 1)
+    positions = _length(field + 2, STEP)
+    row = block * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     channel = row % channels
     # All that is needed later is loaded now, while the rows are on their way.
@@ -238,7 +243,7 @@ def norm_first_kernel(
     for begin in tl.range(0, positions, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         mask = valid[:, None] & (at < positions)[None, :]
-        offset = row[:, None] * positions + at[None, :]
+        offset = row.to(tl.int64)[:, None] * positions + at[None, :]
         g = tl.load(grads + offset, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(inputs + offset, mask=mask, other=0.0).to(tl.float32)
         total += g
@@ -268,10 +273,10 @@ def norm_last_kernel(
     mean = tl.load(pointers + layer * 5 + 2).to(tl.pointer_type(STATS))
     rstd = tl.load(pointers + layer * 5 + 3).to(tl.pointer_type(STATS))
     out = tl.load(pointers + layer * 5 + 4).to(tl.pointer_type(tl.float32))
-    channels, positions = _multiple(field + 1, STEP), tl.load(field + 2)
+    channels, positions = _length(field + 1, STEP), _length(field + 2, 1)
     blocks = (channels + BLOCK - 1) // BLOCK
-    example = (block // blocks).to(tl.int64)
-    channel = ((block % blocks) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    example = block // blocks
+    channel = (block % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     inputs += example * _multiple(field + 3, STEP)
     grads += example * _multiple(field + 5, STEP)
