@@ -129,7 +129,9 @@ def window_kernel(pointers, fields, tiles, THIN: tl.constexpr, Q: tl.constexpr, 
         value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
         total += value * tl.load(signs + tap * size + q)[None, :]
     total = tl.where((q == free)[None, :], 1.0, total)
-    tl.store(after + n.to(tl.int64)[:, None] * size + q[None, :], total.to(THIN), mask=inside[:, None])
+    tl.store(
+        after + n.to(tl.int64)[:, None] * size + q[None, :], total.to(THIN), mask=inside[:, None]
+    )
 
 
 @triton.jit
