@@ -8,11 +8,13 @@ from gradherd.lab.report.evidence import (
     IMAGES,
     PAGE,
     PAGES,
+    RESULTS,
     build_evidence,
     is_current,
     write_evidence,
 )
 from gradherd.lab.study.file import read_study
+from gradherd.lab.study.results import write_results
 from gradherd.lab.study.run import plan_runs
 from tests.lab.report.sample_studies import STUDY, result
 
@@ -108,8 +110,29 @@ def test_results_of_other_settings_do_not_count(root):
     (root / "studies" / "small.toml").write_text(text)
     found = build_evidence(root)
     assert (found.verdicts, found.unmeasured) == ([], {"small": ["one"]})
-    assert list(found.files) == [PAGES / "README.md", PAGE]
+    assert list(found.files) == [SMALL, PAGES / "README.md", PAGE]
     assert "1 claim of `studies" in found.files[PAGE]
+
+
+def test_a_claim_without_a_verdict_says_what_is_missing_and_why(root):
+    claim = STUDY[STUDY.index("[[claim]]") :]
+    late = claim.replace('"one"', '"late"').replace('test = "', 'epoch = 4\ntest = "', 1)
+    text = STUDY.replace('title = "A', 'left_out = "No | time."\ntitle = "A', 1) + late
+    (root / "studies" / "small.toml").write_text(text)
+    cut = [
+        replace(result(run.arm, run.seed, [2.0, 1.5]), settings=run.settings, status="stopped")
+        for run in plan_runs(read_study(root / "studies" / "small.toml"), ["d-rr, few"])
+    ]
+    write_results(root / RESULTS / "small", "small", "compare", cut)
+    page = build_evidence(root).files[SMALL]
+    stopped = "`d-rr, few` was stopped after 2 of 4 epochs"
+    assert f"|  | less | p | {stopped} | not measured [why](#left-out) |" in page.splitlines()
+    assert "## Left out\n\nNo \\| time.\n" in page
+    for path in (root / RESULTS / "small").iterdir():
+        path.unlink()
+    page = build_evidence(root).files[SMALL]
+    assert "none has been run" in page and "<details" not in page
+    assert page.count("no run of `cd-grab, few` and `d-rr, few`") == 2
 
 
 def test_a_claim_is_told_once(root):
@@ -119,7 +142,10 @@ def test_a_claim_is_told_once(root):
 
 
 def test_the_pages_in_the_tree_are_what_their_records_give():
-    made = build_evidence(ROOT).files
+    evidence = build_evidence(ROOT)
+    made = evidence.files
+    for name in evidence.unmeasured:
+        assert "## Left out" in made[PAGES / f"{name}.md"], f"studies/{name}.toml: no left_out"
     for path, text in made.items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, (
             f"{path} is out of date: gradherd report --evidence"

@@ -107,7 +107,7 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
     page = (root / "docs" / "evidence" / "small.md").read_text()
     assert "cd-grab \\| is &lt; better" in page
     # A claim without results is listed, too, without a verdict.
-    assert "| never measured here | none |  | not measured |" in page
+    assert "| never measured here | none | no run of `cd-grab, sketch` | not measured |" in page
     again = "gradherd study studies/small.toml --only cd-grab d-rr --out again/small"
     assert f"`{again}`" in page and "2 seeds" in page
     code, out, err = run(capsys, *again.split()[1:])

@@ -216,7 +216,8 @@ def build_evidence(root: Path) -> EvidencePage:
         everything.append(section)
     sections = [one for one in everything if one.results]
     files = {IMAGES / name: svg for one in sections for name, svg in one.images.items()}
-    for one in sections:
+    # Studies without results, too: their pages say what was left out, and why.
+    for one in everything:
         files[PAGES / f"{one.study.name}.md"] = study_page(one) + _WRITTEN
     files[PAGES / "README.md"] = index_page(everything) + _WRITTEN
     files |= _summary(root, everything, unmeasured)

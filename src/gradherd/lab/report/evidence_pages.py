@@ -56,7 +56,7 @@ def index_page(sections: Sequence[StudySection], here: str = "") -> str:
     """Return the list of all studies, with what verdicts mean, and of what was not measured.
 
     Args:
-        sections: The studies; those without results have no page.
+        sections: The studies; those without results are only in the list of what is left out.
         here: Folder of the studies' pages, seen from this one.
     """
     everything, sections = sections, [one for one in sections if one.results]
@@ -81,8 +81,7 @@ def index_page(sections: Sequence[StudySection], here: str = "") -> str:
         lines += ["## Not measured", "", "| study | claims | what was left out, and why |"]
         lines.append("|---|---|---|")
         for one in waiting:
-            title = cell(one.study.title)
-            link = f"[{title}]({here}{one.study.name}.md)" if one.results else title
+            link = f"[{cell(one.study.title)}]({here}{one.study.name}.md)"
             why = cell(one.study.left_out or "not run yet")
             lines.append(f"| {link} | {len(one.pending)} of {len(one.study.claims)} | {why} |")
         lines.append("")
@@ -126,16 +125,11 @@ def study_page(section: StudySection) -> str:
         for claim in section.pending:
             # A single seed has no interval, but its figure is better than none.
             seen = judge(claim, section.results, seeds=1)
-            cells = (
-                "",
-                cell(claim.text),
-                cell(claim.paper),
-                "" if seen is None else short_cell(seen),
-            )
-            lines.append(f"| {' | '.join(cells)} | {'one seed' if seen else 'not measured'} |")
+            ours = _missing(claim, section) if seen is None else short_cell(seen)
+            why = "[why](#left-out)" if study.left_out else ""
+            mark = f"{'not measured' if seen is None else 'one seed'} {why}".strip()
+            lines.append(f"|  | {cell(claim.text)} | {cell(claim.paper)} | {ours} | {mark} |")
         lines.append("")
-    if section.pending and study.left_out:
-        lines += [f"Left out: {cell(study.left_out)}", ""]
     for number, figure in enumerate(study.figures, 1):
         if (name := file_name(study, number)) in section.images:
             lines += [f"![{cell(figure.title)}](../images/evidence/{name})", ""]
@@ -145,7 +139,25 @@ def study_page(section: StudySection) -> str:
         for number, one in enumerate(section.verdicts, 1):
             lines += ["", f"{number}. {_details(one, study)}"]
         lines += ["", "</details>", ""]
+    if section.pending and study.left_out:
+        lines += ["## Left out", "", cell(study.left_out), ""]
     return "\n".join(lines)
+
+
+def _missing(claim: Claim, section: StudySection) -> str:
+    """Return which runs a claim still needs."""
+    absent, short = [], []
+    for arm in dict.fromkeys(filter(None, (claim.arm, claim.against))):
+        runs = section.results.get(arm)
+        if not runs:
+            absent.append(f"`{cell(arm)}`")
+            continue
+        # Of the shortest run: a claim is judged where all runs have been.
+        ended = min(run.figures.get("epochs", claim.epoch or 0) for run in runs)
+        if claim.epoch is not None and ended < claim.epoch:
+            short.append(f"`{cell(arm)}` was stopped after {ended} of {claim.epoch} epochs")
+    words = [f"no run of {listed(absent)}"] if absent else []
+    return "; ".join([*words, *short]) or "no figure"
 
 
 def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
@@ -180,6 +192,12 @@ def _command(verdict: ClaimVerdict, study: Study) -> str:
 def _setup(section: StudySection) -> str:
     """Return what was run: seeds, epochs, machines and versions, from the results."""
     study, runs = section.study, [run for arm in section.results.values() for run in arm]
+    budget = f" Compared with the paper: {study.budget}." if study.budget else ""
+    note = f" {study.note}" if study.note else ""
+    if not runs:
+        task = "" if study.task is None else f"task `{study.task}`, "
+        planned = f"{counted(len(study.arms), 'arm')} with {counted(len(study.seeds), 'seed')}"
+        return cell(f"{task}{planned} planned, none has been run.{budget}{note}")
     # From the results, not from the file: an arm may not have run with all seeds yet.
     seeds = {len({run.seed for run in arm}) for arm in section.results.values()}
     words = [
@@ -191,13 +209,11 @@ def _setup(section: StudySection) -> str:
     for name in ("epochs", "steps", "rounds", "workers"):
         values = {run.settings[name] for run in runs if run.settings.get(name) is not None}
         if values:
-            words.append(f"{_values(values)} {name}")
+            words.append(f"{_values(values)} {name if values != {1} else name[:-1]}")
     # `dict.fromkeys` drops repetitions in order; a set would change the page from run to run.
     machines = dict.fromkeys(_machine(run.hardware) for run in runs)
     torches = dict.fromkeys(f"torch {run.versions.get('torch')}" for run in runs)
     where = listed([*machines, *torches])
-    budget = f" Compared with the paper: {study.budget}." if study.budget else ""
-    note = f" {study.note}" if study.note else ""
     return cell(f"{', '.join(words)}; {where}.{budget}{note}")
 
 
