@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradherd.rows import launch_group, launch_plan, projected_weight, row_check
-from gradherd.rows.layer_watcher import LayerWatcher
+from gradherd.rows.column_table import ColumnTable
 from gradherd.rows.settings import TwoSidedRows
 from gradherd.rows.two_sided import TwoSidedCapture
 
@@ -152,13 +152,13 @@ def test_steps_that_are_alike(monkeypatch):
     """Launches that are known from the step before, with other steps in between."""
     monkeypatch.setattr(row_check, "FIRST_CHECKS", 1)
     known = []
-    again = LayerWatcher._launch_again
+    again = ColumnTable.launch_again
 
-    def spy(self, use, grads):
-        known.append(again(self, use, grads))
+    def spy(*args):
+        known.append(again(*args))
         return known[-1]
 
-    monkeypatch.setattr(LayerWatcher, "_launch_again", spy)
+    monkeypatch.setattr(ColumnTable, "launch_again", spy)
     torch.manual_seed(0)
     start = nn.Sequential(
         nn.Conv2d(16, 18, 3, padding=1), nn.BatchNorm2d(18), nn.Flatten(2), nn.Linear(12, 5)
@@ -215,11 +215,9 @@ def test_projections_inside_attention_are_known_from_the_step_before(monkeypatch
     """All layers of a second step, with queries apart from keys and values in between."""
     monkeypatch.setattr(row_check, "FIRST_CHECKS", 1)
     known = []
-    again = LayerWatcher._launch_again
+    again = ColumnTable.launch_again
     monkeypatch.setattr(
-        LayerWatcher,
-        "_launch_again",
-        lambda *args: known.append((args[1].layer.name, again(*args))) or known[-1][1],
+        ColumnTable, "launch_again", lambda *args: again(*args) and (known.append(args[1]) or True)
     )
     torch.manual_seed(0)
     start = Attention().to(DEVICE)
@@ -242,7 +240,8 @@ def test_projections_inside_attention_are_known_from_the_step_before(monkeypatch
             out.square().mean().backward()
             rows[kernels].append(capture.pop_sketch(3))
         capture.remove_hooks()
-    served = {name for name, was_known in known if was_known}
-    assert any("in_proj" in name or name == "attention" for name in served), known
+        layers = {layer.name: layer.known for layer in capture._watcher._layers}
+    served = {name for name, use in layers.items() if use in known}
+    assert any("in_proj" in name or name == "attention" for name in served), served
     for one, other in zip(rows[True], rows[False], strict=True):
         assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()

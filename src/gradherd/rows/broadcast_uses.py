@@ -95,7 +95,8 @@ class BroadcastUses:
         }
         self._tables: dict[Any, tuple[Any, torch.Size]] = {}
         self._found = found
-        self._places: set[str] = set()
+        self.places: set[str] = set()
+        """Layers behind whose inputs something was found."""
         self._seen: set[Any] = set()
 
     @property
@@ -115,7 +116,7 @@ class BroadcastUses:
             place: Name of the layer.
             everywhere: Whether to look behind layers at which nothing was found before.
         """
-        if tensor.grad_fn is None or not (everywhere or place in self._places):
+        if tensor.grad_fn is None or not (everywhere or place in self.places):
             return
         waiting = [tensor.grad_fn]
         origin = (place, tensor.dim())
@@ -137,7 +138,7 @@ class BroadcastUses:
                     shape = shape or tuple(inner._input_metadata[0].shape)
                     inner = inner.next_functions[0][0]
                 if inner in targets and node.name() not in _SAME_ELEMENTS:
-                    self._places.add(place)
+                    self.places.add(place)
                     key, own = targets[inner]
                     self._hook(
                         key, origin, Meeting(node.name(), node, position, shape or tuple(own))

@@ -34,6 +34,27 @@ class KnownLaunch(NamedTuple):
     """Bytes of input and output gradient."""
 
 
+class KnownUse:
+    """A use of a layer that kernels have served, by which others like it are recognised."""
+
+    __slots__ = ("begin", "examples", "grads", "inputs", "layer", "number", "saved", "size", "slot")
+
+    def __init__(self, launch: KnownLaunch, inputs: Tensor, grads: Tensor) -> None:
+        """Remember it, but not its tensors, which would be kept alive.
+
+        Args:
+            launch: How kernels were launched for it.
+            inputs: Input of the layer, as it is held.
+            grads: Its output gradient, as it arrives.
+        """
+        self.inputs = inputs.shape, inputs.stride(), inputs.dtype
+        self.grads = grads.shape, grads.stride(), grads.dtype
+        self.saved = 4 if len(launch.tensors) == 4 else 0
+        self.slot, self.number, self.size = launch.slot, launch.number, launch.size
+        self.begin = 4 * launch.slot.begin  # tables of kernels are float32
+        self.layer, self.examples = launch.layer, launch.layer.examples
+
+
 class ColumnTable:
     """The columns of one batch."""
 
@@ -123,20 +144,36 @@ class ColumnTable:
         self.launched = None if add else KnownLaunch(slot, *added, tensors, size)
         return True
 
-    def launch_again(self, launch: KnownLaunch, tensors: tuple[Tensor, ...]) -> bool:
-        """Let kernels write a slot as before; False if this batch is another case.
+    def launch_again(
+        self, known: KnownUse, inputs: Tensor, grads: Tensor, saved: tuple[Tensor, ...]
+    ) -> bool:
+        """Let kernels write a slot as before; False if this use is another case.
+
+        All in one call, since it is what the host does for every layer in every step.
 
         Args:
-            launch: The launch before.
-            tensors: What kernels read now.
+            known: The use before.
+            inputs: Input of the layer.
+            grads: Its output gradient.
+            saved: What a norm has saved, mean and reciprocal standard deviation last; else nothing.
         """
-        slot = launch.slot
-        if slot in self._used or launch.layer.examples != self._examples:
+        at, grads_at, slot = inputs.data_ptr(), grads.data_ptr(), known.slot
+        if (
+            (inputs.shape, inputs.stride(), inputs.dtype) != known.inputs
+            or (grads.shape, grads.stride(), grads.dtype) != known.grads
+            or len(saved) != known.saved
+            or (at | grads_at) % 16  # kernels may expect aligned addresses
+            or known.examples != self._examples
+            or slot in self._used
+        ):
             return False
         assert self.group is not None
         self._used.add(slot)
-        out = self._address + 4 * slot.begin  # tables of kernels are float32
-        self.group.add_known(launch.number, launch.layer, tensors, out, launch.size)
+        out, tensors = self._address + known.begin, (inputs, grads, *saved)
+        addresses = (at, grads_at, at, at, out)
+        if saved:
+            addresses = (at, grads_at, saved[2].data_ptr(), saved[3].data_ptr(), out)
+        self.group.add_known(known.number, known.layer, addresses, tensors, known.size)
         return True
 
     def put(self, slot: Slot, columns: Tensor) -> None:

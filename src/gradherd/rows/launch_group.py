@@ -94,24 +94,33 @@ class LaunchGroup:
             self._known[key] = None if made is None else (next(self._numbers), made)
         known = self._known[key]
         if known is not None:
-            self.add_known(*known, tensors, out, tensors[0].nbytes + tensors[1].nbytes)
+            at = [one.data_ptr() for one in tensors]
+            # A product has no statistics, but every layer has five addresses, so that kernels find
+            # theirs.
+            at += [at[0]] * (4 - len(at))
+            self.add_known(*known, (*at, out), tensors, tensors[0].nbytes + tensors[1].nbytes)
         return known
 
     def add_known(
-        self, number: int, layer: KernelLayer, tensors: tuple[Tensor, ...], out: int, size: int
+        self,
+        number: int,
+        layer: KernelLayer,
+        addresses: tuple[int, ...],
+        tensors: tuple[Tensor, ...],
+        size: int,
     ) -> None:
-        """Add a layer like one that was added before, whose number it has, of `size` bytes."""
-        inputs, grads = tensors[0], tensors[1]
-        first = inputs.data_ptr()
-        if len(tensors) == 2:
-            # A product has no statistics, but every layer has five addresses, so that kernels find
-            # theirs.
-            self._addresses += (first, grads.data_ptr(), first, first, out)
-        else:
-            mean, rstd = tensors[2].data_ptr(), tensors[3].data_ptr()
-            self._addresses += (first, grads.data_ptr(), mean, rstd, out)
+        """Add a layer like one that was added before.
+
+        Args:
+            number: That layer's.
+            layer: That layer.
+            addresses: Of input, output gradient, mean, reciprocal standard deviation and columns.
+            tensors: What is read.
+            size: Bytes of input and output gradient.
+        """
         self._ids.append(number)
         self._layers.append(layer)
+        self._addresses += addresses
         # Kernels get bare addresses: without a reference the allocator could hand out the memory
         # again.
         self._tensors += tensors

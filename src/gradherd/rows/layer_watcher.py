@@ -4,7 +4,6 @@ A forward hook notes the input of a layer. When the gradient of the output arriv
 sketch writes its columns to a table, and input and gradient are let go.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from gradherd.rows.attention_uses import hook_attention
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.broadcast_uses import BroadcastUses, Meeting
-from gradherd.rows.call_recorder import save_input
+from gradherd.rows.call_recorder import save_input, saves_elsewhere
 from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.layer_sketches import LayerCall
-from gradherd.rows.layer_use import AfterForward, LayerUse, autocast_input, no_autocast, note_launch
+from gradherd.rows.layer_use import AfterForward, LayerUse, no_autocast, note_launch
 from gradherd.rows.norm_sketches import norm_statistics
 from gradherd.rows.row_check import RowCheck
 from gradherd.rows.sketched_layers import SketchedLayer, unbatched_reason
@@ -71,8 +70,9 @@ class LayerWatcher:
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
         # One table is kept from batch to batch: it is large, and has the same shape again.
         self._free_table: ColumnTable | None = None
-        # The last backward that began, and one in which nothing but kernels has to run.
-        self._began_task = self._usual_task = -1
+        self.usual_task = -1
+        """The last backward in which nothing but kernels has to run."""
+        self._began_task = -1
         self._left_out: dict[SketchedLayer, bool] = {}
         self._left_out_count = 0
         self._unknown: dict[str, list[Shapes]] = {}  # calls whose batch dimension is not known
@@ -88,11 +88,11 @@ class LayerWatcher:
         for layer in layers:
             if layer.inside is None and not layer.is_direct:
                 # Before all other hooks: those may change the output.
-                hook = AfterForward(layer, self._after_forward)
+                hook = AfterForward(layer, self)
                 self._handles.append(
                     layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
                 )
-        self._handles += hook_attention(layers, self._after_forward, self._watch)
+        self._handles += hook_attention(layers, self.after_forward, self.watch)
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Return a context without graph and autocast."""
@@ -100,7 +100,11 @@ class LayerWatcher:
         inside = torch.is_autocast_enabled(self._device_type)
         return no_autocast(self._device_type) if inside else torch.no_grad()
 
-    def _after_forward(
+    def looks_closer(self, name: str) -> bool:
+        """Say whether a forward of a layer has to be looked at more closely."""
+        return self._check.due or self._probed is not None or name in self._uses.places
+
+    def after_forward(
         self,
         layer: SketchedLayer,
         module: nn.Module,
@@ -108,6 +112,7 @@ class LayerWatcher:
         kwargs: dict[str, Any],
         output: Tensor,
     ) -> None:
+        """Watch a layer after its forward, whatever it is like."""
         if self._probed is not None:
             self._probed.append((layer.name, call_shapes(args, kwargs, output)))
             return
@@ -122,11 +127,9 @@ class LayerWatcher:
             self._uses.search(given, layer.name, everywhere=self._check.due)
         if layer.inside is not None or not output.requires_grad:
             return  # what is inside an attention module is watched by itself
-        # Detached: an input changed in place later, as in x += layer(x), would hold its own holder.
-        inputs = given.detach()
-        if layer.is_table and self._dims.dim_of(layer.name, INPUT, inputs.dim()) is None:
-            self._uses.expect(output, (layer, inputs))
-        self._watch(layer, inputs, output)
+        if layer.is_table and self._dims.dim_of(layer.name, INPUT, given.dim()) is None:
+            self._uses.expect(output, (layer, given.detach()))
+        self.watch(layer, given, output)
 
     def _note_shapes(self, layer: SketchedLayer, ndim: int, shapes: Shapes) -> None:
         """Note a call whose batch dimension has to be found out."""
@@ -135,48 +138,34 @@ class LayerWatcher:
         elif shapes not in (known := self._unknown.get(layer.name, [])):
             self._unknown[layer.name] = [*known, shapes]
 
-    def _watch(
+    def watch(
         self,
         layer: SketchedLayer,
         inputs: Tensor,
         output: Tensor,
         pad: tuple[int, int] = (0, 0),
     ) -> None:
-        """Hold a layer's detached input until the gradient of its output arrives."""
-        # Inside activation checkpointing a reference would keep the input alive.
-        node = save_input((inputs,))
+        """Hold a layer's input until the gradient of its output arrives."""
+        elsewhere, hooked = saves_elsewhere(), output.grad_fn
+        node, shape, found = None, None, None
         saved: tuple[Tensor, ...] = ()
+        if elsewhere:
+            # Inside activation checkpointing a reference would keep the input alive.
+            node = save_input((inputs.detach(),))
         if layer.is_norm:
-            saved = norm_statistics(output.grad_fn, layer.module)
+            saved = norm_statistics(hooked, layer.module, elsewhere=elsewhere)
         elif node is None and inputs.dtype == torch.float32:
             if torch.is_autocast_enabled(self._device_type):
-                inputs = autocast_input(inputs, output)
-        use = LayerUse(layer, inputs, node, saved, pad, output.output_nr, self._on_grad)
-        hooked = output.grad_fn
+                found, shape = layer.saved_input.find(inputs, output), inputs.shape
+        # Detached: an input changed in place later, as in x += layer(x), would hold its own holder.
+        held = inputs.detach() if found is None else found
+        use = LayerUse(
+            self, layer, held, output.output_nr, node=node, saved=saved, shape=shape, pad=pad
+        )
         if hooked is None:
             output.register_hook(lambda grads: use((grads,)))
         else:  # After all hooks on the tensor, by which users change its gradient.
             hooked.register_prehook(use)
-
-    def _on_grad(self, use: LayerUse, grads: Tensor) -> None:
-        """Reduce one use of a layer to its columns."""
-        started = time.perf_counter()
-        task = torch._C._current_graph_task_id()
-        if task != self._usual_task or not self._launch_again(use, grads):
-            self._on_new_grad(use, grads, task)
-        self.seconds += time.perf_counter() - started
-
-    def _launch_again(self, use: LayerUse, grads: Tensor) -> bool:
-        """Launch the kernels of a use that is like an earlier one; say whether it is."""
-        known, inputs = use.layer.known, use.inputs
-        if known is None or inputs is None or inputs._version != use.version:
-            return False
-        tensors = (inputs, grads, *use.saved[2:]) if use.saved else (inputs, grads)
-        table = self.tables[self._usual_task]
-        if not known.fits(tensors) or not table.launch_again(known.launch, tensors):
-            return False
-        use.inputs, use.saved = None, ()
-        return True
 
     def _begin(self, task: int) -> None:
         if task != self._began_task:
@@ -184,7 +173,7 @@ class LayerWatcher:
             self.began()  # Earlier rows may be popped here, so this backward is noted afterwards.
             self._check.note_backward(task)
 
-    def _on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
+    def on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
         """Reduce a use of a layer to its columns, whatever it is like."""
         self._begin(task)
         layer, inputs, saved, arrived = use.layer, use.inputs, use.saved, grads
@@ -202,6 +191,9 @@ class LayerWatcher:
                 f"an input of module '{layer.name}' was changed in place after its forward, before "
                 "its rows were read: give the model a copy (clone()) of a buffer that is reused"
             )
+        held = inputs
+        if use.shape is not None:
+            inputs = inputs.detach().view(use.shape)
         if layer.inside is not None:
             grads = grads.detach().reshape(*inputs.shape[:2], -1)
             grads = F.pad(grads, use.pad) if any(use.pad) else grads
@@ -212,8 +204,8 @@ class LayerWatcher:
         else:  # The usual case: contexts cost more than a launch.
             self._write(layer, inputs, grads, saved)
             table = self.tables.get(task)
-            if table is not None and note_launch(layer, inputs, grads, arrived, table):
-                self._usual_task = task if len(self.tables) == 1 and not self._check.due else -1
+            if table is not None and note_launch(layer, inputs, grads, held, arrived, table):
+                self.usual_task = task if len(self.tables) == 1 and not self._check.due else -1
 
     def _write(
         self, layer: SketchedLayer, inputs: Tensor, grads: Tensor, saved: tuple[Tensor, ...]
@@ -334,7 +326,7 @@ class LayerWatcher:
 
     def clear(self) -> None:
         """Forget the current batch."""
-        self._usual_task = -1
+        self.usual_task = -1
         self._follow_left_out()
         for table in self.tables.values():
             table.clear()

@@ -4,11 +4,11 @@ Shapes: B examples, C channels, k elements of a row.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows.call_recorder import saves_elsewhere
 from gradherd.rows.column_table import LayerColumns
 from gradherd.rows.conv_sketch import ConvSketch
 from gradherd.rows.launch_plan import NormLayer
@@ -181,12 +181,13 @@ def _position_strides(tensor: Tensor) -> tuple[int, int] | None:
     return strides[0], inner[-1]
 
 
-def norm_statistics(node: object, module: nn.Module) -> tuple[Tensor, ...]:
+def norm_statistics(node: Any, module: nn.Module, *, elsewhere: bool) -> tuple[Tensor, ...]:
     """Return what a norm's columns need besides its input.
 
     Args:
         node: The node of autograd that computed its output.
         module: The norm.
+        elsewhere: Whether autograd may recompute or offload what it saves.
 
     Returns:
         Copies of running mean and variance of a BatchNorm in evaluation mode. Else two empty
@@ -194,13 +195,16 @@ def norm_statistics(node: object, module: nn.Module) -> tuple[Tensor, ...]:
     """
     if not module.training and (running := save_statistics(module)):
         return running
-    if saves_elsewhere():
+    if elsewhere:
         # Inside activation checkpointing, asking for what autograd has saved runs the whole block
         # again, and holds it until the backward.
         return ()
     # The two results of the forward beside the output; both kernels call them so.
-    mean, rstd = getattr(node, "_saved_result1", None), getattr(node, "_saved_result2", None)
-    if not isinstance(mean, Tensor) or not isinstance(rstd, Tensor) or not mean.numel():
+    try:
+        mean, rstd = node._saved_result1, node._saved_result2
+    except AttributeError:
+        return ()
+    if mean is None or rstd is None or not mean.numel():
         return ()
     if mean.requires_grad or rstd.requires_grad:  # then each would hold the node, which holds us
         mean, rstd = mean.detach(), rstd.detach()

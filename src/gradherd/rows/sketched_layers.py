@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from gradherd.rows.batch_dims import INPUT, BatchDims
 from gradherd.rows.broadcast_uses import DirectSketch
-from gradherd.rows.column_table import Slot, lay_out
+from gradherd.rows.column_table import KnownUse, Slot, lay_out
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.layer_rules import BatchDim
 from gradherd.rows.layer_sketches import EmbeddingSketch, LayerSketch, LinearSketch
-from gradherd.rows.layer_use import KnownUse
+from gradherd.rows.layer_use import SavedInput
 from gradherd.rows.norm_sketches import NormSketch, make_layer_sketch
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners
 from gradherd.rows.projected_weight import SketchPlan
@@ -42,6 +42,7 @@ class SketchedLayer:
         """Number of dimensions of an input whose batch dimension was looked for."""
         self.known: KnownUse | None = None
         """The last use that kernels served."""
+        self.saved_input = SavedInput()
         self.is_norm = isinstance(sketch, NormSketch)
         self.is_table = isinstance(sketch, EmbeddingSketch)
         self.is_direct = isinstance(sketch, DirectSketch)
