@@ -1,96 +1,27 @@
-"""The gradient of a whole batch, read off the hooks of parameters.
+"""The gradient of a whole batch, read off the hooks of parameters or when its backward is over.
 
 Shapes: D parameters, k columns of a row.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.fsdp_torch import fsdp_modules, sharded_groups
+from gradherd.attach.fsdp_torch import fsdp_modules
+from gradherd.attach.parameter_hooks import HookSaver, ParameterHooks
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.launch_group import has_kernels
-from gradherd.rows.row_check import Registrar
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import count_sketch, sketch_vector
 
 if TYPE_CHECKING:
     from gradherd.rows.triton_gradient import GradientSketcher
 
-
-def gradient_registrar(model: nn.Module) -> Registrar:
-    """Return a function that hooks a parameter's gradient, whether the model is sharded or not.
-
-    Hooks on a sharded parameter itself never run: autograd sees the whole one.
-    """
-    owners = {
-        id(parameter.sharded): (group, parameter)
-        for group in sharded_groups(model)
-        for parameter in group.parameters
-    }
-
-    def register(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
-        if id(parameter) in owners:
-            group, sharded = owners[id(parameter)]
-            # FSDP reduces gradients before they reach the sharded parameter, so the group is asked.
-            return group.on_gradient(sharded, hook)
-        return parameter.register_hook(hook)
-
-    return register
-
-
 # Elsewhere a copy for each parameter costs little, and adds without rounding.
 AT_END_DEVICES = {"cuda"}
-
-
-class ParameterHooks:
-    """Calls back with each parameter's gradient in every backward, before it is accumulated."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        arrived: Callable[[str, Tensor], None],
-        begin: Callable[[], None] | None = None,
-    ) -> None:
-        """Register a hook for each trainable parameter.
-
-        Args:
-            model: The model.
-            arrived: Called with name and gradient of each parameter.
-            begin: Called instead, once for each backward.
-        """
-        self.began: Callable[[], None] = lambda: None
-        """Called before the first gradient of each backward."""
-        # No backward has this number.
-        self._graph_task = -1
-
-        def hook(name: str) -> Callable[[Tensor], None]:
-            def on_grad(grad: Tensor) -> None:
-                # DDP and FSDP tell backwards apart by this number, too.
-                task = torch._C._current_graph_task_id()
-                if task != self._graph_task:
-                    self._graph_task = task
-                    self.began()
-                    if begin is not None:
-                        begin()
-                if begin is None:
-                    arrived(name, grad.detach())
-
-            return on_grad
-
-        register = gradient_registrar(model)
-        self._handles = [
-            register(parameter, hook(name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _sketcher_for(
@@ -124,35 +55,56 @@ class BatchGradientSource:
             and not fsdp_modules(model)
             and not any(p._post_accumulate_grad_hooks for p in self._parameters)
         )
-        self._before: Tensor | None = None
         self._sketcher = _sketcher_for(self._parameters, sketch) if self._at_end else None
         self._hooks = ParameterHooks(
             model, self._arrived, None if not self._at_end else self._begin
         )
+        self._saver = HookSaver(self._hooks, self._spec.names)
+        self._befores: dict[int, Tensor | None] = {}  # by backward
+        self._before: Tensor | None = None
+        # Whether a part of this batch's gradient may be missing, and whether it was just taken.
+        self._spoiled = self._taken = False
 
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived."""
+        if self._at_end and self._row is None and not self._taken:
+            # The batch of a backward that was not noticed keeps its place; the next is noticed.
+            self._saver.all_noticed(self._grads())
+        self._taken = False  # asked again after the step, when nothing can have changed
         return self._row is not None
+
+    def _grads(self) -> list[Tensor | None]:
+        return [p.grad for p in self._parameters]
 
     def _begin(self) -> None:
         """Prepare to read all gradients at once when this backward is over."""
+        task = torch._C._current_graph_task_id()
+        if task in self._befores:  # a backward inside it (checkpoint) has ended
+            return
+        grads, before = self._grads(), self._before
+        if not self._saver.all_noticed(grads):
+            self._spoiled = True
         if self._row is None:
             # What earlier backwards have left in p.grad is subtracted at the end of this one.
-            accumulated = any(p.grad is not None for p in self._parameters)
-            self._before = self._all_grads() if accumulated else None
+            accumulated = any(grad is not None for grad in grads)
+            before = self._as_row(grads) if accumulated else None
+        self._befores[task] = before
         # Queued callbacks run when the engine has accumulated every gradient, which no hook of a
         # single parameter can tell.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
 
-    def _end(self) -> None:
-        row = self._all_grads()
-        self._row = row if self._before is None else row - self._before
+    def _end(self, task: int) -> None:
+        # Of backwards inside another, the outer one ends last, and began before all of them.
+        before = self._before = self._befores.get(task)
+        grads = self._grads()
+        row = self._as_row(grads)
+        self._row = row if before is None else row - before
+        self._saver.end(grads)
 
-    def _all_grads(self) -> Tensor:
-        """Return the accumulated gradients of all parameters as one row: (D,), or sketched (k,)."""
+    def _as_row(self, grads: list[Tensor | None]) -> Tensor:
+        """Return the gradients of all parameters as one row: (D,), or sketched (k,)."""
         with torch.no_grad():
-            grads = [p.grad for p in self._parameters]
             if self._sketcher is not None:
                 return self._sketcher.sketch(grads)
             parts = [
@@ -187,7 +139,12 @@ class BatchGradientSource:
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return the one row of the batch."""
         assert self._row is not None
-        row, self._row = self._row, None
+        row = self._row
+        if (self._at_end and not self._saver.all_noticed(self._grads())) or self._spoiled:
+            # Not a number: the batch is left out, as one that has overflowed.
+            row = torch.full_like(row, torch.nan)
+        self.forget()
+        self._taken = True
         if loss_scale != 1:
             row /= loss_scale
         return row.unsqueeze(0)
@@ -225,7 +182,9 @@ class BatchGradientSource:
 
     def forget(self) -> None:
         """Drop the last gradient."""
-        self._row = None
+        self._row = self._before = None
+        self._befores.clear()
+        self._spoiled = False
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.batch_gradient import ParameterHooks
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.layouts import BucketLayout
+from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.transports import StepComparison
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradherd.attach.batch_gradient import ParameterHooks
 from gradherd.attach.coordinated_hook import SliceSigner
 from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.attach.layouts import ShardLayout, ShardSpan
+from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.comm.collectives import all_to_all
 from gradherd.comm.sliced_mean import mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch

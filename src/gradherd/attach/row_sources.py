@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.batch_gradient import BatchGradientSource, gradient_registrar
+from gradherd.attach.batch_gradient import BatchGradientSource
 from gradherd.attach.fsdp_torch import fsdp_modules
+from gradherd.attach.parameter_hooks import gradient_registrar
 from gradherd.ordering.bounds import WatchedPolicy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture

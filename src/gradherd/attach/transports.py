@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.batch_gradient import ParameterHooks
 from gradherd.attach.layouts import DealtColumns
+from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource, WatchedSource
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run

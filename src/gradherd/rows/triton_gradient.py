@@ -25,6 +25,7 @@ from gradherd.rows.triton_rows import TYPES
 _BLOCK = 1024
 # Twice what an H200 runs at once at 64 ranges of buckets; fewer if pieces are few.
 _MOST_SHARES, _LEAST_PIECES = 32, 4
+_TABLES = 2  # torch's allocator gives a loop the same memory again, or that of two steps in turn
 _LONGEST = 1 << 31
 """Elements of a parameter, whose positions are 32-bit integers in the kernel."""
 
@@ -113,13 +114,14 @@ class GradientSketcher:
         self._signs = hashed[2].to(torch.int8)  # read for every element, from the cache
         self._pieces = _pieces(counts, size, *(one.cpu().numpy() for one in hashed[:2]))
         # Of parameters without a gradient; the others' are looked up.
-        self._usual = [p.dtype if p.dtype in TYPES else torch.float32 for p in parameters]
+        self._usual = [_readable(p.dtype) for p in parameters]
         self._kinds: list[torch.dtype] = []
         self._launches: list[_Launch] = []
         self._stream = stream_getter(self._device)
-        # Where gradients were in the last step, and the same on the device.
-        self._known: tuple[Any, ...] = ()
-        self._table = torch.zeros(0)
+        # Where gradients were in the last steps, and the same on the device; the latest at the end.
+        self._known: list[tuple[Any, Tensor]] = []
+        # What `_layout` says of each parameter's gradients, by strides, dtype and bytes.
+        self._layouts: list[dict[Any, tuple[int, int]]] = [{} for _ in parameters]
 
     def sketch(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Return the `count_sketch` (k,) of the flat gradient, in which None is zero.
@@ -140,22 +142,41 @@ class GradientSketcher:
             described = _described(grads)
         # The stream as well: on another one the table might not have arrived yet.
         now = (self._stream(), described)
-        if now != self._known:
-            # Held until the kernel is launched: copies of gradients that it cannot read in place.
-            copies = self._tell(grads)
-            self._known = () if copies else now
+        copies: list[Tensor] = []  # held until the kernels are launched
+        table = next((table for known, table in reversed(self._known) if known == now), None)
+        if table is None:
+            try:
+                layouts = [
+                    (0, 1, 1) if one is None else (one[0], *memo[one[1:]])
+                    for one, memo in zip(described, self._layouts, strict=True)
+                ]
+            except KeyError:
+                layouts, copies = self._examine(grads)
+            on_gpu = self._device.type == "cuda"
+            # Pinned memory and no waiting: torch does not use it again before it is copied.
+            table = torch.tensor(layouts, dtype=torch.int64, pin_memory=on_gpu)
+            table = table.to(self._device, non_blocking=True)
+            if not copies:  # they would be elsewhere the next time
+                self._known = [*self._known[1 - _TABLES :], (now, table)]
         parts = self._signs.new_empty(self._launches[-1].end, self._size, dtype=torch.float32)
         for launch in self._launches:
-            launch(self._table, self._signs, parts)
+            launch(table, self._signs, parts)
         return parts.sum(0)
 
-    def _tell(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copy to the device where gradients lie, and how; return copies made of some."""
-        rows, copies, kinds = [], [], []
-        for grad, shape, usual in zip(grads, self._shapes, self._usual, strict=True):
-            kinds.append(usual if grad is None else grad.dtype)
+    def _examine(
+        self, grads: Sequence[Tensor | None]
+    ) -> tuple[list[tuple[int, int, int]], list[Tensor]]:
+        """Return where gradients lie, and how, and copies of those that have to be copied."""
+        kinds = [
+            (usual if grad is None else _readable(grad.dtype))
+            for grad, usual in zip(grads, self._usual, strict=True)
+        ]
+        if kinds != self._kinds:
+            self._cut(kinds)
+        layouts, copies = [], []
+        for grad, shape, kind, memo in zip(grads, self._shapes, kinds, self._layouts, strict=True):
             if grad is None:
-                rows.append((0, 1, 1))
+                layouts.append((0, 1, 1))
                 continue
             if grad.shape != shape:
                 raise RuntimeError(
@@ -163,23 +184,24 @@ class GradientSketcher:
                     f"{tuple(shape)} when it was attached: call detach() and attach() again"
                 )
             layout = _layout(grad)
-            if layout is None or grad.dtype not in TYPES:
-                grad, layout, kinds[-1] = grad.float().contiguous(), (1, 1), torch.float32
+            if layout is None or grad.dtype != kind:
+                grad, layout = grad.to(kind).contiguous(), (1, 1)
                 copies.append(grad)
-            rows.append((grad.data_ptr(), *layout))
-        on_gpu = self._device.type == "cuda"
-        # Pinned memory and no waiting: torch does not use it again before it is copied.
-        table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
-        self._table = table.to(self._device, non_blocking=True)
-        if kinds != self._kinds:
-            self._kinds, self._launches = kinds, []
-            for kind in dict.fromkeys(kinds):
-                own = self._pieces[np.array([one == kind for one in kinds])[self._pieces[:, 0]]]
-                first = self._launches[-1].end if self._launches else 0
-                if len(own):  # parameters may be empty
-                    pieces = torch.from_numpy(own).to(self._device)
-                    self._launches.append(_Launch(kind, pieces, first, self._size))
-        return copies
+            else:
+                memo[grad.stride(), grad.dtype, grad.nbytes] = layout
+            layouts.append((grad.data_ptr(), *layout))
+        return layouts, copies
+
+    def _cut(self, kinds: list[torch.dtype]) -> None:
+        """Prepare a launch for the pieces of each dtype."""
+        self._kinds, self._launches, self._known = kinds, [], []
+        self._layouts = [{} for _ in kinds]  # of gradients that these launches can read
+        for kind in dict.fromkeys(kinds):
+            own = self._pieces[np.array([one == kind for one in kinds])[self._pieces[:, 0]]]
+            first = self._launches[-1].end if self._launches else 0
+            if len(own):  # parameters may be empty
+                pieces = torch.from_numpy(own).to(self._device)
+                self._launches.append(_Launch(kind, pieces, first, self._size))
 
 
 def can_sketch(parameters: Sequence[Tensor]) -> bool:
@@ -192,7 +214,12 @@ def can_sketch(parameters: Sequence[Tensor]) -> bool:
 
 def _described(grads: Sequence[Tensor | None]) -> list[Any]:
     """Return what a kernel has to know of gradients, to be compared with another step's."""
-    return [None if g is None else (g.data_ptr(), g.stride(), g.nbytes) for g in grads]
+    return [None if g is None else (g.data_ptr(), g.stride(), g.dtype, g.nbytes) for g in grads]
+
+
+def _readable(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the kernel reads gradients of a dtype."""
+    return dtype if dtype in TYPES else torch.float32
 
 
 def _layout(grad: Tensor) -> tuple[int, int] | None:
