@@ -111,8 +111,9 @@ class GraB:
         state.running, state.total, state.mean = sums
         if sides is None:
             return False
-        state.add_late(state.steps, sides)
-        state.steps += len(rows)
+        count = rows.shape[0]
+        state.late(state.steps, count, sides.device).copy_(sides)
+        state.steps += count
         return True
 
     def _observe_implicit(

@@ -11,6 +11,7 @@ Shapes: b time steps of a call, M workers, K pairs, D columns.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from gradherd.ordering.balance import (
     reorder_all,
 )
 from gradherd.ordering.device_signs import Sums, sign_on_device
-from gradherd.ordering.policy import BalanceState, Start
+from gradherd.ordering.policy import BalanceState, Start, all_seen
 from gradherd.ordering.seeded_random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
 
@@ -59,10 +60,13 @@ def take_pairs(state: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
         # pairs are tied to time steps, so that pair k has the slots k and n-1-k on all workers.
         rows, seen = rows[1:], seen[1:]
         state.steps += 1
-    first = state.steps // 2
+    first, count = state.steps // 2, rows.shape[0]
     _place_odd_units(state, seen)
+    state.steps += count
+    if count and not count % 2 and state.pending is None and bool(seen.all()):
+        # Whole pairs of batches of even size, all of them seen: the usual case, at every step.
+        return Pairs(first, rows[0::2] - rows[1::2], all_seen(count // 2, rows.shape[1]))
     parts, masks = [], []
-    state.steps += len(rows)
     if state.pending is not None and len(rows):
         assert state.pending_seen is not None
         # In place, since `pending` is a copy of our own. First minus second; published code
@@ -246,10 +250,16 @@ def _sign_on_device(state: BalanceState, pairs: Pairs, rule: SignRule, *, shared
     state.running = sums.running
     if signs is None:
         return False
-    # (K, M) to (2 K, M): the second of a pair has the other side.
-    signs = signs.reshape(diffs.shape[:2])
-    state.add_late(2 * pairs.first, torch.stack([signs, -signs], 1).flatten(0, 1))
+    count, workers = diffs.shape[:2]
+    late = state.late(2 * pairs.first, 2 * count, signs.device).view(count, 2, workers)
+    # The second of a pair has the other side. In one launch, as at every step.
+    torch.mul(signs.reshape(count, 1, workers), _both_sides(signs.device), out=late)
     return True
+
+
+@lru_cache(maxsize=8)
+def _both_sides(device: torch.device) -> Tensor:
+    return torch.tensor([[1], [-1]], dtype=torch.int8, device=device)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class BalanceState:
     scores: Tensor | None = None
     """(T, M) score of the unit visited at a step, NaN where unknown (score orders)."""
     late_sides: Tensor | None = None
-    """(T, M) int8 on a GPU: sides that it has decided on; see `settle`."""
+    """(T, M) int8 on a GPU: sides that it has decided on, for which nobody waits; see `settle`."""
     late_spans: list[tuple[int, int]] = field(default_factory=list)
     """First and last time step, exclusive, of what counts in `late_sides`."""
     signer: DeviceSigner | None = None
@@ -111,15 +111,15 @@ class BalanceState:
         times = torch.arange(first, first + steps).unsqueeze(1)
         return times < torch.tensor(self.sizes)
 
-    def add_late(self, first: int, sides: Tensor) -> None:
-        """Take (b, M) sides from time step `first` on off a GPU, without waiting for them."""
+    def late(self, first: int, steps: int, device: torch.device) -> Tensor:
+        """Return (steps, M) memory on a GPU for sides from time step `first` on."""
         if self.late_sides is None:
-            self.late_sides = torch.zeros_like(self.sides, device=sides.device)
-        end = first + len(sides)
-        self.late_sides[first:end] = sides
+            self.late_sides = torch.zeros_like(self.sides, device=device)
+        end, begin = first + steps, first
         if self.late_spans and self.late_spans[-1][1] == first:
-            first, _ = self.late_spans.pop()
-        self.late_spans.append((first, end))
+            begin, _ = self.late_spans.pop()
+        self.late_spans.append((begin, end))
+        return self.late_sides[first:end]
 
     def settle(self) -> None:
         """Copy sides from the GPU, which takes until it has computed all of them."""
