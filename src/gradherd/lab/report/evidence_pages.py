@@ -21,8 +21,8 @@ _HEADINGS = {
 _READING = """\
 Each study repeats an experiment of the papers, or asks what they left open, with this library on
 real data. `gradherd report --evidence` writes these pages from `studies/*.toml` and the results in
-`benchmarks/results` alone: no figure in a row is typed by hand, and a claim without results, or with
-a single seed, has no verdict. A row is
+`benchmarks/results` alone: no figure in a row is typed by hand, and a claim without results, or
+with a single seed, has no verdict. A row is
 
 - **confirmed** if the 95 % interval over seeds (paired by seed) is on the claimed side (for claims
   of "no worse": within the tolerance), and the effect is at least half of the paper's where the
