@@ -148,3 +148,17 @@ def test_sparse_gradients_keep_all_hooks(monkeypatch):
         model(torch.tensor([1, 2])).sum().backward()
         assert source.waiting and source.take(2, 1.0).isfinite().all()
     assert all(p._backward_hooks for p in model.parameters())
+
+
+def test_one_hook_spares_autograd_the_others(monkeypatch):
+    monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", {"cpu"})
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    source = BatchGradientSource(model, None)
+    for _ in range(9):
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        source.take(2, 1.0)
+    # Even an empty dict would make autograd call Python for every gradient.
+    assert sum(p._backward_hooks is not None for p in model.parameters()) == 1
+    source.close()
+    assert all(p._backward_hooks is None for p in model.parameters())

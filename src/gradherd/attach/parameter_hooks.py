@@ -1,12 +1,13 @@
 """Hooks on the gradients of parameters, which say that a backward has begun and what it gives."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.attach.fsdp_torch import sharded_groups
+from gradherd.rows.parameter_owners import remove_hook
 from gradherd.rows.row_check import Registrar
 
 _BACKWARDS_BEFORE_ONE_HOOK = 8
@@ -76,13 +77,16 @@ class ParameterHooks:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self._handles: list[Any] = []
+        self._handles: dict[str, Any] = {}
         self.keep(self._hooks)
 
-    def keep(self, names: Iterable[str]) -> None:
+    def keep(self, names: Container[str]) -> None:
         """Have hooks on these parameters only."""
-        self.remove()
-        self._handles = [self._register(*self._hooks[name]) for name in names]
+        for name, (parameter, hook) in self._hooks.items():
+            if name in names and name not in self._handles:
+                self._handles[name] = self._register(parameter, hook)
+            elif name not in names and name in self._handles:
+                remove_hook(parameter, self._handles.pop(name))
 
     def keep_all(self) -> None:
         """Have a hook on every parameter again."""
@@ -90,9 +94,7 @@ class ParameterHooks:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.keep(())
 
 
 class HookSaver:
