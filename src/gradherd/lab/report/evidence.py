@@ -72,7 +72,8 @@ def render_summary(
         "effects": summary.effects,
         "picture": summary.picture,
         "totals": totals(sections, len(pending)),
-        "studies": len(sections),
+        # Runs that settle no claim are no evidence.
+        "studies": sum(bool(one.verdicts) for one in sections),
     }
     try:
         text = environment.from_string(path.read_text(encoding="utf-8")).render()

@@ -56,10 +56,10 @@ def index_page(sections: Sequence[StudySection], here: str = "") -> str:
     """Return the list of all studies, with what verdicts mean, and of what was not measured.
 
     Args:
-        sections: The studies; those without results are only in the list of what is left out.
+        sections: The studies; those without a verdict are only in the list of what is left out.
         here: Folder of the studies' pages, seen from this one.
     """
-    everything, sections = sections, [one for one in sections if one.results]
+    everything, sections = sections, [one for one in sections if one.verdicts]
     unmeasured = sum(len(one.pending) for one in everything)
     lines = ["# Evidence, study by study", "", _READING, totals(sections, unmeasured), ""]
     for theme in THEMES:
