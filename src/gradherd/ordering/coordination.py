@@ -193,6 +193,7 @@ class RowGatherer:
 
         Args:
             rows: (b, k) this worker's rows, or (R, b, k) the rows of all workers of this process.
+                They may be overwritten.
             claim: The units they belong to; the next ones by default.
         """
         last = self._waiting[-1][0] if self._waiting else None
@@ -218,10 +219,9 @@ class RowGatherer:
             if leave:
                 # On a GPU, asking whether rows are finite would make the host wait for the whole
                 # backward. A batch that is not leaves out all of its rows: 0 * inf is not a number.
-                parts = [
-                    torch.add(part, part.sum(), alpha=0) if part.shape[-2] > 1 else part
-                    for part in parts
-                ]
+                for part in parts:
+                    if part.shape[-2] > 1:
+                        part.add_(part.sum(), alpha=0)
             rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
             if leave:
                 self._learn_alone(rows, waiting[0][0])

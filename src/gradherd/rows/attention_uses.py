@@ -99,14 +99,16 @@ class _AttentionHooks:
         assert self._original is not None
         # Computed first and returned as it is: the model must not notice.
         output = self._original(inputs, weight, bias)
+        layer, pad = self._layers.get(weight), (0, 0)
         # Queries, keys and values may come apart, each with a view of the packed weight.
-        whole = weight if weight in self._layers else weight._base
-        layer = None if whole is None else self._layers.get(whole)
-        if layer is None or not output.requires_grad:
-            return output
-        assert whole is not None
-        # Of queries, keys and values apart, one use has a part of the outputs.
-        first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
-        inputs = inputs.detach().reshape(-1, self._examples, inputs.shape[-1])
-        self._watch(layer, inputs, output, pad=(first, len(whole) - first - len(weight)))
+        if layer is None and (whole := weight._base) is not None:
+            layer = self._layers.get(whole)
+            # Then one use has a part of the outputs.
+            first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+            pad = (first, len(whole) - first - len(weight))
+        if layer is not None and output.requires_grad:
+            inputs = inputs.detach()
+            if inputs.dim() != 3:
+                inputs = inputs.view(-1, self._examples, inputs.shape[-1])
+            self._watch(layer, inputs, output, pad)
         return output

@@ -203,13 +203,21 @@ class ColumnTable:
         self._launch()
         return self._table[:, slot.begin + lo : slot.begin + hi]
 
-    def sketch(self, k: int, seed: int, leave_out: Iterable[tuple[Slot, int, int]]) -> Tensor:
-        """Return the rows, (B, k), and empty the table.
+    def sketch(
+        self,
+        k: int,
+        seed: int,
+        leave_out: Iterable[tuple[Slot, int, int]] = (),
+        *,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Return the rows, (B, k), times `scale`, and empty the table.
 
         Args:
             k: Elements of a row.
             seed: Seed of the hash.
             leave_out: Parts of slots that do not count.
+            scale: What rows are multiplied by.
         """
         self._launch()
         for slot, lo, hi in leave_out:
@@ -223,12 +231,12 @@ class ColumnTable:
         end = self._width if projected else self._exact
         if end and self._used:
             columns = self._table if end == self._width else self._table[:, :end]
-            total = sketch_columns(columns, k, seed, "columns")
+            total = sketch_columns(columns, k, seed, "columns", scale=scale)
         else:
             total = self._like.new_zeros(len(self._table), k)
         # In a fixed order, so that sums have the same bits on every rank.
         for parameter in sorted(self.finals) if self.finals else ():
-            total = total + self.finals[parameter].to(total.dtype)
+            total = torch.add(total, self.finals[parameter].to(total.dtype), alpha=scale)
         self._dirty, self._used, self.finals = self._used, set(), {}
         return total
 

@@ -66,11 +66,10 @@ class LayerUse:
         layer: "SketchedLayer",
         inputs: Tensor,
         index: int,
-        *,
-        node: Any = None,
-        saved: tuple[Tensor, ...] = (),
-        shape: torch.Size | None = None,
-        pad: tuple[int, int] = (0, 0),
+        node: Any,
+        saved: tuple[Tensor, ...],
+        shape: torch.Size | None,
+        pad: tuple[int, int],
     ) -> None:
         """Hold.
 

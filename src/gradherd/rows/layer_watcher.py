@@ -159,9 +159,7 @@ class LayerWatcher:
                 found, shape = layer.saved_input.find(inputs, output), inputs.shape
         # Detached: an input changed in place later, as in x += layer(x), would hold its own holder.
         held = inputs.detach() if found is None else found
-        use = LayerUse(
-            self, layer, held, output.output_nr, node=node, saved=saved, shape=shape, pad=pad
-        )
+        use = LayerUse(self, layer, held, output.output_nr, node, saved, shape, pad)
         if hooked is None:
             output.register_hook(lambda grads: use((grads,)))
         else:  # After all hooks on the tensor, by which users change its gradient.

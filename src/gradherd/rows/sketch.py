@@ -123,15 +123,16 @@ def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: 
     return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 
 
-def sketch_columns(columns: Tensor, k: int, seed: int, name: str) -> Tensor:
-    """Return the `count_sketch` of columns (B, N); in one launch on a GPU."""
+def sketch_columns(columns: Tensor, k: int, seed: int, name: str, *, scale: float = 1.0) -> Tensor:
+    """Return the `count_sketch` of columns (B, N) times `scale`; in one launch on a GPU."""
     if not columns.is_cuda or columns.dtype != torch.float32 or columns.stride(1) != 1:
-        return count_sketch(columns, k, seed, name=name)
+        sketch = count_sketch(columns, k, seed, name=name)
+        return sketch if scale == 1 else sketch * scale
     from gradherd.rows import triton_sketch
 
     count = -(-columns.shape[1] // k)
     return triton_sketch.sketch_columns(
-        columns, k, *block_hashes(seed, name, count, k, columns.device)
+        columns, k, *block_hashes(seed, name, count, k, columns.device, scale)
     )
 
 
@@ -146,11 +147,15 @@ def sketch_vector(vector: Tensor, k: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def block_hashes(
-    seed: int, name: str, count: int, k: int, device: torch.device
+    seed: int, name: str, count: int, k: int, device: torch.device, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return shifts and signs (count,) of blocks of k coordinates, and signs (k,) within them."""
+    """Return shifts and signs (count,) of blocks of k coordinates, and signs (k,) within them.
+
+    Signs of blocks are multiplied by `scale`, which then takes no launch of its own in a step.
+    """
     _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
-    return *buckets_and_signs(seed, f"{name}/block", 0, count, k, device), signs
+    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", 0, count, k, device)
+    return shifts, block_signs if scale == 1 else block_signs * scale, signs
 
 
 def factor_sketch(factor: Tensor, k: int, seed: int, name: str) -> Tensor:

@@ -221,15 +221,15 @@ class TwoSidedCapture:
                         if self.spec.names[index] in left_out:
                             del table.finals[index]
                     # Tables of several backwards add up, as their gradients do in p.grad.
-                    sketches.append(table.sketch(self._size, settings.seed, parts))
+                    sketches.append(table.sketch(self._size, settings.seed, parts, scale=scale))
                 if self._capture is not None and self._capture.waiting:
                     sketches.append(
                         self._capture.pop_sketch(
-                            # Unscaled, like the tables: all are scaled together below.
                             examples,
                             self._size,
                             settings.seed,
-                            reduction="sum",
+                            reduction=reduction,
+                            loss_scale=loss_scale,
                         )
                     )
         finally:
@@ -237,8 +237,7 @@ class TwoSidedCapture:
             self.clear()
         if not sketches:
             return self._like.new_zeros(examples, self._size)
-        rows = sketches[0] if len(sketches) == 1 else sum(sketches[1:], start=sketches[0])
-        return rows.mul_(scale)
+        return sketches[0] if len(sketches) == 1 else sum(sketches[1:], start=sketches[0])
 
     def matrix(self) -> Tensor:
         """Return (D, k), which takes a gradient to its row; the model must have taken a batch.
