@@ -1,5 +1,6 @@
 import copy
 import gc
+import statistics
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.registry import make_policy
 from gradherd.rows import Capture, count_sketch
 from gradherd.rows.forward_replay import ModuleCall
 from gradherd.rows.sketch import (
@@ -284,3 +287,26 @@ def test_inputs_inside_a_checkpoint_are_not_held(sketch: tuple[int, int] | None)
     close(exact.dense(), expected)
     per_example(model(x)).mean().backward()
     close(rows, plain.pop_sketch(BATCH, 16, 0))
+
+
+def test_orders_by_sketches_of_batches_balance_like_exact_ones():
+    """Longest prefix sum after a few epochs, of exact gradients, relative to random orders."""
+
+    def longest(vectors, order):
+        return float((vectors - vectors.mean(0))[order].cumsum(0).norm(dim=1).max())
+
+    bounds: dict[str, list[float]] = {"exact": [], "sketch": []}
+    for seed in range(6):
+        torch.manual_seed(seed)
+        # Batches of a few kinds: gradients of low rank, and noise.
+        vectors = torch.randn(96, 8) @ torch.randn(8, 3000) + torch.randn(96, 3000)
+        random = statistics.mean(longest(vectors, torch.randperm(96)) for _ in range(10))
+        for name, rows in (("exact", vectors), ("sketch", count_sketch(vectors, 1024, 0))):
+            ordering = Ordering(make_policy("grab"), [96], seed=seed)
+            for _ in range(6):
+                ordering.observe(rows[ordering.orders[0]].unsqueeze(1))
+                ordering.end_epoch()
+            bounds[name].append(longest(vectors, ordering.orders[0]) / random)
+    exact, sketch = statistics.mean(bounds["exact"]), statistics.mean(bounds["sketch"])
+    assert exact < 0.6 and sketch < 0.6
+    assert sketch < 1.15 * exact
