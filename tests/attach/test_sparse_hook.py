@@ -1,5 +1,7 @@
 """The sparse hook on real ranks under DDP: nothing is lost, whatever the loop does."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -270,6 +272,35 @@ def two_momenta():
     herd.detach()
     optimizer.step()
     return raised
+
+
+def momentum_of_the_optimizer():
+    """Return what is said while an optimizer with momentum steps beside some methods."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("gradherd").addHandler(handler)
+    heard = {}
+    for name, method in (("topk", gh.TopK(density=0.1)), ("dense", gh.Dense())):
+        ddp = DDP(nn.Linear(30, 20))
+        herd = gh.attach(ddp, sparsify=method)
+        for momentum in (0.0, 0.9):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=momentum)
+            for _ in range(2):
+                ddp(torch.ones(2, 30)).sum().backward()
+                optimizer.step()
+            heard[name, momentum], said[:] = list(said), []
+        torch.optim.Adam(ddp.parameters()).step()
+        herd.detach()
+    assert said == []
+    return heard
+
+
+def test_momentum_of_the_optimizer_is_warned_of_once_on_one_rank():
+    first, second = run_ranks(momentum_of_the_optimizer, 2)
+    (warning,) = first.pop(("topk", 0.9))
+    assert "SGD has momentum 0.9" in warning and "lr / (1 - momentum)" in warning
+    assert not any(first.values()) and not any(second.values())
 
 
 def test_momentum_in_optimizer_and_sparsifier_is_refused():

@@ -23,7 +23,7 @@ from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.layouts import DealtColumns
 from gradherd.attach.local_steps import LocalExchange
-from gradherd.attach.parameter_usage import refuse_second_momentum, stepping_optimizer
+from gradherd.attach.parameter_usage import check_momentum, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
@@ -33,6 +33,7 @@ from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import BatchRows, RowSettings, row_length
+from gradherd.sparsify.dense import Dense
 from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
@@ -137,8 +138,8 @@ def attach(
         log.info("sparsifying between %d replicas by %s", worlds.replicate.size, settings)
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
-        if settings.momentum:
-            refuse_second_momentum(bare, sparse, settings.momentum)
+        if settings.momentum or not isinstance(settings.method, Dense):
+            check_momentum(bare, sparse, settings.momentum, warns=world.rank == 0)
         log.info("sparsifying by %s", settings)
         if not sparse.layout.sparse:
             warnings.warn(

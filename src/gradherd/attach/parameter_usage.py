@@ -1,5 +1,6 @@
 """What a loop does with parameters: which ones a backward uses, and how the optimizer steps."""
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradherd.rows.forward_replay import UncopiedHook
+
+log = logging.getLogger("gradherd")
 
 
 def tracks_usage(ddp: DDP) -> bool:
@@ -91,32 +94,55 @@ def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Op
     return optimizer
 
 
-def refuse_second_momentum(model: nn.Module, owner: Any, momentum: float) -> None:
-    """Raise at the first step of an optimizer that has momentum beside the sparsifier's.
+def check_momentum(model: nn.Module, owner: Any, momentum: float, *, warns: bool) -> None:
+    """Look at the momentum of the model's optimizer when it first steps.
+
+    Beside the sparsifier's own momentum it is refused. Alone it is allowed, as in the papers, but
+    repeats for many steps what has arrived late, which costs accuracy; so that is said once.
 
     Args:
         model: The model whose gradients the sparsifier exchanges.
         owner: The sparsifier's hook; the check ends with it.
-        momentum: The momentum of its correction.
+        momentum: The momentum of its correction; 0 is none.
+        warns: Whether this rank is the one that warns.
     """
     parameters, alive = {id(p) for p in model.parameters()}, weakref.ref(owner)
+    warned = not warns
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal warned
         hook = alive()
-        if hook is None or not hook.active:
+        if hook is None or not hook.active or (warned and not momentum):
             return
         for group in optimizer.param_groups:
-            # Adam and its relatives have no momentum but a first beta, which has the same effect.
-            own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-            if own and any(id(p) in parameters for p in group["params"]):
-                raise ValueError(
-                    f"{type(optimizer).__name__} has momentum {own:g} and the sparsifier "
-                    f"{momentum:g}: each would multiply what the other repeats; use SGD with "
-                    "momentum 0, or Sparsify(momentum=0)"
+            if not any(id(p) in parameters for p in group["params"]):
+                continue
+            own = group.get("momentum") or 0.0
+            if momentum:
+                # Adam and its relatives have a first beta instead, which has the same effect.
+                own = own or (group.get("betas") or (0.0,))[0]
+                _refuse_second(optimizer, own, momentum)
+            elif own and not warned:
+                warned = True
+                log.warning(
+                    "%s has momentum %g, which repeats what a sparse exchange sends late: "
+                    "momentum 0 with lr / (1 - momentum) often trains more accurately "
+                    "(docs/sparsify.md)",
+                    type(optimizer).__name__,
+                    own,
                 )
 
     # Global, because attach does not know the optimizer; so it must not keep the model alive.
     remove_after(owner, [register_optimizer_step_pre_hook(before_step)])
+
+
+def _refuse_second(optimizer: Optimizer, own: float, momentum: float) -> None:
+    if own:
+        raise ValueError(
+            f"{type(optimizer).__name__} has momentum {own:g} and the sparsifier "
+            f"{momentum:g}: each would multiply what the other repeats; use SGD with "
+            "momentum 0, or Sparsify(momentum=0)"
+        )
 
 
 _hooks: list[tuple["weakref.ref[Any]", RemovableHandle]] = []
