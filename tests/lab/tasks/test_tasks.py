@@ -1,5 +1,7 @@
 """Every task, on made-up data: loads, learns, measures, and its examples can be told apart."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ PARAMETERS = {
     "digits-mlp": 301_066,
     "hmda": 19,
     "wikitext2-lstm": 1_081_792,
+    "wikitext2-lstm-carried": 1_081_792,
     "m4-mlp": 5_569,
     "wikitext2-gpt2": 6_846_080,
     "cifar10-lenet": 62_006,
@@ -21,7 +24,12 @@ PARAMETERS = {
     "sst2-transformer": 1_382_210,
 }
 # Examples of a step: the large models get few.
-BATCH = {"wikitext2-gpt2": 2, "wikitext2-lstm": 8, "cifar10-resnet18": 2}
+BATCH = {
+    "wikitext2-gpt2": 2,
+    "wikitext2-lstm": 8,
+    "wikitext2-lstm-carried": 16,  # all columns
+    "cifar10-resnet18": 2,
+}
 
 
 @pytest.fixture
@@ -175,6 +183,29 @@ def test_perplexity_of_a_know_all_and_of_a_guesser(loaded):
     sure = 50 * nn.functional.one_hot(words, size).float()
     assert task.metric(Recite(sure), *split.test) == pytest.approx(1)
     assert task.metric(Recite(0 * sure), *split.test) == pytest.approx(size, rel=1e-4)
+
+
+@pytest.mark.parametrize("loaded", ["wikitext2-lstm-carried"], indirect=True)
+def test_columns_of_a_text_are_read_beside_each_other(loaded, tmp_path):
+    task, split = loaded
+    (text,) = find_task("wikitext2-lstm").load(tmp_path, limit=64).train
+    # Sequence i of column c is sequence 4 c + i of the text, and example 16 i + c.
+    for c, i in ((0, 0), (0, 1), (5, 3), (15, 3)):
+        assert torch.equal(split.train[0][16 * i + c], text[4 * c + i])
+    torch.manual_seed(0)
+    model = task.model()
+    columns = text.view(16, 4, 36)
+    whole = torch.cat([columns[:, 0], *columns[:, 1:, 1:].unbind(1)], 1)  # without a cut
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)  # so that the state matters
+        logits = model.head(model.lstm(model.embedding(whole[:, :-1]))[0]).flatten(0, 1)
+        expected = float(nn.functional.cross_entropy(logits, whole[:, 1:].flatten()))
+        reset = float(task.loss(model, text))
+    assert task.whole_loss(model, *split.train) == pytest.approx(expected, rel=1e-5)
+    assert task.metric(model, *split.train) == pytest.approx(math.exp(expected), rel=1e-4)
+    assert abs(reset - expected) > 1e-4 * expected
+    with pytest.raises(ValueError, match="needs 16 sequences or more, got 15"):
+        task.load(tmp_path, limit=15)
 
 
 @pytest.mark.parametrize("loaded", ["m4-mlp"], indirect=True)

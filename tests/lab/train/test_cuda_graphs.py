@@ -20,7 +20,7 @@ from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
 from tests.gpu import only_gpu
-from tests.lab.train.work import Awkward, config_of, no_callback
+from tests.lab.train.work import Awkward, Carrying, config_of, no_callback
 
 CPU = torch.device("cpu")
 
@@ -184,7 +184,7 @@ def test_workers_of_a_loss_that_draws_have_numbers_of_their_own(chosen, monkeypa
         if pretend:
             models = getattr(trainer, "_models", [trainer.model])
             own, data = [list(m.parameters()) for m in models], trainer._examples.tensors
-            together = GradientsOnStreams(trainer._config, task, models, own, data)
+            together = GradientsOnStreams(trainer._config, trainer._loss, models, own, data)
             buffers = [buffer for model in models for buffer in model.buffers()]
             trainer._graphed = GraphedFunction(together, restore=buffers)
         trainer.train_epoch(1, no_callback)
@@ -212,9 +212,10 @@ def test_what_is_captured_are_the_gradients_of_all_workers():
         wanted.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         models.append(model)
     parameters = trainer._averager.parameters
-    (grads,) = GradientsOnStreams(trainer._config, task, [trainer.model], [parameters], columns)(
-        batch
+    beside = GradientsOnStreams(
+        trainer._config, trainer._loss, [trainer.model], [parameters], columns
     )
+    (grads,) = beside(batch)
     assert torch.equal(grads, torch.stack(wanted))
     assert [b.tolist() for b in trainer.model.buffers()] == [
         b.tolist() for b in models[0].buffers()
@@ -259,6 +260,18 @@ def test_replayed_runs_are_those_that_are_called(chosen):
     # The last batch of an epoch is a short one, unless batches are ordered.
     assert replayed._graphed.graphs == (1 if "unit" in chosen else 2)
     assert replayed._graphed.fallback_reason is None and called._graphed is None
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_a_state_is_carried_through_replays():
+    replayed = trainer_of(Carrying(), device="cuda", order="cd-grab", unit=4)
+    called = trainer_of(Carrying(), device="cuda", capture=False, order="cd-grab", unit=4)
+    same(train_and_follow(replayed), train_and_follow(called))
+    assert replayed._graphed.graphs == 1 and replayed._graphed.fallback_reason is None
+    for mine, its in zip(replayed._loss.tensors, called._loss.tensors, strict=True):
+        assert mine.any()
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from gradherd.lab.tasks.digits import Digits
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults, Split
+from gradherd.lab.tasks.wikitext2 import CarriedLSTM, WikiText2CarriedLSTM
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import new_record
 from gradherd.lab.train.rank_trainer import RankTrainer
@@ -99,6 +100,22 @@ class Augmented(Awkward):
         x, y = tensors
         sign = torch.randint(2, (len(x), 1), generator=generator) * 2.0 - 1
         return x * sign, y * sign
+
+
+@dataclass(frozen=True)
+class Carrying(WikiText2CarriedLSTM):
+    """The LSTM whose state is carried, on made-up sentences in few words."""
+
+    name: ClassVar = "carrying"
+    defaults: ClassVar = replace(WikiText2CarriedLSTM.defaults, workers=3, epochs=2, lr=0.5)
+
+    def load(self, data_dir=None, limit=None):
+        generator = torch.Generator().manual_seed(0)
+        words = torch.randint(30, (64, 6), generator=generator)  # 16 units: 6, 5 and 5
+        return Split((words,), (words[:32].flip(0),))
+
+    def model(self):
+        return CarriedLSTM(words=30)
 
 
 @dataclass(frozen=True)

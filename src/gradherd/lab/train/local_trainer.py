@@ -36,6 +36,7 @@ from gradherd.lab.train.trainer import (
     EpochExamples,
     Evaluation,
     StepCallback,
+    TrainingLoss,
     evaluation_chunk,
     finite_metric,
     full_loss,
@@ -180,6 +181,7 @@ class LocalTrainer:
         device = self._device = torch.device(config.device)
         self._split = split.to(device)
         self._examples = EpochExamples(config, task, self._split.train)
+        self._loss = TrainingLoss(config, task, len(split.train[0]), config.workers)
         # As on real ranks: the model comes from the seed of the run, workers get their own after.
         torch.manual_seed(config.seed)
         self.model = task.model().to(device)
@@ -211,10 +213,10 @@ class LocalTrainer:
         self._graphed: GraphedFunction | None = None
         if device.type == "cuda" and not self._rows and not has_dropout(self.model):
             together = GradientsOnStreams(
-                config, task, self._models, self._parameters, self._examples.tensors
+                config, self._loss, self._models, self._parameters, self._examples.tensors
             )
             buffers = [buffer for model in self._models for buffer in model.buffers()]
-            self._graphed = GraphedFunction(together, restore=buffers)
+            self._graphed = GraphedFunction(together, restore=[*buffers, *self._loss.tensors])
         self._timers = {part: DeviceTimer(device) for part in ("exchange", "ordering")}
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
@@ -222,6 +224,7 @@ class LocalTrainer:
         config, counters = self._config, EpochCounters()
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
+        self._loss.begin_epoch()
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
@@ -279,7 +282,7 @@ class LocalTrainer:
         set_rng_states(self._rng_states[worker], self._device)
         optimizer.zero_grad()
         with passes(self._config):
-            loss = self._task.loss(self._models[worker], *examples)
+            loss = self._loss(self._models[worker], *examples, worker=worker)
         loss.backward()
         self._rng_states[worker] = get_rng_states(self._device)
         rows = None

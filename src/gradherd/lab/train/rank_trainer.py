@@ -37,6 +37,7 @@ from gradherd.lab.train.trainer import (
     EpochExamples,
     Evaluation,
     StepCallback,
+    TrainingLoss,
     evaluation_chunk,
     finite_metric,
     full_loss,
@@ -95,6 +96,7 @@ class RankTrainer:
         ]
         self._steps = 0  # since this process started
         self._examples = EpochExamples(config, task, self._split.train)
+        self._loss = TrainingLoss(config, task, len(split.train[0]), workers=1)
         dataset = InMemoryDataset(self._examples.tensors)
         self.sampler = OrderedSampler(
             dataset,
@@ -152,6 +154,8 @@ class RankTrainer:
         whole_epoch = counters.steps == 0
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
+        if whole_epoch:  # else a checkpoint holds what is carried
+            self._loss.begin_epoch()
         # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
         self._parallel.module.train()
@@ -165,7 +169,7 @@ class RankTrainer:
             lr = self._config.lr_at(number, counters.steps, len(self._loader))
             set_lr(self._optimizer, lr)
             self._optimizer.zero_grad()
-            self._task.loss(self._parallel.module, *batch).backward()
+            self._loss(self._parallel.module, *batch).backward()
             if self._tracks_prefix_sums:
                 # Before clipping, which scales the gradient in place: the bound is about what was
                 # averaged.
@@ -239,7 +243,7 @@ class RankTrainer:
         """
         herd = self._herd.state_dict(gather=False) if herd is None else herd
         model, own = self._parallel.state(self._optimizer)
-        own |= {"generators": get_rng_states(self._device)}
+        own |= {"generators": get_rng_states(self._device), "carried": self._loss.tensors}
         own |= {key: herd.pop(key, None) for key in EXCHANGES}
 
         def shared() -> dict[str, Any]:
@@ -257,10 +261,11 @@ class RankTrainer:
     def load(self, checkpoint: LoadedCheckpoint) -> int:
         """Continue from a checkpoint; return the epoch to continue with."""
         shared, size = checkpoint.shared, self._world.size
-        if self._config.parallel is not None and checkpoint.workers != size:
+        bound = self._config.parallel is not None or bool(self._loss.tensors)
+        if bound and checkpoint.workers != size:
             raise NoUsableCheckpoint(
                 f"it was saved by {checkpoint.workers} workers, this run has {size}: shards of a "
-                "model can be continued by as many workers only"
+                "model, or a state that workers carry, can be continued by as many workers only"
             )
         part = checkpoint.part(self._world.rank) if checkpoint.workers == size else {}
         self._parallel.load(shared, part, self._optimizer)
@@ -270,6 +275,8 @@ class RankTrainer:
             own = checkpoint.part(self._world.rank)
             self._herd.load_state_dict(_herd_state(shared, own))
             set_rng_states(own["generators"], self._device)
+            for tensor, saved in zip(self._loss.tensors, own.get("carried", ()), strict=True):
+                tensor.copy_(saved)
         else:
             ranks = range(checkpoint.workers)
             self._herd.load_state_dict(

@@ -4,10 +4,10 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
@@ -142,6 +142,58 @@ class EpochExamples:
             static.copy_(new)
 
 
+class TrainingLoss:
+    """The task's loss on batches of workers, and the state that some tasks carry between batches.
+
+    Each worker carries its own, from zero at the start of an epoch, through its batches in the
+    order in which it visits them. States stay at one address, where captured graphs find them.
+
+    Args:
+        config: The settings of a run.
+        task: Its task, which may have `initial_state` and `carried_loss`.
+        examples: Number of training examples.
+        workers: Number of workers that are trained in this process.
+
+    Raises:
+        ValueError: The task carries a state, and some batch is not one unit.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, examples: int, workers: int) -> None:
+        self._task, self._states = task, list[Tensors]()
+        make = getattr(task, "initial_state", None)
+        if make is None:
+            return
+        size = config.batch_size
+        # One row of the state for each example; rows of single examples would need theirs, too.
+        if config.unit != size or examples % size:
+            raise ValueError(
+                f"task {task.name!r} carries a state from batch to batch: unit must be batch_size "
+                f"and divide its {examples} examples, got unit {config.unit}, batch_size {size}"
+            )
+        self._states = [make(size, torch.device(config.device)) for _ in range(workers)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states of all workers, which calls write in place; empty if none is carried."""
+        return [tensor for state in self._states for tensor in state]
+
+    def begin_epoch(self) -> None:
+        """Forget what was carried."""
+        for tensor in self.tensors:
+            tensor.zero_()
+
+    def __call__(self, model: nn.Module, *examples: Tensor, worker: int = 0) -> Tensor:
+        """Return the mean loss on a batch of one of the workers."""
+        if not self._states:
+            return self._task.loss(model, *examples)
+        state, task = self._states[worker], cast(Any, self._task)
+        # A copy: the backward needs the state that the forward has read.
+        loss, after = task.carried_loss(model, tuple(map(torch.clone, state)), *examples)
+        for tensor, new in zip(state, after, strict=True):
+            tensor.copy_(new.detach())
+        return cast(Tensor, loss)
+
+
 def passes(config: RunConfig) -> contextlib.AbstractContextManager[Any]:
     """Return the context of a run's forward passes: the precision that it asks for."""
     return torch.autocast(
@@ -181,6 +233,12 @@ def full_loss(
         world: The R ranks that share the work; all of them must call this.
         chunk: Examples evaluated at once.
     """
+    whole_loss = getattr(task, "whole_loss", None)
+    if whole_loss is not None:  # Its examples have to be read one after another.
+        whole = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+        if not world.rank:
+            whole.fill_(whole_loss(model, *tensors))
+        return finite_or_none(float(all_reduce(whole, world).value))
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):

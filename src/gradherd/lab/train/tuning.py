@@ -50,8 +50,13 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
         share: Share of the training examples to hold out.
 
     Raises:
-        ValueError: There are too few examples.
+        ValueError: There are too few examples, or the task carries a state through them.
     """
+    if hasattr(task, "carried_loss"):
+        raise ValueError(
+            f"task {task.name!r} carries a state through its examples: none of them can be held "
+            "out, so give a learning rate"
+        )
     count = len(split.train[0])
     every = round(1 / share)
     if count <= every:

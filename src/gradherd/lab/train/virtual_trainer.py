@@ -30,6 +30,7 @@ from gradherd.lab.train.trainer import (
     EpochExamples,
     Evaluation,
     StepCallback,
+    TrainingLoss,
     evaluation_chunk,
     finite_metric,
     full_loss,
@@ -96,7 +97,7 @@ class GradientsOnStreams:
 
     Args:
         config: The settings of the run.
-        task: Its task.
+        loss: The loss on a worker's batch.
         models: The model of all workers, or one of each.
         parameters: Its parameters in the order of the result, for each model.
         tensors: The training examples, read where they are.
@@ -105,12 +106,12 @@ class GradientsOnStreams:
     def __init__(
         self,
         config: RunConfig,
-        task: Task,
+        loss: TrainingLoss,
         models: Sequence[nn.Module],
         parameters: Sequence[Sequence[nn.Parameter]],
         tensors: Tensors,
     ) -> None:
-        self._config, self._task, self._models = config, task, list(models)
+        self._config, self._loss, self._models = config, loss, list(models)
         self._parameters, self._tensors = [list(own) for own in parameters], tensors
         on_gpu = tensors[0].is_cuda
         self._streams = [torch.cuda.Stream() for _ in range(_STREAMS)] if on_gpu else []
@@ -128,12 +129,12 @@ class GradientsOnStreams:
         current = torch.cuda.current_stream() if self._streams else None
         for at, worker in enumerate(zip(models, parameters, batch, grads, strict=True)):
             if current is None:
-                self._write(*worker)
+                self._write(at, *worker)
                 continue
             stream = self._streams[at % len(self._streams)]
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                self._write(*worker)
+                self._write(at, *worker)
         for stream in self._streams[: len(batch)]:
             torch.cuda.current_stream().wait_stream(stream)
         return (grads,)
@@ -154,11 +155,11 @@ class GradientsOnStreams:
         return [FunctionalModel(model, buffers) for buffers in copies]
 
     def _write(
-        self, model: nn.Module, parameters: list[nn.Parameter], own: Tensor, out: Tensor
+        self, at: int, model: nn.Module, parameters: list[nn.Parameter], own: Tensor, out: Tensor
     ) -> None:
-        """Write a worker's gradient on its (B,) examples to `out`, (D,)."""
+        """Write the gradient of worker `at` on its (B,) examples to `out`, (D,)."""
         with passes(self._config):
-            loss = self._task.loss(model, *(tensor[own] for tensor in self._tensors))
+            loss = self._loss(model, *(tensor[own] for tensor in self._tensors), worker=at)
         # Not `backward`: the parameters' gradients would be one place for all workers.
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         parts = zip(found, parameters, strict=True)
@@ -188,6 +189,7 @@ class VirtualTrainer:
         device = self._device = torch.device(config.device)
         self._split = split.to(device)
         self._examples = EpochExamples(config, task, self._split.train)
+        self._loss = TrainingLoss(config, task, len(split.train[0]), config.workers)
         # As on real ranks: the model comes from the seed of the run, workers get their own after
         # it.
         torch.manual_seed(config.seed)
@@ -223,9 +225,14 @@ class VirtualTrainer:
         # Hooks that read rows call Python, and dropout draws random numbers: no replay of these.
         if capture and device.type == "cuda" and self._rows is None and not has_dropout(self.model):
             together = GradientsOnStreams(
-                config, task, [self.model], [self._averager.parameters], self._examples.tensors
+                config,
+                self._loss,
+                [self.model],
+                [self._averager.parameters],
+                self._examples.tensors,
             )
-            self._graphed = GraphedFunction(together, restore=list(self.model.buffers()))
+            written = [*self.model.buffers(), *self._loss.tensors]
+            self._graphed = GraphedFunction(together, restore=written)
         self._exchange_timer, self._ordering_timer = DeviceTimer(device), DeviceTimer(device)
         steps = -(-self.sharding.length * config.unit // config.batch_size)
         self._tracks_prefix_sums = config.density is None and can_track_prefix_sums(steps, size)
@@ -235,6 +242,7 @@ class VirtualTrainer:
         config, counters, means = self._config, EpochCounters(), []
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
+        self._loss.begin_epoch()
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
@@ -306,7 +314,7 @@ class VirtualTrainer:
             with self._turns.of(worker):
                 self._optimizer.zero_grad()
                 with passes(self._config):
-                    loss = self._task.loss(self.model, *examples)
+                    loss = self._loss(self.model, *examples, worker=worker)
                 loss.backward()
             # Copied out: the next worker's backward writes to the same gradients.
             grads.append(self._averager.flat_grad())
