@@ -74,9 +74,9 @@ def test_a_template_gives_the_words_and_records_the_figures(root):
     files = write_evidence(root).files
     page, readme = files[PAGE], (root / "README.md").read_text()
     link = "(evidence/small.md)"
-    assert f"[0.00&nbsp;% more]{link} 1\n" in page and "1 claim of papers: 0 confirmed" in page
-    assert f"| It is less | p | [0.00&nbsp;% more]{link} | not&nbsp;confirmed |" in page
-    assert readme.startswith("before\n<!-- quote -->\n| It is less | p | [0.00&nbsp;% more](docs/")
+    assert f"[0.00&nbsp;%]{link} 1\n" in page and "1 claim of papers: 0 confirmed" in page
+    assert f"| It is less | p | [0.00&nbsp;%]{link} | not&nbsp;confirmed |" in page
+    assert readme.startswith("before\n<!-- quote -->\n| It is less | p | [0.00&nbsp;%](docs/")
     assert 'src="docs/images/evidence/summary-2.svg"' in readme and readme.endswith("-->\nafter\n")
     effects, smaller = (files[IMAGES / f"summary-{n}.svg"] for n in (1, 2))
     assert ">digits<" in effects and ">none<" not in effects and ">Smaller<" in smaller
