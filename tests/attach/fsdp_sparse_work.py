@@ -257,6 +257,15 @@ def refused():
             rows="batch")  # fmt: skip
     attempt("ddp", lambda: nn.parallel.DistributedDataParallel(Net("plain")), sparsify="topk",
             mesh=mesh)  # fmt: skip
+    model = whole(mesh["shard"])
+    herd = gh.attach(model, sparsify=settings("topk", momentum=0.9), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said["two momenta"] = str(error)
+    herd.detach()
+    optimizer.step()
     return said
 
 

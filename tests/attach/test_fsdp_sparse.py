@@ -95,6 +95,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(ranks):
         "ranks": "order was made for ranks [0, 1, 2, 3], but the model averages gradients over",
         "batches": "rows='batch' would exchange whole gradients beside the sparse ones",
         "ddp": "mesh goes with sparsify or local, and a model that fully_shard was called on",
+        "two momenta": "SGD has momentum 0.5 and the sparsifier 0.9",
     }
     for rank in ranks:
         for name, text in says.items():

@@ -138,8 +138,6 @@ def attach(
         log.info("sparsifying between %d replicas by %s", worlds.replicate.size, settings)
     if settings is not None and isinstance(bare, DDP):
         sparse = SparseHook(bare, settings, scaler)
-        if settings.momentum or not isinstance(settings.method, Dense):
-            check_momentum(bare, sparse, settings.momentum, warns=world.rank == 0)
         log.info("sparsifying by %s", settings)
         if not sparse.layout.sparse:
             warnings.warn(
@@ -147,6 +145,8 @@ def attach(
                 "whole: nothing is sparsified; lower dense_below",
                 stacklevel=2,
             )
+    if settings is not None and (settings.momentum or not isinstance(settings.method, Dense)):
+        check_momentum(bare, sparse, settings.momentum, warns=world.rank == 0)
     if local is not None and stepping is not None:
         if worlds is None:
             sparse = LocalExchange(bare, stepping, local, world)

@@ -87,6 +87,8 @@ class ShardedSparseHook:
         self._averages = True
         self._present: dict[int, Sequence[ShardedParameter]] = {}
         self._metrics: dict[str, Any] = {}
+        self.active = True
+        """Whether it is attached."""
         self.total_bytes = 0
         """Bytes that this rank has sent to its peers in other replicas so far."""
         self.stopwatch = Stopwatch()
@@ -310,6 +312,7 @@ class ShardedSparseHook:
 
     def close(self) -> None:
         """Leave the model, whose replicas nobody averages from now on."""
+        self.active = False
         for handle in self._handles:
             handle.remove()
 
