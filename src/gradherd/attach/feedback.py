@@ -159,10 +159,10 @@ class OrderFeedback:
         # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
         # which somebody iterates over the loader, what is learned could not be changed later.
         kind = self._device.type
-        if torch.is_autocast_enabled(kind) or torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled():
             return _outside(kind)
-        # Not at every step: contexts take a while, and leaving autocast empties its cache.
-        return contextlib.nullcontext()
+        # A context of torch.autocast takes longer than all that is done in it.
+        return _outside_autocast(kind) if torch.is_autocast_enabled(kind) else _NO_CONTEXT
 
     def _claim_and_feed(self) -> None:
         if self._paused:
@@ -280,6 +280,18 @@ class OrderFeedback:
                 self._watch.close()
             for handle in self._handles:
                 handle.remove()
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _outside_autocast(device_type: str) -> Iterator[None]:
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, True)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Shapes: T positions, B examples, E features.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
+from gradherd.rows.layer_use import hold_input
 from gradherd.rows.sketched_layers import SketchedLayer
 
-AfterForward = Callable[[SketchedLayer, nn.Module, Any, dict[str, Any], Tensor], None]
-Watch = Callable[..., None]
+if TYPE_CHECKING:
+    from gradherd.rows.layer_watcher import LayerWatcher
 
 
 def hook_attention(
-    layers: Sequence[SketchedLayer], after_forward: AfterForward, watch: Watch
+    layers: Sequence[SketchedLayer], watcher: "LayerWatcher"
 ) -> list[RemovableHandle]:
     """Hook the attention modules whose projections have sketches.
 
     Args:
         layers: All sketched layers; those with `inside` belong to attention modules.
-        after_forward: Is called after each forward of an attention module.
-        watch: Is called with a projection, its input (T, B, E), its output (T, B, E') or
-            (T * B, E'), and the numbers of outputs that are missing before and after.
+        watcher: Watches projections, with input (T, B, E) or (T * B, E) and output (T, B, E') or
+            (T * B, E').
     """
     by_module: dict[nn.Module, list[SketchedLayer]] = {}
     for layer in layers:
@@ -39,7 +39,7 @@ def hook_attention(
             by_module.setdefault(layer.module, []).append(layer)
     handles: list[RemovableHandle] = []
     for module, own in by_module.items():
-        hooks = _AttentionHooks(module, own, after_forward, watch)
+        hooks = _AttentionHooks(module, own, watcher)
         handles.append(
             module.register_forward_pre_hook(UncopiedHook(hooks.before), with_kwargs=True)
         )
@@ -61,14 +61,13 @@ class _AttentionHooks:
         self,
         module: nn.Module,
         layers: list[SketchedLayer],
-        after_forward: AfterForward,
-        watch: Watch,
+        watcher: "LayerWatcher",
     ) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         self._layers = dict(
             zip((module.in_proj_weight, module.out_proj.weight), layers, strict=True)
         )
-        self._after_forward, self._watch = after_forward, watch
+        self._first, self._watcher = layers[0], watcher
         self._original: Callable[..., Tensor] | None = None
         self._examples = 0
 
@@ -91,9 +90,12 @@ class _AttentionHooks:
         """Restore F.linear."""
         if self._original is not None:
             F.linear, self._original = self._original, None
-        if outputs is not None:
-            layer = next(iter(self._layers.values()))
-            self._after_forward(layer, module, args, kwargs, outputs[0])
+        if outputs is None:
+            return
+        layer, watcher = self._first, self._watcher
+        # The usual case, as for other layers: there is nothing to find out.
+        if not args or args[0].dim() != layer.probed_dims or watcher.looks_closer(layer.name):
+            watcher.after_forward(layer, module, args, kwargs, outputs[0])
 
     def _linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert self._original is not None
@@ -106,9 +108,7 @@ class _AttentionHooks:
             # Then one use has a part of the outputs.
             first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
             pad = (first, len(whole) - first - len(weight))
-        if layer is not None and output.requires_grad:
-            inputs = inputs.detach()
-            if inputs.dim() != 3:
-                inputs = inputs.view(-1, self._examples, inputs.shape[-1])
-            self._watch(layer, inputs, output, pad)
+        if layer is not None and (node := output.grad_fn) is not None:
+            shape = None if inputs.dim() == 3 else (-1, self._examples, inputs.shape[-1])
+            hold_input(self._watcher, layer, inputs, output, node, pad, shape)
         return output

@@ -303,11 +303,8 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None
 
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
-def saves_elsewhere() -> bool:
-    """Say whether autograd may recompute or offload what it saves now."""
-    return _top_hooks is None or _top_hooks(False) is not None
+top_saving_hooks: Callable[[bool], Any] = _top_hooks or (lambda ignored: True)
+"""Returns the hooks by which autograd recomputes or offloads what it saves now, or None."""
 
 
 class _SaveInput(torch.autograd.Function):

@@ -37,7 +37,18 @@ class KnownLaunch(NamedTuple):
 class KnownUse:
     """A use of a layer that kernels have served, by which others like it are recognised."""
 
-    __slots__ = ("begin", "examples", "grads", "inputs", "layer", "number", "saved", "size", "slot")
+    __slots__ = (
+        "begin",
+        "examples",
+        "grads",
+        "inputs",
+        "layer",
+        "number",
+        "saved",
+        "shape",
+        "size",
+        "slot",
+    )
 
     def __init__(self, launch: KnownLaunch, inputs: Tensor, grads: Tensor) -> None:
         """Remember it, but not its tensors, which would be kept alive.
@@ -47,6 +58,7 @@ class KnownUse:
             inputs: Input of the layer, as it is held.
             grads: Its output gradient, as it arrives.
         """
+        self.shape = inputs.shape
         self.inputs = inputs.shape, inputs.stride(), inputs.dtype
         self.grads = grads.shape, grads.stride(), grads.dtype
         self.saved = 4 if len(launch.tensors) == 4 else 0

@@ -135,6 +135,10 @@ class LaunchGroup:
         ):
             self.flush()
 
+    def room(self) -> tuple[int, int]:
+        """Return how many layers, and how many bytes of theirs, are waited for before a launch."""
+        return MOST - len(self._ids), self._budget + self._released - self._bytes
+
     def flush(self) -> None:
         """Launch the kernels of all layers that wait."""
         if not self._ids:

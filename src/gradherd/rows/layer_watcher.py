@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from gradherd.rows.attention_uses import hook_attention
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.broadcast_uses import BroadcastUses, Meeting
-from gradherd.rows.call_recorder import save_input, saves_elsewhere
 from gradherd.rows.column_table import ColumnTable, LayerColumns
 from gradherd.rows.forward_replay import ForwardContext, ModuleCall, UncopiedHook, repeat_forward
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.layer_sketches import LayerCall
-from gradherd.rows.layer_use import AfterForward, LayerUse, no_autocast, note_launch
-from gradherd.rows.norm_sketches import norm_statistics
+from gradherd.rows.layer_use import (
+    AfterForward,
+    LayerUse,
+    WaitingUses,
+    hold_input,
+    no_autocast,
+    note_launch,
+)
 from gradherd.rows.row_check import RowCheck
 from gradherd.rows.sketched_layers import SketchedLayer, unbatched_reason
 from gradherd.rows.tensor_tree import detach_all, tensor_leaves
@@ -66,17 +71,17 @@ class LayerWatcher:
         """Called before the first gradient of each backward."""
         self.seconds = 0.0
         """Seconds spent inside backwards."""
-        self._layers, self._check, self._make_table = layers, check, make_table
+        self._layers, self.check, self._make_table = layers, check, make_table
         self._batch_size, self._dims = batch_size, BatchDims(batch_dim)
         # One table is kept from batch to batch: it is large, and has the same shape again.
         self._free_table: ColumnTable | None = None
-        self.usual_task = -1
-        """The last backward in which nothing but kernels has to run."""
+        self.waiting = WaitingUses(self.on_new_grad)
         self._began_task = -1
         self._left_out: dict[SketchedLayer, bool] = {}
         self._left_out_count = 0
         self._unknown: dict[str, list[Shapes]] = {}  # calls whose batch dimension is not known
-        self._probed: list[tuple[str, Shapes]] | None = None
+        self.probed: list[tuple[str, Shapes]] | None = None
+        """Shapes that layers see while the batch dimension is looked for."""
         self._device_type = next(model.parameters()).device.type
         self._handles: list[Any] = [
             model.register_forward_hook(UncopiedHook(self._after_model), with_kwargs=True)
@@ -84,6 +89,7 @@ class LayerWatcher:
         self._uses = BroadcastUses(
             {(layer, None): parameter for layer, parameter in direct.items()}, self._on_meeting
         )
+        self.places = self._uses.places
         self._met: set[SketchedLayer] = set()  # tables that all examples of the batch share
         for layer in layers:
             if layer.inside is None and not layer.is_direct:
@@ -92,7 +98,7 @@ class LayerWatcher:
                 self._handles.append(
                     layer.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
                 )
-        self._handles += hook_attention(layers, self.after_forward, self.watch)
+        self._handles += hook_attention(layers, self)
 
     def quiet(self) -> AbstractContextManager[Any]:
         """Return a context without graph and autocast."""
@@ -102,7 +108,7 @@ class LayerWatcher:
 
     def looks_closer(self, name: str) -> bool:
         """Say whether a forward of a layer has to be looked at more closely."""
-        return self._check.due or self._probed is not None or name in self._uses.places
+        return self.check.due or self.probed is not None or name in self._uses.places
 
     def after_forward(
         self,
@@ -113,8 +119,8 @@ class LayerWatcher:
         output: Tensor,
     ) -> None:
         """Watch a layer after its forward, whatever it is like."""
-        if self._probed is not None:
-            self._probed.append((layer.name, call_shapes(args, kwargs, output)))
+        if self.probed is not None:
+            self.probed.append((layer.name, call_shapes(args, kwargs, output)))
             return
         # Called with a keyword: layers have one argument, whatever its name.
         given = args[0] if args else next(iter(kwargs.values()))
@@ -124,12 +130,12 @@ class LayerWatcher:
         if not torch.is_grad_enabled():
             return
         if self._uses.is_needed:
-            self._uses.search(given, layer.name, everywhere=self._check.due)
+            self._uses.search(given, layer.name, everywhere=self.check.due)
         if layer.inside is not None or not output.requires_grad:
             return  # what is inside an attention module is watched by itself
         if layer.is_table and self._dims.dim_of(layer.name, INPUT, given.dim()) is None:
             self._uses.expect(output, (layer, given.detach()))
-        self.watch(layer, given, output)
+        hold_input(self, layer, given, output, output.grad_fn)
 
     def _note_shapes(self, layer: SketchedLayer, ndim: int, shapes: Shapes) -> None:
         """Note a call whose batch dimension has to be found out."""
@@ -138,45 +144,24 @@ class LayerWatcher:
         elif shapes not in (known := self._unknown.get(layer.name, [])):
             self._unknown[layer.name] = [*known, shapes]
 
-    def watch(
-        self,
-        layer: SketchedLayer,
-        inputs: Tensor,
-        output: Tensor,
-        pad: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Hold a layer's input until the gradient of its output arrives."""
-        elsewhere, hooked = saves_elsewhere(), output.grad_fn
-        node, shape, found = None, None, None
-        saved: tuple[Tensor, ...] = ()
-        if elsewhere:
-            # Inside activation checkpointing a reference would keep the input alive.
-            node = save_input((inputs.detach(),))
-        if layer.is_norm:
-            saved = norm_statistics(hooked, layer.module, elsewhere=elsewhere)
-        elif node is None and inputs.dtype == torch.float32:
-            if torch.is_autocast_enabled(self._device_type):
-                found, shape = layer.saved_input.find(inputs, output), inputs.shape
-        # Detached: an input changed in place later, as in x += layer(x), would hold its own holder.
-        held = inputs.detach() if found is None else found
-        use = LayerUse(self, layer, held, output.output_nr, node, saved, shape, pad)
-        if hooked is None:
-            output.register_hook(lambda grads: use((grads,)))
-        else:  # After all hooks on the tensor, by which users change its gradient.
-            hooked.register_prehook(use)
-
     def _begin(self, task: int) -> None:
         if task != self._began_task:
+            self.waiting.settle()
             self._began_task = task
             self.began()  # Earlier rows may be popped here, so this backward is noted afterwards.
-            self._check.note_backward(task)
+            self.check.note_backward(task)
 
     def on_new_grad(self, use: LayerUse, grads: Tensor, task: int) -> None:
         """Reduce a use of a layer to its columns, whatever it is like."""
         self._begin(task)
+        self.waiting.settle()  # in the order in which they came
+        if self._begins_as_before(use, task):
+            use((*[None] * use.index, grads))  # as autograd has called it
+            return
         layer, inputs, saved, arrived = use.layer, use.inputs, use.saved, grads
-        if use.node is not None:
-            (inputs,) = use.node.saved_tensors
+        node, shape, pad = use.details
+        if node is not None:
+            (inputs,) = node.saved_tensors
         # The hook lives as long as the graph, which the loss may keep; activations must not.
         use.inputs, use.saved = None, ()
         if inputs is None:
@@ -184,17 +169,17 @@ class LayerWatcher:
                 "a second backward ran through the same graph (retain_graph=True), whose inputs "
                 "two-sided rows no longer hold: add up the losses, or use rows='sketch'"
             )
-        if inputs._version != use.version and use.node is None:
+        if inputs._version != use.version and node is None:
             raise RuntimeError(
                 f"an input of module '{layer.name}' was changed in place after its forward, before "
                 "its rows were read: give the model a copy (clone()) of a buffer that is reused"
             )
         held = inputs
-        if use.shape is not None:
-            inputs = inputs.detach().view(use.shape)
+        if shape is not None:
+            inputs = inputs.detach().view(shape)
         if layer.inside is not None:
             grads = grads.detach().reshape(*inputs.shape[:2], -1)
-            grads = F.pad(grads, use.pad) if any(use.pad) else grads
+            grads = F.pad(grads, pad) if any(pad) else grads
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
             self.create_graph = self.create_graph or torch.is_grad_enabled()
             with self.quiet():
@@ -203,12 +188,30 @@ class LayerWatcher:
             self._write(layer, inputs, grads, saved)
             table = self.tables.get(task)
             if table is not None and note_launch(layer, inputs, grads, held, arrived, table):
-                self.usual_task = task if len(self.tables) == 1 and not self._check.due else -1
+                if len(self.tables) == 1 and not self.check.due:
+                    self.waiting.follow(task, table)
+                else:
+                    self.waiting.clear()
+
+    def _begins_as_before(self, use: LayerUse, task: int) -> bool:
+        """Let uses wait from the first one on, if the backward begins like the one before."""
+        known, inputs, table = use.layer.known, use.inputs, self._free_table
+        if known is None or inputs is None or table is None or table.group is None:
+            return False
+        if self.check.due or self.tables or self.sizes or inputs.shape != known.shape:
+            return False
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
+            return False
+        self.tables[task], self._free_table = table, None
+        self.sizes.add(known.examples)
+        table.start(known.examples)
+        self.waiting.follow(task, table)
+        return True
 
     def _write(
         self, layer: SketchedLayer, inputs: Tensor, grads: Tensor, saved: tuple[Tensor, ...]
     ) -> None:
-        if self._check.left_out and self._is_left_out(layer):
+        if self.check.left_out and self._is_left_out(layer):
             return
         ndim = inputs.dim()
         dim = self._dims.dim_of(layer.name, INPUT, ndim)
@@ -254,11 +257,12 @@ class LayerWatcher:
 
     def _put(self, layer: SketchedLayer, call: LayerCall) -> None:
         """Write the columns of one use of a layer to the table of this backward."""
+        self.waiting.settle()
         examples, inputs, grads = call.batch.examples, call.inputs, call.grads
         self.sizes.add(examples)
         if len(self.sizes) > 1:
             return  # refused when rows are popped
-        if self._check.due:
+        if self.check.due:
             self.dtypes |= {one.dtype for one in (inputs, grads) if one.is_floating_point()}
         task = self._began_task
         if task not in self.tables:
@@ -274,25 +278,25 @@ class LayerWatcher:
         """Say whether all parameters of a layer are left out; found once for each change."""
         self._follow_left_out()
         if layer not in self._left_out:
-            self._left_out[layer] = all(map(self._check.is_left_out, layer.index.values()))
+            self._left_out[layer] = all(map(self.check.is_left_out, layer.index.values()))
         return self._left_out[layer]
 
     def _follow_left_out(self) -> None:
         """Forget what depends on which parameters are left out, if more are."""
         # Parameters are only ever added to those left out, so their number tells of a change.
-        if self._left_out_count != len(self._check.left_out):
-            self._left_out_count, self._left_out = len(self._check.left_out), {}
+        if self._left_out_count != len(self.check.left_out):
+            self._left_out_count, self._left_out = len(self.check.left_out), {}
             for known in self._layers:
                 known.known = None
 
     def _leave_layer_out(self, layer: SketchedLayer, why: str) -> None:
-        names = (self._check.name(index) for index in layer.index.values())
+        names = (self.check.name(index) for index in layer.index.values())
         self.unbatched |= dict.fromkeys(names, why)
 
     def _after_model(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any
     ) -> None:
-        if self._probed is not None or not torch.is_grad_enabled():
+        if self.probed is not None or not torch.is_grad_enabled():
             return
         self._uses.next_forward()
         if not self._unknown:
@@ -314,17 +318,17 @@ class LayerWatcher:
 
     def _run_for_shapes(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
         probed: list[tuple[str, Shapes]] = []
-        self._probed = probed
+        self.probed = probed
         try:
             outputs = repeat_forward(call, args, kwargs)
         finally:
-            self._probed = None
+            self.probed = None
         # The model itself was not called as a module, so its own hooks have not run.
         return [*probed, ("", call_shapes(args, kwargs, outputs))]
 
     def clear(self) -> None:
         """Forget the current batch."""
-        self.usual_task = -1
+        self.waiting.clear()
         self._follow_left_out()
         for table in self.tables.values():
             table.clear()

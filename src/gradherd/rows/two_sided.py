@@ -205,6 +205,7 @@ class TwoSidedCapture:
         scale = row_scale(examples, reduction, loss_scale)
         settings = self._settings
         try:
+            self._watcher.waiting.settle()
             self._refuse_mismatch(examples)
             if self._failures is None and (mask := self.check_bitmask(examples)) is not None:
                 self.leave_out(mask)
