@@ -10,10 +10,10 @@ from gradherd.lab.tasks.wikitext2 import GPT2, WikiText2GPT2
 
 @dataclass(frozen=True)
 class WideGPT2(WikiText2GPT2):
-    """GPT-2 with 4 layers, 6 heads, width 192, context 128: 11,453,952 parameters."""
+    """GPT-2 with 4 layers, 6 heads, width 192, context 128: 11,453,760 parameters."""
 
     name: ClassVar = "wikitext2-gpt2-wide"
-    description: ClassVar = "GPT-2 on WikiText-2, 11,453,952 parameters"
+    description: ClassVar = "GPT-2 on WikiText-2, 11,453,760 parameters"
 
     def model(self) -> nn.Module:
         """Return the network."""

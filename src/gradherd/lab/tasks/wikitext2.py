@@ -60,6 +60,7 @@ class WikiText2LSTM:
     data: ClassVar = ("wikitext-2",)
     metric_name: ClassVar = "test perplexity"
     higher_is_better: ClassVar = False
+    evaluation_chunk: ClassVar = 256
     defaults: ClassVar = Defaults(
         workers=4,
         batch_size=4,
@@ -170,8 +171,8 @@ class WikiText2CarriedLSTM(WikiText2LSTM):
         state = self.initial_state(COLUMNS, words.device)
         total = torch.zeros((), dtype=torch.float64, device=words.device)
         with eval_mode(model):
-            # Two sequences of each column at a time: logits over a vocabulary take much memory.
-            for rows in words.view(-1, COLUMNS, words.shape[1]).split(2):
+            # A few sequences of each column at a time: logits over a vocabulary take much memory.
+            for rows in words.view(-1, COLUMNS, words.shape[1]).split(8 if words.is_cuda else 2):
                 # Sequences overlap by one word: what follows the last of them is predicted once.
                 text = torch.cat([rows[0], *rows[1:, :, 1:]], 1)
                 loss, state = self.carried_loss(model, state, text)
