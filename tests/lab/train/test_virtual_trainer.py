@@ -11,7 +11,7 @@ from torch import nn
 from gradherd.comm.ranks import run_ranks
 from gradherd.lab.tasks.registry import TASKS, find_task
 from gradherd.lab.train.stacking import why_not_mean_loss
-from gradherd.lab.train.trainer import EpochCounters, EpochExamples
+from gradherd.lab.train.trainer import EpochCounters, EpochExamples, passes
 from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
 from tests.lab.train.work import HERE, config_of, in_one_process, on_ranks
@@ -254,3 +254,16 @@ def test_autocast_is_for_simulated_workers():
     low, full = in_one_process(config), in_one_process(config_of("digits", workers=1, limit=20))
     assert not torch.equal(low[-1][3], full[-1][3])
     torch.testing.assert_close(low[-1][3], full[-1][3], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")  # of processors without bf16
+def test_low_precision_leaves_out_cudnns_attention():
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    assert enabled()
+    with passes(config_of("digits", autocast="bf16")):
+        assert torch.is_autocast_enabled("cpu")
+        assert not enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert enabled()
+    with passes(config_of("digits")):
+        assert enabled()

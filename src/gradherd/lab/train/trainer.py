@@ -2,12 +2,13 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
@@ -23,6 +24,9 @@ _SMALL_MODEL, _CHUNK, _BATCHES = 100_000, 1000, 8
 # A model of a few parameters has activations as small as its inputs: calls are what it costs.
 _TINY_MODEL, _TINY_CHUNK = 1000, 16_384
 _GPU_CHUNK, _GPU_CHUNK_LARGE = 10_000, 64
+# Without cuDNN's kernels, which torch prefers for bfloat16 on Hopper GPUs and which return NaN for
+# some shapes (pytorch/pytorch#196678).
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -194,11 +198,15 @@ class TrainingLoss:
         return cast(Tensor, loss)
 
 
-def passes(config: RunConfig) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a run's forward passes: the precision that it asks for."""
-    return torch.autocast(
-        torch.device(config.device).type, torch.bfloat16, enabled=config.autocast is not None
-    )
+@contextlib.contextmanager
+def passes(config: RunConfig) -> Iterator[None]:
+    """Run forward passes inside, in the precision that the run asks for."""
+    if config.autocast is None:
+        yield
+        return
+    device = torch.device(config.device).type
+    with torch.autocast(device, torch.bfloat16), sdpa_kernel(_ATTENTION):
+        yield
 
 
 def evaluation_chunk(task: Task, model: nn.Module, batch_size: int) -> int:
