@@ -143,6 +143,7 @@ class StudyCommand:
         from gradherd.lab.study.kinds import RunContext, task_path
         from gradherd.lab.study.run import ProcessDied, run_planned
         from gradherd.lab.tasks.safe_readers import DamagedData
+        from gradherd.lab.tasks.task import UnsuitableSettings
         from gradherd.lab.train.loop import BadStart
 
         if not todo:
@@ -167,6 +168,8 @@ class StudyCommand:
             # Their results are on disk, and --resume runs the rest.
             print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
+        except UnsuitableSettings as error:
+            raise UsageError(str(error)) from None
         except (BadStart, DamagedData, ProcessDied) as error:
             raise CommandFailed(str(error)) from None
         finally:
