@@ -192,7 +192,7 @@ class CompareCommand:
         except ValueError as error:
             raise UsageError(str(error)) from None
         # Last, since it reads folders; wrong options are reported first.
-        check_data(task, self.training.data_dir)
+        check_data(task, self.training.data_dir, configs)
         return configs
 
 

@@ -20,6 +20,7 @@ from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.loop import BadStart
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.runner import CheckpointOptions, run_all
 
@@ -95,10 +96,13 @@ def train_runs(
         # The record would otherwise say "running" for ever.
         mark_unfinished(out, "interrupted")
         raise
-    except BaseException:
+    except BaseException as error:
         # If the disk is what failed, marking fails as well; the first error says more.
         with contextlib.suppress(OSError):
             mark_unfinished(out, "failed")
+        # Sentences about a user's data or task: no defect to trace.
+        if isinstance(error, DamagedData | BadStart):
+            raise CommandFailed(str(error)) from None
         raise
     finally:
         # Signal handlers belong to the process: a caller that uses us as a library wants its own
@@ -144,8 +148,6 @@ def _train_virtual(job: tuple[Any, ...]) -> list[RunRecord]:
     torch.set_num_threads(1)
     try:
         return train_on_this_rank(*job)
-    except DamagedData as error:
-        raise CommandFailed(str(error)) from None
     finally:
         torch.set_num_threads(threads)
 

@@ -28,7 +28,7 @@ from gradherd.cli.arguments import (
     check_name,
     under_torchrun,
 )
-from gradherd.cli.errors import UsageError
+from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from gradherd.lab.tasks.task import Task
-    from gradherd.lab.train.config import Exchange
+    from gradherd.lab.train.config import Exchange, RunConfig
     from gradherd.lab.train.record import RunRecord
 
 # Names in help texts come from the registries: a new method needs no edit here.
@@ -215,16 +215,34 @@ def named_task(text: str) -> Task:
         raise UsageError(str(error)) from None
 
 
-def check_data(task: Task, data_dir: Path | None) -> None:
-    """Raise UsageError if a data set of the task is missing.
+def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] = ()) -> None:
+    """Raise UsageError if a data set of the task is missing, or does not go with the settings.
 
-    Only looks for the files. Content is verified when a run reads it, which takes seconds.
+    Only looks for the files, unless the task carries a state: which settings it takes depends on
+    its examples. Else content is verified when a run reads it, which takes seconds.
+
+    Args:
+        task: The task.
+        data_dir: Folder to search first.
+        configs: The settings of runs of the task.
     """
     for name in task.data:
         try:
             find_dataset(name, data_dir)
         except ValueError as error:
             raise UsageError(str(error)) from None
+    if not configs:
+        return
+    from gradherd.lab.tasks.safe_readers import DamagedData
+    from gradherd.lab.tasks.task import UnsuitableSettings
+    from gradherd.lab.train.runner import check_suitable
+
+    try:
+        check_suitable(configs, data_dir)
+    except UnsuitableSettings as error:
+        raise UsageError(str(error)) from None
+    except DamagedData as error:
+        raise CommandFailed(str(error)) from None
 
 
 def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchange]:

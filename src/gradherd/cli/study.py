@@ -143,6 +143,8 @@ class StudyCommand:
         from gradherd.lab.study.kinds import RunContext, task_path
         from gradherd.lab.study.run import ProcessDied, run_planned
         from gradherd.lab.tasks.safe_readers import DamagedData
+        from gradherd.lab.tasks.task import UnsuitableSettings
+        from gradherd.lab.train.loop import BadStart
 
         if not todo:
             return []
@@ -166,7 +168,9 @@ class StudyCommand:
             # Their results are on disk, and --resume runs the rest.
             print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
-        except (DamagedData, ProcessDied) as error:
+        except UnsuitableSettings as error:
+            raise UsageError(str(error)) from None
+        except (BadStart, DamagedData, ProcessDied) as error:
             raise CommandFailed(str(error)) from None
         finally:
             signal.signal(signal.SIGTERM, previous)

@@ -105,7 +105,7 @@ class TrainCommand:
             raise UsageError(str(error)) from None
         if self.training.lr is None and self.training.momentum is None:
             config = sparse_recipe(config)
-        check_data(task, self.training.data_dir)
+        check_data(task, self.training.data_dir, [config])
         saving = self._saving()
         with output_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
             # A finished run is reported again, not trained again: scripts can repeat the same

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradherd.cli.main import main
 from gradherd.lab.tasks import TASKS, Defaults, Split, find_task
 from gradherd.rows.capture import Capture
 from tests.lab.tasks.fake_data import MAKERS
@@ -206,6 +207,56 @@ def test_columns_of_a_text_are_read_beside_each_other(loaded, tmp_path):
     assert abs(reset - expected) > 1e-4 * expected
     with pytest.raises(ValueError, match="needs 16 sequences or more, got 15"):
         task.load(tmp_path, limit=15)
+
+
+STUDY = """
+kind = "compare"
+theme = "ordering"
+title = "Two orders"
+task = "wikitext2-lstm-carried"
+seeds = 1
+settings = {{limit = {limit}}}
+sources = {{limit = "ours", unit = "ours"}}
+arms = [{{order = "d-rr"}}, {{order = "cd-grab", unit = {unit}}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "unit", "says"),
+    [
+        (8, 4, "wikitext2-lstm-carried needs 16 sequences or more, got 8"),
+        (32, 2, "unit must be batch_size and divide its 32 examples, got unit 2, batch_size 4"),
+    ],
+)
+def test_settings_that_a_carried_state_refuses(
+    any_edition, capsys, tmp_path, monkeypatch, limit, unit, says
+):
+    MAKERS["wikitext-2"](tmp_path / "data", "public")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(STUDY.format(limit=limit, unit=unit))
+    options = [f"--limit={limit}", f"--unit={unit}"]
+    for words in (
+        ["train", "wikitext2-lstm-carried", *options],
+        ["train", "wikitext2-lstm-carried", *options, "--virtual"],
+        ["compare", "wikitext2-lstm-carried", *options],
+        ["study", "mine.toml"],  # whose first arm could be trained, if there are enough sequences
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, "--data-dir=data", "--out=out"])
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out) == (2, "")
+        assert err.startswith("gradherd: ") and err.endswith(f"{says}\n") and err.count("\n") == 1
+        assert "Error" not in err and not (tmp_path / "out").exists()
+
+
+def test_damaged_data_that_are_read_before_training(any_edition, capsys, tmp_path, monkeypatch):
+    MAKERS["wikitext-2"](tmp_path / "data", "public")
+    (tmp_path / "data" / "wikitext-2" / "wiki.test.tokens").write_text("too short\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "wikitext2-lstm-carried", "--data-dir=data", "--out=out"])
+    assert stop.value.code == 1 and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err.endswith("wiki.test.tokens has only 3 words\n")
 
 
 @pytest.mark.parametrize("loaded", ["m4-mlp"], indirect=True)

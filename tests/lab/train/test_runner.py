@@ -5,9 +5,11 @@ import random
 
 import pytest
 
+from gradherd.comm import run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import plan_runs
+from gradherd.lab.train.loop import BadStart
 from gradherd.lab.train.record import (
     RECORD_FILE,
     read_record,
@@ -23,6 +25,27 @@ def test_a_run_that_diverges_ends_there():
     assert found.status == "diverged" and len(found.epochs) < config.epochs
     assert found.epochs[-1].train_loss is None
     json.dumps(found.to_json(), allow_nan=False)
+
+
+def start_badly(virtual, **chosen):
+    configs = [
+        config_of(f"{HERE}:BadlyStarted", seed=seed, workers=2, limit=48, virtual=virtual, **chosen)
+        for seed in ((0, 1, 2) if virtual else (1,))
+    ]
+    with pytest.raises(BadStart) as caught:
+        run_all(configs, World.single() if virtual else World.detect())
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_before_training_is_no_result():
+    told = (
+        "the loss before training is nan or infinite: check the task's data and model "
+        "(task badly-started, seed 1)"
+    )
+    assert start_badly(True) == told  # side by side
+    assert start_badly(True, autocast="bf16") == told  # one after the other
+    assert start_badly(True, local_steps=2) == told
+    assert run_ranks(start_badly, 2, False) == [told, told]
 
 
 def test_runs_of_one_plan(tmp_path):

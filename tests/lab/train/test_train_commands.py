@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,57 @@ def test_compare(capsys, tmp_path, virtual):
     assert {arm["label"]: arm["final_loss"] for arm in again["arms"]} == {
         arm["label"]: arm["final_loss"] for arm in result["arms"]
     }
+
+
+INFINITE_TASK = """
+from dataclasses import dataclass
+from gradherd.lab.tasks.digits import Digits
+
+@dataclass(frozen=True)
+class Infinite(Digits):
+    def loss(self, *args):
+        return super().loss(*args) * float("inf")
+"""
+STUDY = """
+kind = "compare"
+theme = "ordering"
+title = "Two orders"
+task = "mine.py:Infinite"
+seeds = 1
+settings = {epochs = 2, limit = 48, workers = 2}
+sources = {epochs = "ours", limit = "ours", workers = "ours"}
+
+[[arms]]
+order = ["d-rr", "cd-grab"]
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "mine.py:Infinite", *SMALL, "--out", "out"],
+        ["train", "mine.py:Infinite", *SMALL, "--out", "out", "--virtual"],
+        ["compare", "mine.py:Infinite", *SMALL, "--out", "out", "--virtual", "--seeds", "1"],
+        ["study", "mine.toml", "--out", "out"],
+    ],
+    ids=["train", "train-virtual", "compare", "study"],
+)
+def test_a_loss_that_is_infinite_before_training(capsys, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(INFINITE_TASK)
+    (tmp_path / "mine.toml").write_text(STUDY)
+    told = (
+        "gradherd: failed: the loss before training is nan or infinite: check the task's data and "
+        "model (task digits, seed 0)\n"
+    )
+    assert run(capsys, *words) == (1, "", told)
+    for path in filter(Path.is_file, (tmp_path / "out").rglob("*")):
+        assert path.name == RECORD_FILE
+        record = read_record(path)
+        assert (record.status, record.epochs) == ("failed", [])
+    # What was left is no result: it is trained again, and fails again.
+    if "train" not in words or "--virtual" not in words:
+        assert run(capsys, *words, "--resume")[:2] == (1, "")
 
 
 def test_what_is_compared_by_default(capsys, tmp_path):

@@ -150,6 +150,19 @@ class Weighted(Digits):
 
 
 @dataclass(frozen=True)
+class BadlyStarted(Digits):
+    """Digits whose weights are not finite with seeds 1 and 2."""
+
+    name: ClassVar = "badly-started"
+
+    def model(self):
+        model = super().model()
+        if torch.initial_seed() in (1, 2):
+            nn.init.constant_(next(model.parameters()), torch.inf)
+        return model
+
+
+@dataclass(frozen=True)
 class Unhurried(Digits):
     """Digits that leave time for a signal after each epoch, and no work for the machine."""
 

@@ -168,7 +168,9 @@ class _Summary:
             verdict = entry[0]
             mean, interval = 100 * statistics.fmean(verdict.changes), interval_of(verdict.changes)
             ends = None if interval is None else (100 * interval[0], 100 * interval[1])
-            text = fixed(mean, 1, sign=True) + (" pts" if verdict.in_points else " %")
+            # As many digits as in the table.
+            text = fixed(mean, 1 if abs(mean) < 9.95 else 0, sign=True)
+            text += " pts" if verdict.in_points else " %"
             # The colours of verdicts: green, ochre, grey.
             style = {CONFIRMED: 3, WEAKER: 5}.get(verdict.verdict, 0)
             rows.append(EffectRow(name=name, mean=mean, interval=ends, text=text, style=style))

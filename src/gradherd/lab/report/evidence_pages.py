@@ -99,7 +99,7 @@ def totals(sections: Sequence[StudySection], unmeasured: int) -> str:
             counts = listed([f"{words.count(word)} {word}" for word in MARKS])
             sentences.append(f"{counted(len(words), 'claim')} {whose}: {counts}.")
     if unmeasured:
-        sentences.append(f"{counted(unmeasured, 'claim')} of `studies/*.toml` not measured yet.")
+        sentences.append(f"{counted(unmeasured, 'claim')} not measured yet.")
     return " ".join(sentences)
 
 
@@ -162,7 +162,8 @@ def _missing(claim: Claim, section: StudySection) -> str:
 
 def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
     """Return our figure, by default with the number that it is held against."""
-    words = f"{verdict.short} ({verdict.limit})" if verdict.limit and limit else verdict.short
+    # Not in brackets: those hold intervals.
+    words = f"{verdict.short}, asked {verdict.limit}" if verdict.limit and limit else verdict.short
     return cell(words).replace(" %", "&nbsp;%")
 
 

@@ -19,7 +19,7 @@ from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
-from gradherd.lab.train.runner import run_all
+from gradherd.lab.train.runner import check_suitable, run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.recorded import random_vectors, replay_order
@@ -175,12 +175,14 @@ class CompareStudy:
         if not runs:
             return []
         task = find_task(task_path(runs[0].settings["task"], context.folder))
+        configs = [_config(run, context) for run in runs]
+        # All arms before the first is trained: the last one must not fail after hours.
+        check_suitable(configs, context.data_dir)
         model, saved = task.model(), 0
         if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
             split = task.load(context.data_dir, runs[0].settings["limit"])
             saved = saved_per_example(task, model, split.train)
         # Runs with small models share steps, which costs little more than one run alone.
-        configs = [_config(run, context) for run in runs]
         return [[runs[at] for at in places] for places in stack_runs(configs, model, saved)]
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:

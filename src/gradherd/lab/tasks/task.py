@@ -12,6 +12,10 @@ Tensors = tuple[Tensor, ...]
 """Tensors with one entry per example along the first dimension."""
 
 
+class UnsuitableSettings(ValueError):
+    """Settings that are valid, but not with this task and its examples: wrong input, no failure."""
+
+
 @dataclass(frozen=True)
 class Split:
     """All examples of a task, in memory."""

@@ -22,7 +22,7 @@ from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir, find_dataset
 from gradherd.lab.tasks.language import BytePairEncoder, Transformer, build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import eval_mode, mean_over_examples
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file, split_lines
-from gradherd.lab.tasks.task import Defaults, Split, Tensors, check_limit
+from gradherd.lab.tasks.task import Defaults, Split, Tensors, UnsuitableSettings, check_limit
 
 WORDS, LSTM_LENGTH, WIDTH, COLUMNS = 33_278, 35, 32, 16
 UNKNOWN, END = "<unk>", "<eos>"
@@ -133,12 +133,17 @@ class WikiText2CarriedLSTM(WikiText2LSTM):
         """Load (n, 36) word ids: the first sequence of all columns, then the second, and so on.
 
         A limit shortens the text before it is cut into columns.
+
+        Raises:
+            UnsuitableSettings: It leaves fewer sequences than there are columns.
         """
         parts, split = [], super().load(data_dir, limit)
         for (words,) in (split.train, split.test):
             length = len(words) // COLUMNS
             if not length:
-                raise ValueError(f"{self.name} needs {COLUMNS} sequences or more, got {len(words)}")
+                raise UnsuitableSettings(
+                    f"{self.name} needs {COLUMNS} sequences or more, got {len(words)}"
+                )
             columns = words[: length * COLUMNS].view(COLUMNS, length, -1)
             # Unit g is worker g mod R's: each of 4 workers has the same columns in all its units.
             parts.append((columns.transpose(0, 1).flatten(0, 1),))

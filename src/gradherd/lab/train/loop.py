@@ -29,6 +29,10 @@ from gradherd.lab.train.trainer import EpochCounters, Evaluation, Trainer
 METRICS_FILE = "metrics.jsonl"
 
 
+class BadStart(RuntimeError):
+    """The loss is not finite before the first step: a defect of the task, not of a run."""
+
+
 class RunWriter:
     """Updates the record of one run and its files; without a folder, the record in memory only."""
 
@@ -207,6 +211,9 @@ def run_epochs(
         progress: Receives the progress.
         first: The first epoch to train.
         resumed: Whether the runs resume; then the evaluation before training is on record.
+
+    Raises:
+        BadStart: A run starts with a loss that is not finite; raised on all ranks.
     """
     try:
         _train_epochs(trainer, configs, writers, progress, first, resumed)
@@ -225,7 +232,15 @@ def _train_epochs(
     resumed: bool,
 ) -> None:
     if not resumed:
-        for writer, evaluation in zip(writers, trainer.evaluate(), strict=True):
+        start = trainer.evaluate()
+        for config, writer, evaluation in zip(configs, writers, start, strict=True):
+            # No run can have diverged yet, and as a result it would be kept.
+            if evaluation.loss is None:
+                raise BadStart(
+                    "the loss before training is nan or infinite: check the task's data and model "
+                    f"(task {writer.record.task}, seed {config.seed})"
+                )
+        for writer, evaluation in zip(writers, start, strict=True):
             writer.start(evaluation.loss, evaluation.metric)
     for number in range(first, configs[0].epochs + 1):
         counters = trainer.train_epoch(number, progress.step)

@@ -31,7 +31,7 @@ from gradherd.lab.train.stacking import (
     why_not_mean_loss,
     why_not_stackable,
 )
-from gradherd.lab.train.trainer import EpochCounters, Trainer
+from gradherd.lab.train.trainer import EpochCounters, Trainer, check_carried
 from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
@@ -59,6 +59,24 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
             raise ValueError(f"every must be at least 1 or None, got {self.every}")
+
+
+def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -> None:
+    """Raise UnsuitableSettings if a run would be refused once its examples are loaded.
+
+    Only tasks that carry a state refuse any; the examples of others are not loaded for this.
+
+    Args:
+        configs: Runs of one task; at least one.
+        data_dir: Folder to search for data first.
+    """
+    task, examples = find_task(configs[0].task), dict[int | None, int]()
+    if not hasattr(task, "initial_state"):
+        return
+    for config in configs:
+        if config.limit not in examples:
+            examples[config.limit] = len(task.load(data_dir, config.limit).train[0])
+        check_carried(config, task, examples[config.limit])
 
 
 def run_all(

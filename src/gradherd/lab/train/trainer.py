@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
 from gradherd.lab.tasks.metrics import eval_mode
-from gradherd.lab.tasks.task import Task, Tensors
+from gradherd.lab.tasks.task import Task, Tensors, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.record import finite_or_none
@@ -159,7 +159,7 @@ class TrainingLoss:
         workers: Number of workers that are trained in this process.
 
     Raises:
-        ValueError: The task carries a state, and some batch is not one unit.
+        UnsuitableSettings: The task carries a state, and some batch is not one unit.
     """
 
     def __init__(self, config: RunConfig, task: Task, examples: int, workers: int) -> None:
@@ -167,14 +167,9 @@ class TrainingLoss:
         make = getattr(task, "initial_state", None)
         if make is None:
             return
-        size = config.batch_size
-        # One row of the state for each example; rows of single examples would need theirs, too.
-        if config.unit != size or examples % size:
-            raise ValueError(
-                f"task {task.name!r} carries a state from batch to batch: unit must be batch_size "
-                f"and divide its {examples} examples, got unit {config.unit}, batch_size {size}"
-            )
-        self._states = [make(size, torch.device(config.device)) for _ in range(workers)]
+        check_carried(config, task, examples)
+        device = torch.device(config.device)
+        self._states = [make(config.batch_size, device) for _ in range(workers)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -196,6 +191,23 @@ class TrainingLoss:
         for tensor, new in zip(state, after, strict=True):
             tensor.copy_(new.detach())
         return cast(Tensor, loss)
+
+
+def check_carried(config: RunConfig, task: Task, examples: int) -> None:
+    """Raise UnsuitableSettings unless a task can carry its state through all batches of a run.
+
+    Args:
+        config: The settings of the run.
+        task: Its task, which has `initial_state`.
+        examples: Number of training examples.
+    """
+    size = config.batch_size
+    # One row of the state for each example; rows of single examples would need theirs, too.
+    if config.unit != size or examples % size:
+        raise UnsuitableSettings(
+            f"task {task.name!r} carries a state from batch to batch: unit must be batch_size "
+            f"and divide its {examples} examples, got unit {config.unit}, batch_size {size}"
+        )
 
 
 @contextlib.contextmanager
