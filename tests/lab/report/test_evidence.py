@@ -111,7 +111,7 @@ def test_results_of_other_settings_do_not_count(root):
     found = build_evidence(root)
     assert (found.verdicts, found.unmeasured) == ([], {"small": ["one"]})
     assert list(found.files) == [SMALL, PAGES / "README.md", PAGE]
-    assert "1 claim of `studies" in found.files[PAGE]
+    assert "1 claim not measured yet" in found.files[PAGE]
 
 
 def test_a_claim_without_a_verdict_says_what_is_missing_and_why(root):
