@@ -256,3 +256,12 @@ def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsy
     code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
     assert code == 0 and "1 run;" in out and "pip install jinja2 scipy" in err
     assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()
+
+
+def test_nothing_is_begun_without_time(root, capsys):
+    code, out, _ = run(capsys, "study", "studies/small.toml", "--stop-after", 1e-9)
+    assert code == 0
+    assert "small: 0 runs, 0 of them stopped, 6 not begun (--resume runs these)" in out
+    assert not (root / "benchmarks").exists()
+    code, _, err = run(capsys, "study", "studies/small.toml", "--stop-after", "nan")
+    assert (code, err) == (2, "gradherd: --stop-after must be above 0 minutes, got nan\n")

@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,11 +7,13 @@ import torch
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.lab.bench import bench_virtual as virtual
+from gradherd.lab.study import kinds
 from gradherd.lab.study.cost_kind import CostStudy
 from gradherd.lab.study.density_kind import density_figures
 from gradherd.lab.study.file import parse_study
 from gradherd.lab.study.kinds import RunContext, StudyProgress
 from gradherd.lab.study.label_shards import permutation_by_label
+from gradherd.lab.study.results import read_arms
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
 from gradherd.lab.tasks.registry import find_task
 from gradherd.ordering.sharding import UnitSharding
@@ -196,3 +199,30 @@ def test_a_task_of_few_labels_holds_the_same_examples():
     assert torch.equal(split.train[1].sort().values, fair.train[1].sort().values)
     assert len(split.train[1][0::4].unique()) <= 4 < len(fair.train[1][0::4].unique())
     assert task.name == "digits-by-label-4"
+
+
+def test_runs_stop_after_the_epoch_in_which_time_is_over(tmp_path, monkeypatch):
+    class Clock(StudyProgress):
+        now = 0.0
+
+        def epoch(self, number, losses):
+            self.now += 10.0
+
+    clock = Clock()
+    monkeypatch.setattr(kinds, "time", SimpleNamespace(time=lambda: clock.now))
+    one = study("compare", [{"order": ["d-rr"]}], {"epochs": 3}, task="digits", seeds=1)
+    planned = plan_runs(one)
+
+    def stopped_at(seconds):
+        where = RunContext(folder=one.folder, progress=clock, stop_at=clock.now + seconds)
+        batches = list(run_planned(one, planned, tmp_path, where))
+        return [(r.status, r.figures["epochs"]) for batch in batches for r in batch]
+
+    assert stopped_at(15.0) == [("stopped", 2)]
+    (stored,) = read_arms(tmp_path, ["d-rr"], "compare").values()
+    assert len(stored[0].record().epochs) == 2
+    assert missing_runs(planned, {"d-rr": stored}) == planned  # it is run again
+    assert stopped_at(25.0) == [("done", 3)]  # over only with its last epoch
+    assert stopped_at(0.0) == []  # nothing is begun
+    (stored,) = read_arms(tmp_path, ["d-rr"], "compare").values()
+    assert missing_runs(planned, {"d-rr": stored}) == []

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -122,3 +123,24 @@ def test_seeds_that_are_stored_at_once_are_all_kept(tmp_path, monkeypatch):
         list(pool.map(lambda n: store_results(study, tmp_path, [result(piece(n))]), range(4)))
     assert [one.seed for one in read_arms(tmp_path, ["a"], "compare")["a"]] == [0, 1, 2, 3]
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]  # and no lock file
+
+
+def test_no_part_is_begun_when_time_is_over():
+    over = dataclasses.replace(WHERE, stop_at=time.time() - 1)
+    assert list(run_parallel(dies, [[piece(0)], [piece(1)]], over, 2)) == [[], []]
+
+
+def test_of_stopped_runs_the_longer_one_is_kept_and_other_seeds_stay(tmp_path):
+    study = SimpleNamespace(name="study", kind="compare")
+
+    def store(seed, status, epochs):
+        one = dataclasses.replace(result(piece(seed)), status=status, figures={"epochs": epochs})
+        store_results(study, tmp_path, [one])
+        found = read_arms(tmp_path, ["a"], "compare")["a"]
+        return [(each.seed, each.status, each.figures["epochs"]) for each in found]
+
+    assert store(0, "stopped", 5) == [(0, "stopped", 5)]
+    assert store(1, "stopped", 2) == [(0, "stopped", 5), (1, "stopped", 2)]
+    assert store(0, "stopped", 3) == [(0, "stopped", 5), (1, "stopped", 2)]
+    assert store(1, "stopped", 4) == [(0, "stopped", 5), (1, "stopped", 4)]
+    assert store(0, "diverged", 1) == [(0, "diverged", 1), (1, "stopped", 4)]

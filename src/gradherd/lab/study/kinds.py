@@ -6,6 +6,7 @@ other two.
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from gradherd.comm.world import World
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.checkpoint_schedule import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
@@ -81,6 +83,33 @@ class RunContext:
     device: str = "cpu"
     data_dir: Path | None = None
     progress: StudyProgress = field(default_factory=StudyProgress)
+    stop_at: float | None = None
+    """Unix time from which no run is begun, and those under way stop after their epoch."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time of `stop_at` has come."""
+        # The time of day, not a process's own clock: runs may be made in several processes.
+        return self.stop_at is not None and time.time() >= self.stop_at
+
+
+class _StopAfterEpoch(Progress):
+    """Passes progress on, and stops runs after the first epoch that ends when time is over."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._epochs = context, 0
+        self.begin, self.step = context.progress.begin, context.progress.step  # type: ignore[method-assign]
+
+    def group(self, configs: Sequence[RunConfig]) -> None:
+        """Note how many epochs these runs have."""
+        self._epochs = configs[0].epochs
+        self._context.progress.group(configs)
+
+    def epoch(self, number: int, losses: list[float | None]) -> None:
+        """Raise RunStopped if there are epochs left, but no time."""
+        self._context.progress.epoch(number, losses)
+        if number < self._epochs and self._context.is_over:
+            raise RunStopped
 
 
 class StudyKind(Protocol):
@@ -193,7 +222,10 @@ class CompareStudy:
         torch.set_num_threads(1)
         try:
             records = run_all(
-                configs, World.single(), data_dir=context.data_dir, progress=context.progress
+                configs,
+                World.single(),
+                data_dir=context.data_dir,
+                progress=_StopAfterEpoch(context),
             )
         finally:
             torch.set_num_threads(threads)
