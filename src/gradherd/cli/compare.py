@@ -107,9 +107,15 @@ class CompareCommand:
     def run(self) -> None:
         """Train all arms and compare them."""
         # Before the folder: a wrong call must not create one.
-        configs, rates = self._configs(), _parse_rates(self.tune)
+        rates = _parse_rates(self.tune)
         if rates and self.training.lr is not None:
             raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
+        if rates and hasattr(named_task(self.task), "carried_loss"):
+            raise UsageError(
+                f"--tune holds examples out, but {self.task} carries a state through all of them: "
+                "give --lr"
+            )
+        configs = self._configs()
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the comparison to continue")
         from gradherd.cli.folders import PAGE_FILE, output_folder
