@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from gradherd.lab.study.label_shards import permutation_by_label
 from gradherd.lab.study.results import read_arms
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train import loop
 from gradherd.ordering.sharding import UnitSharding
 
 STUDIES = Path(__file__).parents[3] / "studies"
@@ -209,7 +211,9 @@ def test_runs_stop_after_the_epoch_in_which_time_is_over(tmp_path, monkeypatch):
             self.now += 10.0
 
     clock = Clock()
-    monkeypatch.setattr(kinds, "time", SimpleNamespace(time=lambda: clock.now))
+    for module in (kinds, loop):
+        told = SimpleNamespace(time=lambda: clock.now, perf_counter=time.perf_counter)
+        monkeypatch.setattr(module, "time", told)
     one = study("compare", [{"order": ["d-rr"]}], {"epochs": 3}, task="digits", seeds=1)
     planned = plan_runs(one)
 

@@ -18,7 +18,6 @@ from gradherd.comm.world import World
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.checkpoint_schedule import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
@@ -91,25 +90,6 @@ class RunContext:
         """Whether the time of `stop_at` has come."""
         # The time of day, not a process's own clock: runs may be made in several processes.
         return self.stop_at is not None and time.time() >= self.stop_at
-
-
-class _StopAfterEpoch(Progress):
-    """Passes progress on, and stops runs after the first epoch that ends when time is over."""
-
-    def __init__(self, context: RunContext) -> None:
-        self._context, self._epochs = context, 0
-        self.begin, self.step = context.progress.begin, context.progress.step  # type: ignore[method-assign]
-
-    def group(self, configs: Sequence[RunConfig]) -> None:
-        """Note how many epochs these runs have."""
-        self._epochs = configs[0].epochs
-        self._context.progress.group(configs)
-
-    def epoch(self, number: int, losses: list[float | None]) -> None:
-        """Raise RunStopped if there are epochs left, but no time."""
-        self._context.progress.epoch(number, losses)
-        if number < self._epochs and self._context.is_over:
-            raise RunStopped
 
 
 class StudyKind(Protocol):
@@ -225,7 +205,8 @@ class CompareStudy:
                 configs,
                 World.single(),
                 data_dir=context.data_dir,
-                progress=_StopAfterEpoch(context),
+                progress=context.progress,
+                stop_at=context.stop_at,
             )
         finally:
             torch.set_num_threads(threads)

@@ -25,7 +25,7 @@ _MAX_STEPS_AHEAD = 1000
 
 
 class RunStopped(Exception):
-    """The run received SIGTERM and has saved itself."""
+    """The run received SIGTERM and has saved itself, or its time was over."""
 
 
 class Checkpointer:

@@ -201,6 +201,7 @@ def run_epochs(
     *,
     first: int = 1,
     resumed: bool = False,
+    stop_at: float | None = None,
 ) -> list[RunRecord]:
     """Train all epochs of the runs of a trainer; return their records.
 
@@ -211,15 +212,18 @@ def run_epochs(
         progress: Receives the progress.
         first: The first epoch to train.
         resumed: Whether the runs resume; then the evaluation before training is on record.
+        stop_at: Unix time from which runs stop after their epoch; None trains them all.
 
     Raises:
         BadStart: A run starts with a loss that is not finite; raised on all ranks.
     """
     try:
-        _train_epochs(trainer, configs, writers, progress, first, resumed)
+        _train_epochs(trainer, configs, writers, progress, first, resumed, stop_at)
     except RunStopped:
         # Not evaluated: the time until SIGKILL is short, and the checkpoint is what counts.
-        return [writer.end("stopped") for writer in writers]
+        return [
+            writer.end("diverged" if _diverged(writer.record) else "stopped") for writer in writers
+        ]
     return [writer.end(_status(writer.record)) for writer in writers]
 
 
@@ -230,6 +234,7 @@ def _train_epochs(
     progress: Progress,
     first: int,
     resumed: bool,
+    stop_at: float | None,
 ) -> None:
     if not resumed:
         start = trainer.evaluate()
@@ -256,6 +261,9 @@ def _train_epochs(
         progress.epoch(number, [evaluation.loss for evaluation in evaluations])
         if all(evaluation.loss is None for evaluation in evaluations):
             break  # All runs have diverged.
+        # The time of day, not a process's own clock: runs may be in several processes.
+        if stop_at is not None and number < configs[0].epochs and time.time() >= stop_at:
+            raise RunStopped
 
 
 def _diverged(record: RunRecord) -> bool:

@@ -88,6 +88,7 @@ def run_all(
     progress: Progress | None = None,
     tensorboard: bool = False,
     saving: CheckpointOptions | None = None,
+    stop_at: float | None = None,
 ) -> list[RunRecord]:
     """Train all runs, on every rank: one after the other, small virtual ones side by side.
 
@@ -99,6 +100,7 @@ def run_all(
         progress: Receives the progress.
         tensorboard: Whether to write TensorBoard events, too.
         saving: When to save checkpoints; for a single run on real ranks, written into `out` itself.
+        stop_at: Unix time from which virtual runs stop after their epoch; None trains them all.
 
     Returns:
         The records, in the order of `configs`.
@@ -123,7 +125,8 @@ def run_all(
     for indices, stacked in _group_runs(configs, task, split):
         parts = _parts(indices, configs, task, split) if stacked else [indices]
         if len(parts) > 1:
-            records |= _run_parts(parts, configs, progress, out, data_dir, tensorboard)
+            how = {"out": out, "data_dir": data_dir, "tensorboard": tensorboard}
+            records |= _run_parts(parts, configs, progress, **how, stop_at=stop_at)
             continue
         group = [configs[at] for at in indices]
         folders = [_run_folder(out, config, saving is not None, world) for config in group]
@@ -136,6 +139,7 @@ def run_all(
             folders=folders,
             progress=progress,
             tensorboard=tensorboard,
+            stop_at=stop_at,
         )
         records.update(zip(indices, group_records, strict=True))
         if group[0].device != "cpu":
@@ -161,12 +165,10 @@ def _run_parts(
     parts: Sequence[Sequence[int]],
     configs: Sequence[RunConfig],
     progress: Progress,
-    out: Path | None,
-    data_dir: Path | None,
-    tensorboard: bool,
+    **how: Any,
 ) -> dict[int, RunRecord]:
-    """Train each part in a process of its own."""
-    train = partial(_train_apart, out=out, data_dir=data_dir, tensorboard=tensorboard)
+    """Train each part in a process of its own; `how` are arguments of `run_all`."""
+    train = partial(_train_apart, **how)
     done = run_in_processes(train, [[configs[at] for at in part] for part in parts], progress)
     return {
         at: record
@@ -175,9 +177,9 @@ def _run_parts(
     }
 
 
-def _train_apart(group: list[RunConfig], progress: Progress, **where: Any) -> list[RunRecord]:
+def _train_apart(group: list[RunConfig], progress: Progress, **how: Any) -> list[RunRecord]:
     """Train the runs of a part, in the process of that part."""
-    return run_all(group, World.single(), progress=progress, **where)
+    return run_all(group, World.single(), progress=progress, **how)
 
 
 def _run_group(
@@ -189,6 +191,7 @@ def _run_group(
     folders: Sequence[Path | None],
     progress: Progress,
     tensorboard: bool,
+    stop_at: float | None,
 ) -> list[RunRecord]:
     """Train a group of runs to the end, and close its trainer."""
     size = sum(p.numel() for p in trainer.model.parameters())
@@ -198,7 +201,7 @@ def _run_group(
     ]
     progress.group(group)
     try:
-        return run_epochs(trainer, group, writers, progress)
+        return run_epochs(trainer, group, writers, progress, stop_at=stop_at)
     finally:
         trainer.close()
 
