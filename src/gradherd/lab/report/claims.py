@@ -195,8 +195,9 @@ def _interval_above_zero(effects: Sequence[float]) -> bool:
 
 def _too_short(result: RunResult, epoch: int | None) -> bool:
     """Return whether a run that has not diverged has fewer epochs than the claim reads."""
-    epochs = result.figures.get("epochs")
-    short = epoch is not None and epochs is not None and epochs < epoch
+    # Without an epoch a claim is about the end, which a stopped run has not seen.
+    wanted, epochs = epoch or result.settings.get("epochs"), result.figures.get("epochs")
+    short = wanted is not None and epochs is not None and epochs < wanted
     return short and result.status != "diverged"
 
 

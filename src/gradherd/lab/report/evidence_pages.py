@@ -152,10 +152,11 @@ def _missing(claim: Claim, section: StudySection) -> str:
         if not runs:
             absent.append(f"`{cell(arm)}`")
             continue
+        wanted = claim.epoch or runs[0].settings.get("epochs") or 0
         # Of the shortest run: a claim is judged where all runs have been.
-        ended = min(run.figures.get("epochs", claim.epoch or 0) for run in runs)
-        if claim.epoch is not None and ended < claim.epoch:
-            short.append(f"`{cell(arm)}` was stopped after {ended} of {claim.epoch} epochs")
+        ended = min(run.figures.get("epochs", wanted) for run in runs)
+        if ended < wanted:
+            short.append(f"`{cell(arm)}` was stopped after {ended} of {wanted} epochs")
     words = [f"no run of {listed(absent)}"] if absent else []
     return "; ".join([*words, *short]) or "no figure"
 
