@@ -217,8 +217,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return losses.view_as(targets).mean(1)
 
-    # Through a tensor: math.exp raises OverflowError where torch gives infinity, which becomes None
-    # in the record.
+    # Through a tensor: math.exp raises where torch gives infinity, which the record has as None.
     return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())
 
 
