@@ -194,7 +194,7 @@ compare digits --tune lr=a,b | --tune
 compare digits --tune momentum=1 | --tune
 compare digits --tune lr=-1,1 | --tune
 compare digits --tune lr=1 --lr 1 | --lr and --tune
-compare wikitext2-lstm-carried --tune lr=1,2 | carries a state through all of them: give --lr
+compare wikitext2-lstm-carried --tune lr=1,2 | --tune: task 'wikitext2-lstm-carried' carries a state
 compare digits --sparsifiers exdyna:x | exdyna:x
 compare digits --sparsifiers exdyna:2 | exdyna:2
 compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0

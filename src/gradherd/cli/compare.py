@@ -110,11 +110,8 @@ class CompareCommand:
         rates = _parse_rates(self.tune)
         if rates and self.training.lr is not None:
             raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
-        if rates and hasattr(named_task(self.task), "carried_loss"):
-            raise UsageError(
-                f"--tune holds examples out, but {self.task} carries a state through all of them: "
-                "give --lr"
-            )
+        if rates:
+            self._check_tunable()
         configs = self._configs()
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the comparison to continue")
@@ -131,6 +128,16 @@ class CompareCommand:
             # All ranks have the records, one prints them.
             if World.detect().rank == 0:
                 self._print(records, out / PAGE_FILE)
+
+    def _check_tunable(self) -> None:
+        """Refuse --tune for a task that no examples can be held out of."""
+        from gradherd.lab.tasks.task import UnsuitableSettings
+        from gradherd.lab.train.tuning import check_can_hold_out
+
+        try:
+            check_can_hold_out(named_task(self.task))
+        except UnsuitableSettings as error:
+            raise UsageError(f"--tune: {error}") from None
 
     def _tuned(self, configs: list[RunConfig], rates: list[float], out: Path) -> list[RunConfig]:
         """Return the runs with the best rate of each arm."""

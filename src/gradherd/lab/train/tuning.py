@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.metrics import eval_mode
-from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.tasks.task import Split, Task, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
 
@@ -41,6 +41,15 @@ class HeldOutTask:
         return total / count
 
 
+def check_can_hold_out(task: Task) -> None:
+    """Raise UnsuitableSettings if no examples of a task can be held out."""
+    if hasattr(task, "carried_loss"):
+        raise UnsuitableSettings(
+            f"task {task.name!r} carries a state through its examples: none of them can be held "
+            "out, so give a learning rate"
+        )
+
+
 def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     """Return the task with the loss on held-out examples as its metric, and these examples.
 
@@ -52,11 +61,7 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     Raises:
         ValueError: There are too few examples, or the task carries a state through them.
     """
-    if hasattr(task, "carried_loss"):
-        raise ValueError(
-            f"task {task.name!r} carries a state through its examples: none of them can be held "
-            "out, so give a learning rate"
-        )
+    check_can_hold_out(task)
     count = len(split.train[0])
     every = round(1 / share)
     if count <= every:
