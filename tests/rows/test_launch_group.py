@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# On a GPU the kernels multiply in TF32.
+TOLERANCE = 1e-4 if INTERPRETED else 5e-3
 
 
 class Attention(nn.Module):
@@ -114,8 +116,7 @@ def test_kernels_give_what_layers_give(name, rank, monkeypatch):
     weights = torch.randn_like(model(inputs))
     expected = sketches(model, inputs, weights, kernels=False, monkeypatch=monkeypatch, rank=rank)
     rows = sketches(model, inputs, weights, kernels=True, monkeypatch=monkeypatch, rank=rank)
-    tolerance = 1e-4 if DEVICE == "cpu" else 5e-3
-    assert (rows - expected).norm() <= tolerance * expected.norm()
+    assert (rows - expected).norm() <= TOLERANCE * expected.norm()
 
 
 def test_channels_last(monkeypatch):
@@ -126,8 +127,7 @@ def test_channels_last(monkeypatch):
     weights = torch.randn_like(model(inputs))
     expected = sketches(model, inputs, weights, kernels=False, monkeypatch=monkeypatch)
     rows = sketches(model, inputs, weights, kernels=True, monkeypatch=monkeypatch)
-    tolerance = 1e-4 if DEVICE == "cpu" else 5e-3
-    assert (rows - expected).norm() <= tolerance * expected.norm()
+    assert (rows - expected).norm() <= TOLERANCE * expected.norm()
 
 
 def test_lengths_that_change_from_batch_to_batch(monkeypatch):
@@ -145,7 +145,7 @@ def test_lengths_that_change_from_batch_to_batch(monkeypatch):
             rows[kernels].append(capture.pop_sketch(2))
         capture.remove_hooks()
     for one, other in zip(rows[True], rows[False], strict=True):
-        assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()
+        assert (one - other).norm() <= TOLERANCE * other.norm()
 
 
 def test_steps_that_are_alike(monkeypatch):
@@ -182,7 +182,7 @@ def test_steps_that_are_alike(monkeypatch):
         assert sum(known) == 0 or kernels
     assert sum(known) >= 15 and not all(known)
     for one, other in zip(rows[True], rows[False], strict=True):
-        assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()
+        assert (one - other).norm() <= TOLERANCE * other.norm()
 
 
 def test_autocast_in_another_layout(monkeypatch):
@@ -244,7 +244,7 @@ def test_projections_inside_attention_are_known_from_the_step_before(monkeypatch
     served = {name for name, use in layers.items() if use in known}
     assert any("in_proj" in name or name == "attention" for name in served), served
     for one, other in zip(rows[True], rows[False], strict=True):
-        assert (one - other).norm() <= (1e-4 if DEVICE == "cpu" else 5e-3) * other.norm()
+        assert (one - other).norm() <= TOLERANCE * other.norm()
 
 
 def test_an_input_that_changes_before_kernels_have_read_it(monkeypatch):
@@ -267,4 +267,4 @@ def test_an_input_that_changes_before_kernels_have_read_it(monkeypatch):
         rows = capture.pop_sketch(2)
         first = rows if first is None else first
     # The batch after that is read as ever.
-    assert (rows - first).norm() <= 1e-4 * first.norm()
+    assert (rows - first).norm() <= TOLERANCE * first.norm()

@@ -100,7 +100,10 @@ def advise(setting: Setting) -> dict[str, object]:
                 "study": one.study,
                 "task": one.task,
                 "density": one.density,
-                "points_lost": one.points,
+                "metric": one.metric,
+                "dense": one.dense,
+                "sparse": one.sparse,
+                "points_lost": one.lost if one.metric == "accuracy" else None,
             }
             for one in accuracy_records(chosen.exchange, density)
         ],

@@ -6,6 +6,7 @@ have; tests compare them.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """The accuracy of a sparse run and of the dense run beside it, in percent."""
+    """The accuracy of a sparse run and of the dense run beside it."""
 
     study: str
     """A folder of `benchmarks/results`."""
@@ -63,11 +64,15 @@ class AccuracyRecord:
     sparse: float
     seeds: int
     values: str = "fp32"
+    metric: Literal["accuracy", "perplexity"] = "accuracy"
+    """What `dense` and `sparse` are: accuracy in percent, or perplexity."""
 
     @property
-    def points(self) -> float:
-        """Points of accuracy lost."""
-        return self.dense - self.sparse
+    def lost(self) -> float:
+        """Points of accuracy lost, or by how many percent the perplexity is higher."""
+        if self.metric == "accuracy":
+            return self.dense - self.sparse
+        return 100 * (self.sparse / self.dense - 1)
 
 
 _MLP = "an MLP on digits, learning rate tuned"
@@ -75,7 +80,18 @@ _LENET = "LeNet on CIFAR-10, 6 epochs"
 _RESNET = "ResNet-18 on CIFAR-10, 8 epochs"
 _LENET_10 = "LeNet on CIFAR-10, 10 epochs"
 _FASHION = "LeNet on Fashion-MNIST, 5 epochs"
+_RESNET_60 = "ResNet-18 on CIFAR-10, 60 epochs"
+_RESNET_PLAIN = "ResNet-18 on CIFAR-10, 60 epochs, without momentum"
 _SST2 = "a small transformer on SST-2 with AdamW"
+_GPT2 = "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs"
+
+
+def _gpt2(method: str, density: float, perplexity: float) -> AccuracyRecord:
+    """Return a record of the study of GPT-2, two seeds beside their dense runs."""
+    runs = ("dense", method, density, _GPT2, 59.12, perplexity, 2)
+    return AccuracyRecord("gpt2-sparse", f"{method}-{density:g}", *runs, metric="perplexity")
+
+
 ACCURACY = (
     AccuracyRecord(
         "local-steps-mlp",
@@ -93,6 +109,46 @@ ACCURACY = (
     ),
     AccuracyRecord("resnet18", "exdyna-0.001", "dense", "exdyna", 0.001, _RESNET, 80.4, 30.7, 3),
     AccuracyRecord("resnet18", "topk-0.001", "dense", "topk", 0.001, _RESNET, 80.4, 62.9, 3),
+    AccuracyRecord(
+        "resnet18-long",
+        "exdyna-0.001_without-momentum",
+        "dense",
+        "exdyna",
+        0.001,
+        _RESNET_PLAIN,
+        93.3,
+        92.1,
+        3,
+    ),
+    AccuracyRecord(
+        "resnet18-long", "topk-0.001", "dense", "topk", 0.001, _RESNET_60, 93.4, 92.2, 2
+    ),
+    AccuracyRecord(
+        "resnet18-long",
+        "exdyna-0.01_without-momentum",
+        "dense",
+        "exdyna",
+        0.01,
+        _RESNET_PLAIN,
+        93.3,
+        93.0,
+        3,
+    ),
+    _gpt2("exdyna", 0.001, 132),
+    _gpt2("topk", 0.001, 70.4),
+    _gpt2("exdyna", 0.01, 72.98),
+    AccuracyRecord(
+        "gpt2-sparse",
+        "exdyna-0.015_every-15-steps",
+        "dense",
+        "local",
+        0.015,
+        _GPT2,
+        59.3,
+        146,
+        1,
+        metric="perplexity",
+    ),
     AccuracyRecord("sst2", "exdyna-0.01", "dense", "exdyna", 0.01, _SST2, 77.6, 78.1, 3),
     AccuracyRecord("sst2", "topk-0.01", "dense", "topk", 0.01, _SST2, 77.6, 77.6, 3),
     AccuracyRecord(
@@ -161,8 +217,8 @@ def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
     Returns:
         The smallest loss of accuracy first; none for exchanges without records.
 
-    >>> [record.density for record in accuracy_records("exdyna-int2", 0.002)]
-    [0.001, 0.001, 0.001]
+    >>> {record.density for record in accuracy_records("exdyna-int2", 0.002)}
+    {0.001}
     """
     known = [record for record in ACCURACY if record.method == exchange.partition("-")[0]]
     if not known:
@@ -177,7 +233,7 @@ def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
     chosen = [record for record in known if distance(record) <= near * (1 + 1e-9)]
     # Records of the same values where there are any; those of fp32 say something about int2, too.
     same = [record for record in chosen if (record.values != "fp32") == few_bits]
-    return sorted(same or chosen, key=lambda one: one.points)
+    return sorted(same or chosen, key=lambda one: one.lost)
 
 
 def accuracy_sentence(exchange: str, density: float) -> str:
@@ -185,18 +241,28 @@ def accuracy_sentence(exchange: str, density: float) -> str:
     records = accuracy_records(exchange, density)
     if not records:
         return f"This repository has no record of what {exchange} costs in accuracy."
-    best, worst = records[0], records[-1]
-    sent = "local steps with density" if best.method == "local" else f"{best.method} at density"
-    text = f"In this repository's records, {sent} {best.density:g} ended {_lost(best, best)}"
-    if worst is not best:
-        text += f" and {_lost(worst, best)}"
-    return f"{text}, {min(one.seeds for one in records)} seeds or more."
+    # The mildest, and the worst of each metric: points and percent do not compare.
+    worst = {record.metric: record for record in records}
+    told = list(dict.fromkeys([records[0], *worst.values()]))
+    first = told[0]
+    sent = "local steps with density" if first.method == "local" else f"{first.method} at density"
+    *ends, last = (_lost(record, first) for record in told)
+    text = f"{', '.join(ends)} and {last}" if ends else last
+    fewest = min(one.seeds for one in records)
+    return (
+        f"In this repository's records, {sent} {first.density:g} ended {text}, "
+        f"{fewest} {'seed' if fewest == 1 else 'seeds'} or more."
+    )
 
 
 def _lost(record: AccuracyRecord, first: AccuracyRecord) -> str:
     density = "" if record.density == first.density else f", density {record.density:g}"
-    source = f"({record.task}{density}: {record.sparse} and {record.dense} %)"
-    points = record.points
-    if abs(points) < 1:
+    is_accuracy, lost = record.metric == "accuracy", record.lost
+    unit = " %" if is_accuracy else ""
+    source = f"({record.task}{density}: {record.sparse:.3g} and {record.dense:.3g}{unit})"
+    if not is_accuracy:
+        more = "more" if lost > 0 else "less"
+        return f"with {abs(lost):.0f} % {more} perplexity than dense {source}"
+    if abs(lost) < 1:
         return f"level with dense {source}"
-    return f"{abs(points):.0f} points {'below' if points > 0 else 'above'} dense {source}"
+    return f"{abs(lost):.2g} points {'below' if lost > 0 else 'above'} dense {source}"
