@@ -1,20 +1,19 @@
 """A small GPT-2 on the characters of WikiText-2: a language model that two cores can train."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.language import Transformer
-from gradherd.lab.tasks.metrics import mean_over_examples
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.wikitext2 import overlapping_sequences
+from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, overlapping_sequences, perplexity
 
-LENGTH, WIDTH = 32, 96
+LENGTH, WIDTH, BYTES = 32, 96, 256
 
 
 class CharGPT2(nn.Module):
@@ -22,8 +21,8 @@ class CharGPT2(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = Transformer(256, LENGTH, WIDTH, 4, 2, causal=True)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.transformer = Transformer(BYTES, LENGTH, WIDTH, heads=4, layers=2, causal=True)
+        self.head = nn.Linear(WIDTH, BYTES, bias=False)
         self.head.weight = self.transformer.tokens.weight
 
     def forward(self, characters: Tensor) -> Tensor:
@@ -33,14 +32,13 @@ class CharGPT2(nn.Module):
 
 
 @dataclass(frozen=True)
-class WikiText2Characters:
+class WikiText2Characters(WikiText2GPT2):
     """GPT-2 with 2 layers, 4 heads, width 96, context 32 over bytes: 251,520 parameters."""
 
     name: ClassVar = "wikitext2-characters"
     description: ClassVar = "a small GPT-2 on the characters of WikiText-2, 251,520 parameters"
     data: ClassVar = ("wikitext-2",)
     metric_name: ClassVar = "test bits per character"
-    higher_is_better: ClassVar = False
     defaults: ClassVar = Defaults(
         workers=8,
         batch_size=4,
@@ -52,33 +50,22 @@ class WikiText2Characters:
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Load (n, 33) characters; the test part has at most 2,000 sequences."""
+        """Load (n, 33) characters; at most 2,000 sequences for test."""
         check_limit(limit)
         text = find_dataset("wikitext-2", data_dir)
         train, test = (
-            overlapping_sequences(
-                np.frombuffer(text.text(name).encode(), np.uint8).astype(np.int64), LENGTH
-            )
+            np.frombuffer(text.text(name).encode(), np.uint8).astype(np.int64)
             for name in ("train.txt", "test.txt")
         )
-        return Split((train[:limit],), (test[:2000],))
+        return Split(
+            (overlapping_sequences(train, LENGTH)[:limit],),
+            (overlapping_sequences(test, LENGTH)[:2000],),
+        )
 
     def model(self) -> nn.Module:
         """Return the network."""
         return CharGPT2()
 
-    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the next character."""
-        (text,) = tensors
-        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the mean cross-entropy of the next character in bits."""
-        return mean_over_examples(model, _bits, *tensors, chunk=250)
-
-
-def _bits(model: nn.Module, text: Tensor) -> Tensor:
-    """Return (B,) the mean bits of the next character of each of (B, T + 1) sequences."""
-    targets = text[:, 1:]
-    losses = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets).mean(1) / np.log(2)
+        return math.log2(perplexity(model, *tensors, chunk=250))

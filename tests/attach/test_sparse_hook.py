@@ -1,6 +1,7 @@
 """The sparse hook on real ranks under DDP: nothing is lost, whatever the loop does."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -274,33 +275,38 @@ def two_momenta():
     return raised
 
 
-def momentum_of_the_optimizer():
-    """Return what is said while an optimizer with momentum steps beside some methods."""
+def optimizers_beside_methods():
+    """Return what is said while some optimizers step beside some methods."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("gradherd").addHandler(handler)
     heard = {}
+    kinds = {
+        "sgd": partial(torch.optim.SGD, lr=0.1),
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adamw": torch.optim.AdamW,
+    }
     for name, method in (("topk", gh.TopK(density=0.1)), ("dense", gh.Dense())):
-        ddp = DDP(nn.Linear(30, 20))
-        herd = gh.attach(ddp, sparsify=method)
-        for momentum in (0.0, 0.9):
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=momentum)
+        for kind, make in kinds.items():
+            ddp = DDP(nn.Linear(30, 20))
+            herd = gh.attach(ddp, sparsify=method)
+            optimizer = make(ddp.parameters())
             for _ in range(2):
                 ddp(torch.ones(2, 30)).sum().backward()
                 optimizer.step()
-            heard[name, momentum], said[:] = list(said), []
-        torch.optim.Adam(ddp.parameters()).step()
-        herd.detach()
-    assert said == []
+            make(ddp.parameters()).step()  # a second one, of which no word is said
+            heard[name, kind], said[:] = list(said), []
+            herd.detach()
     return heard
 
 
-def test_momentum_of_the_optimizer_is_warned_of_once_on_one_rank():
-    first, second = run_ranks(momentum_of_the_optimizer, 2)
-    (warning,) = first.pop(("topk", 0.9))
-    assert "SGD has momentum 0.9" in warning and "lr / (1 - momentum)" in warning
-    assert not any(first.values()) and not any(second.values())
+def test_what_optimizers_cost_is_said_once_on_one_rank():
+    first, second = run_ranks(optimizers_beside_methods, 2)
+    (momentum,), (adamw,) = first.pop(("topk", "momentum")), first.pop(("topk", "adamw"))
+    assert "SGD has momentum 0.9" in momentum and "lr / (1 - momentum)" in momentum
+    assert "AdamW steps with the sparse mean" in adamw and "local steps" in adamw
+    assert len(first) == 4 and not any(first.values()) and not any(second.values())
 
 
 def test_momentum_in_optimizer_and_sparsifier_is_refused():

@@ -23,7 +23,7 @@ from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.layouts import DealtColumns
 from gradherd.attach.local_steps import LocalExchange
-from gradherd.attach.parameter_usage import check_momentum, stepping_optimizer
+from gradherd.attach.parameter_usage import check_optimizer, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
@@ -146,7 +146,7 @@ def attach(
                 stacklevel=2,
             )
     if settings is not None and (settings.momentum or not isinstance(settings.method, Dense)):
-        check_momentum(bare, sparse, settings.momentum, warns=world.rank == 0)
+        check_optimizer(bare, sparse, settings.momentum, warns=world.rank == 0)
     if local is not None and stepping is not None:
         if worlds is None:
             sparse = LocalExchange(bare, stepping, local, world)

@@ -94,11 +94,12 @@ def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Op
     return optimizer
 
 
-def check_momentum(model: nn.Module, owner: Any, momentum: float, *, warns: bool) -> None:
-    """Look at the momentum of the model's optimizer when it first steps.
+def check_optimizer(model: nn.Module, owner: Any, momentum: float, *, warns: bool) -> None:
+    """Look at the model's optimizer when it first steps.
 
-    Beside the sparsifier's own momentum it is refused. Alone it is allowed, as in the papers, but
-    repeats for many steps what has arrived late, which costs accuracy; so that is said once.
+    Momentum beside the sparsifier's own is refused. Alone it is allowed, as in the papers, but
+    repeats for many steps what has arrived late, which costs accuracy; so that is said once. So is
+    what was measured with Adam and its relatives, which divide by the size of what arrives.
 
     Args:
         model: The model whose gradients the sparsifier exchanges.
@@ -117,23 +118,29 @@ def check_momentum(model: nn.Module, owner: Any, momentum: float, *, warns: bool
         for group in optimizer.param_groups:
             if not any(id(p) in parameters for p in group["params"]):
                 continue
-            own = group.get("momentum") or 0.0
+            own, betas = group.get("momentum") or 0.0, group.get("betas")
             if momentum:
                 # Adam and its relatives have a first beta instead, which has the same effect.
-                own = own or (group.get("betas") or (0.0,))[0]
-                _refuse_second(optimizer, own, momentum)
-            elif own and not warned:
+                _refuse_second(optimizer, own or (betas or (0.0,))[0], momentum)
+            elif (own or betas) and not warned:
                 warned = True
-                log.warning(
-                    "%s has momentum %g, which repeats what a sparse exchange sends late: "
-                    "momentum 0 with lr / (1 - momentum) often trains more accurately "
-                    "(docs/sparsify.md)",
-                    type(optimizer).__name__,
-                    own,
-                )
+                log.warning("%s %s (docs/sparsify.md)", type(optimizer).__name__, _cost(own))
 
     # Global, because attach does not know the optimizer; so it must not keep the model alive.
     remove_after(owner, [register_optimizer_step_pre_hook(before_step)])
+
+
+def _cost(momentum: float) -> str:
+    """Say what a sparse exchange costs with momentum, or with an optimizer like Adam if 0."""
+    if momentum:
+        return (
+            f"has momentum {momentum:g}, which repeats what a sparse exchange sends late: momentum "
+            "0 with lr / (1 - momentum) often trains more accurately"
+        )
+    return (
+        "steps with the sparse mean, which cost language models much of their quality: local steps "
+        "that send as few bytes often train better"
+    )
 
 
 def _refuse_second(optimizer: Optimizer, own: float, momentum: float) -> None:
