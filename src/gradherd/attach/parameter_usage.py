@@ -139,7 +139,7 @@ def _cost(momentum: float) -> str:
         )
     return (
         "steps with the sparse mean, which cost language models much of their quality: local steps "
-        "that send as few bytes often train better"
+        "that send as few bytes can train better"
     )
 
 
