@@ -9,26 +9,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.language import Transformer
+from gradherd.lab.tasks.language import GPT2
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
 from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, overlapping_sequences, perplexity
 
-LENGTH, WIDTH, BYTES = 32, 96, 256
-
-
-class CharGPT2(nn.Module):
-    """Two layers of GPT-2's architecture over bytes; the embedding is also the output layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = Transformer(BYTES, LENGTH, WIDTH, heads=4, layers=2, causal=True)
-        self.head = nn.Linear(WIDTH, BYTES, bias=False)
-        self.head.weight = self.transformer.tokens.weight
-
-    def forward(self, characters: Tensor) -> Tensor:
-        """Return logits (B, T, 256) of the character after each of (B, T)."""
-        logits: Tensor = self.head(self.transformer(characters))
-        return logits
+LENGTH = 32
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ class WikiText2Characters(WikiText2GPT2):
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return CharGPT2()
+        return GPT2(256, LENGTH, width=96, heads=4, layers=2)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the mean cross-entropy of the next character in bits."""

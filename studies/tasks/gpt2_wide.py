@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from gradherd.lab.tasks.wikitext2 import GPT2, WikiText2GPT2
+from gradherd.lab.tasks.language import GPT2
+from gradherd.lab.tasks.wikitext2 import GPT2_LENGTH, TOKENS, WikiText2GPT2
 
 
 @dataclass(frozen=True)
@@ -17,4 +18,4 @@ class WideGPT2(WikiText2GPT2):
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return GPT2(width=192, heads=6, layers=4)
+        return GPT2(TOKENS, GPT2_LENGTH, width=192, heads=6, layers=4)

@@ -245,3 +245,22 @@ class Transformer(nn.Module):
             x = layer(x, mask)
         out: Tensor = self.norm(x)
         return out
+
+
+class GPT2(nn.Module):
+    """GPT-2's architecture without dropout; the token embedding is also the output layer.
+
+    Args:
+        tokens, positions, width, heads, layers: As for `Transformer`; V is `tokens`.
+    """
+
+    def __init__(self, tokens: int, positions: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.transformer = Transformer(tokens, positions, width, heads, layers, causal=True)
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.transformer.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits (B, T, V) of the token after each of (B, T)."""
+        logits: Tensor = self.head(self.transformer(tokens))
+        return logits

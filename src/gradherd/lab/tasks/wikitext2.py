@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir, find_dataset
-from gradherd.lab.tasks.language import BytePairEncoder, Transformer, build_vocabulary, token_ids
+from gradherd.lab.tasks.language import GPT2, BytePairEncoder, build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import eval_mode, mean_over_examples
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file, split_lines
 from gradherd.lab.tasks.task import Defaults, Split, Tensors, UnsuitableSettings, check_limit
@@ -225,21 +225,6 @@ def _words(text: str) -> list[str]:
     return list(chain.from_iterable([*line.split(), END] for line in split_lines(text)))
 
 
-class GPT2(nn.Module):
-    """GPT-2's architecture without dropout; the token embedding is also the output layer."""
-
-    def __init__(self, width: int = 128, heads: int = 2, layers: int = 2) -> None:
-        super().__init__()
-        self.transformer = Transformer(TOKENS, GPT2_LENGTH, width, heads, layers, causal=True)
-        self.head = nn.Linear(width, TOKENS, bias=False)
-        self.head.weight = self.transformer.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, T, V) of the token after each of (B, T)."""
-        logits: Tensor = self.head(self.transformer(tokens))
-        return logits
-
-
 @dataclass(frozen=True)
 class WikiText2GPT2:
     """GPT-2 with 2 layers, 2 heads, width 128, context 128: 6,846,080 parameters.
@@ -277,7 +262,7 @@ class WikiText2GPT2:
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return GPT2()
+        return GPT2(TOKENS, GPT2_LENGTH, width=128, heads=2, layers=2)
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean cross-entropy of the next token."""
