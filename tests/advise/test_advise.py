@@ -217,6 +217,7 @@ def test_no_on_a_fast_link_and_yes_on_a_slow_one():
         "So use exdyna",
         "as fast as PowerSGD",
         "50 points below dense",
+        "powersgd at density 0.01 ended level with dense",
         "times per step",
     ):
         assert words in slow["advice"]

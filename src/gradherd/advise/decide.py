@@ -176,6 +176,9 @@ def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) ->
     if chosen.exchange not in ("dense", "fp16"):
         sentences.append(accuracy_sentence(chosen.exchange, _density_of(setting, chosen)))
     if chosen.exchange not in RIVALS:
+        # What torch has may be as fast, and cost less.
+        if _best(choices, RIVALS).exchange == "powersgd":
+            sentences.append(accuracy_sentence("powersgd", setting.density))
         sentences.append(_caution(setting, choices, chosen))
     sentences.append(_conclusion(setting, choices, chosen))
     return sentences
@@ -234,7 +237,7 @@ def _conclusion(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> 
         f"({_between(low, high)} {_IF_WRONG})"
     )
     if low < 1 and chosen.exchange not in RIVALS:
-        text += "; that is too close to call, so time a few steps of both"
+        text += "; that is too close to call, so time a few steps of both, and compare their losses"
     return f"{text}."
 
 

@@ -92,15 +92,16 @@ def percent(share: float) -> str:
 
 
 def mean_and_std(mean: float | None, std: float | None, count: int) -> str:
-    """Return "mean ± std"; a single run has no standard deviation to show.
+    """Return "mean ± std", or the mean alone of a single run or of equal ones.
 
     >>> mean_and_std(0.01234, 0.00056, 3), mean_and_std(97.25, 0.0, 1), mean_and_std(None, None, 2)
     ('0.01234 ± 0.00056', '97.25', 'diverged')
     """
     if mean is None or std is None:
         return "diverged" if count else "none"
+    # Bytes, for one, are the same with every seed.
     if count < 2 or std == 0:
-        return significant(mean) if count < 2 else f"{significant(mean)} ± 0"
+        return significant(mean)
     if abs(mean) < 1e-4 or abs(mean) >= 1e9:
         return f"{significant(mean)} ± {significant(std, 2)}"
     # Two digits of the deviation, but at least three and at most six of the mean.

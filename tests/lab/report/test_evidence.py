@@ -58,11 +58,44 @@ def test_rows_are_short_and_details_are_folded(root):
     own = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"two"').replace('"s"', '"ours"')
     text = STUDY.replace('title = "A', 'budget = "4 epochs of 90"\ntitle = "A', 1)
     (root / "studies" / "small.toml").write_text(text + own)
-    shown, folded = build_evidence(root).files[SMALL].split("<details")
+    shown, folded, _ = build_evidence(root).files[SMALL].split("<details")
     assert "| 1 | less | p | 0.00&nbsp;% more | not&nbsp;confirmed |" in shown.splitlines()
     rows = [line for line in folded.splitlines() if line.startswith(("1. ", "2. "))]
     assert ["4 epochs of 90" in row for row in rows] == [True, False]
     assert all("--only 'cd-grab, few' 'd-rr, few' --out again/small`" in row for row in rows)
+
+
+def test_a_page_folds_every_arm_and_all_but_the_first_paragraph_of_the_note(root):
+    text = STUDY.replace(
+        'title = "A',
+        'note = "First | words.\\n\\nMore\\nwords.\\n\\nLast."\nleft_out = "Some."\ntitle = "A',
+        1,
+    )
+    (root / "studies" / "small.toml").write_text(text)
+    shown, _, arms, more = build_evidence(root).files[SMALL].split("<details")
+    assert "First \\| words." in shown and "words.\n\nLast." not in shown
+    assert "\n\nMore words.\n\nLast.\n\n</details>\n\n## Left out\n\nSome.\n" in more
+    rows = [line.split(" | ")[:3] for line in arms.splitlines() if line.startswith("| ")]
+    assert rows == [
+        ["| arm", "seeds", "epochs"],
+        ["| d-rr, few", "2", "4"],
+        ["| cd-grab, few", "2", "4"],
+    ]
+
+
+def test_an_arm_that_was_stopped_is_read_where_all_its_runs_have_been(root):
+    runs = plan_runs(read_study(root / "studies" / "small.toml"), ["cd-grab, few"])
+    cut = [
+        replace(result(run.arm, run.seed, losses), settings=run.settings, status=status)
+        for run, losses, status in zip(
+            runs, ([2.0, 1.5, 1.0], [2.0, 1.25]), ("stopped", "stopped"), strict=True
+        )
+    ]
+    write_results(root / RESULTS / "small", "small", "compare", cut)
+    page = build_evidence(root).files[SMALL]
+    (row,) = (line for line in page.splitlines() if line.startswith("| cd-grab, few |"))
+    _, seeds, epochs, _, loss, _ = row.strip("| ").split(" | ")
+    assert (seeds, epochs, loss) == ("2", "2", "1.38 ± 0.18")
 
 
 def test_a_template_gives_the_words_and_records_the_figures(root):
@@ -74,7 +107,7 @@ def test_a_template_gives_the_words_and_records_the_figures(root):
     files = write_evidence(root).files
     page, readme = files[PAGE], (root / "README.md").read_text()
     link = "(evidence/small.md)"
-    assert f"[0.00&nbsp;%]{link} 1\n" in page and "1 claim of papers: 0 confirmed" in page
+    assert f"[0.00&nbsp;%]{link} 1\n" in page and "1 claim from papers: 0 confirmed" in page
     assert f"| It is less | p | [0.00&nbsp;%]{link} | not&nbsp;confirmed |" in page
     assert readme.startswith("before\n<!-- quote -->\n| It is less | p | [0.00&nbsp;%](docs/")
     assert 'src="docs/images/evidence/summary-2.svg"' in readme and readme.endswith("-->\nafter\n")

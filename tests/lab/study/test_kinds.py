@@ -98,6 +98,15 @@ def test_trainings_have_the_settings_of_their_arms(tmp_path):
         plan_runs(study("compare", [{"order": "cd-grab", "sketch_size": 4}], {}, task="digits"))
 
 
+def test_a_study_compares_with_powersgd(tmp_path):
+    arms = [{"sparsify": ["dense", "powersgd"], "density": 0.2}]
+    settings = {"workers": 2, "epochs": 1, "batch_size": 8, "limit": 64}
+    found = results_of(study("compare", arms, settings, task="digits"), tmp_path)
+    dense, low_rank = (found[name, 0].figures for name in ("dense", "powersgd 0.2"))
+    assert low_rank["bytes"] < 0.5 * dense["bytes"]
+    assert "virtual" not in found["powersgd 0.2", 0].settings
+
+
 def test_figures_of_steps_by_hand():
     steps = [
         {"density": d, "padding": p, "residual_norm": 1.0, "bytes": 8}

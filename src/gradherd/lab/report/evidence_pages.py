@@ -7,9 +7,11 @@ from typing import Any
 
 from gradherd.lab.report.claims import CONFIRMED, NOT_CONFIRMED, WEAKER, ClaimVerdict, judge
 from gradherd.lab.report.evidence_charts import file_name
+from gradherd.lab.report.measures import measure
+from gradherd.lab.report.stats import mean_std
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import THEMES, Claim, Study
-from gradherd.lab.text import counted, listed, printable
+from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, printable
 
 MARKS = {CONFIRMED: "**confirmed**", WEAKER: "*weaker*", NOT_CONFIRMED: "not&nbsp;confirmed"}
 _HEADINGS = {
@@ -27,7 +29,8 @@ with a single seed, has no verdict. A row is
 - **confirmed** if the 95 % interval over seeds (paired by seed) is on the claimed side (for claims
   of "no worse": within the tolerance), and the effect is at least half of the paper's where the
   paper gives numbers;
-- *weaker* if only one of the two holds, or all seeds agree but the interval includes zero;
+- *weaker* if only one of the two holds (the effect is clear, but less than half of the paper's),
+  or if all seeds agree but the interval includes zero;
 - not confirmed otherwise, including runs that diverged or never reached the goal.
 
 Figures in brackets are 95 % intervals. Bands in charts show the range over all seeds. In studies
@@ -93,7 +96,7 @@ def totals(sections: Sequence[StudySection], unmeasured: int) -> str:
     verdicts = [verdict for section in sections for verdict in section.verdicts]
     # Separately: a confirmed claim of our own is no evidence for a paper.
     sentences = []
-    for own, whose in ((False, "of papers"), (True, "of our own")):
+    for own, whose in ((False, "from papers"), (True, "of our own")):
         words = [one.verdict for one in verdicts if _is_own(one) == own]
         if words:
             counts = listed([f"{words.count(word)} {word}" for word in MARKS])
@@ -113,7 +116,7 @@ def _is_own(verdict: ClaimVerdict) -> bool:
 
 
 def study_page(section: StudySection) -> str:
-    """Return the page of a study: verdicts, charts, and all figures in a collapsed section."""
+    """Return the page of a study: verdicts, charts, and everything else in collapsed sections."""
     study = section.study
     up = "[Summary](../evidence.md) · [all studies](README.md)"
     lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
@@ -134,14 +137,50 @@ def study_page(section: StudySection) -> str:
         if (name := file_name(study, number)) in section.images:
             lines += [f"![{cell(figure.title)}](../images/evidence/{name})", ""]
     if section.verdicts:
-        # `markdown` is for MkDocs; GitHub reads Markdown after an empty line anyway.
-        lines += ['<details markdown="1">', "<summary>All figures, sources and commands</summary>"]
-        for number, one in enumerate(section.verdicts, 1):
-            lines += ["", f"{number}. {_details(one, study)}"]
-        lines += ["", "</details>", ""]
-    if section.pending and study.left_out:
+        rows = enumerate(section.verdicts, 1)
+        details = [f"{number}. {_details(one, study)}" for number, one in rows]
+        lines += _folded("All figures, sources and commands", details)
+    lines += _folded("Every arm", _arms_table(section))
+    lines += _folded("What else we saw", list(map(cell, _paragraphs(study.note)[1:])))
+    if study.left_out:
         lines += ["## Left out", "", cell(study.left_out), ""]
     return "\n".join(lines)
+
+
+def _folded(title: str, blocks: Sequence[str]) -> list[str]:
+    """Return lines of a collapsed section; none if it is empty."""
+    if not blocks:
+        return []
+    spaced = [line for block in blocks for line in ("", block)]
+    # `markdown` is for MkDocs; GitHub reads Markdown after an empty line anyway.
+    head = ['<details markdown="1">', f"<summary>{title}</summary>"]
+    return [*head, *spaced, "", "</details>", ""]
+
+
+def _arms_table(section: StudySection) -> list[str]:
+    """Return what every arm of a study that trains has reached and sent, as one table."""
+    if section.study.kind != "compare" or not section.results:
+        return []
+    metric = next(iter(section.results.values()))[0].record().metric_name
+    lines = [f"| arm | seeds | epochs | {cell(metric)} | train loss | sent per worker |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, runs in section.results.items():
+        # A run that was stopped has no last epoch: its arm is read where all runs have been.
+        stopped = any(run.status == "stopped" for run in runs)
+        epochs = (min if stopped else max)(run.figures["epochs"] for run in runs)
+        by_name = {
+            one: list(measure(one, epochs, runs, None).arm.values())
+            for one in ("metric", "train_loss", "bytes")
+        }
+        of_seeds = [mean_std(by_name[one]) for one in ("metric", "train_loss")]
+        words = [mean_and_std(one.mean, one.std, len(runs)) for one in of_seeds]
+        words.append(in_bytes(mean_std(by_name["bytes"]).mean))
+        lines.append(f"| {' | '.join([cell(name), str(len(runs)), str(epochs), *words])} |")
+    return ["\n".join(lines)]
+
+
+def _paragraphs(note: str) -> list[str]:
+    return [one.strip() for one in note.split("\n\n") if one.strip()]
 
 
 def _missing(claim: Claim, section: StudySection) -> str:
@@ -164,7 +203,9 @@ def _missing(claim: Claim, section: StudySection) -> str:
 def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
     """Return our figure, by default with the number that it is held against."""
     # Not in brackets: those hold intervals.
-    words = f"{verdict.short}, asked {verdict.limit}" if verdict.limit and limit else verdict.short
+    words = (
+        f"{verdict.short}, must be {verdict.limit}" if verdict.limit and limit else verdict.short
+    )
     return cell(words).replace(" %", "&nbsp;%")
 
 
@@ -195,7 +236,7 @@ def _setup(section: StudySection) -> str:
     """Return what was run: seeds, epochs, machines and versions, from the results."""
     study, runs = section.study, [run for arm in section.results.values() for run in arm]
     budget = f" Compared with the paper: {study.budget}." if study.budget else ""
-    note = f" {study.note}" if study.note else ""
+    note = f" {_paragraphs(study.note)[0]}" if study.note.strip() else ""
     if not runs:
         task = "" if study.task is None else f"task `{study.task}`, "
         planned = f"{counted(len(study.arms), 'arm')} with {counted(len(study.seeds), 'seed')}"
@@ -204,7 +245,7 @@ def _setup(section: StudySection) -> str:
     seeds = {len({run.seed for run in arm}) for arm in section.results.values()}
     words = [
         f"{len(section.results)} of {counted(len(study.arms), 'arm')}",
-        f"{_values(seeds)} seed{'s' if max(seeds) > 1 else ''} each",
+        f"{_values(seeds, 'or')} seed{'s' if max(seeds) > 1 else ''} each",
     ]
     if study.task is not None:
         words.insert(0, f"task `{runs[0].about.get('task', study.task)}`")
@@ -219,8 +260,8 @@ def _setup(section: StudySection) -> str:
     return cell(f"{', '.join(words)}; {where}.{budget}{note}")
 
 
-def _values(values: set[Any]) -> str:
-    return listed([f"{value:,}" for value in sorted(values)])
+def _values(values: set[Any], last: str = "and") -> str:
+    return listed([f"{value:,}" for value in sorted(values)]).replace(" and ", f" {last} ")
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from gradherd.lab.text import printable
 
 COLOURS = (
     ("#5f6673", "#a7aeba"), ("#0068a3", "#58b4f0"), ("#b54700", "#ff9660"), ("#00775a", "#3fcba0"),
-    ("#9c3f80", "#ee9bcf"), ("#7a6000", "#e0c341"), ("#00727e", "#5fd3de"), ("#b3261e", "#ff8a80"),
+    ("#9c3f80", "#ee9bcf"), ("#7a6000", "#e0c341"), ("#5f4bb6", "#b5a6ff"), ("#b3261e", "#ff8a80"),
 )  # fmt: skip
 """Light and dark variants; the first, a grey, is the baseline's."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -25,7 +25,7 @@ METHODS = (
     ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
      "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw"),
     ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
-     "sage", "demo"),
+     "sage", "demo", "powersgd"),
 )  # fmt: skip
 """Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
 

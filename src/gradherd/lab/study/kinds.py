@@ -174,7 +174,7 @@ class CompareStudy:
         chosen = {name: value for name, value in given.items() if value is not None}
         defaults = find_task(task_path(study.task, study.folder)).defaults
         # Defaults are written out, so that results stay valid when a task's defaults change.
-        config = RunConfig.of(study.task, defaults, **chosen)
+        config = RunConfig.of(study.task, defaults, **chosen, virtual=True)
         fields = dataclasses.asdict(config)
         # A result must count wherever it was computed; its seed is stored beside the settings.
         return {k: v for k, v in fields.items() if k not in ("seed", "virtual", "device")}

@@ -101,8 +101,9 @@ class Study:
     budget: str
     """How it falls short of the paper's experiment; shown in rows of the paper's claims."""
     note: str
+    """Remarks, as paragraphs: the first is above the table, the others are folded."""
     left_out: str
-    """What was not run, and why; shown where claims have no verdict."""
+    """What was not run, and why."""
     settings: Mapping[str, Any]
     """Settings that all arms share."""
     sources: Mapping[str, str]
