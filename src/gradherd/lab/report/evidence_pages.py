@@ -33,9 +33,9 @@ with a single seed, has no verdict. A row is
   or if all seeds agree but the interval includes zero;
 - not confirmed otherwise, including runs that diverged or never reached the goal.
 
-Figures in brackets are 95 % intervals. Bands in charts show the range over all seeds. In studies
-that train, all workers share one process: losses, orders and bytes equal those of real workers,
-seconds do not.
+Figures in brackets are 95 % intervals, those after ± one standard deviation over seeds. Bands in
+charts show the range over all seeds. In studies that train, all workers share one process: losses,
+orders and bytes equal those of real workers, seconds do not.
 """
 
 
@@ -122,8 +122,13 @@ def study_page(section: StudySection) -> str:
     lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
     if study.claims:
         lines += ["| | claim | paper | ours | verdict |", "|---|---|---|---|---|"]
+        most = max((len(one.changes) for one in section.verdicts), default=0)
         for number, one in enumerate(section.verdicts, 1):
-            cells = (str(number), cell(one.claim.text), cell(one.claim.paper), short_cell(one))
+            ours = short_cell(one)
+            # Of other runs than the rows around it: differences do not add up.
+            if 0 < len(one.changes) < most:
+                ours += f", {len(one.changes)} seeds"
+            cells = (str(number), cell(one.claim.text), cell(one.claim.paper), ours)
             lines.append(f"| {' | '.join(cells)} | {MARKS[one.verdict]} |")
         for claim in section.pending:
             # A single seed has no interval, but its figure is better than none.
