@@ -152,13 +152,13 @@ def in_seconds(count: float | None) -> str:
     return f"{significant(count / 60, 3)} min" if count >= 120 else f"{significant(count, 3)} s"
 
 
-def listed(words: list[str]) -> str:
-    """Join words with commas and "and".
+def listed(words: list[str], last: str = "and") -> str:
+    """Join words with commas and "and", or another word before the last.
 
-    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
-    ('a', 'a and b', 'a, b and c')
+    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"], "or")
+    ('a', 'a and b', 'a, b or c')
     """
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -173,14 +173,13 @@ def _arms_table(section: StudySection) -> list[str]:
         # A run that was stopped has no last epoch: its arm is read where all runs have been.
         stopped = any(run.status == "stopped" for run in runs)
         epochs = (min if stopped else max)(run.figures["epochs"] for run in runs)
-        by_name = {
-            one: list(measure(one, epochs, runs, None).arm.values())
+        metrics, losses, sent = (
+            mean_std(list(measure(one, epochs, runs, None).arm.values()))
             for one in ("metric", "train_loss", "bytes")
-        }
-        of_seeds = [mean_std(by_name[one]) for one in ("metric", "train_loss")]
-        words = [mean_and_std(one.mean, one.std, len(runs)) for one in of_seeds]
-        words.append(in_bytes(mean_std(by_name["bytes"]).mean))
-        lines.append(f"| {' | '.join([cell(name), str(len(runs)), str(epochs), *words])} |")
+        )
+        words = [mean_and_std(one.mean, one.std, len(runs)) for one in (metrics, losses)]
+        cells = [cell(name), str(len(runs)), str(epochs), *words, in_bytes(sent.mean)]
+        lines.append(f"| {' | '.join(cells)} |")
     return ["\n".join(lines)]
 
 
@@ -266,7 +265,7 @@ def _setup(section: StudySection) -> str:
 
 
 def _values(values: set[Any], last: str = "and") -> str:
-    return listed([f"{value:,}" for value in sorted(values)]).replace(" and ", f" {last} ")
+    return listed([f"{value:,}" for value in sorted(values)], last)
 
 
 def _machine(hardware: Mapping[str, Any]) -> str:
