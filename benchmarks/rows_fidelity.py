@@ -19,7 +19,7 @@ from torch import Tensor
 from gradherd.lab.bench.bench_models import ModelTraining, _exact_gram, correlation
 from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.two_sided import TwoSidedCapture
+from gradherd.rows.sink_capture import SinkCapture
 
 BLOCKS = 3840
 """Blocks of 128 tokens that are read: enough for 120 batches of 8 x 512."""
@@ -34,7 +34,7 @@ def wikitext(length: int) -> Tensor:
 
 def fidelity(training: ModelTraining, exact: Tensor, rows: TwoSidedRows) -> float:
     """Return the fidelity of rows of the batch that waits."""
-    capture = TwoSidedCapture(training.model, rows, batch_size=training.batch)
+    capture = SinkCapture(training.model, rows, batch_size=training.batch)
     training.model.zero_grad()
     training.loss(training.inputs, training.targets).backward()
     sketches = capture.pop_sketch(training.batch).double()

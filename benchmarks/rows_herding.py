@@ -20,7 +20,7 @@ from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.two_sided import TwoSidedCapture
+from gradherd.rows.sink_capture import SinkCapture
 
 TASK = Cifar10LeNet()
 BATCH, LAST = 256, 3
@@ -44,7 +44,7 @@ def read_rows(
     model: nn.Module, settings: TwoSidedRows | None, examples: Sequence[Tensor]
 ) -> Tensor:
     """Return the rows of all examples: exact ones without settings."""
-    capture = Capture(model) if settings is None else TwoSidedCapture(model, settings)
+    capture = Capture(model) if settings is None else SinkCapture(model, settings)
     parts = []
     for batch in zip(*(tensor.split(BATCH) for tensor in examples), strict=True):
         TASK.loss(model, *batch).backward()

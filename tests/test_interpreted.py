@@ -13,7 +13,6 @@ MODULES = [
     "tests/sparsify/test_triton_kernels.py",
     "tests/ordering/test_triton_gram.py",
     "tests/ordering/test_device_signs.py",
-    "tests/rows/test_launch_group.py",
     "tests/rows/test_triton_gradient.py",
 ]
 

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.rows.row_check import FIRST_CHECKS
-from gradherd.rows.row_sums import _random_signs
+from gradherd.rows.row_check import FIRST_CHECKS, _random_signs
 
 WIDTH, POSITIONS, BATCH, BLOCKS, WORDS = 16, 160, 3, 4, 11
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.rows import FlatSpec, Rows
+from gradherd.rows.sink_capture import SinkCapture
+from gradherd.rows.sketch import sketch_columns
 
 
 def loop_over_examples(
@@ -19,7 +21,8 @@ def loop_over_examples(
         grads = torch.autograd.grad(
             losses(slice(i, i + 1)).sum(), list(named.values()), allow_unused=True
         )
-        rows.append(spec.flatten(dict(zip(named, grads, strict=True))))
+        dense = (g.to_dense() if g is not None and g.is_sparse else g for g in grads)
+        rows.append(spec.flatten(dict(zip(named, dense, strict=True))))
     return torch.stack(rows)
 
 
@@ -44,3 +47,20 @@ def check_operations(rows: Rows, dense: Tensor) -> None:
     close(rows.dot(vectors), vectors @ dense.T)
     close(rows.gram(), dense @ dense.T)
     close(rows.combine(weights), weights @ dense)
+
+
+def mapped(capture: SinkCapture, grads: Tensor) -> Tensor:
+    """Apply the map of a capture's rows to gradients (B, D), parameter by parameter."""
+    parts = {
+        name: part if name not in capture.left_out else torch.zeros_like(part)
+        for name, part in capture.spec.views(grads).items()
+    }
+    rows = grads.new_zeros(len(grads), capture._size)
+    for index, part in enumerate(parts.values()):
+        if index in capture._uses:
+            rows += capture.project_rows(index, part)
+    if capture._capture is not None:  # modules that are run again: their gradients are sketched
+        again = [parts[name].flatten(1) for name in capture._capture.spec.names]
+        seed = capture._settings.seed
+        rows += sketch_columns(torch.cat(again, 1), capture._size, seed, "others")
+    return rows

@@ -1,6 +1,7 @@
-"""Rows on a GPU equal those on the CPU; so do sketches, which the GPU computes another way."""
+"""Rows on a GPU equal those on the CPU; so do sketches, which a kernel of its own adds up."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradherd.rows.capture import Capture
+from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.sink_capture import SinkCapture
+from tests.rows.zoo import ResNet, ViT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,20 +33,55 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(self.words(tokens)).relu()).mean(1))
 
 
+def on(device, model, tokens, labels, capture):
+    """Return a copy of the model on a device, after a backward, and what has captured it."""
+    own = copy.deepcopy(model).to(device)
+    captured = capture(own)
+    F.cross_entropy(own(tokens.to(device)), labels.to(device)).backward()
+    return own, captured
+
+
 @pytest.mark.parametrize("positions", [1, 6])
-@pytest.mark.parametrize("k", [17, 64, 256])
-def test_sketches_and_products_are_those_of_the_cpu(positions, k):
+def test_products_are_those_of_the_cpu(positions):
     model, tokens, labels = Net(), torch.randint(50, (9, positions)), torch.randint(3, (9,))
     results = []
     for device in ("cpu", "cuda"):
-        own = copy.deepcopy(model).to(device)
-        capture = Capture(own)
-        F.cross_entropy(own(tokens.to(device)), labels.to(device)).backward()
-        sketch = capture.pop_sketch(9, k, seed=3)
-        F.cross_entropy(own(tokens.to(device)), labels.to(device)).backward()
+        _, capture = on(device, model, tokens, labels, Capture)
         rows = capture.pop_rows(9)
         vector = torch.linspace(-1, 1, capture.spec.size).unsqueeze(0)
         products = [rows.gram(), rows.dot(vector), rows.combine(torch.ones(1, 9))]
-        results.append([tensor.cpu() for tensor in (sketch, *products)])
+        results.append([tensor.cpu() for tensor in products])
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [1, 6])
+@pytest.mark.parametrize("size", [17, 64, 4096])
+def test_sketches_are_those_of_the_cpu(positions, size):
+    model, tokens, labels = Net(), torch.randint(50, (9, positions)), torch.randint(3, (9,))
+    results = []
+    for device in ("cpu", "cuda"):
+        settings = SketchRows(size=size, seed=3, strict=True)
+        _, capture = on(device, model, tokens, labels, partial(SinkCapture, settings=settings))
+        results.append(capture.pop_sketch(9).cpu())
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [ResNet, ViT])
+def test_sketches_of_images_are_those_of_the_cpu(make):
+    torch.manual_seed(0)
+    model, images, labels = make(), torch.randn(9, 3, 8, 8), torch.randint(5, (9,))
+    results = []
+    for device in ("cpu", "cuda"):
+        settings = TwoSidedRows(size=512, rank=4, strict=True)
+        _, capture = on(device, model, images, labels, partial(SinkCapture, settings=settings))
+        results.append(capture.pop_sketch(9).cpu())
+    # Convolutions round to TF32.
+    assert float((results[1] - results[0]).norm() / results[0].norm()) < 0.02
+
+
+def test_a_model_that_moves_after_it_was_tapped_is_refused():
+    model = Net()
+    SinkCapture(model, SketchRows())
+    with pytest.raises(RuntimeError, match="move it first, then attach"):
+        model.to("cuda")(torch.zeros(9, 2, dtype=torch.int64, device="cuda"))

@@ -1,4 +1,7 @@
-"""The count sketch of a whole gradient, read where it lies; how it runs here: see `gpu`."""
+"""Triton's count sketches: of columns, and of a whole gradient where it lies.
+
+How they run here: see `gpu`.
+"""
 
 import pytest
 import torch
@@ -11,10 +14,9 @@ from gradherd import OrderedSampler, attach
 from gradherd.attach import batch_gradient, transports
 from gradherd.attach.batch_gradient import BatchGradientSource
 from gradherd.ordering import device_signs, grab, gram, pair_grab
-from gradherd.rows import launch_group
 from gradherd.rows.settings import SketchRows
-from gradherd.rows.sketch import count_sketch
-from gradherd.rows.triton_gradient import GradientSketcher
+from gradherd.rows.sketch import block_hashes, count_sketch
+from gradherd.rows.triton_sketches import GradientSketcher, sketch_columns
 from tests.gpu import DEVICE, MARKS
 
 pytestmark = MARKS
@@ -53,6 +55,17 @@ def untidy(grads, case):
 
 
 CASES = ("plain", "channels last", "transposed", "missing", "sparse", "sliced", "plain")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "size"), [(1, 7), (90, 100), (1000, 64), (700, 600)])
+def test_columns_are_sketched_as_elsewhere(width, size, kind):
+    torch.manual_seed(0)
+    table = torch.randn(3, width + 5, device=DEVICE).to(kind)
+    columns = table[:, 2 : width + 2]  # elements of an example lie side by side, examples need not
+    hashed = block_hashes(3, "w", -(-width // size), size, columns.device, 0.5)
+    want = 0.5 * count_sketch(columns.float(), size, 3, name="w")
+    torch.testing.assert_close(sketch_columns(columns, size, *hashed), want, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [100, 1500])
@@ -99,7 +112,7 @@ def test_batches_are_sketched_at_the_end_of_their_backwards(kernel, monkeypatch)
     monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", set())
     arriving = BatchGradientSource(model, SketchRows(size=32))
     monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", {DEVICE})
-    monkeypatch.setattr(launch_group, "KERNEL_DEVICES", {DEVICE} if kernel else set())
+    monkeypatch.setattr(batch_gradient, "has_kernels", lambda device: kernel)
     at_end = BatchGradientSource(model, SketchRows(size=32))
     assert (at_end._sketcher is not None) == kernel
     for both, accumulate in ((True, False), (False, False), (True, True), (False, True)):
@@ -124,12 +137,12 @@ def test_whole_batches_are_ordered_without_waiting_for_the_device(policy, monkey
     for here in (set(), {DEVICE}):
         for module, name in (
             (batch_gradient, "AT_END_DEVICES"),
-            (launch_group, "KERNEL_DEVICES"),
             (device_signs, "DEVICES_TO_STAY_ON"),
             (transports, "DEVICES_TO_STAY_ON"),
             (gram, "KERNEL_DEVICES"),
         ):
             monkeypatch.setattr(module, name, here)
+        monkeypatch.setattr(batch_gradient, "has_kernels", lambda device, here=here: bool(here))
         if here:
             for module in (grab, pair_grab):
                 monkeypatch.setattr(module, "balance", None)  # what the host would sign with

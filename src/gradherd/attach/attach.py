@@ -157,7 +157,7 @@ def attach(
     if order is not None and plan is not None:
         # After the sparse hook, which needs the slot of DDP's hook: coordination takes it only
         # where nothing is sparsified.
-        transport = _make_transport(bare, order, plan)
+        transport = _make_transport(model, bare, order, plan)
         feedback = OrderFeedback(model, order, transport, plan, scaler)
     return Herd(bare, feedback, sparse)
 
@@ -280,8 +280,17 @@ def _check_local(
     return stepping_optimizer(optimizer, local_parameters(model).values())
 
 
-def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettings) -> RowTransport:
-    """Return what takes rows from the model to the sampler."""
+def _make_transport(
+    called: nn.Module, model: nn.Module, order: OrderedSampler, settings: RowSettings
+) -> RowTransport:
+    """Return what takes rows from the model to the sampler.
+
+    Args:
+        called: What the loop calls, maybe torch.compile's wrapper.
+        model: What it wraps.
+        order: The sampler.
+        settings: How rows are read.
+    """
     bare, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
         # Nothing is read off the model but that a backward has happened.
@@ -290,7 +299,9 @@ def _make_transport(model: nn.Module, order: OrderedSampler, settings: RowSettin
         return CoordinatedHook(model, order, world)
     if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):
         return ShardedCoordination(model, order, world)
-    source = make_row_source(bare, settings, order.unit, order.batch_size)
+    # A hook on the wrapper runs before the graph, one on what it wraps is part of it.
+    read = bare if called is model else called
+    source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(bare.parameters()).device, FlatSpec.of(bare).size
     deals = deals_columns(row_length(settings, size), size, world.size)
     dealt = DealtColumns(size, world, device) if deals else None

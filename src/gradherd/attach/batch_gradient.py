@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.parameter_hooks import HookSaver, ParameterHooks
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.launch_group import has_kernels
 from gradherd.rows.settings import SketchRows
-from gradherd.rows.sketch import count_sketch, sketch_vector
+from gradherd.rows.sketch import count_sketch, has_kernels, sketch_vector
 
 if TYPE_CHECKING:
-    from gradherd.rows.triton_gradient import GradientSketcher
+    from gradherd.rows.triton_sketches import GradientSketcher
 
 # Elsewhere a copy for each parameter costs little, and adds without rounding.
 AT_END_DEVICES = {"cuda"}
@@ -31,11 +30,11 @@ def _sketcher_for(
     if sketch is None or not has_kernels(parameters[0].device):
         return None
     # Imported here: Triton is optional, and absent where there is no GPU.
-    from gradherd.rows import triton_gradient
+    from gradherd.rows import triton_sketches
 
-    if not triton_gradient.can_sketch(parameters):
+    if not triton_sketches.can_sketch(parameters):
         return None
-    return triton_gradient.GradientSketcher(parameters, sketch.size, sketch.seed)
+    return triton_sketches.GradientSketcher(parameters, sketch.size, sketch.seed)
 
 
 class BatchGradientSource:

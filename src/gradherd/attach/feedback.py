@@ -30,7 +30,7 @@ from gradherd.ordering.batch_claims import check_same_version
 from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.forward_replay import UncopiedHook, skip_on_replay
+from gradherd.rows.forward_replay import ModelHook
 from gradherd.rows.settings import RowSettings, row_length
 
 
@@ -88,7 +88,7 @@ class OrderFeedback:
         self._by_index = False
         self._watch: RowWatch | None = None
         self._handles = [
-            model.register_forward_pre_hook(UncopiedHook(self._before_forward)),
+            model.register_forward_pre_hook(ModelHook(self._before_forward, _nothing)),
             register_optimizer_step_pre_hook(_around_step_of(model, self)),
             # A closure (Lightning, L-BFGS) runs its backward inside the step, after the hook above.
             register_optimizer_step_post_hook(_around_step_of(model, self)),
@@ -99,7 +99,6 @@ class OrderFeedback:
         weakref.finalize(self, self._handles[3].remove)
         transport.on_backward(self.before_backward)
 
-    @skip_on_replay
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._feed_back()
@@ -107,9 +106,6 @@ class OrderFeedback:
             if not self._paused:
                 self._take_ticket()
                 self._announced = True
-
-    # Replaying the model for the rows of single examples is not a forward of the loop.
-    _before_forward.skip_on_replay = True  # type: ignore[attr-defined]
 
     def _take_ticket(self) -> None:
         """Note which batch the next gradients belong to, and the scale of their loss."""
@@ -283,6 +279,10 @@ class OrderFeedback:
 
 
 _NO_CONTEXT = contextlib.nullcontext()
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """Stand for `_before_forward` in a compiled forward: the backward asks for its batch then."""
 
 
 @contextlib.contextmanager

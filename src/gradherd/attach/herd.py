@@ -14,12 +14,12 @@ from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
+from gradherd.attach.row_stats import RowStats
 from gradherd.attach.sparse_hook import SparseHook
 from gradherd.attach.state import NOT_FOR_DCP, HerdState, RefuseDCP, part_of_rank
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.row_stats import RowStats
 
 log = logging.getLogger("gradherd")
 

@@ -10,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.feedback import inner
 from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
-from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.state import check_row_length
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.parameter_owners import describe, unwrap_model
+from gradherd.rows.parameter_owners import describe, refuse_compiled
 from gradherd.rows.settings import (
     BatchRows,
+    ExactRows,
     RowSettings,
     choose_rows,
     resolve_rows,
@@ -56,8 +56,6 @@ def plan_rows(
             "or make a new OrderedSampler"
         )
     check_device(bare, order.world)
-    if order.ordering.policy.needs_rows and order.unit < order.batch_size:
-        unwrap_model(model)  # raises if compiled: hooks of its modules would not be called
     if worlds is not None:
         free = (
             worlds.shares_reduce_scatter(order.world) and FlatSpec.of(bare).size < WHOLE_ROWS_BELOW
@@ -65,6 +63,8 @@ def plan_rows(
     else:
         free = isinstance(bare, DDP) and hook_is_free(bare)
     settings, why = _choose(bare, order, rows, free and not sparsifies)
+    if isinstance(settings, ExactRows) and order.unit < order.batch_size:
+        refuse_compiled(model)
     needed = isinstance(settings, BatchRows) and order.ordering.policy.needs_rows
     if worlds is not None and needed and sparsifies:
         raise ValueError(
@@ -110,7 +110,7 @@ def _choose(
         whole_batches=order.unit == order.batch_size,
         free=order.world.size == 1 or hook_is_free,
         size=FlatSpec.of(inner(model)).size,
-        on_gpu=next(model.parameters()).is_cuda and not fsdp_modules(model),
+        on_gpu=next(model.parameters()).is_cuda,
         workers=order.world.size,
     )
     single = order.ordering.policy.needs_rows and order.unit < order.batch_size

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from gradherd.attach.batch_gradient import BatchGradientSource
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.parameter_hooks import gradient_registrar
+from gradherd.attach.row_stats import RowFigures
 from gradherd.ordering.bounds import WatchedPolicy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.row_stats import RowFigures
+from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
-from gradherd.rows.two_sided import TwoSidedCapture
+from gradherd.rows.sink_capture import SinkCapture
 
 CHECK_FAILED = 2
 """Stands for every parameter in the mask of a rank whose check raised an error."""
@@ -103,18 +104,19 @@ class ExampleRowSource:
     ) -> None:
         self._settings = settings
         self._unit = unit
-        self._capture: Capture | TwoSidedCapture
-        if isinstance(settings, TwoSidedRows):
-            self._capture = TwoSidedCapture(model, settings, batch_size=batch_size)
-        else:
+        bare = unwrap_model(model)
+        sharded = gradient_registrar(bare) if fsdp_modules(bare) else None
+        self._capture: Capture | SinkCapture
+        if isinstance(settings, ExactRows):
             self._capture = Capture(
                 model,
                 batch_dim=settings.batch_dim,
                 strict=settings.strict,
-                sketch=(settings.size, settings.seed) if isinstance(settings, SketchRows) else None,
                 batch_size=batch_size,
-                sharded=gradient_registrar(model) if fsdp_modules(model) else None,
+                sharded=sharded,
             )
+        else:
+            self._capture = SinkCapture(model, settings, batch_size=batch_size, sharded=sharded)
 
     @property
     def waiting(self) -> bool:
@@ -123,24 +125,12 @@ class ExampleRowSource:
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
-        settings, capture = self._settings, self._capture
-        if isinstance(settings, ExactRows):
+        if isinstance(self._capture, Capture):
             return self._exact(examples, loss_scale).dense()
-        if isinstance(settings, SketchRows):
-            assert isinstance(capture, Capture)
-            single = capture.pop_sketch(
-                examples,
-                settings.size,
-                settings.seed,
-                reduction=settings.reduction,
-                loss_scale=loss_scale,
-            )
-        else:
-            assert isinstance(capture, TwoSidedCapture)
-            single = capture.pop_sketch(
-                examples, reduction=settings.reduction, loss_scale=loss_scale
-            )
-        return self._units(single)
+        reduction = self._settings.reduction
+        return self._units(
+            self._capture.pop_sketch(examples, reduction=reduction, loss_scale=loss_scale)
+        )
 
     def _units(self, single: Tensor) -> Tensor:
         """Average the rows of single examples over units."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradherd.attach.layouts import DealtColumns
 from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource, WatchedSource
+from gradherd.attach.row_stats import RowFigures
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World
@@ -17,7 +18,6 @@ from gradherd.ordering.batch_claims import BatchClaim, ClaimComparison, compare_
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer
 from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.row_stats import RowFigures
 
 log = logging.getLogger("gradherd")
 

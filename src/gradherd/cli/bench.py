@@ -119,8 +119,12 @@ class BenchRowsCommand:
     model: Annotated[
         MaybeStr, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: an MLP)")
     ] = None
-    """mlp, lenet, resnet18, resnet50, vit-b16 or gpt2-124m; the last three need torchvision or
-    transformers."""
+    """mlp, lenet, resnet18, resnet50, vit-b16, gpt2-124m or llama-160m; the last four need
+    torchvision or transformers."""
+    compile: Annotated[
+        MaybeStr, tyro.conf.arg(metavar="MODE", help_behavior_hint="(default: not compiled)")
+    ] = None
+    """With --model: compile every case, the plain step too: default or reduce-overhead."""
     cases: str = "batch,sketch,two-sided"
     """With --model: rows to measure, separated by commas: batch (whole batches, as attach() reads
     them by default), batch-exact, exact, sketch, two-sided."""
@@ -148,6 +152,8 @@ class BenchRowsCommand:
         batch = None if self.batch is None else parse_counts("--batch", str(self.batch))[0]
         check_at_least("--repeats", self.repeats, 1)
         device = usable_device(self.device)
+        if self.compile is not None and self.model is None:
+            raise UsageError("--compile goes with --model")
         if self.model is not None:
             self._run_model(self.model, batch, device)
             return
@@ -160,8 +166,11 @@ class BenchRowsCommand:
 
     def _run_model(self, model: str, batch: int | None, device: torch.device) -> None:
         from gradherd.cli.progress import counted_loop
-        from gradherd.lab.bench.bench_models import CASES, MODELS, bench_models
+        from gradherd.lab.bench.bench_models import CASES, COMPILE_MODES, MODELS, bench_models
 
+        if self.compile not in (None, *COMPILE_MODES):
+            modes = " or ".join(COMPILE_MODES)
+            raise UsageError(f"--compile must be {modes}, got {self.compile!r}")
         if model not in MODELS:
             raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
         cases = tuple(case.strip() for case in self.cases.split(","))
@@ -172,7 +181,13 @@ class BenchRowsCommand:
         with counted_loop(1 + len(cases) * self.repeats, "repeats") as advance:
             try:
                 rows = bench_models(
-                    model, cases, device, batch=batch, repeats=self.repeats, progress=advance
+                    model,
+                    cases,
+                    device,
+                    batch=batch,
+                    repeats=self.repeats,
+                    compiled=self.compile,
+                    progress=advance,
                 )
             except ImportError as error:
                 raise UsageError(

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows.forward_replay import ModuleCall
+from gradherd.rows.forward_replay import ModuleCall, map_tensors, tensor_leaves
 from gradherd.rows.layer_rules import BatchDim
-from gradherd.rows.tensor_tree import map_tensors, tensor_leaves
 
 INPUT = -1
 """Stands for a module's input where outputs are numbered from 0."""
@@ -70,9 +69,14 @@ class BatchDims:
                 preferred = 0 if index > 0 or module.batch_first else 1
         return BatchDim(examples, label, preferred)
 
+    @property
+    def model_dim(self) -> int:
+        """Batch dimension of the model's inputs, as far as it is known."""
+        return self._model_dim if self._model_dim is not None else self.given or 0
+
     def model_examples(self, shapes: Sequence[torch.Size]) -> int | None:
         """Return B as the shapes of the model's own inputs have it, or None without tensors."""
-        dim = self._model_dim if self._model_dim is not None else self.given or 0
+        dim = self.model_dim
         # The first tensor that has the dimension: masks and scalars may come with the inputs.
         return next((shape[dim] for shape in shapes if len(shape) > dim), None)
 
@@ -122,7 +126,7 @@ class BatchDims:
         for skip_square in (False, True):
             try:
                 # Inputs that only look like a batch, such as a square mask, make the model fail.
-                args, kwargs = self._one_more(call, examples, skip_square)
+                args, kwargs = self.one_more(call, examples, skip_square)
                 with warnings.catch_warnings():
                     # The model has just run and has warned of all there is.
                     warnings.simplefilter("ignore")
@@ -168,9 +172,9 @@ class BatchDims:
             )
         return bool(dims)
 
-    def _one_more(self, call: ModuleCall, examples: int, skip_square: bool) -> Any:
+    def one_more(self, call: ModuleCall, examples: int, skip_square: bool) -> Any:
         """Return the arguments of a call with the last example repeated."""
-        dim = self._model_dim if self._model_dim is not None else self.given or 0
+        dim = self.model_dim
 
         def extend(tensor: Tensor) -> Tensor:
             if tensor.dim() <= dim or tensor.shape[dim] != examples:

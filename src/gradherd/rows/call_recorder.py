@@ -19,12 +19,15 @@ from gradherd.rows.forward_replay import (
     ForwardContext,
     ModuleCall,
     UncopiedHook,
+    detach_all,
+    map_tensors,
     repeat_forward,
     skip_on_replay,
+    tensor_leaves,
+    tensor_versions,
 )
 from gradherd.rows.layer_rules import save_statistics
 from gradherd.rows.parameter_owners import ParameterOwner
-from gradherd.rows.tensor_tree import detach_all, map_tensors, tensor_leaves, tensor_versions
 
 
 class CallRecorder:
@@ -180,7 +183,7 @@ class CallRecorder:
         if self._shapes is not None:
             self._shapes.append((owner.name, call_shapes(args, kwargs, outputs)))
             return None
-        if self.records_model:
+        if self.records_model and not self._silent:
             self.forward_shapes.setdefault(owner.name, []).append(
                 call_shapes(args, kwargs, outputs)
             )

@@ -1,10 +1,10 @@
 """Per-example gradients of a model, read off the user's own backward.
 
-Shapes: B examples, D elements of all trainable parameters, k elements of a sketch.
+Shapes: B examples, D elements of all trainable parameters.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from gradherd.rows.exact_rows import FactoredRows
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, unwrap_model
+from gradherd.rows.parameter_owners import (
+    ParameterOwner,
+    parameter_owners,
+    refuse_compiled,
+    unwrap_model,
+)
 from gradherd.rows.row_check import Registrar, RowCheck
 from gradherd.rows.row_terms import ParameterTerms, TermReader
-from gradherd.rows.sketch import check_size, count_sketch
-from gradherd.rows.terms import DenseTerm, OuterTerm, Term, at_least_float32
+from gradherd.rows.terms import DenseTerm, Term, at_least_float32
 
 Reduction = Literal["mean", "sum"]
 
@@ -24,7 +28,7 @@ Reduction = Literal["mean", "sum"]
 class Capture:
     """Read per-example gradients off a model's ordinary backward.
 
-    Call `pop_rows` (or `pop_sketch`) after `backward()` and before `optimizer.step()`. Rows leave
+    Call `pop_rows` after `backward()` and before `optimizer.step()`. Rows leave
     out parameters that are frozen when the capture is created. They also leave out parameters
     without gradients of single examples; on the first batches and now and then `RowCheck` finds
     those whose rows do not add up to their gradient.
@@ -43,7 +47,6 @@ class Capture:
         *,
         batch_dim: int | None = None,
         strict: bool = False,
-        sketch: tuple[int, int] | None = None,
         batch_size: int | None = None,
         sharded: Registrar | None = None,
         owners: Sequence[ParameterOwner] | None = None,
@@ -56,17 +59,15 @@ class Capture:
                 has as many entries as there are examples. Give 1 for time-major models whose
                 number of time steps may equal the batch size.
             strict: Raise where a parameter would be left out.
-            sketch: Size k and seed of sketches, if rows are popped as these sketches only. Layers
-                are then sketched as their gradients arrive, and nothing else is held of them.
             batch_size: Examples in a full batch of the loader, if they are known. Then batch
-                dimensions are found before the first backward, and rows are either sketches or
-                popped by `pop_rows` only: those of checkpointed layers are formed as their
-                gradients arrive if that takes less memory than input and gradient.
+                dimensions are found before the first backward, and rows of checkpointed layers are
+                formed as their gradients arrive, if that takes less memory than input and gradient.
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
                 rule: those are run again, for which their parameters would have to be gathered.
             owners: Read the parameters of these modules only; None reads all.
         """
+        refuse_compiled(model)
         model = unwrap_model(model)
         if owners is None:
             owners = list(parameter_owners(model))
@@ -81,22 +82,17 @@ class Capture:
         if parameters:
             first = parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._early = sketch
-        self._only_rows = sketch is None and batch_size is not None
         self._reader = TermReader(
             model,
             owners,
             self.spec,
             self._check,
             batch_dim,
-            None if sketch is None else partial(self._sketch, *sketch),
             like=self._like,
             batch_size=batch_size,
             sharded=sharded is not None,
         )
         self._recorder = self._reader.recorder
-        # Fixed at the start: a parameter must be hashed in the same way for its whole life.
-        self._factored = _only_outer_terms(self._reader.owners, self._reader.index)
         self._terms: ParameterTerms | None = None
         self._failures: dict[str, str] = {}
 
@@ -139,51 +135,12 @@ class Capture:
                 it.
         """
         scale = row_scale(examples, reduction, loss_scale)
-        if self._early is not None:
-            raise RuntimeError("this capture makes sketches: use pop_sketch()")
         early, held = self._pop_terms(examples)
         terms = tuple(
             (*(DenseTerm(rows) for rows in early.get(index, ())), *uses)
             for index, uses in enumerate(held)
         )
         return FactoredRows(self.spec, terms, examples, scale, self._like)
-
-    def pop_sketch(
-        self,
-        examples: int,
-        k: int,
-        seed: int,
-        *,
-        reduction: Reduction = "mean",
-        loss_scale: float = 1.0,
-    ) -> Tensor:
-        """Return a sketch of each row, (B, k), that preserves inner products on average.
-
-        Equal seeds give equal sketches on every rank. Forgets what was recorded, like `pop_rows`.
-        """
-        check_size(k)
-        scale = row_scale(examples, reduction, loss_scale)
-        if self._only_rows:
-            raise RuntimeError("this capture makes exact rows: use pop_rows()")
-        if self._early not in (None, (k, seed)):
-            raise ValueError(f"sketches have size and seed {self._early}, got {(k, seed)}")
-        total = self._like.new_zeros(examples, k)
-        early, terms_by_parameter = self._pop_terms(examples)
-        for index, terms in enumerate(terms_by_parameter):
-            # In the order of parameters and calls, whether sketched early or now: equal bits.
-            for rows in early.get(index, ()):
-                total += rows
-            for term in terms:
-                total += self._sketch(k, seed, index, term)
-        return total.mul_(scale)
-
-    def _sketch(self, k: int, seed: int, index: int, term: Term) -> Tensor:
-        """Return the sketch of one use of a parameter: (B, k)."""
-        name = self.spec.names[index]
-        # The two sketches hash the weight differently and must not be added.
-        if isinstance(term, OuterTerm) and index not in self._factored:
-            return count_sketch(term.dense(), k, seed, name=name)
-        return term.sketch(k, seed, name)
 
     def _early_rows(self, examples: int) -> dict[int, list[Tensor]]:
         """Return the rows read during the backward that count, by parameter."""
@@ -239,6 +196,10 @@ class Capture:
             self.clear()
             raise
 
+    def ignored(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards are not recorded, as those of another search."""
+        return self._recorder.silent()
+
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first, such as after loading a state."""
         self._check.restart()
@@ -287,23 +248,6 @@ class Capture:
         except Exception:
             self.clear()  # otherwise the same error would come at every step
             raise
-
-
-def _only_outer_terms(
-    owners: dict[str, ParameterOwner], index: dict[nn.Parameter, int]
-) -> set[int]:
-    """Return the indices of parameters that only Linear and Embedding layers use.
-
-    Their gradients are sketched from the factors. All uses of a parameter must be hashed alike, so
-    a weight that other modules share is sketched element by element everywhere.
-    """
-    factored: set[int] = set()
-    others: set[int] = set()
-    for owner in owners.values():
-        outer = isinstance(owner.module, nn.Linear | nn.Embedding) and owner.rule is not None
-        (factored if outer else others).update(index[p] for p in owner.parameters.values())
-    # A weight that is tied to another kind of module is in both sets.
-    return factored - others
 
 
 def row_scale(examples: int, reduction: str, loss_scale: float) -> float:

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.conv_term import ConvTerm
-from gradherd.rows.terms import DenseTerm, OuterTerm, Term, at_least_float32
+from gradherd.rows.terms import ConvTerm, DenseTerm, OuterTerm, Term, at_least_float32
 
 
 class UnbatchedError(ValueError):

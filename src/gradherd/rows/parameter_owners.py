@@ -71,22 +71,32 @@ def _own_parameters(
     return {local: p for local, p in named.items() if p not in in_children}, children
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP.
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was tapped."""
+    kind: type[nn.Module] = getattr(type(module), "plain_type", type(module))
+    return kind
 
-    Raises:
-        ValueError: A part of the model is compiled already, so its hooks would not be called.
-    """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP and torch.compile's wrapper."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError if a part of a model is compiled: it ignores hooks that are set later."""
     for name, module in model.named_modules():
         compiled = "_orig_mod" in module._modules
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
                 f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
-                "attach to the model before compiling it, or order whole batches"
+                "attach to the model before compiling it, use rows='sketch', or order whole batches"
             )
-    return model
 
 
 def describe(model: nn.Module) -> str:

@@ -6,6 +6,10 @@ Where they differ, the rows describe another function than the one that is train
 used outside the module that owns it, the loss contains gradients, or an output stayed hidden. Such
 a parameter is left out of the rows from then on.
 
+Where the rows of a use are read as its gradient arrives, they are added up at once (`RowSums`) and
+wait for the gradient of the parameter, which comes when all of its uses are in it: all that is kept
+of them is two norms.
+
 Shapes: B examples, N elements of a parameter, K random vectors.
 """
 
@@ -13,6 +17,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +25,6 @@ from torch import Tensor, nn
 
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import is_reached, register_first, remove_hook
-from gradherd.rows.row_sums import TOLERANCES, RowSums, sum_and_norms
 from gradherd.rows.terms import Term
 
 log = logging.getLogger("gradherd")
@@ -35,6 +39,16 @@ MAX_SHARE = 0.5
 _RELEVANT_SHARE = 1e-2
 """Share of the whole row below which errors are measured against the whole row."""
 
+
+# Correct rows reach about 3 unit roundoffs of the sum of the row norms, wrong ones 5 % of it and
+# more. Half precision leaves less room between the two than float32.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e4 * 2**-24,
+    torch.float16: 16 * 2**-11,
+    torch.bfloat16: 16 * 2**-8,
+}
+_TF32_TOLERANCE = 16 * 2**-11
 
 Registrar = Callable[[nn.Parameter, Callable[[Tensor], None]], Any]
 """Has a function called with each gradient of a parameter; returns what removes it."""
@@ -66,6 +80,8 @@ class RowCheck:
             always: Parameters, by index, that keep their hooks while no check is due; None is all.
                 What reaches others is then told by `note_backward`.
         """
+        self.began: Callable[[], None] = lambda: None
+        """Called with each gradient of a parameter, before it is noted."""
         self.left_out: dict[str, str] = {}
         """Names of the parameters that are left out, with the reason."""
         self.due = True
@@ -109,6 +125,7 @@ class RowCheck:
         tasks = self.tasks[index]
 
         def hook(grad: Tensor) -> None:
+            self.began()
             self.reached = True
             task = torch._C._current_graph_task_id()
             if not tasks:
@@ -308,25 +325,115 @@ def _reason(error: float, size: float, has_rows: bool, hint: str) -> str:
     return f"they do not add up to its gradient, {off}: {cause}"
 
 
-def measure_errors(
-    columns: Mapping[int, Sequence[Tensor]], check: RowCheck
-) -> dict[int, tuple[float, float, float]]:
-    """Compare projected rows with projected gradients; see `RowCheck.judge`.
+class RowSums:
+    """Rows that were added up before their gradient arrived, in one batch."""
 
-    Args:
-        columns: For parameters by index, the rows (B, n) of each backward.
-        check: Knows the gradients, mapped to (n,) in the same way.
+    def __init__(self) -> None:
+        self.incomplete: set[int] = set()
+        """Parameters of which some rows are not known when their gradient arrives."""
+        self._waiting: dict[tuple[int, int], Tensor] = {}  # by parameter and backward: (N,)
+        self._row_norms: dict[int, Tensor] = {}
+        self._compared: dict[int, list[Tensor]] = {}  # norms of error and gradient
+
+    @property
+    def compared(self) -> set[int]:
+        """Parameters whose gradient was compared."""
+        return set(self._compared)
+
+    def add(
+        self, index: int, task: int, term: Term, size: int, examples: int, like: Tensor
+    ) -> None:
+        """Add rows of a parameter.
+
+        Args:
+            index: Of the parameter.
+            task: The backward (autograd's graph task).
+            term: Rows of one use of it.
+            size: N.
+            examples: B.
+            like: A tensor of the rows' dtype and device.
+        """
+        total, norms = sum_and_norms([term], size, examples, like)
+        before = self._waiting.get((index, task))
+        self._waiting[index, task] = total if before is None else total.add_(before)
+        self._row_norms[index] = norms + self._row_norms.get(index, 0.0)
+
+    def compare(self, index: int, task: int, grad: Tensor) -> Tensor | None:
+        """Compare the rows of a backward with its gradient.
+
+        Returns:
+            What rows that are not known yet have to add up to; None if there are no such rows.
+        """
+        rows = self._waiting.pop((index, task), None)
+        if rows is None:
+            return grad
+        rows -= grad.reshape(-1).to(rows)
+        if index in self.incomplete:
+            return rows.neg_().view(grad.shape)
+        norms = torch.stack([rows.norm(), torch.linalg.vector_norm(grad).to(rows)])
+        self._compared.setdefault(index, []).append(norms)
+        return None
+
+    def measured(self, index: int) -> tuple[float, float, float]:
+        """Return the norms of error and gradient, and the sum of the norms of the rows."""
+        # The rows of each backward add up to its gradient, so errors of several only add up.
+        pairs = torch.stack(self._compared[index]).sum(0) if index in self._compared else None
+        error, size = (0.0, 0.0) if pairs is None else pairs.tolist()
+        return error, size, float(self._row_norms.get(index, 0.0))
+
+    def clear(self) -> None:
+        """Forget the batch."""
+        self.incomplete = set()
+        self._waiting, self._row_norms, self._compared = {}, {}, {}
+
+
+def sum_and_norms(
+    terms: Sequence[Term], size: int, examples: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of the rows (N,), and an estimate of the sum of their norms.
+
+    An error is measured against the norms of the rows, not that of their sum: the rows of a bias
+    in front of BatchNorm cancel, and what is left is rounding.
     """
-    measured: dict[int, tuple[float, float, float]] = {}
-    for index, uses in columns.items():
-        reference = check.reference(index)
-        if check.is_left_out(index) or (reference is None and not uses):
-            continue
-        error = torch.zeros(()) if reference is None else -reference
-        size = float(error.norm())
-        for rows in uses:
-            error = rows.sum(0) + error.to(rows)
-        if math.isfinite(size):  # else an overflow, which GradScaler handles
-            norms = sum(float(rows.norm(dim=1).sum()) for rows in uses)
-            measured[index] = float(error.norm()), size, norms
-    return measured
+    total, ones = like.new_zeros(size), like.new_ones(examples)
+    # |<row, v>| is |row| times sqrt(2 / pi) on average for random signs v. Unlike the rows
+    # themselves this costs no more than a forward.
+    count = 4 if size <= 1 << 14 else 1
+    signs = _random_signs(like.dtype, like.device)
+    if count * size > len(signs):
+        signs = signs.repeat(-(-count * size // len(signs)))
+    signs = signs[: count * size].view(count, size)
+    norms = like.new_zeros(())
+    for term in terms:
+        term.combine(ones, total)
+        for vector in signs:
+            norms += term.dot(vector).abs().sum() * (math.sqrt(math.pi / 2) / count)
+    return total, norms
+
+
+@lru_cache(maxsize=4)
+def _random_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return signs to repeat over longer vectors; a prime number, so that rows stay unaligned."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.empty(65_537).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return signs.to(dtype=dtype, device=device)
+
+
+def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) -> float:
+    """Return the relative error that sums over these tensors may have."""
+    widest = 0.0
+    for dtype, cuda in {(t.dtype, t.is_cuda) for t in tensors if t.is_floating_point()}:
+        widest = max(widest, TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16]))
+        matmul = torch.get_float32_matmul_precision()
+        if dtype == torch.float32 and matmul == "medium":
+            widest = max(widest, TOLERANCES[torch.bfloat16])
+        # Convolutions use TF32 by default.
+        elif (
+            dtype == torch.float32
+            and cuda
+            and (matmul == "high" or torch.backends.cudnn.allow_tf32)
+        ):
+            widest = max(widest, _TF32_TOLERANCE)
+    if autocast is not None:
+        widest = max(widest, TOLERANCES[autocast])
+    return widest

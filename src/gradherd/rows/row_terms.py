@@ -6,7 +6,7 @@ Shapes: B examples.
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.call_recorder import CallRecorder
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.forward_replay import ModuleCall, replay
+from gradherd.rows.forward_replay import ModuleCall, replay, tensor_leaves, tensor_versions
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.parameter_owners import ParameterOwner
-from gradherd.rows.row_check import RowCheck
-from gradherd.rows.row_sums import tolerance
-from gradherd.rows.tensor_tree import tensor_leaves, tensor_versions
+from gradherd.rows.row_check import RowCheck, tolerance
 from gradherd.rows.terms import DenseTerm, Term
 
 log = logging.getLogger("gradherd")
@@ -50,7 +48,7 @@ class EarlyRows(NamedTuple):
     examples: int
     """B, by the inputs of the model."""
     rows: Tensor
-    """(B, k) sketches, or the (B, N) rows themselves."""
+    """(B, N)."""
 
 
 class TermReader:
@@ -63,7 +61,6 @@ class TermReader:
         spec: FlatSpec,
         check: RowCheck,
         batch_dim: int | None,
-        sketch: Callable[[int, Term], Tensor] | None = None,
         *,
         like: Tensor,
         batch_size: int | None = None,
@@ -77,10 +74,9 @@ class TermReader:
             spec: Those parameters.
             check: Knows which backwards reached which parameter, and which are left out.
             batch_dim: Batch dimension of the model's inputs, if it is given.
-            sketch: Turns a term of a parameter, given by its index, into a sketch (B, k).
             like: A tensor of the rows' dtype and device.
-            batch_size: Examples in a full batch of the loader, if rows may be read while their
-                gradients arrive. Without sketches, those of checkpointed layers are then.
+            batch_size: Examples in a full batch of the loader, if rows of checkpointed layers may
+                be read while their gradients arrive.
             sharded: Whether modules hold shards of their parameters between passes.
         """
         owners = list(owners)
@@ -101,7 +97,7 @@ class TermReader:
         """Rows read during the backward, in the order of the calls."""
         self.seconds = 0.0
         """Seconds spent on rows inside backwards."""
-        self._sketch, self._like, self._batch_size = sketch, like, batch_size
+        self._like, self._batch_size = like, batch_size
         self._tolerances: dict[int, float] = {}  # of rows that were read early
         self._spec = spec
         self._check = check
@@ -150,18 +146,17 @@ class TermReader:
         return done
 
     def _try_early(self, call: ModuleCall, grad: Tensor) -> bool:
-        if self._sketch is None and not (call.checkpointed and self._batch_size):
+        if not (call.checkpointed and self._batch_size):
             return False
         owner, examples = self.owners[call.name], self._examples()
         wanted = self._wanted(owner)
         inputs = call.args[0] if call.args else next(iter(call.kwargs.values()))
         if examples is None or not self._dims.knows(call.name, INPUT, inputs.dim()):
             return False
-        if self._sketch is None:
-            size = examples * sum(p.numel() for p in wanted.values())
-            # The rows would take more memory than what they are made from.
-            if size > inputs.numel() + grad.numel():
-                return False  # exact rows cannot take less than this
+        size = examples * sum(p.numel() for p in wanted.values())
+        # The rows would take more memory than what they are made from.
+        if size > inputs.numel() + grad.numel():
+            return False
         try:
             named_terms = list(self._call_terms(owner, call, {0: grad}, examples))
         except UnbatchedError:
@@ -172,8 +167,7 @@ class TermReader:
                 self._warn_of_unfrozen(owner, local)
             elif local in wanted:
                 index = self.index[wanted[local]]
-                rows = self._sketch(index, term) if self._sketch else term.dense()
-                self.early.append(EarlyRows(index, task, examples, rows))
+                self.early.append(EarlyRows(index, task, examples, term.dense()))
                 if self._check.due:
                     sums, size = self._check.sums, self._spec.numels[index]
                     sums.incomplete |= {index} & self._replayed_later

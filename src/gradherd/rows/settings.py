@@ -42,6 +42,14 @@ class SketchRows:
     strict: bool = field(default=False, repr=False)
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
+    def rank_for(self, *, looks_up_tokens: bool) -> int:
+        """Return the rank for a model, with or without tables of tokens (nn.Embedding)."""
+        return TOKEN_RANK if looks_up_tokens else DEFAULT_RANK
+
+    def size_for(self, parameters: int) -> int:
+        """Return the elements of a row, whatever the size of the model."""
+        return self.size
+
     def __post_init__(self) -> None:
         _check_shared(self)
         _check_whole("size", self.size)

@@ -1,11 +1,14 @@
 """What one use of one parameter adds to every example's gradient, in the form it came in.
 
 A term stands for a (B, N) matrix, the per-example gradients of one parameter, without forming it
-where its layer allows. `DenseTerm` holds the matrix. `OuterTerm` holds the two factors of
-nn.Linear and nn.Embedding; `conv_term` has the term of convolutions.
+where its layer allows. `DenseTerm` holds the matrix, `OuterTerm` the two factors of nn.Linear and
+nn.Embedding, `ConvTerm` input and output gradient of a convolution: there inner products take one
+forward convolution and weighted sums one weight gradient, and only the Gram matrix forms the
+gradients of single examples.
 
 Shapes: B examples, N elements of the parameter, T positions (all leading dimensions but the
-batch), O rows and I columns of a weight (N = O * I), K buckets of a sketch.
+batch), O rows and I columns of a weight (N = O * I). Of convolutions: C input and O output
+channels, H groups, P output positions, W elements of one filter (C / H times the kernel), N = O W.
 """
 
 from collections.abc import Sequence
@@ -13,21 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from gradherd.rows.sketch import (
-    count_sketch,
-    factor_sketch,
-    has_cached_matrix,
-    one_hot_sketch,
-    tensor_sketch,
-    tensor_sketch_by_matrix,
-)
+from torch.nn.grad import conv2d_weight
 
 MAX_TEMPORARY = 1 << 24
 """Elements of the largest temporary; larger work is cut into pieces."""
-_MAX_SKETCHED = 1 << 20
-"""Elements of the sketched factors that are held at once."""
+# With fewer positions, putting gradients into the weight's order takes longer than unfolding.
+_MANY_POSITIONS = 16
 
 
 class GramCache:
@@ -64,10 +60,6 @@ class Term(Protocol):
         """Return the gradients themselves: (B, N)."""
         ...
 
-    def sketch(self, k: int, seed: int, name: str) -> Tensor:
-        """Return k elements per example, (B, k), that preserve inner products on average."""
-        ...
-
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return `tensor` in float32 or better: half precision is too coarse for sums."""
@@ -98,10 +90,6 @@ class DenseTerm:
     def dense(self) -> Tensor:
         """Return the gradients themselves: (B, N)."""
         return at_least_float32(self.grads)
-
-    def sketch(self, k: int, seed: int, name: str) -> Tensor:
-        """Return the count sketch of each gradient: (B, k)."""
-        return count_sketch(at_least_float32(self.grads), k, seed, name=name)
 
 
 @dataclass(frozen=True)
@@ -185,26 +173,6 @@ class OuterTerm:
         index = examples * (hi - lo) + left[examples, positions] - lo
         grads.index_add_(0, index, right[examples, positions])
         return grads.view(len(left), -1)
-
-    def sketch(self, k: int, seed: int, name: str) -> Tensor:
-        """Return the tensor sketch of each gradient, from the factors alone: (B, k)."""
-        left, right = self.factors()
-        # The buckets of the two factors are added, so their hashes must be independent.
-        keys = f"{name}/left", f"{name}/right"
-        if not self.one_hot and has_cached_matrix(left, k) and has_cached_matrix(right, k):
-            return tensor_sketch_by_matrix(left, right, k, seed, keys)
-        total = right.new_zeros(() if right.shape[1] else (len(right), k))
-        # In pieces: sketched factors have k columns, which may be more than the layer's own.
-        step = max(1, _MAX_SKETCHED // max(1, len(right) * k))
-        for lo in range(0, right.shape[1], step):
-            span = slice(lo, lo + step)
-            one, two = left[:, span], factor_sketch(right[:, span], k, seed, keys[1])
-            if self.one_hot:
-                one = one_hot_sketch(one, self.out_features, k, seed, keys[0], right.dtype)
-            else:
-                one = factor_sketch(one, k, seed, keys[0])
-            total = total + tensor_sketch(one, two) if lo else tensor_sketch(one, two)
-        return total
 
 
 def _dot_per_example(one: Tensor, two: Tensor) -> Tensor:
@@ -304,3 +272,127 @@ def _pair_products(one: OuterTerm, rows: slice, two: OuterTerm, columns: slice) 
     if shape[1] == shape[3] == 1:
         return products
     return products.view(shape).sum((1, 3))
+
+
+@dataclass(frozen=True)
+class ConvTerm:
+    """Gradients of one use of a convolution; a one-dimensional one has height 1."""
+
+    inputs: Tensor
+    """(B, C, height, width), padded already unless the layer pads evenly with zeros."""
+    grads: Tensor
+    """(B, O, height, width) gradient of the output."""
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        """(O, C / H, kernel height, kernel width)."""
+        return (self.grads.shape[1], self.inputs.shape[1] // self.groups, *self.kernel)
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        # A convolution is linear in its weight: <gradient, v> = <conv(inputs, v), grads>.
+        outputs = F.conv2d(
+            at_least_float32(self.inputs),
+            vector.view(self.weight_shape),
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+        return (outputs * at_least_float32(self.grads)).flatten(1).sum(1)
+
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        inputs, grads = at_least_float32(self.inputs), at_least_float32(self.grads)
+        # Output gradients scaled by example: the weight gradient of the batch is then the sum.
+        total: Tensor = conv2d_weight(
+            inputs,
+            self.weight_shape,
+            grads * weights[:, None, None, None],
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+        onto += total.reshape(-1)
+
+    def gram(self, cache: GramCache) -> Tensor:
+        """Return the inner products between examples: (B, B)."""
+        channels, positions = self.grads.shape[1], self.grads[0, 0].numel()
+        if self.groups == 1 and positions < channels:
+            # Unfolded, this is a linear layer on P positions, and its factors are smaller than
+            # the gradients.
+            left = at_least_float32(self.grads).flatten(2).transpose(1, 2)
+            right = self._unfolded(slice(None)).squeeze(1).transpose(1, 2)
+            return outer_gram([OuterTerm(left, right, channels)])
+        grads = self.dense()
+        return grads @ grads.T
+
+    def dense(self) -> Tensor:
+        """Return the gradients themselves: (B, N)."""
+        return torch.cat([self._grads_of(chunk) for chunk in self._chunks()])
+
+    def _chunks(self) -> list[slice]:
+        """Cut the batch so that one chunk, unfolded, fits into the largest temporary."""
+        examples, positions = len(self.grads), self.grads[0, 0].numel()
+        filter_size = self.inputs.shape[1] * self.kernel[0] * self.kernel[1]
+        # Unfolding copies each input once for every place of the filter, so the batch is cut.
+        step = max(1, MAX_TEMPORARY // max(1, positions * filter_size))
+        return [slice(lo, lo + step) for lo in range(0, examples, step)]
+
+    def _unfolded(self, chunk: slice) -> Tensor:
+        """Return the input under each filter position: (B', H, W, P)."""
+        columns: Tensor = F.unfold(
+            at_least_float32(self.inputs[chunk]),
+            self.kernel,
+            self.dilation,
+            self.padding,
+            self.stride,
+        )
+        return columns.view(len(columns), self.groups, -1, columns.shape[-1])
+
+    def _grads_of(self, chunk: slice) -> Tensor:
+        """Return the gradients of the examples in a chunk: (B', N)."""
+        positions = self.grads[0, 0].numel()
+        if self.groups == 1 and positions >= _MANY_POSITIONS and not self.inputs.is_cuda:
+            return self._grads_by_window(chunk)
+        columns = self._unfolded(chunk)
+        grads = at_least_float32(self.grads[chunk]).reshape(
+            len(columns), self.groups, -1, columns.shape[-1]
+        )
+        return torch.matmul(grads, columns.transpose(2, 3)).flatten(1)
+
+    def _grads_by_window(self, chunk: slice) -> Tensor:
+        """Do the same for one group, with channels side by side.
+
+        What lies under a filter is then a few long runs, which a CPU copies several times as fast
+        as `unfold` does, and the product reads both factors in the order of memory.
+        """
+        (high, wide), (down, right) = self.kernel, self.stride
+        rows, columns = self.grads.shape[2:]
+        pad_y, pad_x = self.padding
+        inputs = F.pad(at_least_float32(self.inputs[chunk]), (pad_x, pad_x, pad_y, pad_y))
+        inputs = inputs.permute(0, 2, 3, 1).contiguous()
+        example, line, place, _ = inputs.stride()
+        windows = inputs.as_strided(
+            (len(inputs), rows, columns, high, wide, inputs.shape[3]),
+            (
+                example,
+                line * down,
+                place * right,
+                line * self.dilation[0],
+                place * self.dilation[1],
+                1,
+            ),
+        )
+        grads = at_least_float32(self.grads[chunk]).flatten(2)
+        product = torch.bmm(grads, windows.reshape(len(inputs), rows * columns, -1))
+        # Back to the order of the weight: channels before the places of the filter.
+        filters = product.view(*product.shape[:2], high * wide, -1)
+        return filters.transpose(2, 3).flatten(1)

@@ -71,6 +71,17 @@ def _gpt2() -> nn.Module:
     return model
 
 
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=16,
+        num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
 MODELS = {
     "mlp": BenchModel(lambda: mlp(2_000_000), 256, (784,), half=False),
     "lenet": BenchModel(lambda: lenet(3), 128, (3, 32, 32), half=False),
@@ -78,8 +89,11 @@ MODELS = {
     "resnet50": BenchModel(lambda: _torchvision("resnet50"), 64, (3, 224, 224)),
     "vit-b16": BenchModel(lambda: _torchvision("vit_b_16"), 64, (3, 224, 224)),
     "gpt2-124m": BenchModel(_gpt2, 8, (512,), tokens=50_257),
+    "llama-160m": BenchModel(_llama, 8, (512,), tokens=32_000),
 }
-"""Models by name. resnet50 and vit-b16 need torchvision, gpt2-124m needs transformers."""
+"""Models by name. resnet50 and vit-b16 need torchvision, the last two need transformers."""
+COMPILE_MODES = ("default", "reduce-overhead")
+"""Modes of torch.compile that steps can be measured in."""
 
 
 _WHOLE = {"batch": "auto", "batch-exact": "batch"}
@@ -91,8 +105,10 @@ CASES = (*ROW_SETTINGS, *(case for case in _WHOLE if case not in ROW_SETTINGS))
 class ModelTraining:
     """A training loop on one batch that stays on the device."""
 
-    def __init__(self, name: str, batch: int | None, device: torch.device) -> None:
-        self.settings = MODELS[name]
+    def __init__(
+        self, name: str, batch: int | None, device: torch.device, compiled: str | None = None
+    ) -> None:
+        self.settings, self._compiled = MODELS[name], compiled
         self.batch = batch or self.settings.batch
         self.device = device
         torch.manual_seed(0)
@@ -130,13 +146,17 @@ class ModelTraining:
             torch.bfloat16,
             enabled=self.settings.half and self.device.type == "cuda",
         ):
-            if self.settings.tokens:
-                loss: Tensor = self.model(input_ids=inputs, labels=targets).loss
-                return loss
-            return F.cross_entropy(self.model(inputs), targets)
+            if not self.settings.tokens:
+                return F.cross_entropy(self.model(inputs), targets)
+            # Not the model's own loss, which logs, and so breaks its graph.
+            logits = self.model(input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten())
 
     def attach(self, rows: str) -> None:
         """Order examples by these rows; "plain" attaches nothing."""
+        if self._compiled is not None:
+            compiled: Any = torch.compile(self.model, fullgraph=True, mode=self._compiled)
+            self.model = compiled
         data = TensorDataset(torch.arange(_BATCHES * self.batch))
         if rows == "plain":  # Its loader shuffles, so that every case pays for a loader.
             self._indices = _endless(DataLoader(data, batch_size=self.batch, shuffle=True))
@@ -170,9 +190,14 @@ class ModelTraining:
             torch.cuda.synchronize()
 
 
-def _peak_bytes(name: str, case: str, batch: int | None, device: torch.device) -> int | None:
+def _peak_bytes(
+    name: str, case: str, batch: int | None, device: torch.device, compiled: str | None
+) -> int | None:
     """Return the peak memory of a step, with nothing else around."""
-    training = ModelTraining(name, batch, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    training = ModelTraining(name, batch, device, compiled)
     training.attach(case)
     training.steps(_WARMUP)
     with PeakMemory(device) as peak:
@@ -194,6 +219,7 @@ def bench_models(
     batch: int | None = None,
     repeats: int = 3,
     fidelity: bool = True,
+    compiled: str | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Measure a training step in every case.
@@ -205,21 +231,22 @@ def bench_models(
         batch: Examples in a batch; None takes the model's own.
         repeats: Medians of some turns of each case; their median counts.
         fidelity: Whether to compare rows with exact ones.
+        compiled: Mode of torch.compile, in which all cases run; None runs them as they are.
         progress: Called after each repeat of a case, and once before.
 
     Returns:
         A row for each case; `peak_bytes` is the peak of a step, model and optimizer included.
     """
     cases = ("plain", *(case for case in cases if case != "plain"))
-    peaks = {case: _peak_bytes(name, case, batch, device) for case in cases}
-    training = ModelTraining(name, batch, device)
+    peaks = {case: _peak_bytes(name, case, batch, device, compiled) for case in cases}
+    training = ModelTraining(name, batch, device, compiled)
     training.attach("plain")
     training.steps(_WARMUP)
     times: dict[str, list[float]] = {case: [] for case in cases}
     ratios: dict[str, list[float]] = {"plain": [1.0] * repeats}
     progress()
     for case in cases[1:]:
-        attached = ModelTraining(name, batch, device)
+        attached = ModelTraining(name, batch, device, compiled)
         attached.attach(case)
         attached.steps(_WARMUP)
         ratios[case] = []
@@ -240,6 +267,7 @@ def bench_models(
         {
             "case": case,
             "model": name,
+            "compiled": compiled,
             "workers": 1,
             "dim": sum(p.numel() for p in training.model.parameters()),
             "batch": training.batch,

@@ -16,6 +16,8 @@ from torch.func import functional_call, grad, vmap
 
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
 from gradherd.rows.capture import Capture
+from gradherd.rows.settings import SketchRows
+from gradherd.rows.sink_capture import SinkCapture
 
 _SKETCH = 256
 _INPUTS, _CLASSES = 784, 10
@@ -77,10 +79,10 @@ class RowsBench:
         rows.gram()
         rows.combine(self.signs)
 
-    def sketch(self, capture: Capture) -> None:
+    def sketch(self, capture: SinkCapture) -> None:
         """Project every gradient to a few elements."""
         self.plain()
-        capture.pop_sketch(len(self.x), _SKETCH, seed=0)
+        capture.pop_sketch(len(self.x))
 
 
 def bench_rows(
@@ -105,7 +107,11 @@ def bench_rows(
     peaks: dict[str, int | None] = {}
     for case in ("plain", "vmap", "loop", "exact", "sketch"):
         # Hooks only for the cases that read them: they would slow down the others.
-        capture = Capture(bench.model) if case in ("exact", "sketch") else None
+        capture: Capture | SinkCapture | None = None
+        if case == "exact":
+            capture = Capture(bench.model)
+        elif case == "sketch":
+            capture = SinkCapture(bench.model, SketchRows(size=_SKETCH), batch_size=batch)
         step = getattr(bench, case)
         # Bound as defaults: a lambda would otherwise see the last case of the loop.
         call = step if capture is None else lambda step=step, own=capture: step(own)

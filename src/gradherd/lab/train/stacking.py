@@ -19,8 +19,8 @@ from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.sink_capture import SinkCapture
 from gradherd.rows.sketch import count_sketch
-from gradherd.rows.two_sided import TwoSidedCapture
 
 # Beyond this many parameters a step is bound by arithmetic, not by launches: stacking is no faster.
 _MAX_SIZE = {"cpu": 100_000, "cuda": 20_000_000}
@@ -238,7 +238,7 @@ def two_sided_matrix(
 ) -> Tensor:
     """Return the (D, k) matrix of a model's two-sided sketches."""
     model = copy.deepcopy(model)
-    capture = TwoSidedCapture(model, settings)
+    capture = SinkCapture(model, settings)
     # Whether a layer has one position per example is known from a batch.
     task.loss(model, *(tensor[:2] for tensor in tensors)).backward()
     capture.pop_sketch(2)

@@ -1,11 +1,12 @@
-"""The count sketch of a model's whole gradient on a GPU: every p.grad is read once, where it lies.
+"""Count sketches on a GPU: of a table of columns, and of a model's whole gradient.
 
-The gradient of a batch is the flat vector of all parameters, cut into blocks of k coordinates. A
-piece is what one block and one parameter have in common. A program adds up some of the pieces for
-some of the buckets, so a second sum over the programs' shares completes the sketch. No two programs
-write to the same place: the bits are the same in every run.
+The gradient of a batch is the flat vector of all parameters, cut into blocks of k coordinates;
+every p.grad is read once, where it lies. A piece is what one block and one parameter have in
+common. A program adds up some of the pieces for some of the buckets, so a second sum over the
+programs' shares completes the sketch. No two programs write to the same place: the bits are the
+same in every run.
 
-Letters: D parameters, k buckets, S shares of the pieces.
+Letters: B examples, N columns of a table, D parameters, K buckets, S shares of the pieces.
 """
 
 import math
@@ -18,16 +19,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradherd.rows.launch_group import stream_getter
 from gradherd.rows.sketch import block_hashes
-from gradherd.rows.triton_rows import TYPES
 
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""Triton's names of the dtypes that kernels read."""
+_SKETCH_BLOCK = 512
 _BLOCK = 1024
 # Twice what an H200 runs at once at 64 ranges of buckets; fewer if pieces are few.
 _MOST_SHARES, _LEAST_PIECES = 32, 4
 _TABLES = 2  # torch's allocator gives a loop the same memory again, or that of two steps in turn
 _LONGEST = 1 << 31
 """Elements of a parameter, whose positions are 32-bit integers in the kernel."""
+
+
+@triton.jit
+def _sketch_kernel(
+    columns, shifts, block_signs, signs, sketch, N, K, blocks, row, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a range of the count sketch of one example's columns."""
+    example = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < K
+    total = tl.zeros((BLOCK,), tl.float32)
+    # Block by block in the same order: equal bits in every run.
+    for block in range(blocks):
+        shift = tl.load(shifts + block).to(tl.int32)
+        source = at - shift
+        source = tl.where(source < 0, source + K, source)
+        index = block * K + source
+        value = tl.load(columns + example * row + index, mask=inside & (index < N), other=0.0)
+        sign = tl.load(signs + source, mask=inside, other=0.0) * tl.load(block_signs + block)
+        total += value.to(tl.float32) * sign
+    tl.store(sketch + example * K + at, total, mask=inside)
+
+
+def sketch_columns(
+    columns: Tensor, size: int, shifts: Tensor, block_signs: Tensor, signs: Tensor
+) -> Tensor:
+    """Return the count sketch of columns (B, N): (B, K).
+
+    Args:
+        columns: Any floating dtype; elements of an example lie side by side.
+        size: K.
+        shifts: (N / K, rounded up) rotation of each block of K columns.
+        block_signs: Sign of each block.
+        signs: (K,) sign of each column within a block.
+    """
+    examples, width = columns.shape
+    sketch = torch.empty(examples, size, device=columns.device)
+    grid = (examples, triton.cdiv(size, _SKETCH_BLOCK), 1)
+    numbers = (width, size, len(shifts), columns.stride(0))
+    with torch.cuda.device_of(columns):  # Triton launches on the current device only
+        _sketch_kernel[grid](columns, shifts, block_signs, signs, sketch, *numbers, _SKETCH_BLOCK)
+    return sketch
 
 
 @triton.jit
@@ -117,7 +161,6 @@ class GradientSketcher:
         self._usual = [_readable(p.dtype) for p in parameters]
         self._kinds: list[torch.dtype] = []
         self._launches: list[_Launch] = []
-        self._stream = stream_getter(self._device)
         # Where gradients were in the last steps, and the same on the device; the latest at the end.
         self._known: list[tuple[Any, Tensor]] = []
         # What `_layout` says of each parameter's gradients, by strides, dtype and bytes.
@@ -141,7 +184,7 @@ class GradientSketcher:
             grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
             described = _described(grads)
         # The stream as well: on another one the table might not have arrived yet.
-        now = (self._stream(), described)
+        now = (_stream(self._device), described)
         copies: list[Tensor] = []  # held until the kernels are launched
         table = next((table for known, table in reversed(self._known) if known == now), None)
         if table is None:
@@ -202,6 +245,11 @@ class GradientSketcher:
             if len(own):  # parameters may be empty
                 pieces = torch.from_numpy(own).to(self._device)
                 self._launches.append(_Launch(kind, pieces, first, self._size))
+
+
+def _stream(device: torch.device) -> int:
+    """Return the stream that kernels are launched on."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def can_sketch(parameters: Sequence[Tensor]) -> bool:

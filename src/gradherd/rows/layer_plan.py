@@ -1,0 +1,288 @@
+"""Which modules of a model have rows by a sink, and with which maps."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, plain_type
+from gradherd.rows.sink import SinkPool, SketchedLayer, tap_module
+from gradherd.rows.sink_layers import (
+    ChannelNorm,
+    ConvLayer,
+    DirectLayer,
+    EmbeddingLayer,
+    LastDimsNorm,
+    LinearLayer,
+    MapSettings,
+    NormLayer,
+    TappedAttention,
+    TappedParameters,
+)
+from gradherd.rows.sink_maps import FilterMap, MatrixMap, OuterMap
+
+MATRIX, VECTOR, SINGLE = 0, 1, 2
+"""Places of the three maps of a layer."""
+_CONVOLUTIONS: tuple[type[nn.Module], ...] = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_CHANNEL_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_RMS_NORMS = ("RMSNorm", "T5LayerNorm")
+"""How classes of transformers end that compute what nn.RMSNorm does; the first batches check it."""
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """One layer that uses a parameter, and where its rows are."""
+
+    layer: SketchedLayer
+    local: str
+    """The parameter's name in its layer's vector; its weight if that is empty."""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Places among the layer's maps."""
+        if self.local:
+            return (VECTOR,)
+        return (MATRIX,) if self.layer.single is None else (MATRIX, SINGLE)
+
+    @property
+    def usual_slot(self) -> int:
+        """The slot that the layer's input has used when it was looked at."""
+        return self.slots[-1] if self.layer.uses_single else self.slots[0]
+
+    def columns(self, slot: int, rows: Tensor) -> Tensor:
+        """Return the parameter's columns (B, n) of a sink's rows (B, N)."""
+        return rows[:, self.layer.vector.parts[self.local]] if slot == VECTOR else rows
+
+    def project(self, grad: Tensor) -> list[Tensor]:
+        """Return the columns of a whole gradient, for each slot."""
+        if self.local:
+            return [self.layer.vector.project(self.local, grad)]
+        grad = grad.flatten(1) if grad.dim() > 2 else grad
+        return [self.layer.maps[slot].project(grad) for slot in self.slots]
+
+    def silence(self) -> None:
+        """Leave the parameter out of all later rows."""
+        for slot in self.slots:
+            one = self.layer.maps[slot]
+            signs = one.signs[one.parts[self.local]] if self.local else one.signs
+            # In place: a compiled model goes on as it is, with rows of zero.
+            signs.zero_()
+
+
+@dataclass
+class LayerPlan:
+    """What `plan_layers` has found and done."""
+
+    uses: dict[int, list[ParameterUse]] = field(default_factory=dict)
+    """By the index of the parameter."""
+    others: list[ParameterOwner] = field(default_factory=list)
+    """Modules without a sink, to be run again."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Parameters without rows, with the reason."""
+    untap: list[Callable[[], None]] = field(default_factory=list)
+    """Take all taps away."""
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool) -> None:
+        self.maps, self.pool, self.spec, self.plan = maps, pool, spec, LayerPlan()
+        # By parameter, not by name: modules that share a weight know it under different names.
+        trained = (p for p in model.parameters() if p.requires_grad)
+        self.index = {parameter: at for at, parameter in enumerate(trained)}
+        owners = list(parameter_owners(model))
+        self.shared = _used_twice(owners)
+        self._weights: dict[int, tuple[MatrixMap, MatrixMap | OuterMap | None]] = {}
+        # A weight that is shared with a module without a sink has all its rows from elsewhere.
+        self._elsewhere = {
+            parameter
+            for owner in owners
+            if self._layer(owner) is None and not is_plain_attention(owner, self.shared)
+            for parameter in owner.parameters.values()
+        }
+        for owner in owners:
+            self._add(owner)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        return self.spec.names[self.index[parameter]]
+
+    def _add(self, owner: ParameterOwner) -> None:
+        module, own = owner.module, owner.parameters
+        if is_plain_attention(owner, self.shared):
+            self._add_attention(owner)
+            return
+        layer = self._layer(owner)
+        if layer is not None and self._elsewhere.isdisjoint(own.values()):
+            self._fill(layer, own)
+            self.plan.untap.append(tap_module(module, layer))
+        elif has_layers(owner):
+            self._add_direct(owner)
+        else:
+            self.plan.others.append(owner)
+
+    def _layer(self, owner: ParameterOwner) -> SketchedLayer | None:
+        """Return the layer of a module, or None for modules that have none."""
+        module, name, pool = owner.module, owner.name, self.pool
+        kind = plain_type(module)
+        # A parametrized weight is computed before each forward, from parameters of other names.
+        if not set(owner.parameters) <= set(module._parameters) <= {"weight", "bias"}:
+            return None
+        if hasattr(module, "parametrizations") or module._forward_pre_hooks:
+            return None  # a hook may compute the weight (spectral_norm)
+
+        def is_a(*kinds: type[nn.Module]) -> bool:
+            return any(issubclass(kind, one) and kind.forward is one.forward for one in kinds)
+
+        if is_a(nn.Linear):
+            return LinearLayer(name, pool)
+        if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+            return LinearLayer(name, pool, transposed=True)
+        if is_a(*_CONVOLUTIONS):
+            return ConvLayer(name, pool, module)
+        # Embedding: the gradient of a token may depend on how often the batch has it.
+        if is_a(nn.Embedding) and not module.scale_grad_by_freq:
+            return EmbeddingLayer(name, pool, module.padding_idx)  # type: ignore[arg-type]
+        if any(parameter in self.shared for parameter in owner.parameters.values()):
+            return None
+        if is_a(nn.LayerNorm):
+            return LastDimsNorm(name, pool, module, rms=False)
+        likeness = kind.__name__.endswith(_RMS_NORMS) and hasattr(module, "variance_epsilon")
+        if is_a(nn.RMSNorm) or (likeness and set(owner.parameters) == {"weight"}):
+            return LastDimsNorm(name, pool, module, rms=True)
+        return ChannelNorm(name, pool, module) if is_a(*_CHANNEL_NORMS) else None
+
+    def _fill(
+        self, layer: SketchedLayer, parameters: Mapping[str, nn.Parameter], prefix: str = ""
+    ) -> None:
+        """Give a layer its maps, and note the uses of its parameters."""
+        names = {"weight": f"{prefix}weight", "bias": f"{prefix}bias"}
+        own = {local: parameters[name] for local, name in names.items() if name in parameters}
+        vector = dict(own) if isinstance(layer, NormLayer) else {}
+        if "bias" in own:
+            vector["bias"] = own["bias"]
+        if "weight" in own and "weight" not in vector:
+            layer.matrix, layer.single = self._weight_maps(layer, own["weight"])
+            self._note(own["weight"], ParameterUse(layer, ""))
+        if vector:
+            sizes = {local: parameter.numel() for local, parameter in vector.items()}
+            layer.vector = self.maps.vector(sizes, self.name(next(iter(vector.values()))))
+            for local, parameter in vector.items():
+                self._note(parameter, ParameterUse(layer, local))
+        if isinstance(layer, NormLayer):
+            layer.parts, layer.reads_input = tuple(vector), "weight" in vector
+        tail = prefix.removeprefix("out_proj.")
+        layer.trained = (
+            (f"{tail}weight",) if layer.matrix is not None else (),
+            tuple(f"{tail}{local}" for local in vector),
+        )
+        self.pool.layers.append(layer)
+
+    def _weight_maps(
+        self, layer: SketchedLayer, weight: nn.Parameter
+    ) -> tuple[MatrixMap, MatrixMap | OuterMap | None]:
+        """Return the maps of a weight: the same for all layers that use it."""
+        index, maps, name = self.index[weight], self.maps, self.name(weight)
+        if index in self._weights:
+            return self._weights[index]
+        shape = tuple(weight.shape)
+        single: MatrixMap | OuterMap | None = None
+        if isinstance(layer, ConvLayer):
+            matrix: MatrixMap = FilterMap(
+                shape, columns=maps.columns, seed=maps.seed, name=name, like=maps.like
+            )
+            if layer.may_be_single and matrix.columns < math.prod(shape[1:]):
+                single = maps.outer((shape[0], math.prod(shape[1:])), name)
+        else:
+            rows, columns = shape
+            # The shorter side is kept. Tables of tokens are looked up, so their rows are projected.
+            looks_up = isinstance(layer, EmbeddingLayer) or weight in self.shared
+            keep = 1 if looks_up or columns <= rows else 0
+            matrix = maps.matrix((rows, columns), name, keep=keep)
+            if not looks_up and matrix.columns < shape[1 - keep]:
+                single = maps.outer((rows, columns), name)
+        self._weights[index] = matrix, single
+        return matrix, single
+
+    def _note(self, parameter: nn.Parameter, use: ParameterUse) -> None:
+        self.plan.uses.setdefault(self.index[parameter], []).append(use)
+
+    def _add_attention(self, owner: ParameterOwner) -> None:
+        layers = {}
+        for prefix in ("in_proj_", "out_proj."):
+            part = prefix[:-1]
+            layers[part] = LinearLayer(f"{owner.name}.{part}" if owner.name else part, self.pool)
+            self._fill(layers[part], owner.parameters, prefix)
+            layers[part].single = None  # a sequence of one token is one position of many
+        self.plan.untap.append(tap_module(owner.module, layers, TappedAttention))
+
+    def _add_direct(self, owner: ParameterOwner) -> None:
+        """Expand what can be expanded of the parameters that a module with layers uses itself."""
+        # Running such a module again would run all that is in it, maybe the whole model.
+        layers: dict[str, DirectLayer] = {}
+        for local, parameter in owner.parameters.items():
+            # FSDP swaps the parameter for a shard, whose shape is another one.
+            fits = parameter.dim() > 1 and parameter.shape[0] == 1 and "." not in local
+            if not fits or parameter in self.shared or type(parameter) is not nn.Parameter:
+                why = "its module uses it itself, in a way that is not followed"
+                self.plan.left_out[self.name(parameter)] = why
+                continue
+            layer = DirectLayer(self.name(parameter), self.pool)
+            layer.vector = self.maps.vector({local: parameter.numel()}, self.name(parameter))
+            self._note(parameter, ParameterUse(layer, local))
+            self.pool.layers.append(layer)
+            layers[local] = layer
+        if layers:
+            undo = tap_module(owner.module, layers, TappedParameters, tuple(layers))
+            self.plan.untap.append(undo)
+
+
+def plan_layers(model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool) -> LayerPlan:
+    """Tap all layers of a model that have rows by a sink.
+
+    Args:
+        model: The model.
+        spec: Its parameters.
+        maps: Sizes and seed.
+        pool: Is given the layers.
+    """
+    return _Planner(model, spec, maps, pool).plan
+
+
+def _used_twice(owners: list[ParameterOwner]) -> set[nn.Parameter]:
+    """Return the parameters that several modules own: all of them must map it alike."""
+    seen: set[nn.Parameter] = set()
+    twice: set[nn.Parameter] = set()
+    for owner in owners:
+        own = set(owner.parameters.values())
+        twice |= own & seen
+        seen |= own
+    return twice
+
+
+def has_layers(owner: ParameterOwner) -> bool:
+    """Say whether a module contains layers with parameters that it does not use itself."""
+    if isinstance(owner.module, nn.RNNBase | nn.MultiheadAttention):
+        return False
+    own = set(owner.parameters.values())
+    own |= set(owner.module.parameters(recurse=False))
+    return any(parameter not in own for parameter in owner.module.parameters())
+
+
+def is_plain_attention(owner: ParameterOwner, shared: set[nn.Parameter]) -> bool:
+    """Say whether a module is nn.MultiheadAttention with one weight for queries, keys, values."""
+    module = owner.module
+    if not isinstance(module, nn.MultiheadAttention) or hasattr(module, "parametrizations"):
+        return False
+    if plain_type(module).forward is not nn.MultiheadAttention.forward or module.add_zero_attn:
+        return False
+    if module.bias_k is not None or module.bias_v is not None:
+        return False
+    wanted = {"in_proj_weight", "out_proj.weight"}
+    known = wanted | {"in_proj_bias", "out_proj.bias"}
+    return wanted <= owner.parameters.keys() <= known and not (
+        shared & set(owner.parameters.values())
+    )

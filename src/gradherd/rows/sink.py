@@ -1,0 +1,495 @@
+"""Rows as the gradient of a sink: autograd itself adds up what each layer knows of each example.
+
+The output of every layer passes through a `Tap`, an autograd Function that changes nothing of it
+but has one more input, the sink, which it does not use. Its backward returns the layer's rows as
+the "gradient" of the sink. All layers share the sink, a leaf, so after `loss.backward()` autograd
+has added up the rows of all layers in it. Nothing else is needed: no hooks in the backward, no
+threads, and a compiler sees all of it. What a layer holds for its backward it saves as any other
+layer does, so checkpointing, offloading and a retained graph work as they do.
+
+Layers get their tap by a change of class, as `torch.nn.utils.parametrize` and `fully_shard` do it:
+a compiled model notices that, while it ignores hooks that are set later.
+
+Shapes: B examples of a full batch, N elements of a sink.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradherd.rows.torch_names import current_backward
+
+TAP = "_gradherd_tap"
+"""Attribute of a tapped module that holds its layer."""
+
+
+Wanted = tuple[bool, bool, Tensor | None, Tensor | None]
+"""Whether rows of a layer's weight and of its vector are wanted, and what to add each to: None
+returns them."""
+
+
+class Tap(torch.autograd.Function):
+    """Passes on a layer's output; in the backward, hands the layer's rows to the sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        inputs: Tensor,
+        matrix_sink: Tensor | None,
+        vector_sink: Tensor | None,
+        layer: Any,
+        use: Any,
+        *saved: Tensor,
+    ) -> Tensor:
+        """Return the output.
+
+        Args:
+            ctx: Of autograd.
+            output: The layer's output.
+            inputs: Its input, detached.
+            matrix_sink: Takes the rows of its weight, (B, N); None if it has none.
+            vector_sink: Takes those of bias and scales.
+            layer: A `SketchedLayer`, whose `rows` are called.
+            use: What is special about this use of the layer, for `rows`.
+            saved: What else `rows` needs.
+        """
+        ctx.save_for_backward(inputs, *saved)
+        ctx.layer, ctx.use = layer, use
+        ctx.wanted = (matrix_sink is not None, vector_sink is not None)
+        if not torch.compiler.is_compiling():
+            ctx.sinks = (matrix_sink, vector_sink)
+        # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
+        shown: Tensor = layer.shown(output.detach(), use)
+        return shown
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        """Return the gradient as it is, and the rows."""
+        inputs, *saved = ctx.saved_tensors
+        layer, use, wanted = ctx.layer, ctx.use, ctx.wanted
+        passed = layer.given(grads, use)
+        nothing = [None] * (2 + len(saved))
+        if torch.compiler.is_compiling():
+            rows = layer.rows(inputs, grads, use, (*wanted, None, None), *saved)
+            return (passed, None, layer.padded(rows[0]), layer.padded(rows[1]), *nothing)
+        # Rows of all layers are added up in place, by the kernels that compute them. The layer that
+        # comes first hands out where; autograd keeps it until all have run.
+        sums = [layer.pool.sums_of(sink) for sink in ctx.sinks]
+        wanted = (*wanted, sums[0][0], sums[1][0])
+        if torch.is_grad_enabled():  # create_graph=True
+            passed = SecondBackward.apply(passed, layer.pool)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                layer.rows(inputs, grads.detach(), use, wanted, *saved)
+        else:
+            layer.rows(inputs, grads, use, wanted, *saved)
+        return (passed, None, sums[0][1], sums[1][1], *nothing)
+
+
+class SecondBackward(torch.autograd.Function):
+    """Passes on a gradient, and notes if it is differentiated itself."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Tensor, pool: "SinkPool") -> Tensor:
+        """Return the gradient."""
+        ctx.pool = pool
+        return grads.view_as(grads)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        """Note it."""
+        ctx.pool.differentiated = True
+        return grads, None
+
+
+class SinkPool:
+    """The sinks of a model, shared by its layers, and what has arrived in them.
+
+    On batches that are checked every layer has sinks of its own, so that the rows of each are known
+    apart. A compiled model would have to be compiled once more for that; there, sums are compared,
+    and layers get sinks of their own only if something is wrong.
+    """
+
+    def __init__(self, like: Tensor, examples: int | None) -> None:
+        """Begin without sinks.
+
+        Args:
+            like: A tensor of the rows' dtype and device.
+            examples: B; None takes that of the largest batch.
+        """
+        self.like = like
+        self.examples = examples or 0
+        self.batch: Any = None
+        """Examples of the forward that runs; None outside of forwards."""
+        self.last_batch: int | None = None
+        """Examples of the last forward."""
+        self.is_open = True
+        """Whether layers hand out rows at all."""
+        self.is_apart = False
+        """Whether every layer has sinks of its own on this batch."""
+        self.compiles_apart = False
+        """Whether that holds for compiled layers, too."""
+        self.shares = False
+        """Whether examples get copies of what they share: class tokens, positions. Tried when
+        batch dimensions are looked for."""
+        self.sizes: set[int] = set()
+        """Numbers of examples that layers have seen in this batch; not of compiled layers."""
+        self.dtypes: set[torch.dtype] = set()
+        """Dtypes of inputs that layers have seen in this batch; not of compiled layers."""
+        self.given_dim: int | None = None
+        """The user's setting for all tensors of the model."""
+        self.differentiated = False
+        """Whether a backward of this batch was differentiated: the loss contains gradients."""
+        self.recorded: list[tuple[str, Any]] | None = None
+        """Shapes of the layers' inputs while the batch dimension is looked for."""
+        self.strangers: dict[str, str] = {}
+        """Layers whose batch dimension is not known, with the reason."""
+        self.on_arrival: Callable[[], None] = lambda: None
+        """Called before the rows of a backward are noted."""
+        self.arrived: dict[str, Tensor] = {}
+        """Rows (B, N) that have arrived, by the key of the sink."""
+        self.layers: list[SketchedLayer] = []
+        """All layers that share the sinks."""
+        self.runs_compiled = True
+        """Whether some layers may be compiled, whose rows come by autograd."""
+        self._sums: dict[tuple[int, int], Tensor] = {}  # by the backward and the sink's identity
+
+    def make_sinks(self, examples: int) -> None:
+        """Give all layers sinks for so many examples."""
+        self.examples = examples
+        sinks: dict[str, Tensor] = {}
+
+        def sink(key: str, size: int) -> Tensor:
+            if key not in sinks:
+                sinks[key] = self._new_sink(key, size)
+            return sinks[key]
+
+        for layer in self.layers:
+            for keys, name in ((layer.keys, "shared"), (layer.own_keys, "own")):
+                pairs = zip(layer.maps, keys, strict=True)
+                found = (None if one is None else sink(key, one.size) for one, key in pairs)
+                setattr(layer, name, tuple(found))
+
+    def _new_sink(self, key: str, size: int) -> Tensor:
+        sink = self.like.new_zeros(self.examples, size).requires_grad_()
+        sink.register_post_accumulate_grad_hook(partial(self._arrive, key))
+        return sink
+
+    def sums_of(self, sink: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return where the rows of a sink are added up in this backward.
+
+        And, to the first who asks, zeros that are to be handed to autograd, so that it tells the
+        sink when all have run.
+        """
+        if sink is None:
+            return None, None
+        key = (current_backward(), id(sink))
+        sums = self._sums.get(key)
+        if sums is not None:
+            return sums, None
+        sums = self._sums[key] = torch.zeros_like(sink, requires_grad=False)
+        return sums, sink.detach()
+
+    def _arrive(self, key: str, sink: Tensor) -> None:
+        rows, sink.grad = sink.grad, None
+        assert rows is not None
+        self.on_arrival()
+        # What was added up here; the gradient itself is what compiled layers have handed over. A
+        # graph of CUDA writes its next results to the same place, so it is copied.
+        sums = self._sums.pop((current_backward(), id(sink)), None)
+        before = self.arrived.get(key)
+        if sums is not None and self.runs_compiled:
+            sums = sums + rows
+        elif sums is None:
+            sums = rows.clone()
+        if before is not None:  # of other length only in a step that will be refused
+            rest = len(before) - len(sums)
+            sums = F.pad(sums, (0, 0, 0, max(0, rest))) + F.pad(before, (0, 0, 0, max(0, -rest)))
+        self.arrived[key] = sums
+
+    def is_apart_now(self) -> bool:
+        """Say whether the layer that runs uses sinks of its own."""
+        # A graph must not depend on `is_apart`, which changes.
+        return self.compiles_apart if torch.compiler.is_compiling() else self.is_apart
+
+    def batch_now(self) -> Any:
+        """Return the examples of the forward that runs; None outside of forwards."""
+        if self.batch is None and not torch.compiler.is_compiling() and current_backward() != -1:
+            return self.last_batch  # a checkpoint runs a block again
+        return self.batch
+
+    def expands(self) -> Any:
+        """Return how many examples get a copy of what they share; None if they do not."""
+        batch = self.batch_now()
+        if not self.shares or batch is None:
+            return None
+        return batch if self.recorded is not None or batch <= self.examples else None
+
+    def clear(self) -> None:
+        """Forget what has arrived."""
+        self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
+        self._sums, self.differentiated = {}, False
+
+
+class SketchedLayer:
+    """A module whose parameters have rows, and their places in the sinks."""
+
+    def __init__(self, name: str, pool: SinkPool) -> None:
+        self.name, self.pool = name, pool
+        self.matrix: Any = None
+        """Map of the weight; None without one."""
+        self.vector: Any = None
+        """Map of bias and scales; None without any."""
+        self.single: Any = None
+        """Map of the weight where examples have one position, if it is another one."""
+        self.own_keys = (f"{name}/matrix", f"{name}/vector", f"{name}/single")
+        """Keys of the sinks that are its own, of the three maps."""
+        self.shared: tuple[Tensor | None, ...] = (None, None, None)
+        """The sinks that all layers share."""
+        self.own: tuple[Tensor | None, ...] = (None, None, None)
+        """The sinks that are its own."""
+        self.trained: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        """Local names of the parameters of both, one of which has to be trained."""
+        self.casts = False
+        """Whether autocast lowers the precision of the layer's input."""
+        self.dim: int | None = -1
+        """Batch dimension of the input, None if it has none, -1 if it is not known."""
+        self.ndim = -1
+        """Dimensions of the input that `dim` is about."""
+        self.batch_is_first = False
+        """Whether the layer itself takes its first dimension for the batch."""
+        self.reads_input = False
+        """Whether rows of the vector need the input."""
+        self.uses_single = False
+        """Whether examples have one position in the input that `dim` is about."""
+        self.features = 1
+        """Last dimensions of the input that cannot hold examples."""
+
+    @property
+    def maps(self) -> tuple[Any, Any, Any]:
+        """The three maps."""
+        return self.matrix, self.vector, self.single
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the sinks that it shares with others: columns of equal number are added up."""
+        kinds = ("matrix", "vector", "spectrum" if is_spectrum(self.single) else "matrix")
+        sizes = (0 if one is None else one.size for one in self.maps)
+        return tuple(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
+
+    # What subclasses define.
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows (n, N) of weight and vector for n examples."""
+        raise NotImplementedError
+
+    def is_single(self, shape: torch.Size) -> bool:
+        """Say whether an input of this shape has one position for each example."""
+        return len(shape) == 2
+
+    def saved(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Return what `rows` needs besides input and gradient."""
+        return ()
+
+    def shown(self, output: Tensor, use: Any) -> Tensor:
+        """Return the output as the model gets it."""
+        return output
+
+    def given(self, grads: Tensor, use: Any) -> Tensor:
+        """Return the gradient of the output as the layer gets it."""
+        return grads
+
+    # What they share.
+
+    def padded(self, rows: Tensor | None) -> Tensor | None:
+        """Give rows of a short batch the length of the sink."""
+        if rows is None or rows.shape[0] == self.pool.examples:
+            return rows
+        return F.pad(rows, (0, 0, 0, self.pool.examples - rows.shape[0]))
+
+    def sinks(self, module: nn.Module, single: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sinks of weight and vector, None for what is frozen.
+
+        Args:
+            module: The module.
+            single: Whether examples have one position.
+        """
+        sinks = self.own if self.pool.is_apart_now() else self.shared
+        matrix, vector = sinks[2 if single else 0], sinks[1]
+        if matrix is not None and not is_trained(module, self.trained[0]):
+            matrix = None
+        if vector is not None and not is_trained(module, self.trained[1]):
+            vector = None
+        return matrix, vector
+
+    def batch_dim(self, inputs: Tensor) -> int | None:
+        """Return the dimension of an input that holds the examples; None if there is none."""
+        if self.ndim == inputs.dim():
+            return None if self.batch_is_first and self.dim else self.dim
+        # Not probed, as in a model that was compiled before its first batch: sizes decide, and
+        # what they leave open has no rows.
+        pool = self.pool
+        batch, given = pool.batch_now(), pool.given_dim
+        if inputs.dim() <= max(self.features, given or 0):
+            return None
+        if batch is None and given is not None:  # a part of the model is called by itself
+            is_known = inputs.dim() > max(1, given) and not (given and self.batch_is_first)
+            return given if is_known else None
+        dim = 0 if self.batch_is_first else given or 0
+        return dim if inputs.shape[dim] == batch else None
+
+    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any = None) -> Tensor:
+        """Return the output, behind a tap if rows are wanted."""
+        pool = self.pool
+        if pool.recorded is not None:
+            pool.recorded.append((self.name, inputs.shape))
+            return (
+                output
+                if self.batch_dim(inputs) is not None
+                else self.tap_shared(module, inputs, output)
+            )
+        if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
+            return output
+        dim = self.batch_dim(inputs)
+        if dim is None:
+            return self.tap_shared(module, inputs, output)
+        examples = inputs.shape[dim]
+        if not torch.compiler.is_compiling():
+            pool.sizes.add(examples)
+            if pool.is_apart and output.dtype.is_floating_point:
+                pool.dtypes |= {output.dtype}
+            if examples > pool.examples:
+                pool.make_sinks(examples)
+        elif examples > pool.examples:
+            return output
+        single = self.single is not None and self.is_single(inputs.shape)
+        if self.ndim == -1:  # not probed: what is seen now
+            self.uses_single = single
+        matrix, vector = self.sinks(module, single)
+        if matrix is None and vector is None:
+            return output
+        use = (dim, use, single)
+        # What a bias needs is the gradient alone; the input may be changed then.
+        held = inputs.detach() if matrix is not None or self.reads_input else pool.like
+        kept = self.saved(module)
+        tapped: Tensor = Tap.apply(output, held, matrix, vector, self, use, *kept)  # type: ignore[no-untyped-call]
+        return tapped
+
+    def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the output of a use that has no batch dimension: it has no rows."""
+        if not torch.compiler.is_compiling() and self.pool.recorded is None:
+            shape = tuple(inputs.shape)
+            self.pool.strangers[self.name] = (
+                f"its input of shape {shape} has no dimension for examples"
+                if self.ndim == inputs.dim() or self.pool.batch is not None
+                else "which dimension holds the examples is not known: call the model itself, not "
+                "its parts"
+            )
+        return output
+
+
+def is_spectrum(one: Any) -> bool:
+    """Say whether a map's columns are a spectrum."""
+    return hasattr(one, "buckets")
+
+
+def is_trained(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Say whether any of these parameters of a module requires a gradient now."""
+    for name in names:
+        parameter = getattr(module, name)
+        if parameter is not None and parameter.requires_grad:
+            return True
+    return False
+
+
+class Tapped:
+    """What the class of a tapped module adds to its own; a copy of the module is a plain one."""
+
+    plain_type: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, and tap its output."""
+        layer = self._gradherd_tap  # type: ignore[attr-defined]
+        # The input comes first, whatever its name.
+        inputs = args[0] if args else next(iter(kwargs.values()))
+        if layer.casts and torch.is_autocast_enabled(inputs.device.type):
+            # What autocast would do inside, done here: the layer and its rows then hold one copy.
+            dtype = torch.get_autocast_dtype(inputs.device.type)
+            if inputs.dtype == torch.float32 != dtype:
+                inputs = inputs.to(dtype)
+                if args:
+                    args = (inputs, *args[1:])
+                else:
+                    kwargs = {**kwargs, next(iter(kwargs)): inputs}
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return layer.tap(self, inputs, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        make, args, state, *_ = self.__reduce_ex__(4)
+        copy: nn.Module = make(*args)
+        memo[id(self)] = copy
+        copy.__setstate__(deepcopy(state, memo))
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != TAP}
+        return _new_module, (self.plain_type,), state, *rest
+
+
+def _new_module(kind: type[nn.Module]) -> nn.Module:
+    """Return a module whose state is still to be set."""
+    return kind.__new__(kind)
+
+
+_tapped_types: dict[tuple[type, type, tuple[str, ...]], type] = {}
+
+
+def _property(kind: Any, name: str) -> property:
+    """Return a property that `kind.read` answers for."""
+
+    def read(module: nn.Module) -> Any:
+        return kind.read(module, name)
+
+    return property(read)
+
+
+def tap_module(
+    module: nn.Module, layer: Any, kind: type = Tapped, properties: tuple[str, ...] = (),
+) -> Callable[[], None]:  # fmt: skip
+    """Give a module a tap; return a function that takes it away.
+
+    Args:
+        module: The module.
+        layer: What it holds as `TAP`.
+        kind: What its class is mixed with.
+        properties: Names that `kind.read` answers for.
+    """
+    plain = type(module)
+    key = (plain, kind, properties)
+    if key not in _tapped_types:
+        members: dict[str, Any] = {"plain_type": plain, "__module__": plain.__module__}
+        for name in properties:
+            members[name] = _property(kind, name)
+        _tapped_types[key] = type(plain.__name__, (kind, plain), members)
+    tapped = _tapped_types[key]
+    module.__class__ = tapped
+    module.__dict__[TAP] = layer
+
+    def remove() -> None:
+        layer_now = module.__dict__.pop(TAP, None)
+        if type(module) is tapped:
+            module.__class__ = plain
+        elif layer_now is not None:  # somebody has changed the class since: it stays, and is idle
+            module.__dict__[TAP] = layer_now
+
+    return remove

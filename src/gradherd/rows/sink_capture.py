@@ -1,0 +1,637 @@
+"""Sketched rows of a whole model, taken from its sinks after each backward.
+
+Shapes: B examples, N elements of a sink, k elements of a row, D elements of all parameters.
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
+from gradherd.rows.capture import Capture, Reduction, row_scale
+from gradherd.rows.flat import FlatSpec
+from gradherd.rows.forward_replay import (
+    ForwardContext,
+    ModelHook,
+    ModuleCall,
+    detach_all,
+    repeat_forward,
+    tensor_leaves,
+)
+from gradherd.rows.layer_plan import plan_layers
+from gradherd.rows.parameter_owners import unwrap_model
+from gradherd.rows.row_check import Registrar, RowCheck, tolerance
+from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.sink import SinkPool, is_spectrum
+from gradherd.rows.sink_layers import DirectLayer, MapSettings
+from gradherd.rows.sketch import hashes, sketch_columns
+from gradherd.rows.terms import at_least_float32
+from gradherd.rows.torch_names import current_backward, mark_constant
+
+# Gradients that `matrix` maps at a time.
+_MATRIX_ROWS = 1024
+LOOK_CLOSER = 2
+"""Byte of a check: one of several parameters has no usable rows; the next batch will tell which."""
+Slots = dict[int, list[Tensor]]
+"""Rows (B, n) of a parameter, by the map of its layer: those of each layer that uses it."""
+
+
+class SinkCapture:
+    """Read sketches of per-example gradients off a model's ordinary backward.
+
+    Has the methods of `Capture` that sources of rows need. Parameters of modules that no sink knows
+    are read by a `Capture` of their own.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> capture = SinkCapture(model, SketchRows(size=64))
+    >>> model(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).mean().backward()
+    >>> rows = capture.pop_sketch(2)
+    >>> [round(float(row @ row)) for row in rows]
+    [5, 25]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: SketchRows | TwoSidedRows,
+        *,
+        batch_size: int | None = None,
+        sharded: Registrar | None = None,
+    ) -> None:
+        """Tap the layers.
+
+        Args:
+            model: Any module, or one wrapped in DDP or by torch.compile.
+            settings: Sizes, seed and reduction.
+            batch_size: Examples in a full batch of the loader. A model that was compiled before its
+                first batch needs it.
+            sharded: For a model whose modules hold shards of their parameters between passes
+                (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
+                sink: those are run again, for which their parameters would have to be gathered.
+        """
+        outer, model = model, unwrap_model(model)
+        self.spec = FlatSpec.of(model)
+        self._model, self._settings = model, settings
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        first = self._parameters[0]  # not new_empty: a shard's would be a DTensor
+        self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
+        tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+        self._size = settings.size_for(self.spec.size)
+        columns = settings.rank_for(looks_up_tokens=tokens)
+        self._pool = SinkPool(self._like, batch_size)
+        self._handles: list[Any] = []
+        self._looks_closer = False
+        maps = MapSettings(columns, self._size, settings.seed, self._like)
+        plan = plan_layers(model, self.spec, maps, self._pool)
+        self._uses, self._untap = plan.uses, plan.untap
+        self._tensors = maps.tensors
+        every = (one for layer in self._pool.layers for one in layer.maps if one is not None)
+        self._tensors.pack({id(one): one for one in every}.values())
+        # The wrapper of torch.compile around the whole model; its hooks are not part of the graph.
+        self._tensors.is_whole = hasattr(outer, "_orig_mod")
+        pairs = (
+            pair for each in self._pool.layers for pair in zip(each.keys, each.maps, strict=True)
+        )
+        self._layout = {key: one for key, one in pairs if one is not None}
+        self._places = self._place_columns()
+        self._check = RowCheck(
+            self.spec,
+            self._parameters,
+            strict=settings.strict,
+            register=sharded,
+            project=self._project,
+            always=set(),
+        )
+        self._capture: Capture | None = None
+        left_out = dict(plan.left_out)
+        if sharded is not None:
+            why = "its module has no rule, and a sharded one cannot be run again"
+            owned = {p for owner in plan.others for p in owner.parameters.values()}
+            named = zip(self.spec.names, self._parameters, strict=True)
+            left_out |= {name: why for name, p in named if p in owned}
+        elif plan.others:
+            self._capture = Capture(
+                model,
+                batch_dim=settings.batch_dim,
+                strict=settings.strict,
+                batch_size=batch_size,
+                owners=plan.others,
+            )
+        self._pool.on_arrival = self._check.began = self._begin
+        if self._capture is not None:
+            self._capture.on_backward(self._begin)
+        self._pool.is_apart = self._check.due
+        if batch_size is not None:
+            self._pool.make_sinks(batch_size)
+        self._dims = BatchDims(settings.batch_dim, sharded=sharded is not None)
+        self._batch_size = batch_size
+        self._probed: set[tuple[int, ...]] = set()
+        self._dtypes = {p.dtype for p in self._parameters}  # and that of autocast
+        self._pool.given_dim = settings.batch_dim
+        self._task = -1
+        self._began: Callable[[], None] = lambda: None
+        self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
+        self._suspects: set[str] = set()  # keys of sinks whose sums are wrong
+        self._probe_traced = mark_constant(lambda *given: self._probe_given(*given))
+        hook = ModelHook(self._before_model, self._before_compiled)
+        after = ModelHook(self._after_model, self._after_compiled)
+        self._handles += [
+            outer.register_forward_pre_hook(hook, with_kwargs=True),
+            outer.register_forward_hook(after, always_call=True),
+        ]
+        try:
+            self._check.leave_out(left_out)
+        except RuntimeError:
+            self.remove_hooks()
+            raise
+
+    # What happens in a step.
+
+    def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        pool = self._pool
+        if not torch.is_grad_enabled() or pool.recorded is not None:
+            return
+        if self._parameters[0].device != self._like.device:
+            raise RuntimeError(
+                f"the model is on {self._parameters[0].device} now, but it was attached on "
+                f"{self._like.device}: move it first, then attach"
+            )
+        examples = self._look_at(args, kwargs)
+        if examples is not None and examples > pool.examples:
+            pool.make_sinks(examples)
+        pool.batch = pool.last_batch = examples
+
+    def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do the same while the model is traced: this is part of the graph."""
+        given = (*args, *kwargs.values())
+        if all(one is None or isinstance(one, Tensor | bool | int | float | str) for one in given):
+            self._probe_traced(len(args), tuple(kwargs), *given)
+        dim, pool = self._dims.model_dim, self._pool
+        self._tensors.is_whole = True
+        first = _first_tensor(given, dim)
+        pool.batch = None if first is None else first.shape[dim]
+
+    def _after_compiled(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._pool.batch, self._tensors.is_whole = None, False
+
+    def _probe_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
+        """Find batch dimensions of a model that is being traced, with its real inputs."""
+        kwargs = dict(zip(names, given[count:], strict=True))
+        self._look_at(given[:count], kwargs)
+
+    def _look_at(self, args: Any, kwargs: Any) -> int | None:
+        """Return the examples of a batch; find batch dimensions if its kind is new."""
+        leaves = [t for t in tensor_leaves((args, kwargs)) if t.dim()]
+        shapes = tuple(t.shape for t in leaves)
+        if leaves and self._batch_size is not None:
+            self._dims.expect(leaves[0].shape, self._batch_size)
+        examples = self._dims.model_examples(shapes)
+        # Once for every number of dimensions: other paths may come with other inputs.
+        kind = tuple(map(len, shapes))
+        if kind not in self._probed and examples is not None:
+            self._probe(args, kwargs, examples)
+            self._probed.add(kind)
+        kind_of_device = self._like.device.type
+        if torch.is_autocast_enabled(kind_of_device):
+            self._dtypes.add(torch.get_autocast_dtype(kind_of_device))
+        return examples
+
+    def _after_model(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._pool.recorded is None:
+            self._pool.batch = None
+
+    def _probe(self, args: Any, kwargs: Any, examples: int) -> None:
+        """Find the batch dimension of every layer: run the model as it is and with one more."""
+        pool = self._pool
+        args, kwargs = detach_all((args, kwargs))
+        call = ModuleCall("", self._model, args, kwargs, ForwardContext.save(self._model), (), ())
+        ignored = nullcontext() if self._capture is None else self._capture.ignored()
+        with ignored, torch.no_grad(), _eagerly(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
+            pool.shares = False
+            calls: dict[str, list[Shapes]] = {}
+            recorded, outputs = self._run(examples, call, args, kwargs)
+            for name, shapes in recorded:
+                calls.setdefault(name, []).append(shapes)
+
+            def run(call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
+                recorded, outputs = self._run(examples + 1, call, args, kwargs)
+                return [*recorded, ("", call_shapes(args, kwargs, outputs))]
+
+            self._dims.probe(call, examples, calls, run)
+            self._set_dims(calls)
+            pool.shares = self._try_sharing(call, examples, outputs)
+
+    def _try_sharing(self, call: ModuleCall, examples: int, outputs: Any) -> bool:
+        """Say whether the model computes the same if examples get copies of what they share.
+
+        Also with one more example: what takes positions for examples fails then.
+        """
+        pool, given = self._pool, (call.args, call.kwargs)
+        try:
+            more = self._dims.one_more(call, examples, False)
+            _, larger = self._run(examples + 1, call, *more)
+            pool.shares = True
+            _, shared = self._run(examples, call, *given)
+            _, shared_larger = self._run(examples + 1, call, *more)
+        except Exception:  # whatever the model says to a tensor that is expanded
+            return False
+        finally:
+            pool.shares = False
+        return _alike(outputs, shared) and _alike(larger, shared_larger)
+
+    def _set_dims(self, calls: Mapping[str, list[Shapes]]) -> None:
+        for layer in self._pool.layers:
+            for shapes in calls.get(layer.name, ()):
+                ndim = len(shapes[INPUT])
+                if self._dims.knows(layer.name, INPUT, ndim):
+                    layer.ndim, layer.dim = ndim, self._dims.dim_of(layer.name, INPUT, ndim)
+                    layer.uses_single = layer.is_single(shapes[INPUT])
+
+    def _run(
+        self, examples: int, call: ModuleCall, args: Any, kwargs: Any
+    ) -> tuple[list[tuple[str, Shapes]], Any]:
+        """Run the model again; return the shapes in its layers, and its outputs."""
+        pool = self._pool
+        pool.recorded, pool.batch = [], examples
+        try:
+            outputs = repeat_forward(call, args, kwargs, hooks=self._dims.sharded)
+            return [(name, {INPUT: shape}) for name, shape in pool.recorded], outputs
+        finally:
+            pool.recorded, pool.batch = None, None
+
+    def _begin(self) -> None:
+        """Note that a backward has brought something."""
+        task = current_backward()
+        if task != self._task:
+            self._task = task
+            self._began()
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Call `began` before what each backward brings is noted."""
+        self._began = began
+
+    @property
+    def seconds_in_backward(self) -> float:
+        """Seconds spent on rows inside backwards that can be told from the backward itself."""
+        return 0.0 if self._capture is None else self._capture.seconds_in_backward
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a backward has reached a parameter since the last pop."""
+        waits = self._capture is not None and self._capture.waiting
+        return bool(self._pool.arrived) or self._check.reached or waits
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Names of the parameters that rows leave out, with the reason."""
+        own = dict(self._check.left_out)
+        return own if self._capture is None else own | self._capture.left_out
+
+    # Checks.
+
+    def _project(self, index: int, grad: Tensor) -> Tensor:
+        """Map a parameter's gradient to what its rows add up to; called while a check is due."""
+        if index not in self._uses:
+            return grad.new_zeros(0)
+        with torch.no_grad():
+            return torch.cat(self._uses[index][0].project(at_least_float32(grad)))
+
+    def check_bitmask(self, examples: int) -> Tensor | None:
+        """Check the rows that wait if a check is due; see `Capture.check_bitmask`."""
+        inner = None if self._capture is None else self._capture.check_bitmask(examples)
+        if not self._check.due:
+            return None if inner is None else self._spread(inner)
+        self._refuse_mismatch(examples)
+        apart, groups = self._by_sinks()
+        measured = {index: self._measure(index, slots) for index, slots in apart.items()}
+        measured = {index: found for index, found in measured.items() if math.isfinite(found[1])}
+        dtypes = self._dtypes | self._pool.dtypes
+        if any(getattr(layer, "in_float32", False) for layer in self._pool.layers):
+            dtypes.add(torch.float32)
+        autocast = [self._like.to(dtype) for dtype in dtypes]
+        allowed = tolerance([self._like, *autocast])
+        with_rows = {index for index, slots in apart.items() if slots}
+        self._failures = self._check.judge(
+            measured, with_rows, dict.fromkeys(measured, allowed), self._like.dtype, ""
+        )
+        self._failures |= self._used_once(apart, examples) | self._without_batch()
+        self._suspects = {
+            key for key, members in groups.items() if not self._adds_up(key, members, allowed)
+        }
+        mask = self._check.mask(self._failures)
+        for key in self._suspects:
+            for index, _ in groups[key]:
+                mask[index] = max(int(mask[index]), LOOK_CLOSER)
+        return mask if inner is None else torch.maximum(mask, self._spread(inner))
+
+    def _by_sinks(self) -> tuple[dict[int, Slots], dict[str, list[tuple[int, int]]]]:
+        """Return the rows of parameters that are known apart, by their slots, and the others.
+
+        The others by the sinks that they share: index and slot of each.
+        """
+        arrived = self._pool.arrived
+        apart: dict[int, Slots] = {}
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for index, uses in self._uses.items():
+            if self._check.is_left_out(index):
+                continue
+            found: Slots = {}
+            shared = []
+            for use in uses:
+                for slot in use.slots:
+                    if (key := use.layer.own_keys[slot]) in arrived:
+                        found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
+                if (key := use.layer.keys[use.usual_slot]) in arrived:
+                    shared.append((key, use.usual_slot))
+            if found or not shared:
+                apart[index] = found
+            else:
+                for key, slot in dict.fromkeys(shared):
+                    groups.setdefault(key, []).append((index, slot))
+        return apart, groups
+
+    def _reference(self, index: int, slot: int) -> Tensor | None:
+        """Return the part of a projected gradient that belongs to a slot."""
+        whole, (use, *_) = self._check.reference(index), self._uses[index]
+        if whole is None or use.local:
+            return whole
+        sizes = [use.layer.maps[one].size for one in use.slots]
+        parts: tuple[Tensor, ...] = whole.split(sizes)
+        return parts[use.slots.index(slot)]
+
+    def _measure(self, index: int, slots: Slots) -> tuple[float, float, float]:
+        """Return the norms of error and gradient, and the sum of the norms of the rows."""
+        if not slots:  # rows of a parameter without any are compared with its gradient
+            whole = self._check.reference(index)
+            alone = 0.0 if whole is None else float(whole.norm())
+            return alone, alone, 0.0
+        total = self._like.new_zeros(3)
+        for slot, uses in slots.items():
+            rows = at_least_float32(uses[0] if len(uses) == 1 else torch.stack(uses).sum(0))
+            error, reference = rows.sum(0), self._reference(index, slot)
+            size = error.new_zeros(())
+            if reference is not None:
+                error, size = error - reference.to(error), reference.norm()
+            # Of each use by itself: rows of two uses may cancel.
+            norms = sum(at_least_float32(one).norm(dim=1).sum() for one in uses)
+            total += torch.stack([error.norm(), size.to(error), torch.as_tensor(norms).to(error)])
+        error_norm, size_norm, row_norms = total.tolist()
+        return error_norm, size_norm, row_norms
+
+    def _adds_up(self, key: str, members: list[tuple[int, int]], allowed: float) -> bool:
+        """Say whether the rows in a sink add up to the gradients of all its parameters."""
+        rows = at_least_float32(self._pool.arrived[key])
+        total = rows.sum(0)
+        for index, slot in members:
+            reference = self._reference(index, slot)
+            if reference is not None:
+                self._uses[index][0].columns(slot, total[None])[0].sub_(reference.to(total))
+        error, norms = torch.stack([total.norm(), rows.norm(dim=1).sum()]).tolist()
+        return not math.isfinite(norms) or error <= allowed * norms + 1e-30
+
+    def _used_once(self, apart: Mapping[int, Slots], examples: int) -> dict[str, str]:
+        """Return parameters with a copy for each example of which only the first was used."""
+        found = {}
+        for index, slots in apart.items():
+            if slots and isinstance(self._uses[index][0].layer, DirectLayer):
+                (uses,) = slots.values()
+                rows = uses[0][:examples]
+                used, same = (rows != 0).any(1), (rows == rows[:1]).all()
+                once = bool(used[0]) and (not bool(used[1:].any()) or bool(same))
+                if len(used) > 1 and once:
+                    found[self.spec.names[index]] = "its module uses it once for all examples"
+        return found
+
+    def _without_batch(self) -> dict[str, str]:
+        """Return the parameters of layers whose input holds no examples, with the reason."""
+        strangers = self._pool.strangers
+        return {
+            self.spec.names[index]: strangers[use.layer.name]
+            for index, uses in self._uses.items()
+            for use in uses
+            if use.layer.name in strangers
+        }
+
+    def _spread(self, mask: Tensor) -> Tensor:
+        """Return the mask of the inner capture's parameters among all parameters."""
+        assert self._capture is not None
+        own = dict(zip(self._capture.spec.names, mask.tolist(), strict=True))
+        return torch.tensor([own.get(name, 0) for name in self.spec.names], dtype=torch.uint8)
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Leave out the parameters whose byte in `mask` says so; see `Capture.leave_out`."""
+        flags = dict(zip(self.spec.names, mask.tolist(), strict=True))
+        chosen = [name for name, byte in flags.items() if byte not in (0, LOOK_CLOSER)]
+        inner = () if self._capture is None else self._capture.spec.names
+        failures = self._failures or {}
+        own = {name: failures.get(name, "on another rank") for name in chosen if name not in inner}
+        try:
+            self._leave_out(own)
+            if self._capture is not None and any(name in inner for name in chosen):
+                listed = [name in chosen for name in inner]
+                self._capture.leave_out(torch.tensor(listed, dtype=torch.uint8))
+        except RuntimeError:
+            self.clear()
+            raise
+        # Sums are wrong: on the next batch every layer has sinks of its own, so that it is known
+        # which parameter it is.
+        self._looks_closer = LOOK_CLOSER in flags.values()
+
+    def _leave_out(self, reasons: Mapping[str, str]) -> None:
+        self._check.leave_out(reasons)
+        for index, uses in self._uses.items():
+            if self.spec.names[index] in reasons:
+                uses[0].silence()
+
+    def _refuse_mismatch(self, examples: int) -> None:
+        sizes = set(self._pool.sizes)
+        if self._pool.differentiated:
+            self.clear()
+            raise RuntimeError(
+                "the loss contains gradients (create_graph=True), of which rows of single examples "
+                "know nothing: order whole batches (unit=batch_size, rows='batch')"
+            )
+        if self._pool.arrived and not sizes and examples > self._pool.examples:
+            sizes = {self._pool.examples}
+        if self._check.due and not sizes:  # compiled layers do not tell
+            rest = [bool(rows[examples:].any()) for rows in self._pool.arrived.values()]
+            sizes = {self._pool.examples} if any(rest) else sizes
+        if len(sizes) > 1 or (sizes and examples not in sizes):
+            self.clear()
+            raise RuntimeError(
+                f"the model was given {min(sizes - {examples})} examples, but the batch has "
+                f"{examples}: one batch of the loader is one forward"
+            )
+
+    # Rows.
+
+    def pop_sketch(
+        self, examples: int, *, reduction: Reduction = "mean", loss_scale: float = 1.0
+    ) -> Tensor:
+        """Return a sketch of each row, (B, k), and forget what was recorded."""
+        scale = row_scale(examples, reduction, loss_scale)
+        try:
+            self._refuse_mismatch(examples)
+            if self._failures is None and (mask := self.check_bitmask(examples)) is not None:
+                self.leave_out(mask)
+            # Not in step with other ranks, which follow with the next check.
+            self._leave_out(self._without_batch())
+            with torch.no_grad():
+                rows = self._assemble(examples)
+                if self._capture is not None and self._capture.waiting:
+                    dense = self._capture.pop_rows(examples, reduction="sum").dense()
+                    seed = self._settings.seed
+                    rows += sketch_columns(dense, self._size, seed, "others")
+        finally:
+            self._check.next_batch(self._model.training)
+            if self._looks_closer:
+                self._check.restart()
+            self._pool.is_apart, self._pool.compiles_apart = self._check.due, self._looks_closer
+            self.clear()
+        return rows.mul_(scale)
+
+    def _assemble(self, examples: int) -> Tensor:
+        """Return the rows (B, k), neither averaged nor unscaled."""
+        arrived, left_out = self._pool.arrived, self._check.left_out
+        columns = {key: rows for key, rows in arrived.items() if key in self._layout}
+        for key in self._suspects:  # until it is known what is wrong with them
+            columns.pop(key, None)
+        silent = [use for i, uses in self._uses.items() if self.spec.names[i] in left_out
+                  for use in uses]  # fmt: skip
+        for layer in self._pool.layers:
+            for slot, (own, key) in enumerate(zip(layer.own_keys, layer.keys, strict=True)):
+                rows = arrived.get(own)
+                if rows is None:
+                    continue
+                for use in silent:
+                    if use.layer is layer and slot in use.slots:
+                        use.columns(slot, rows).zero_()
+                columns[key] = columns[key] + rows if key in columns else rows
+        total = self._like.new_zeros(examples, self._size)
+        for key in self._places:
+            if key in columns:
+                self._add(total, key, columns[key][:examples])
+        return total
+
+    def _place_columns(self) -> dict[str, int | None]:
+        """Decide where in a row the columns of each sink are added; None: they are hashed."""
+        lengths = {
+            key: one.buckets if is_spectrum(one) else one.size for key, one in self._layout.items()
+        }
+        if sum(lengths.values()) <= self._size:  # side by side, and nothing is lost
+            starts = accumulate(lengths.values(), initial=0)
+            return dict(zip(lengths, starts, strict=False))
+        # They have random signs already, so what falls on the same place does not add up.
+        return {
+            key: int(hashes(self._settings.seed, key, 0, 1)[0] % (self._size - length + 1))
+            if length <= self._size
+            else None
+            for key, length in lengths.items()
+        }
+
+    def _add(self, total: Tensor, key: str, columns: Tensor) -> None:
+        """Add columns (B, N) of a sink to rows (B, k)."""
+        one, start = self._layout[key], self._places[key]
+        if is_spectrum(one):
+            columns = one.vectors(columns)
+        if start is None:
+            total += sketch_columns(columns, self._size, self._settings.seed, key)
+        else:
+            total[:, start : start + columns.shape[1]] += columns
+
+    def matrix(self) -> Tensor:
+        """Return (D, k), which takes a gradient to its row; the model must have taken a batch.
+
+        For callers that have the gradients of single examples anyway.
+        """
+        if self._capture is not None or self._check.left_out:
+            raise ValueError("rows of this model are not a product of its gradients and a matrix")
+        blocks = []
+        for index, (count, shape) in enumerate(
+            zip(self.spec.numels, self.spec.shapes, strict=True)
+        ):
+            for lo in range(0, count, _MATRIX_ROWS):
+                basis = self._like.new_zeros(min(_MATRIX_ROWS, count - lo), count)
+                basis.diagonal(lo).fill_(1)
+                blocks.append(self.project_rows(index, basis.view(-1, *shape)))
+        return torch.cat(blocks)
+
+    def project_rows(self, index: int, grads: Tensor) -> Tensor:
+        """Return what gradients (B, *shape) of one parameter add to the rows (B, k)."""
+        use = self._uses[index][0]
+        slot = use.usual_slot
+        which = use.slots.index(slot)
+        columns = torch.stack([use.project(one)[which] for one in grads])
+        key = use.layer.keys[slot]
+        part = columns.new_zeros(len(grads), self._layout[key].size)
+        use.columns(slot, part).copy_(columns)
+        total = columns.new_zeros(len(grads), self._size)
+        self._add(total, key, part)
+        return total
+
+    def restart_checks(self) -> None:
+        """Check the next batches as if they were the first."""
+        self._check.restart()
+        self._pool.is_apart = True
+        if self._capture is not None:
+            self._capture.restart_checks()
+
+    def clear(self) -> None:
+        """Forget everything recorded."""
+        self._pool.clear()
+        self._failures, self._suspects, self._looks_closer = None, set(), False
+        self._check.clear()
+        if self._capture is not None:
+            self._capture.clear()
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
+        self._pool.is_open = False
+        for handle in self._handles:
+            handle.remove()
+        for untap in self._untap:
+            untap()
+        self._check.remove_hooks()
+        if self._capture is not None:
+            self._capture.remove_hooks()
+        self.clear()
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled parts of a model run as they are."""
+    # torch 2.7 has it, too. Where nothing was compiled, the compiler need not be loaded.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
+
+
+def _first_tensor(tree: Any, dim: int) -> Tensor | None:
+    """Return the first tensor in nested arguments that has a dimension; traced with the model."""
+    if isinstance(tree, Tensor):
+        return tree if tree.dim() > dim else None
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, tuple | list):
+        for one in tree:
+            found = _first_tensor(one, dim)
+            if found is not None:
+                return found
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Say whether two results of a model are the same."""
+    pairs = list(zip(tensor_leaves(one), tensor_leaves(other), strict=True))
+    return all(
+        a.shape == b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-3, equal_nan=True)
+        for a, b in pairs
+    )

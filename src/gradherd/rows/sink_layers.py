@@ -1,0 +1,548 @@
+"""The layers that have rows by the sink: how each computes them from its input and gradient.
+
+Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, c columns.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradherd.rows.sink import TAP, SinkPool, SketchedLayer, Tap, Tapped, Wanted, is_trained
+from gradherd.rows.sink_maps import (
+    MOST_BUCKETS,
+    MapTensors,
+    MatrixMap,
+    OuterMap,
+    VectorMap,
+    added,
+    products,
+)
+from gradherd.rows.sketch import has_kernels
+
+
+class MapSettings:
+    """Sizes and seed of the maps of one model."""
+
+    def __init__(self, columns: int, size: int, seed: int, like: Tensor) -> None:
+        """Keep.
+
+        Args:
+            columns: c, of projections.
+            size: Elements of a row.
+            seed: Seed of all signs.
+            like: A tensor of the rows' dtype and device.
+        """
+        self.columns, self.size, self.seed, self.like = columns, size, seed, like
+        self.tensors = MapTensors()
+        self.buckets = min(MOST_BUCKETS, size)
+
+    def matrix(self, shape: tuple[int, int], name: str, *, keep: int) -> MatrixMap:
+        """Return the map of a weight with many positions."""
+        return MatrixMap(
+            shape, keep=keep, columns=self.columns, seed=self.seed, name=name, like=self.like
+        )
+
+    def outer(self, shape: tuple[int, int], name: str) -> MatrixMap | OuterMap:
+        """Return the map of a weight with one position."""
+        short, long = min(shape), max(shape)
+        if math.prod(shape) <= max(self.size, MOST_BUCKETS):  # exact: nothing is projected
+            keep = shape.index(short)
+            return MatrixMap(
+                shape, keep=keep, columns=long, seed=self.seed, name=name, like=self.like
+            )
+        return OuterMap(shape, buckets=self.buckets, seed=self.seed, name=name, like=self.like)
+
+    def vector(self, sizes: dict[str, int], name: str) -> VectorMap:
+        """Return the map of biases and scales."""
+        return VectorMap(sizes, seed=self.seed, name=name, like=self.like)
+
+
+def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
+    """Return a tensor (..., *features) as (n, T, *features)."""
+    moved = tensor.movedim(dim, 0) if dim else tensor
+    leading = tensor.dim() - features
+    if leading == 2:
+        return moved
+    return moved.reshape(moved.shape[0], -1, *tensor.shape[leading:])
+
+
+def summed(grads: Tensor, dim: int, like: Tensor) -> Tensor:
+    """Add up gradients over positions, in the precision of rows."""
+    return grads.sum(dim, dtype=like.dtype)
+
+
+class LinearLayer(SketchedLayer):
+    """nn.Linear, and transformers' Conv1D, whose weight is transposed."""
+
+    def __init__(self, name: str, pool: SinkPool, *, transposed: bool = False) -> None:
+        super().__init__(name, pool)
+        self.transposed, self.casts = transposed, True
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows from inputs (..., I) and gradients (..., O)."""
+        dim, part, single = use
+        left, matrix = examples_first(grads, dim, 1), None
+        if wanted[0]:
+            right = examples_first(inputs, dim, 1)
+            one = self.single if single else self.matrix
+            matrix = linear_rows(one, left, right, self.transposed, part, wanted[2])
+        vector = None
+        if wanted[1]:
+            like = self.pool.like
+            total = left[:, 0].to(like.dtype) if single else summed(left, 1, like)
+            if part is not None:
+                total = F.pad(total, (part[0], self.vector.size - part[1]))
+            vector = self.vector.rows(total, wanted[3])
+        return matrix, vector
+
+
+def linear_rows(
+    matrix: MatrixMap | OuterMap,
+    left: Tensor,
+    right: Tensor,
+    transposed: bool,
+    part: tuple[int, int] | None,
+    onto: Tensor | None,
+) -> Tensor:
+    """Return the rows of a weight from gradients (n, T, O) and inputs (n, T, I).
+
+    Args:
+        matrix: Its map.
+        left: The gradients.
+        right: The inputs.
+        transposed: Whether the weight is (I, O).
+        part: The outputs that `left` is about, if not all.
+        onto: What to add them to, if not None.
+    """
+    first, second = (right, left) if transposed else (left, right)
+    if isinstance(matrix, OuterMap):
+        return matrix.rows(first, second, onto)
+    projected, kept = (first, second) if matrix.keep == 1 else (second, first)
+    if part is None:
+        return matrix.rows(projected, kept, onto)
+    # Projections of attention: weights of queries, keys and values are one parameter.
+    side = matrix.side_for(projected)[part[0] : part[1]]
+    return matrix.combine(projected @ side, kept, onto)
+
+
+class ConvLayer(SketchedLayer):
+    """Convolutions and transposed ones, over one to three dimensions, with groups."""
+
+    def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
+        super().__init__(name, pool)
+        self.casts = self.batch_is_first = True
+        self.features = module.weight.dim() - 1
+        self.transposed: bool = module.transposed
+        self.groups: int = module.groups
+        self.stride, self.dilation = tuple(module.stride), tuple(module.dilation)
+        padding, sizes = module.padding, module.kernel_size
+        self.pad: tuple[tuple[int, ...], str] | None = None
+        if isinstance(padding, str) or module.padding_mode != "zeros":
+            # As the layer pads its input: on both sides of each dimension, the last one first.
+            if padding == "same":
+                around = [d * (k - 1) for d, k in zip(module.dilation, sizes, strict=True)]
+                pairs = [(one // 2, one - one // 2) for one in around]
+            else:
+                given = (0,) * len(sizes) if isinstance(padding, str) else padding
+                pairs = [(one, one) for one in given]
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            self.pad = (tuple(side for pair in reversed(pairs) for side in pair), mode)
+            padding = (0,) * len(sizes)
+        self.padding, self.window = tuple(padding), tuple(sizes)
+        self.may_be_single = not (self.transposed or self.pad or any(padding)) and self.groups == 1
+
+    def is_single(self, shape: torch.Size) -> bool:
+        """Say whether the window fits into the input just once."""
+        return tuple(shape[2:]) == self.window
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows from inputs (n, C, ...) and gradients (n, O, ...)."""
+        vector = None
+        if wanted[1]:
+            total = summed(grads.flatten(2), 2, self.pool.like)
+            vector = self.vector.rows(total, wanted[3])
+        if not wanted[0]:
+            return None, vector
+        if use[2]:
+            left, right = grads.flatten(1)[:, None], inputs.flatten(1)[:, None]
+            return linear_rows(self.single, left, right, False, None, wanted[2]), vector
+        # A transposed convolution is a convolution from its output to its input.
+        small, large = (grads, inputs) if self.transposed else (inputs, grads)
+        if self.pad is not None:
+            small = F.pad(small, self.pad[0], mode=self.pad[1])
+        matrix, groups, n = self.matrix, self.groups, inputs.shape[0]
+        if groups > 1:  # All groups share the filters; outputs tell them apart.
+            small = small.reshape(n * groups, -1, *small.shape[2:])
+        thin = matrix.thin(small.to(large.dtype), self.stride, self.padding, self.dilation)
+        thin = thin.flatten(2)
+        if groups == 1:
+            columns = products(thin, large.flatten(2).transpose(1, 2))
+            return matrix.finish(columns, wanted[2]), vector
+        right = large.reshape(n * groups, -1, thin.shape[-1]).transpose(1, 2)
+        columns = products(thin, right).unflatten(0, (n, groups))
+        return matrix.finish(columns.transpose(1, 2).flatten(2), wanted[2]), vector
+
+
+class EmbeddingLayer(SketchedLayer):
+    """nn.Embedding. What all examples look up together, as positions, each gets a copy of."""
+
+    def __init__(self, name: str, pool: SinkPool, padding: int | None) -> None:
+        super().__init__(name, pool)
+        self.features, self.padding = 0, padding
+        self.may_share = True
+        """Whether all inputs without a batch that were looked at have the shape (1, T) or (T,)."""
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows from tokens (..., T) and gradients (..., T, O)."""
+        dim = use[0]
+        right = examples_first(grads, max(dim, 0), 1)
+        if dim < 0:  # shared: `shown` has expanded the output
+            tokens = inputs.reshape(1, -1).expand(right.shape[0], -1)
+        else:
+            moved = inputs.movedim(dim, 0)
+            tokens = moved.reshape(moved.shape[0], -1)
+        matrix = self.matrix
+        if right.dim() == 2:
+            right = right.unsqueeze(1)
+        thin = F.embedding(tokens, matrix.side_for(right))
+        if self.padding is not None:
+            thin = thin * (tokens != self.padding).unsqueeze(-1)
+        return matrix.combine(thin, right, wanted[2]), None
+
+    def shown(self, output: Tensor, use: Any) -> Tensor:
+        """Give every example its own copy of what all share."""
+        if use[0] >= 0:
+            return output
+        rest = output.shape if output.dim() == 2 else output.shape[1:]
+        return output.expand(-use[0], *rest)
+
+    def given(self, grads: Tensor, use: Any) -> Tensor:
+        """Add up the gradients of the copies."""
+        return grads if use[0] >= 0 else grads.sum(0, keepdim=use[1])
+
+    def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
+        """Tap a look-up of shape (1, T) or (T,), whose result is broadcast over the examples."""
+        pool, batch = self.pool, self.pool.expands()
+        fits = inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1)
+        if pool.recorded is not None and not fits:
+            self.may_share = False
+        if batch is None or not fits or not self.may_share:
+            return super().tap_shared(module, inputs, output)
+        if pool.recorded is not None:
+            return self.shown(output, (-batch,))
+        matrix, _ = self.sinks(module, False)
+        if matrix is None:
+            return output
+        use = (-batch, output.dim() > 2)
+        tapped: Tensor = Tap.apply(output, inputs, matrix, None, self, use)  # type: ignore[no-untyped-call]
+        return tapped
+
+
+def norm_kernels(inputs: Tensor) -> Any:
+    """Return the module with kernels for norms; None where they do not run or are not needed."""
+    if torch.compiler.is_compiling() or not has_kernels(inputs.device):
+        return None
+    # Imported here: Triton is optional, and absent where there is no GPU.
+    from gradherd.rows import triton_norms
+
+    return triton_norms
+
+
+class NormLayer(SketchedLayer):
+    """Scale and shift behind a normalisation, which is repeated."""
+
+    def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
+        super().__init__(name, pool)
+        self.parts: tuple[str, ...] = ()
+        """Which of scale and shift have rows, in this order."""
+        self.eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+
+    def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Return what the scale is multiplied with."""
+        raise NotImplementedError
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows from inputs and gradients of one shape."""
+        if all(use[1]) and (kernels := norm_kernels(inputs)):
+            rows = self.kernel_rows(kernels, inputs, grads, use[0], saved)
+            if rows is not None:
+                return None, added(rows, wanted[3])
+        found = []
+        for part, trains in zip(self.parts, use[1], strict=True):
+            if part == "bias":
+                rows = self.summed(grads, use[0])
+            else:
+                rows = self.scale_rows(inputs, grads, use[0], saved)
+            found.append(rows if trains else rows * 0)
+        vectors = found[0] if len(found) == 1 else torch.cat(found, 1)
+        return None, self.vector.rows(vectors, wanted[3])
+
+    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any = None) -> Tensor:
+        """Return the output, behind a tap if rows are wanted."""
+        # Either may have been frozen since.
+        return super().tap(
+            module, inputs, output, tuple(is_trained(module, (part,)) for part in self.parts)
+        )
+
+    def kernel_rows(
+        self, kernels: Any, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        """Return the rows by kernels of our own; None if they cannot."""
+        return None
+
+    def scale_rows(
+        self, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return each example's gradient of the scale."""
+        return self.summed(grads * self.normalized(inputs, saved), dim)
+
+    def summed(self, each: Tensor, dim: int) -> Tensor:
+        """Add up over the positions of each example."""
+        moved, dtype = each.movedim(dim, 0) if dim else each, self.pool.like.dtype
+        over = self.summed_dims(moved)
+        return (moved.sum(over, dtype=dtype) if over else moved.to(dtype)).flatten(1)
+
+    def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
+        """Return the dimensions of a tensor (n, ...) that are positions."""
+        raise NotImplementedError
+
+
+class LastDimsNorm(NormLayer):
+    """nn.LayerNorm, nn.RMSNorm, and norms of transformers that compute the same."""
+
+    def __init__(self, name: str, pool: SinkPool, module: Any, *, rms: bool) -> None:
+        super().__init__(name, pool, module)
+        self.shape, self.rms = tuple(module.weight.shape), rms
+        self.features = len(self.shape)
+        # Those of transformers normalise in float32, whatever the precision of the model.
+        self.in_float32 = not isinstance(module, nn.LayerNorm | nn.RMSNorm)
+
+    def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Normalise the last dimensions."""
+        norm = F.rms_norm if self.rms else F.layer_norm
+        wide = inputs.float() if self.in_float32 or inputs.dtype.itemsize < 4 else inputs
+        return norm(wide, self.shape, eps=self.eps)
+
+    def kernel_rows(
+        self, kernels: Any, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        """Return the rows by one kernel."""
+        if dim or len(self.shape) > 1 or self.parts[0] != "weight":
+            return None
+        if not kernels.reads_positions(inputs, grads) or self.pool.like.dtype != torch.float32:
+            return None
+        signs, eps = self.vector.signs, self.eps
+        if eps is None:
+            eps = torch.finfo(inputs.dtype).eps
+        rows: Tensor = kernels.position_norm_rows(inputs, grads, signs, eps, rms=self.rms)
+        return rows
+
+    def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
+        """Return all dimensions between examples and features."""
+        return tuple(range(1, moved.dim() - len(self.shape)))
+
+
+class ChannelNorm(NormLayer):
+    """nn.GroupNorm and BatchNorm: inputs (n, C, ...)."""
+
+    def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
+        super().__init__(name, pool, module)
+        self.groups: int = getattr(module, "num_groups", 0)
+        self.batch_is_first = True
+
+    def saved(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Return the running statistics that BatchNorm uses in evaluation mode."""
+        running = getattr(module, "running_mean", None)
+        if self.groups or module.training or running is None:
+            return ()
+        return running.clone(), module.running_var.clone()  # type: ignore[operator]
+
+    def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        """Normalise groups of channels."""
+        wide = inputs.float() if inputs.dtype.itemsize < 4 else inputs
+        return F.group_norm(wide, self.groups, eps=self.eps)
+
+    def scale_rows(
+        self, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return each example's gradient of the scale."""
+        if self.groups:
+            return super().scale_rows(inputs, grads, dim, saved)
+        wide = inputs.float() if inputs.dtype.itemsize < 4 else inputs
+        over = (0, *range(2, inputs.dim()))
+        # As the layer computes them, so that a compiler finds that it has them already.
+        mean, var = (saved[0], saved[1]) if saved else (None, None)
+        if mean is None or var is None:
+            var, mean = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+        mean, var = mean.flatten().to(wide), var.flatten().to(wide)
+        # Mean and deviation of a channel are taken out of the sum over its positions.
+        total = self.summed(grads * inputs, dim) - mean * self.summed(grads, dim)
+        rows: Tensor = total * (var + self.eps).rsqrt()
+        return rows
+
+    def kernel_rows(
+        self, kernels: Any, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        """Return the rows of a BatchNorm in training by two kernels."""
+        if self.groups or saved or self.parts != ("weight", "bias") or inputs.dim() < 3:
+            return None
+        if self.pool.like.dtype != torch.float32:
+            return None
+        rows: Tensor = kernels.batch_norm_rows(inputs, grads, self.vector.signs, self.eps)
+        return rows
+
+    def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
+        """Return all dimensions behind the channels."""
+        return tuple(range(2, moved.dim()))
+
+
+class DirectLayer(SketchedLayer):
+    """A parameter of shape (1, ...) that its module uses itself: a class token, positions.
+
+    All examples share it, so its gradient is a sum over them. While the model runs, the module gets
+    it with a copy for each example instead, which broadcasts alike. Whether it does is tried when
+    batch dimensions are looked for.
+    """
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the copies."""
+        vectors = grads.flatten(1).to(self.pool.like.dtype)
+        return None, self.vector.rows(vectors, wanted[3])
+
+    def shown(self, output: Tensor, use: Any) -> Tensor:
+        """Return a copy for each example."""
+        return output.expand(use, *output.shape[1:])
+
+    def given(self, grads: Tensor, use: Any) -> Tensor:
+        """Add up the gradients of the copies."""
+        return grads.sum(0, keepdim=True)
+
+    def expanded(self, parameter: Tensor) -> Tensor:
+        """Return the parameter as the module gets it."""
+        pool, batch = self.pool, self.pool.expands()
+        if batch is None:
+            return parameter
+        if pool.recorded is not None:
+            return self.shown(parameter, batch)
+        if not pool.is_open or not torch.is_grad_enabled() or not parameter.requires_grad:
+            return parameter
+        sink = (self.own if pool.is_apart_now() else self.shared)[1]
+        tapped: Tensor = Tap.apply(parameter, parameter.detach(), None, sink, self, batch)  # type: ignore[no-untyped-call]
+        return tapped
+
+
+class TappedParameters(Tapped):
+    """A module whose own parameters are read through `DirectLayer`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as it is."""
+        return super(Tapped, self).forward(*args, **kwargs)  # type: ignore[misc]
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter."""
+        layers: dict[str, DirectLayer] = self.__dict__[TAP]
+        return layers[name].expanded(self._parameters[name])  # type: ignore[attr-defined]
+
+
+class TappedAttention(Tapped):
+    """nn.MultiheadAttention whose projections are tapped.
+
+    torch's own forward hands the weights to one function; this one computes the same step by step.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; see `torch.nn.MultiheadAttention`."""
+        module: Any = self
+        tokens = query.dim() - 2 if module.batch_first else 0  # unbatched inputs are (T, E)
+        if query.dim() != 3 or query.is_nested or (is_causal and attn_mask is None):
+            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return super(Tapped, self).forward(query, key, value, *options)  # type: ignore[misc, no-any-return]
+        layers: dict[str, LinearLayer] = module._gradherd_tap
+        size, heads = module.embed_dim, module.num_heads
+
+        def linear(inputs: Tensor, lo: int, hi: int) -> Tensor:
+            bias = None if module.in_proj_bias is None else module.in_proj_bias[lo:hi]
+            inputs = as_autocast(inputs)
+            output = F.linear(inputs, module.in_proj_weight[lo:hi], bias)
+            part = None if (lo, hi) == (0, 3 * size) else (lo, hi)
+            return layers["in_proj"].tap(module, inputs, output, part)
+
+        if query is key and key is value:
+            parts = linear(query, 0, 3 * size).chunk(3, -1)
+        elif key is value:
+            parts = (linear(query, 0, size), *linear(key, size, 3 * size).chunk(2, -1))
+        else:
+            each = (query, key, value)
+            parts = tuple(linear(one, at * size, (at + 1) * size) for at, one in enumerate(each))
+        # (B, heads, T, size of a head), whatever comes first outside.
+        order = (0, 2, 1, 3) if tokens else (1, 2, 0, 3)
+        q, k, v = (one.unflatten(-1, (heads, size // heads)).permute(order) for one in parts)
+        mask = attention_mask(q, k, attn_mask, key_padding_mask)
+        dropout = module.dropout if module.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * (size // heads) ** -0.5) @ k.transpose(-1, -2)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            mixed = weights @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        mixed = as_autocast(mixed.permute(order if tokens else (2, 0, 1, 3)).flatten(2))
+        out = module.out_proj
+        output = F.linear(mixed, out.weight, out.bias)
+        output = layers["out_proj"].tap(out, mixed, output)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        return output, weights
+
+
+def as_autocast(inputs: Tensor) -> Tensor:
+    """Return a layer's input in the precision that autocast gives it."""
+    kind = inputs.device.type
+    if torch.is_autocast_enabled(kind) and inputs.dtype == torch.float32:
+        return inputs.to(torch.get_autocast_dtype(kind))
+    return inputs
+
+
+def attention_mask(
+    q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None
+) -> Tensor | None:
+    """Return what is added to scores (B, heads, T, S): -inf for places that are masked."""
+    if mask is not None:
+        mask = additive(mask, q)
+        if mask.dim() == 3:
+            mask = mask.unflatten(0, (q.shape[0], -1))
+    if padding is None:
+        return mask
+    padding = additive(padding, q)[:, None, None, :]
+    return padding if mask is None else mask + padding
+
+
+def additive(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask as numbers to add; in a boolean one, True is masked."""
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))

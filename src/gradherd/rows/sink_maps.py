@@ -1,0 +1,360 @@
+"""Linear maps that take a parameter's gradient to a few columns of a row.
+
+A row is a random linear map of one example's gradient that keeps inner products on average. It must
+be computed from what a layer's backward has at hand, the input x_t and the output gradient g_t of
+each position t, without forming the gradient G = sum of g_t x_t^T itself:
+
+- `MatrixMap`, for layers with many positions: one side of G is multiplied by c columns of random
+  signs, the other is kept with a sign for each element: (Q^T g_t) x_t^T, two thin products. The
+  variance of an inner product is |G_i^T G_j|^2 / c, about (Frobenius norms). Signs on the kept side
+  keep layers apart that share their columns.
+- `OuterMap`, for layers with one position: G has rank one, where a projection of one side is
+  coarse. Its tensor sketch (Pham and Pagh, KDD 2013) is as good as a plain sketch of the whole
+  matrix: the circular convolution of two count sketches. Kept as a spectrum, so that layers are
+  added up before the one transform back.
+- `VectorMap`, for biases and scales: a sign for each element, and nothing is lost.
+
+Every map also takes a whole gradient (`project`): rows are checked by comparing their sum with it.
+
+Shapes: B examples, T positions, P elements of the projected side and K of the kept one, c columns,
+k buckets of a tensor sketch, N elements of a vector.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradherd.rows.sketch import hashed_permutation, random_signs
+
+MOST_KEPT = 1024
+"""Elements of the kept side, above which it is folded: c x 1024 columns are enough."""
+_MAX_TEMPORARY = 1 << 22
+_ALIGNED = 64  # elements
+MOST_BUCKETS = 4096
+"""Buckets of a tensor sketch: the error of an inner product is 2 % of the norms."""
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices of each example, (B, c, T) and (B, T, K): (B, c, K)."""
+    if not left.is_cuda:
+        # Some CPUs take a hundred times as long for thin matrices that are transposed.
+        left, right = left.contiguous(), right.contiguous()
+    return torch.bmm(left, right)
+
+
+def added(rows: Tensor, onto: Tensor | None) -> Tensor:
+    """Return rows (B, N), or what they were added to."""
+    if onto is None:
+        return rows
+    onto[: len(rows)] += rows
+    return onto
+
+
+class MapTensors:
+    """The tensors of all maps of a model, side by side.
+
+    A graph of the whole model takes them as a few long inputs instead of hundreds: each input of a
+    graph is checked, saved and handed on at every step. Graphs of single blocks, which all blocks
+    share, take what their own layers hold.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole: bool = False
+        """Whether the graph that is traced is that of the whole model."""
+        self.flat: dict[str, Tensor] = {}
+        """By dtype."""
+
+    def pack(self, maps: Iterable["Map"]) -> None:
+        """Lay out the tensors of maps; theirs become views."""
+        tensors: dict[str, list[tuple[Map, str, Tensor]]] = {}
+        for one in maps:
+            one.store = self
+            for name, tensor in vars(one).items():
+                if isinstance(tensor, Tensor) and name not in one.places_of:
+                    tensors.setdefault(str(tensor.dtype), []).append((one, name, tensor))
+        for kind, members in tensors.items():
+            ends = [0]
+            for _, _, tensor in members:  # aligned, as kernels want it
+                ends.append(ends[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED)
+            flat = members[0][2].new_zeros(ends[-1])
+            for (one, name, tensor), begin in zip(members, ends, strict=False):
+                end = begin + tensor.numel()
+                flat[begin:end] = tensor.flatten()
+                setattr(one, name, flat[begin:end].view(tensor.shape))
+                one.places_of[name] = (kind, begin, end, tuple(tensor.shape))
+            self.flat[kind] = flat
+
+
+class Map:
+    """What takes a gradient to columns of a row."""
+
+    size: int
+    """Columns."""
+
+    def __init__(self) -> None:
+        self.store: MapTensors | None = None
+        self.places_of: dict[str, tuple[str, int, int, tuple[int, ...]]] = {}
+        """Where tensors lie in `store`, by their names."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of the map's tensors."""
+        store = self.store
+        if store is not None and store.is_whole and torch.compiler.is_compiling():
+            kind, begin, end, shape = self.places_of[name]
+            return store.flat[kind][begin:end].view(shape)
+        own: Tensor = getattr(self, name)
+        return own
+
+
+class MatrixMap(Map):
+    """Projects one dimension of a (rows, columns) gradient, and keeps the other."""
+
+    def __init__(
+        self, shape: tuple[int, int], *, keep: int, columns: int, seed: int, name: str, like: Tensor
+    ) -> None:
+        """Draw the signs.
+
+        Args:
+            shape: Of the gradient as a matrix.
+            keep: The dimension that is kept, 0 or 1.
+            columns: c, at most; a side that is no longer is not projected.
+            seed: Seed of the signs.
+            name: Of the parameter.
+            like: A tensor of the rows' dtype and device.
+        """
+        super().__init__()
+        self.keep, kept, projected = keep, shape[keep], shape[1 - keep]
+        self.columns = min(columns, projected)
+        if self.columns == projected:
+            side = torch.eye(projected)
+        else:
+            side = random_signs(seed, name, projected, self.columns) / math.sqrt(self.columns)
+        self._keep_sides(side, like)
+        # In the precision of rows: products in half precision become rows as they get their signs.
+        self.signs = random_signs(seed, f"{name}/kept", kept, 1)[:, 0].to(like)
+        self.folds = -(-kept // MOST_KEPT)
+        self.width = -(-kept // self.folds)
+        self.size = self.columns * self.width
+
+    def _keep_sides(self, side: Tensor, like: Tensor) -> None:
+        self.side = side.to(like)
+        # Autocast multiplies in lower precision. Kept apart, so that no step converts it.
+        self.half_side = self.side.bfloat16() if like.dtype == torch.float32 else self.side
+
+    def side_for(self, factor: Tensor) -> Tensor:
+        """Return the (P, c) matrix in the dtype of a factor."""
+        if factor.dtype == torch.bfloat16:
+            return self.tensor("half_side")
+        return self.tensor("side").to(factor.dtype)
+
+    def rows(self, projected: Tensor, kept: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the rows (B, size) of factors (B, T, P) and (B, T, K).
+
+        With `onto`, (B or more, size), they are added to it instead, in place.
+        """
+        return self.combine(projected @ self.side_for(projected), kept, onto)
+
+    def combine(self, thin: Tensor, kept: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Do the same with a factor that is projected already, (B, T, c)."""
+        return self.finish(products(thin.transpose(1, 2), kept.to(thin.dtype)), onto)
+
+    def finish(self, columns: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Give columns (..., c, K) their signs, fold and flatten them: (..., size)."""
+        if onto is not None and self.folds == 1:
+            onto[: len(columns)].view(columns.shape).addcmul_(columns, self.signs)
+            return onto
+        signed = columns * self.tensor("signs")
+        if self.folds > 1:
+            signed = F.pad(signed, (0, self.folds * self.width - signed.shape[-1]))
+            signed = signed.unflatten(-1, (self.folds, self.width)).sum(-2)
+        return added(signed.flatten(-2), onto)
+
+    def project(self, grad: Tensor) -> Tensor:
+        """Return the columns (size,) of a whole gradient, viewed as a matrix."""
+        matrix = grad if self.keep == 1 else grad.T
+        return self.finish(self.side.to(grad.dtype).T @ matrix)
+
+
+class FilterMap(MatrixMap):
+    """Projects the windows of a convolution by c random filters, and keeps the outputs.
+
+    With many channels a filter is the outer product of signs for channels and signs for places in
+    the window: then channels are added up first, and the window over few columns. Products of
+    independent signs are uncorrelated, too.
+    """
+
+    def __init__(
+        self, weight: tuple[int, ...], *, columns: int, seed: int, name: str, like: Tensor
+    ) -> None:
+        """Draw the signs.
+
+        Args:
+            weight: Shape (outputs, channels of a group, *window) of the weight.
+            columns: c, at most.
+            seed: Seed of the signs.
+            name: Of the parameter.
+            like: A tensor of the rows' dtype and device.
+        """
+        outputs, channels, *window = weight
+        places = math.prod(window)
+        shape = (outputs, channels * places)
+        super().__init__(shape, keep=0, columns=columns, seed=seed, name=name, like=like)
+        c = self.columns
+        self.places: Tensor | None = None
+        """(c, 1, *window) signs, if filters are products."""
+        if places > 1 and channels >= c and c < channels * places:
+            across = random_signs(seed, name, channels, c)
+            places_signs = random_signs(seed, f"{name}/window", places, c)
+            side = (across.unsqueeze(1) * places_signs).flatten(0, 1) / math.sqrt(c)
+            self._keep_sides(side, like)
+            self.places = places_signs.T.reshape(c, 1, *window).contiguous().to(like)
+            self.filters = (across.T / math.sqrt(c)).reshape(c, channels, *(1 for _ in window))
+        else:
+            self.filters = self.side.T.reshape(c, channels, *window)
+        self.filters = self.filters.contiguous().to(like)
+        lower = like.dtype == torch.float32
+        self.half_filters = self.filters.bfloat16() if lower else self.filters
+        self.half_places = self.places
+        if lower and self.places is not None:
+            self.half_places = self.places.bfloat16()
+
+    def thin(
+        self, inputs: Tensor, stride: tuple[int, ...], padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+    ) -> Tensor:  # fmt: skip
+        """Slide the filters over inputs (B, channels, ...): (B, c, ...)."""
+        conv = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+        half = inputs.dtype == torch.bfloat16
+        filters = self.tensor("half_filters" if half else "filters").to(inputs.dtype)
+        if self.places is None and not self.is_pointwise(stride, padding):
+            return conv(inputs, filters, None, stride, padding, dilation)
+        # A product over channels, in whatever layout the input has: cuDNN would convert it.
+        if inputs.is_contiguous():
+            across = filters.flatten(1) @ inputs.flatten(2)
+            across = across.unflatten(2, inputs.shape[2:])
+        else:
+            across = conv(inputs, filters)
+        if self.places is None:
+            return across
+        places = self.tensor("half_places" if half else "places").to(inputs.dtype)
+        return conv(across, places, None, stride, padding, dilation, groups=self.columns)
+
+    def is_pointwise(self, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
+        """Say whether every output depends on the input at its own place alone."""
+        window = self.filters[0, 0].numel()
+        return window == 1 and all(one == 1 for one in stride) and not any(padding)
+
+
+class OuterMap(Map):
+    """Sketches the outer product of two vectors: (rows, columns) to a spectrum of k buckets."""
+
+    def __init__(
+        self, shape: tuple[int, int], *, buckets: int, seed: int, name: str, like: Tensor
+    ) -> None:
+        """Draw the hashes; see `MatrixMap`."""
+        super().__init__()
+        self.buckets = buckets
+        self.size = 2 * (buckets // 2 + 1)
+        self._shape = shape
+        # One side is hashed at random; then pairs collide at random, however the other side is
+        # hashed: it is cut into pieces of k. Taking pieces costs less, so the longer one is cut.
+        self._shuffled = 0 if shape[0] <= shape[1] else 1
+        turns = -(-shape[self._shuffled] // buckets)
+        order = hashed_permutation(seed, name, turns * buckets)
+        inside = order < shape[self._shuffled]
+        # Every bucket takes as many elements; those past the end take the first with no weight.
+        self.order = torch.where(inside, order, 0).to(like.device)
+        drawn = []
+        for side, size in enumerate(shape):
+            signs = random_signs(seed, f"{name}/{side}", -(-size // buckets) * buckets, 1)[:, 0]
+            if side == self._shuffled:
+                signs = signs * inside
+            drawn.append(signs.to(like).view(-1, buckets))
+        self.signs, self.column_signs = drawn
+        """(turns, k) signs of rows and columns; without those of rows, nothing is in the sketch."""
+
+    def _sums(self, factor: Tensor, side: int) -> Tensor:
+        """Return the count sketch (..., k) of vectors (..., N)."""
+        signs = self.tensor("column_signs" if side else "signs").to(factor.dtype)
+        k = self.buckets
+        if side == self._shuffled:
+            factor = factor.index_select(-1, self.tensor("order"))
+        total = None
+        for turn in range(len(signs)):
+            piece = factor[..., turn * k : (turn + 1) * k]
+            if piece.shape[-1] < k:
+                piece = F.pad(piece, (0, k - piece.shape[-1]))
+            total = (
+                piece * signs[turn] if total is None else torch.addcmul(total, piece, signs[turn])
+            )
+        assert total is not None
+        return total
+
+    def rows(self, left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the spectra (B, size) of factors (B, T, rows) and (B, T, columns)."""
+        spectra = []
+        for side, factor in enumerate((left, right)):
+            wide = factor.float() if factor.dtype.itemsize < 4 else factor
+            spectra.append(torch.view_as_real(torch.fft.rfft(self._sums(wide, side))))
+        # Written out: compilers do not know complex numbers.
+        (a, b), (c, d) = (one.unbind(-1) for one in spectra)
+        product = torch.stack([a * c - b * d, a * d + b * c], -1).flatten(-2)
+        return added(product[:, 0] if product.shape[1] == 1 else product.sum(1), onto)
+
+    def project(self, grad: Tensor) -> Tensor:
+        """Return the spectrum (size,) of a whole gradient."""
+        wide = self._sums(grad, 1)  # (rows, k)
+        signs = self.signs.flatten().to(grad.dtype)
+        taken = self.order if self._shuffled == 0 else torch.arange(self._shape[0])
+        taken, places = taken.to(grad.device), torch.arange(self.buckets, device=grad.device)
+        sums = grad.new_zeros(self.buckets)
+        step = max(1, _MAX_TEMPORARY // self.buckets)
+        for lo in range(0, len(taken), step):
+            rows = taken[lo : lo + step]
+            signed = wide[rows] * signs[lo : lo + len(rows), None]
+            # The bucket of (i, j) is the sum of both buckets, so each row is rotated by its own.
+            turned = places + torch.arange(lo, lo + len(rows), device=grad.device)[:, None]
+            sums = sums.index_add(0, (turned % self.buckets).flatten(), signed.flatten())
+        return torch.view_as_real(torch.fft.rfft(sums)).flatten()
+
+    def vectors(self, spectra: Tensor) -> Tensor:
+        """Return what spectra (B, size) stand for: (B, k)."""
+        spectrum = torch.view_as_complex(spectra.unflatten(-1, (-1, 2)))
+        vectors: Tensor = torch.fft.irfft(spectrum, n=self.buckets)
+        return vectors
+
+
+class VectorMap(Map):
+    """Gives every element of a vector a sign."""
+
+    def __init__(self, sizes: dict[str, int], *, seed: int, name: str, like: Tensor) -> None:
+        """Draw the signs.
+
+        Args:
+            sizes: Elements of each parameter that is part of the vector, by name.
+            seed: Seed of the signs.
+            name: Of the vector.
+            like: A tensor of the rows' dtype and device.
+        """
+        super().__init__()
+        self.size = sum(sizes.values())
+        self.signs = random_signs(seed, f"{name}/vector", self.size, 1)[:, 0].to(like)
+        begin = 0
+        self.parts: dict[str, slice] = {}
+        for local, size in sizes.items():
+            self.parts[local] = slice(begin, begin + size)
+            begin += size
+
+    def rows(self, vectors: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the rows (B, N) of vectors; with `onto`, add them to it."""
+        if onto is None:
+            return vectors * self.tensor("signs")
+        onto[: len(vectors)].addcmul_(vectors, self.signs)
+        return onto
+
+    def project(self, local: str, grad: Tensor) -> Tensor:
+        """Return the columns of one parameter's whole gradient."""
+        return grad.flatten() * self.signs[self.parts[local]].to(grad.dtype)
