@@ -28,6 +28,11 @@ from gradherd.rows.forward_replay import (
 )
 from gradherd.rows.layer_rules import save_statistics
 from gradherd.rows.parameter_owners import ParameterOwner
+from gradherd.rows.torch_names import (
+    call_after_backward,
+    current_backward,
+    top_saving_hooks,
+)
 
 
 class CallRecorder:
@@ -211,7 +216,7 @@ class CallRecorder:
             versions=tensor_versions((args, kwargs)),
             saved=saved,
             # A reentrant checkpoint runs this forward inside the backward.
-            checkpointed=saved is not None or torch._C._current_graph_task_id() != -1,
+            checkpointed=saved is not None or current_backward() != -1,
         )
         # Modules with a rule have one output; only others can return several.
         tensors = [out for out in tensor_leaves(outputs) if out.requires_grad]
@@ -247,7 +252,7 @@ class CallRecorder:
     def _on_grad(self, call: ModuleCall, index: int, grad: Tensor | None) -> None:
         if grad is None:  # fused recurrent kernels report outputs that nothing uses
             return
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task != self._last_task:
             self._last_task = task
             self.began()
@@ -274,7 +279,7 @@ class CallRecorder:
         # A retained graph may run backward several times before the rows are read: add up.
         if call.context is not None and task != self._queued_task:
             self._queued_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+            call_after_backward(self._backward_done)
         key = (task, index)
         before = call.grads.get(key)
         call.grads[key] = grad.detach() if before is None else before + grad.detach()
@@ -305,11 +310,6 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None
         node.register_prehook(lambda grads: hook(grads[index]))
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-top_saving_hooks: Callable[[bool], Any] = _top_hooks or (lambda ignored: True)
-"""Returns the hooks by which autograd recomputes or offloads what it saves now, or None."""
-
-
 class _SaveInput(torch.autograd.Function):
     """Saves a tensor as a layer does that needs its input in the backward."""
 
@@ -334,7 +334,7 @@ def save_input(args: tuple[Any, ...]) -> Any:
         A node of autograd with `saved_tensors`; None where autograd just holds what it saves.
     """
     # torch 2.7 cannot tell whether there are such hooks: there, a reference is held in any case.
-    if _top_hooks is None or _top_hooks(False) is None:
+    if top_saving_hooks is None or top_saving_hooks(False) is None:
         return None
     if len(args) != 1 or not isinstance(args[0], Tensor):
         return None

@@ -129,7 +129,8 @@ class _Planner:
         module, name, pool = owner.module, owner.name, self.pool
         kind = plain_type(module)
         # A parametrized weight is computed before each forward, from parameters of other names.
-        if not set(owner.parameters) <= set(module._parameters) <= {"weight", "bias"}:
+        named = dict(module.named_parameters(recurse=False))
+        if not set(owner.parameters) <= set(named) <= {"weight", "bias"}:
             return None
         if hasattr(module, "parametrizations") or module._forward_pre_hooks:
             return None  # a hook may compute the weight (spectral_norm)

@@ -11,6 +11,7 @@ Shapes: B examples, T positions (all other leading dimensions), C features or ch
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,7 @@ class BatchDim:
         return tensor
 
 
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 NamedTerms = Iterator[tuple[str, Term]]
 Rule = Callable[[nn.Module, Tensor, Tensor, BatchDim, tuple[Tensor, ...]], NamedTerms]
 """(module, inputs, output gradients, batch dimension, saved statistics) to terms by name."""
@@ -132,7 +134,7 @@ def conv(
     # The functions that ConvTerm calls pad symmetrically and with zeros only.
     if isinstance(padding, str) or module.padding_mode != "zeros":
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
+        inputs = F.pad(inputs, padding_of_input(module), mode=mode)
         padding = (0,) * len(module.kernel_size)
     if isinstance(module, nn.Conv1d):
         inputs, grads = inputs.unsqueeze(2), grads.unsqueeze(2)
@@ -148,6 +150,17 @@ def conv(
             groups=module.groups,
         ),
     )
+
+
+def padding_of_input(module: Any) -> tuple[int, ...]:
+    """Return how a convolution pads its input itself, as `F.pad` takes it: last dimension first."""
+    if module.padding == "same":
+        around = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        pairs = [(one // 2, one - one // 2) for one in around]
+    else:
+        valid = (0,) * len(module.kernel_size)
+        pairs = [(one, one) for one in (valid if module.padding == "valid" else module.padding)]
+    return tuple(side for pair in reversed(pairs) for side in pair)
 
 
 def _height_width(sizes: tuple[int, ...], height: int) -> tuple[int, int]:
@@ -193,7 +206,7 @@ def batch_norm(
 
     In evaluation mode `saved` holds the running mean and variance as of the forward.
     """
-    assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    assert isinstance(module, BatchNorm)
     inputs = at_least_float32(batch.require_first(inputs))
     grads = at_least_float32(batch.require_first(grads))
     mean, var = (at_least_float32(saved[0]), at_least_float32(saved[1])) if saved else (None, None)
@@ -202,7 +215,7 @@ def batch_norm(
 
 
 def _scale_and_shift(
-    module: nn.GroupNorm | nn.modules.batchnorm._BatchNorm, normalized: Tensor, grads: Tensor
+    module: "nn.GroupNorm | BatchNorm", normalized: Tensor, grads: Tensor
 ) -> NamedTerms:
     """Yield the terms of one scale and shift per channel: normalized and grads (B, C, ...)."""
     if is_trainable(module.weight):
@@ -233,7 +246,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     for kind, rule in RULES.items():
         # The forward decides, not the class: many libraries subclass nn.Linear and change it.
         if isinstance(module, kind) and type(module).forward is kind.forward:
-            if not set(module._parameters) <= {"weight", "bias"}:
+            if not set(dict(module.named_parameters(recurse=False))) <= {"weight", "bias"}:
                 return None
             # Embedding: the gradient of a token then depends on how often the batch has it.
             if getattr(module, "scale_grad_by_freq", False):
@@ -244,7 +257,7 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 def save_statistics(module: nn.Module) -> tuple[Tensor, ...]:
     """Copy the buffers that a rule needs as they were during the forward."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BatchNorm):
         # In training the batch has its own statistics. In evaluation the buffers are used, and
         # a later forward in training would change them before the rows are read.
         if not module.training and module.running_mean is not None:

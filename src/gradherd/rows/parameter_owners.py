@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -138,18 +137,3 @@ def remove_hook(parameter: nn.Parameter, handle: Any) -> None:
     handle.remove()
     if parameter._backward_hooks is not None and not parameter._backward_hooks:
         parameter._backward_hooks = None
-
-
-def is_reached(parameter: nn.Parameter) -> bool:
-    """Say whether the backward that runs has a gradient for a parameter; needs grad mode.
-
-    The node that accumulates it is asked for anew each time: one that is held would stay on the
-    stream of its first use, and be another one after the parameter has moved.
-    """
-    node: Any = parameter.view_as(parameter).grad_fn
-    if node is None:  # frozen by now
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node.next_functions[0][0])
-    except RuntimeError:  # torch.autograd.grad hands the gradient to the caller
-        return True

@@ -13,7 +13,6 @@ of them is two norms.
 Shapes: B examples, N elements of a parameter, K random vectors.
 """
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -24,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.parameter_owners import is_reached, register_first, remove_hook
+from gradherd.rows.parameter_owners import register_first, remove_hook
 from gradherd.rows.terms import Term
+from gradherd.rows.torch_names import current_backward
 
 log = logging.getLogger("gradherd")
 
@@ -65,7 +65,7 @@ class RowCheck:
         strict: bool = False,
         register: Registrar | None = None,
         project: Callable[[int, Tensor], Tensor] | None = None,
-        always: Set[int] | None = None,
+        keeps_hooks: bool = True,
     ) -> None:
         """Register a hook on each parameter.
 
@@ -77,8 +77,8 @@ class RowCheck:
                 front of the user's hooks.
             project: Linear map of the gradient of a parameter, given by its index, to what rows
                 are compared in. None compares whole gradients, of which a copy is held.
-            always: Parameters, by index, that keep their hooks while no check is due; None is all.
-                What reaches others is then told by `note_backward`.
+            keeps_hooks: Whether parameters keep their hooks while no check is due. A hook in Python
+                for each of them takes longer than many a small layer.
         """
         self.began: Callable[[], None] = lambda: None
         """Called with each gradient of a parameter, before it is noted."""
@@ -103,19 +103,15 @@ class RowCheck:
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
         self._parameters, self._register = parameters, register or register_first
-        self._always = range(len(parameters)) if always is None else always
-        self._last = 0  # the parameter that the last backward was found to reach
+        self._keeps_hooks = keeps_hooks
         self._handles: dict[int, Any] = {}
         self._set_hooks()
 
     def _set_hooks(self) -> None:
-        """Register the hooks that are missing and remove those that are not needed.
-
-        A hook in Python for each parameter takes longer than many a small layer.
-        """
+        """Register the hooks that are missing and remove those that are not needed."""
         for index, parameter in enumerate(self._parameters):
-            # No layer's hook need run when a backward reaches a parameter that is left out.
-            if self.due or index in self._always or self.is_left_out(index):
+            # A backward may reach nothing but parameters that are left out, and counts.
+            if self.due or self._keeps_hooks or self.is_left_out(index):
                 if index not in self._handles:
                     self._handles[index] = self._register(parameter, self._hook(index))
             elif index in self._handles:
@@ -127,7 +123,7 @@ class RowCheck:
         def hook(grad: Tensor) -> None:
             self.began()
             self.reached = True
-            task = torch._C._current_graph_task_id()
+            task = current_backward()
             if not tasks:
                 self._noted.append(tasks)
             tasks.add(task)
@@ -137,25 +133,9 @@ class RowCheck:
 
         return hook
 
-    def note_backward(self, task: int) -> None:
-        """Note whether the backward that runs, of this number, reaches a parameter without a hook.
-
-        Called with its first gradient. A gradient of inputs alone, for a penalty, reaches none.
-        """
-        count = len(self._parameters)
-        if len(self._handles) == count or task in self.all_tasks:
-            return
-        with torch.enable_grad():
-            # Steps are alike, so one question is enough, most of the time.
-            for index in itertools.chain(range(self._last, count), range(self._last)):
-                if index not in self._handles and is_reached(self._parameters[index]):
-                    self._last, self.reached = index, True
-                    self.all_tasks.add(task)
-                    return
-
     def _receive(self, index: int, grad: Tensor) -> None:
         """Compare a gradient with the rows that are known, or keep it for those that are not."""
-        rest = self.sums.compare(index, torch._C._current_graph_task_id(), grad)
+        rest = self.sums.compare(index, current_backward(), grad)
         if rest is None:
             return
         # A copy: autograd may make this tensor p.grad, which is then clipped in place.

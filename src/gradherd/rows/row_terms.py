@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
@@ -22,6 +21,7 @@ from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.parameter_owners import ParameterOwner
 from gradherd.rows.row_check import RowCheck, tolerance
 from gradherd.rows.terms import DenseTerm, Term
+from gradherd.rows.torch_names import current_backward
 
 log = logging.getLogger("gradherd")
 
@@ -161,7 +161,7 @@ class TermReader:
             named_terms = list(self._call_terms(owner, call, {0: grad}, examples))
         except UnbatchedError:
             return False  # the pop knows the number of examples, and names the module
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         for local, term in named_terms:
             if local not in owner.parameters:
                 self._warn_of_unfrozen(owner, local)

@@ -107,7 +107,7 @@ class SinkCapture:
             strict=settings.strict,
             register=sharded,
             project=self._project,
-            always=set(),
+            keeps_hooks=False,
         )
         self._capture: Capture | None = None
         left_out = dict(plan.left_out)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.layer_rules import padding_of_input
 from gradherd.rows.sink import TAP, SinkPool, SketchedLayer, Tap, Tapped, Wanted, is_trained
 from gradherd.rows.sink_maps import (
     MOST_BUCKETS,
@@ -143,15 +144,8 @@ class ConvLayer(SketchedLayer):
         padding, sizes = module.padding, module.kernel_size
         self.pad: tuple[tuple[int, ...], str] | None = None
         if isinstance(padding, str) or module.padding_mode != "zeros":
-            # As the layer pads its input: on both sides of each dimension, the last one first.
-            if padding == "same":
-                around = [d * (k - 1) for d, k in zip(module.dilation, sizes, strict=True)]
-                pairs = [(one // 2, one - one // 2) for one in around]
-            else:
-                given = (0,) * len(sizes) if isinstance(padding, str) else padding
-                pairs = [(one, one) for one in given]
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            self.pad = (tuple(side for pair in reversed(pairs) for side in pair), mode)
+            self.pad = (padding_of_input(module), mode)
             padding = (0,) * len(sizes)
         self.padding, self.window = tuple(padding), tuple(sizes)
         self.may_be_single = not (self.transposed or self.pad or any(padding)) and self.groups == 1

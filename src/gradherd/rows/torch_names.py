@@ -8,16 +8,20 @@ from torch import nn
 
 PRIVATE_NAMES = {
     "torch._C._current_graph_task_id": "tells backwards apart, and whether one runs",
-    "torch._C._will_engine_execute_node": "tells whether a backward reaches a parameter",
     "torch._C._autograd._top_saved_tensors_default_hooks": "tells whether autograd recomputes or "
     "offloads what it saves; torch 2.7 lacks it",
     "torch.Tensor._version": "tells whether a tensor was changed in place",
     "torch.Tensor._backward_hooks": "puts a hook on a gradient in front of the user's",
+    "torch.autograd.Variable._execution_engine": "calls back when a backward is over",
+    "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
+    "torch.nn.Module._modules": "finds wrappers of torch.compile inside a model",
     "torch.nn.Module._parameters": "reads a parameter behind a property of the same name",
     "torch.nn.Module._buffers": "lets a forward that is repeated work on copies of the buffers",
     "torch.nn.Module._forward_pre_hooks": "runs hooks that prepare a module that is run again",
-    "torch._dynamo.decorators": "marks a function that runs while a model is traced, see "
-    "`mark_constant`",
+    "torch.nn.Module._forward_pre_hooks_with_kwargs": "the same",
+    "torch._dynamo.OptimizedModule._orig_mod": "the module inside torch.compile's wrapper",
+    "torch._dynamo.decorators.assume_constant_result": "what `mark_constant` does, without loading "
+    "the compiler",
     "torch.utils._pytree": "finds the tensors in nested arguments",
 }
 """By their full names."""
@@ -31,13 +35,15 @@ def missing_names() -> list[str]:
     """
     missing = []
     for name in PRIVATE_NAMES:
-        found: Any = torch
-        for part in name.split(".")[1:]:
-            if found is nn.Module:  # attributes of instances
-                found = getattr(nn.Module(), part, None)
-            else:
-                found = getattr(found, part, None)
-        if found is None and name != "torch.Tensor._backward_hooks":
+        owner: Any = torch
+        *parents, last = name.split(".")[1:]
+        if parents[0] == "_dynamo":  # loading it takes long, and nothing of it is called here
+            continue
+        for part in parents:
+            owner = getattr(owner, part, None)
+        if owner is nn.Module:  # attributes of instances
+            owner = nn.Module()
+        if not hasattr(owner, last):
             missing.append(name)
     return missing
 
@@ -50,6 +56,17 @@ def mark_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+top_saving_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+"""Returns the hooks by which autograd recomputes or offloads what it saves now, or None."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that runs is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
