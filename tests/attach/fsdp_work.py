@@ -102,6 +102,9 @@ CASES = {
     "mesh 2 2": Case(mesh=(2, 2), epochs=3),
     "mesh 4 1": Case(mesh=(4, 1)),
     "examples on 2 2": Case(mesh=(2, 2), rows="sketch", unit=1),
+    "two-sided examples": Case(rows="two-sided", unit=1),
+    "two-sided examples on 2 2": Case(mesh=(2, 2), rows="two-sided", unit=1),
+    "two-sided examples compiled": Case(rows="two-sided", unit=1, compiled=True),
     "exact examples": Case(rows="exact", unit=1),
     "sketched batches": Case(rows="sketch"),
     "no rows": Case(policy="d-rr", rows="auto"),
@@ -169,7 +172,7 @@ def learned(case):
     found = train(model, sampler, herd, case)
     metrics = herd.metrics()
     herd.detach()
-    if case.rows == "sketch":  # inner products of sketches are not those of gradients
+    if case.rows in ("sketch", "two-sided"):  # not the inner products of gradients
         net = network(case.kind, case.dtype)
         alike = OrderedSampler(dataset, case.policy, batch_size=3, unit=case.unit, seed=3)
         ddp = DDP(net)
