@@ -23,14 +23,14 @@ from torch.optim.optimizer import (
 from gradherd.attach.parameter_usage import remove_after
 from gradherd.attach.row_sources import RowWatch
 from gradherd.attach.state import check_row_length
-from gradherd.attach.transports import GatheringTransport, RowTransport
+from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.ordering.batch_claims import check_same_version
 from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.flat import FlatSpec
-from gradherd.rows.forward_replay import ModelHook
+from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
 from gradherd.rows.settings import RowSettings, row_length
 
 
@@ -87,8 +87,13 @@ class OrderFeedback:
         self._indices: list[int] | None = None
         self._by_index = False
         self._watch: RowWatch | None = None
+        # An exchange has to know of every forward, so its graph is broken there. Without one, a
+        # compiled forward need not tell: the backward asks for its batch.
+        quiet = isinstance(transport, GatheringTransport | CountingTransport)
+        before_forward = self._before_forward
+        hook = ModelHook(before_forward, _nothing) if quiet else UncopiedHook(before_forward)
         self._handles = [
-            model.register_forward_pre_hook(ModelHook(self._before_forward, _nothing)),
+            model.register_forward_pre_hook(hook),
             register_optimizer_step_pre_hook(_around_step_of(model, self)),
             # A closure (Lightning, L-BFGS) runs its backward inside the step, after the hook above.
             register_optimizer_step_post_hook(_around_step_of(model, self)),
@@ -99,6 +104,7 @@ class OrderFeedback:
         weakref.finalize(self, self._handles[3].remove)
         transport.on_backward(self.before_backward)
 
+    @skip_on_replay
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._feed_back()
@@ -282,7 +288,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def _nothing(module: nn.Module, args: Any) -> None:
-    """Stand for `_before_forward` in a compiled forward: the backward asks for its batch then."""
+    """Stand for `_before_forward` in a graph."""
 
 
 @contextlib.contextmanager

@@ -114,7 +114,9 @@ def _choose(
         workers=order.world.size,
     )
     single = order.ordering.policy.needs_rows and order.unit < order.batch_size
-    return settings, f"{why}; {describe(inner(model))}" if single else why
+    if single and isinstance(settings, ExactRows):
+        why = f"{why}; {describe(inner(model))}"
+    return settings, why
 
 
 def check_device(model: nn.Module, world: World) -> None:
