@@ -78,8 +78,8 @@ class Tap(torch.autograd.Function):
         if torch.compiler.is_compiling():
             rows = layer.rows(inputs, grads, use, (*wanted, None, None), *saved)
             return (passed, None, layer.padded(rows[0]), layer.padded(rows[1]), *nothing)
-        # Rows of all layers are added up in place, by the kernels that compute them. The layer that
-        # comes first hands out where; autograd keeps it until all have run.
+        # Rows of all layers are added up in place, with the signs that they get anyway: adding them
+        # up by autograd would take launches of its own. It only tells when all layers have run.
         sums = [layer.pool.sums_of(sink) for sink in ctx.sinks]
         wanted = (*wanted, sums[0][0], sums[1][0])
         if torch.is_grad_enabled():  # create_graph=True
@@ -155,8 +155,6 @@ class SinkPool:
         """Rows (B, N) that have arrived, by the key of the sink."""
         self.layers: list[SketchedLayer] = []
         """All layers that share the sinks."""
-        self.runs_compiled = True
-        """Whether some layers may be compiled, whose rows come by autograd."""
         self._sums: dict[tuple[int, int], Tensor] = {}  # by the backward and the sink's identity
 
     def make_sinks(self, examples: int) -> None:
@@ -199,14 +197,14 @@ class SinkPool:
         rows, sink.grad = sink.grad, None
         assert rows is not None
         self.on_arrival()
-        # What was added up here; the gradient itself is what compiled layers have handed over. A
-        # graph of CUDA writes its next results to the same place, so it is copied.
+        # What was added up here; the gradient itself is what compiled layers have handed over, on
+        # top of the zeros from `sums_of`.
         sums = self._sums.pop((current_backward(), id(sink)), None)
         before = self.arrived.get(key)
-        if sums is not None and self.runs_compiled:
+        if sums is None:
+            sums = rows.clone()  # a graph of CUDA writes its next results to the same place
+        elif rows.data_ptr() != sink.data_ptr():
             sums = sums + rows
-        elif sums is None:
-            sums = rows.clone()
         if before is not None:  # of other length only in a step that will be refused
             rest = len(before) - len(sums)
             sums = F.pad(sums, (0, 0, 0, max(0, rest))) + F.pad(before, (0, 0, 0, max(0, -rest)))
