@@ -119,7 +119,7 @@ def main() -> None:
         runs += [
             train(order, seed, data, options) for order in ("d-rr", *options.orders.split(","))
         ]
-        settings = {key: str(value) for key, value in vars(options).items()}
+        settings = {k: v for k, v in vars(options).items() if k not in ("data", "out")}
         device = torch.cuda.get_device_name()
         record = {"settings": settings, "device": device, "torch": torch.__version__, "runs": runs}
         options.out.write_text(json.dumps(record))

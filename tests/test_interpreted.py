@@ -13,7 +13,8 @@ MODULES = [
     "tests/sparsify/test_triton_kernels.py",
     "tests/ordering/test_triton_gram.py",
     "tests/ordering/test_device_signs.py",
-    "tests/rows/test_triton_gradient.py",
+    "tests/rows/test_triton_norms.py",
+    "tests/rows/test_triton_sketches.py",
 ]
 
 
