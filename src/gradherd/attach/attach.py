@@ -1,5 +1,6 @@
 """attach(model, order=..., sparsify=...): the one place where both halves meet a model."""
 
+import contextlib
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -131,35 +132,53 @@ def attach(
     # model as it was, on all ranks.
     agreement.compare(shared)
     # From here on every rank does the same, so a hook that starts with a collective finds its
-    # peers.
-    sparse: SparseHook | ShardedSparseHook | LocalExchange | None = None
-    if settings is not None and worlds is not None:
-        sparse = ShardedSparseHook(bare, settings, worlds, world, scaler)
-        log.info("sparsifying between %d replicas by %s", worlds.replicate.size, settings)
-    if settings is not None and isinstance(bare, DDP):
-        sparse = SparseHook(bare, settings, scaler)
-        log.info("sparsifying by %s", settings)
-        if not sparse.layout.sparse:
+    # peers. If a part fails, those before it leave the model.
+    with contextlib.ExitStack() as undo:
+        sparse = _make_exchange(bare, settings, local, stepping, worlds, world, scaler)
+        if sparse is not None:
+            undo.callback(sparse.close)
+        if settings is not None and (settings.momentum or not isinstance(settings.method, Dense)):
+            check_optimizer(bare, sparse, settings.momentum, warns=world.rank == 0)
+        if settings is not None and sparse is not None and not sparse.layout.sparse:
             warnings.warn(
                 f"every parameter has fewer than {settings.dense_below} elements and is sent "
                 "whole: nothing is sparsified; lower dense_below",
                 stacklevel=2,
             )
-    if settings is not None and (settings.momentum or not isinstance(settings.method, Dense)):
-        check_optimizer(bare, sparse, settings.momentum, warns=world.rank == 0)
-    if local is not None and stepping is not None:
-        if worlds is None:
-            sparse = LocalExchange(bare, stepping, local, world)
-        else:
-            sparse = ShardedLocalExchange(bare, stepping, local, worlds, world)
+        feedback = None
+        if order is not None and plan is not None:
+            # After the exchange, which needs the slot of DDP's hook: coordination takes it only
+            # where nothing is sparsified.
+            transport = _make_transport(model, bare, order, plan)
+            undo.callback(transport.close)
+            feedback = OrderFeedback(model, order, transport, plan, scaler)
+        herd = Herd(bare, feedback, sparse)
+        undo.pop_all()
+    return herd
+
+
+def _make_exchange(
+    model: nn.Module,
+    settings: Sparsify | None,
+    local: LocalSteps | None,
+    optimizer: Optimizer | None,
+    worlds: ShardedWorlds | None,
+    world: World,
+    scaler: GradScaler | None,
+) -> SparseHook | ShardedSparseHook | LocalExchange | None:
+    """Return what exchanges gradients or local steps, hooked into the model; None if neither."""
+    if local is not None and optimizer is not None:
         log.info("local steps: %s", local)
-    feedback = None
-    if order is not None and plan is not None:
-        # After the sparse hook, which needs the slot of DDP's hook: coordination takes it only
-        # where nothing is sparsified.
-        transport = _make_transport(model, bare, order, plan)
-        feedback = OrderFeedback(model, order, transport, plan, scaler)
-    return Herd(bare, feedback, sparse)
+        if worlds is None:
+            return LocalExchange(model, optimizer, local, world)
+        return ShardedLocalExchange(model, optimizer, local, worlds, world)
+    if settings is None:
+        return None
+    log.info("sparsifying by %s", settings)
+    if worlds is not None:
+        return ShardedSparseHook(model, settings, worlds, world, scaler)
+    assert isinstance(model, DDP)
+    return SparseHook(model, settings, scaler)
 
 
 def _check_order(order: object) -> None:

@@ -8,6 +8,7 @@ bucket (`exchange`, for which the backward waits).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.comm.collectives import all_reduce_start
+from gradherd.comm.collectives import CollectiveError, all_reduce_start
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 
@@ -145,7 +146,10 @@ class BucketHook(ABC):
         # Emptied first: if the exchange raises, the next backward starts clean.
         collected, self._collected = self._collected, []
         futures, self._futures = self._futures, []
-        self.exchange(collected)
+        try:
+            self.exchange(collected)
+        except CollectiveError as error:
+            raise RuntimeError(_cause(error, self.world)) from error
         for one, future in zip(collected, futures, strict=True):
             if not future.done():
                 future.set_result(one.buffer())
@@ -177,10 +181,28 @@ def average_bucket(bucket: dist.GradBucket, world: World) -> tuple[Future[Tensor
     # Divided before summing, as DDP does: a sum of half-precision gradients could overflow.
     pending = all_reduce_start(bucket.buffer().div_(world.size), world)
     if pending.works:
-        return pending.works[0].get_future().then(lambda future: future.value()[0]), pending.bytes
+        return pending.works[0].get_future().then(partial(_averaged, world)), pending.bytes
     done = _pending(pending.value)  # one rank: nothing to send
     done.set_result(pending.value)
     return done, pending.bytes
+
+
+def _averaged(world: World, future: Future[list[Tensor]]) -> Tensor:
+    """Return what an all-reduce of one tensor has computed."""
+    try:
+        return future.value()[0]
+    except RuntimeError as error:
+        raise RuntimeError(_cause(error, world)) from error
+
+
+def _cause(error: RuntimeError, world: World) -> str:
+    """Say what may have made a collective of a backward fail."""
+    return (
+        "ranks did not meet to exchange their gradients: a rank has died or is later than the "
+        f"process group's timeout of {world.timeout().total_seconds():g} s, or some ranks but not "
+        "all kept the gradients of an earlier backward: call zero_grad() on all ranks or on none "
+        f"({' '.join(str(error).split())})"
+    )
 
 
 def _pending(flat: Tensor) -> Future[Tensor]:

@@ -107,8 +107,8 @@ class FlatWeights:
         before_write = self.read()
         # All of them, also integer ones such as num_batches_tracked.
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-        self.write(flat)
         try:
+            self.write(flat)
             yield
         finally:
             self.write(before_write)

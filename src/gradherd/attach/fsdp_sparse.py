@@ -20,9 +20,10 @@ from torch.amp import GradScaler
 from gradherd.attach.fsdp_checks import ShardedWorlds
 from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, is_inner, on_backward_end
 from gradherd.comm.collectives import all_gather, all_reduce
-from gradherd.comm.script import run
+from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.residuals import FlatLayout, scale_by
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
@@ -162,14 +163,7 @@ class ShardedSparseHook:
         self._worker.add(0, self._grad, clear=True)
         if self._worker.weightless:  # The learning rate is zero: nothing to add, nothing to send.
             return
-        # Torch leaves the gradients of unused parameters as they are. All ranks use the same ones,
-        # or the reduce-scatter itself would fail.
-        unused = [
-            (span.start, span.stop) for name, span in self._slices.items() if name not in touched
-        ]
-        for begin, end in unused:
-            self._worker.feedback.exclude(begin, end)
-        outcome, sent = run(self._worker.script(), self._replicate)
+        (outcome, touched), sent = run(self._script(touched), self._replicate)
         self.total_bytes += sent
         if not self._all_shards(outcome is not None):
             # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
@@ -179,8 +173,28 @@ class ShardedSparseHook:
                 self._local_grad(name).fill_(torch.nan)
             return
         written = self._write(outcome.indices, self._worker.mean_of(outcome), touched)
-        self._worker.commit(outcome, written=written, excluded=unused)
+        self._worker.commit(outcome, written=written, excluded=self._spans_without(touched))
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+
+    def _script(self, touched: set[str]) -> Script[tuple[Outcome | None, set[str]]]:
+        """Exchange the gradient; return the outcome, and what any replica has used."""
+        # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
+        # fail. Replicas may differ: what one of them has not used then has the others' mean.
+        flags = [name in touched for name in self._slices]
+        used: Tensor = yield AllGather(
+            torch.tensor(flags, dtype=torch.uint8, device=self._grad.device)
+        )
+        anywhere = zip(self._slices, used.any(0).tolist(), strict=True)
+        touched = {name for name, is_used in anywhere if is_used}
+        for begin, end in self._spans_without(touched):
+            self._worker.feedback.exclude(begin, end)
+        outcome = yield from self._worker.script()
+        return outcome, touched
+
+    def _spans_without(self, touched: set[str]) -> list[tuple[int, int]]:
+        """Return where parameters are that were not used: their gradients stay as they are."""
+        spans = self._slices.items()
+        return [(span.start, span.stop) for name, span in spans if name not in touched]
 
     def _all_shards(self, finite: bool) -> bool:
         """Return whether the exchange of every shard succeeded: a step is taken whole or not."""
@@ -193,7 +207,10 @@ class ShardedSparseHook:
 
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""
-        local: Tensor = self.parameters[name].sharded.grad.to_local()
+        sharded = self.parameters[name].sharded
+        if sharded.grad is None:  # used by other replicas only
+            sharded.grad = torch.zeros_like(sharded)
+        local: Tensor = sharded.grad.to_local()
         return local.view(-1)
 
     def _write(self, indices: Tensor, mean: Tensor, touched: set[str]) -> Tensor:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,7 +73,7 @@ class LocalExchange:
         device = next(p for p in model.parameters() if p.requires_grad).device
         # The loop's own group would mix up the collectives of a thread with those of the loop; the
         # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
-        if settings.overlap or (world.size > 1 and not _takes(world, device)):
+        if settings.overlap or not world.exchanges(device):
             device = torch.device("cpu")
         self._weights = FlatWeights(
             model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
@@ -343,8 +342,3 @@ class LocalExchange:
         if self._thread is not None:
             self._thread.close()
             self._channel.close_side_channel()
-
-
-def _takes(world: World, device: torch.device) -> bool:
-    """Return whether a world's group exchanges tensors of this device."""
-    return device.type == "cpu" or "nccl" in dist.get_backend(world.group)

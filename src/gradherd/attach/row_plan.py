@@ -3,7 +3,6 @@
 import gc
 import logging
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -121,9 +120,10 @@ def _choose(
 
 def check_device(model: nn.Module, world: World) -> None:
     """Refuse a process group that cannot exchange the model's gradients."""
-    on_gpu = any(p.device.type == "cuda" for p in model.parameters())
-    if world.size > 1 and on_gpu and "nccl" not in dist.get_backend(world.group):
-        raise ValueError(
-            f"model is on a GPU, but the process group's backend is "
-            f"{dist.get_backend(world.group)!r}, which exchanges CPU tensors only: use nccl"
-        )
+    for device in {p.device for p in model.parameters()}:
+        if not world.exchanges(device):
+            raise ValueError(
+                f"model is on {'a GPU' if device.type == 'cuda' else device}, but the process "
+                f"group's backend for it is {world.backend(device) or 'none'!r}, which does not "
+                "exchange such tensors: use nccl for a GPU, gloo for the CPU"
+            )

@@ -45,6 +45,10 @@ class CollectiveResult(NamedTuple):
     bytes: int
 
 
+class CollectiveError(RuntimeError):
+    """A collective failed: a rank has died, is late, or has started another one."""
+
+
 class PendingCollective(NamedTuple):
     """A collective in progress: `value` is valid after `wait()`, `bytes` at once."""
 
@@ -57,9 +61,15 @@ class PendingCollective(NamedTuple):
         """Wait for the collective to finish and return its result.
 
         With nccl it is the current CUDA stream that waits, not the host.
+
+        Raises:
+            CollectiveError: A rank did not take part.
         """
-        for work in self.works:
-            work.wait()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(str(error)) from error
         return self.value
 
 
@@ -174,7 +184,7 @@ def all_gather_start(
         out.copy_(tensor.unsqueeze(0))
         return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
-    if dist.get_backend(world.group) == "gloo" and tensor.numel() and out.is_contiguous():
+    if world.backend(tensor.device) == "gloo" and tensor.numel() and out.is_contiguous():
         flat = tensor.reshape(-1)
         if nbytes(tensor) * world.size <= _COPIED_BYTES:
             # To gather is to send everybody the same.
@@ -207,7 +217,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
         )
     if world.size == 1:
         return CollectiveResult(tensor, 0)
-    if dist.get_backend(world.group) == "gloo":
+    if world.backend(tensor.device) == "gloo":
         out = tensor.new_empty(sum(sizes))
         # All ranks must take the same way, so the longest message decides.
         if max(sizes) * tensor.element_size() * world.size <= _COPIED_BYTES:

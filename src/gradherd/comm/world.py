@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
@@ -87,6 +88,24 @@ class World:
             if hasattr(getattr(backend, "options", None), "_timeout")
         ]
         return min(limits, default=c10d.default_pg_timeout)
+
+    def backend(self, device: torch.device) -> str:
+        """Return the backend that exchanges tensors of a device; "" if the group has none.
+
+        `dist.get_backend` names one for all devices, and is "undefined" where
+        `init_process_group()` was left to choose one for each.
+        """
+        config = str(dist.get_backend_config(self.group))  # "cpu:gloo,cuda:nccl"
+        pairs = (pair.split(":") for pair in config.split(","))
+        return next((name for kind, name in pairs if kind == device.type), "")
+
+    def exchanges(self, device: torch.device) -> bool:
+        """Return whether the group can exchange tensors of a device."""
+        if self.size == 1:
+            return True
+        backend = self.backend(device)
+        # gloo names GPUs among its devices, but has not all collectives for them.
+        return bool(backend) and (device.type == "cpu" or backend != "gloo")
 
     def side_channel(self) -> "World":
         """Return the same world with a gloo group of its own, for tensors on the CPU.

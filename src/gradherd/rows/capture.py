@@ -82,16 +82,20 @@ class Capture:
         if parameters:
             first = parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._reader = TermReader(
-            model,
-            owners,
-            self.spec,
-            self._check,
-            batch_dim,
-            like=self._like,
-            batch_size=batch_size,
-            sharded=sharded is not None,
-        )
+        try:
+            self._reader = TermReader(
+                model,
+                owners,
+                self.spec,
+                self._check,
+                batch_dim,
+                like=self._like,
+                batch_size=batch_size,
+                sharded=sharded is not None,
+            )
+        except RuntimeError:  # too much would be left out
+            self._check.remove_hooks()
+            raise
         self._recorder = self._reader.recorder
         self._terms: ParameterTerms | None = None
         self._failures: dict[str, str] = {}

@@ -85,6 +85,10 @@ class TermReader:
         owned = {p for owner in owners for p in owner.parameters.values()}
         parameters = (p for p in model.parameters() if p in owned)
         self.index = {parameter: index for index, parameter in enumerate(parameters)}
+        why = "its module has no rule, and a sharded one cannot be run again"
+        replayed = (o for o in owners if o.name not in self.owners)
+        names = (spec.names[self.index[p]] for o in replayed for p in o.parameters.values())
+        check.leave_out(dict.fromkeys(names, why))  # before the hooks: it may refuse the model
         self.recorder = CallRecorder(
             model,
             self.owners.values(),
@@ -103,10 +107,6 @@ class TermReader:
         self._check = check
         self._dims, self._sharded = BatchDims(batch_dim, sharded=sharded), sharded
         self._unfrozen: set[str] = set()
-        why = "its module has no rule, and a sharded one cannot be run again"
-        replayed = (o for o in owners if o.name not in self.owners)
-        names = (spec.names[self.index[p]] for o in replayed for p in o.parameters.values())
-        check.leave_out(dict.fromkeys(names, why))
         # Rows of modules without a rule are known after the backward only.
         self._replayed_later = {
             self.index[p]
