@@ -84,7 +84,7 @@ def uneven_skips(where, rows, naming):
 
 
 def _sketched(gradient, net):
-    from gradherd.rows.flat import FlatSpec
+    from gradherd.flat import FlatSpec
     from gradherd.rows.sketch import count_sketch
 
     spec, settings = FlatSpec.of(net), gh.SketchRows(size=256)

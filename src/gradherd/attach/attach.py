@@ -30,9 +30,9 @@ from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
+from gradherd.flat import FlatSpec
 from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import BatchRows, RowSettings, row_length
 from gradherd.sparsify.dense import Dense
 from gradherd.sparsify.outer_optimizer import LocalSteps

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.parameter_hooks import HookSaver, ParameterHooks
-from gradherd.rows.flat import FlatSpec
+from gradherd.flat import FlatSpec
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import count_sketch, has_kernels, sketch_vector
 

@@ -34,11 +34,11 @@ from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.world import World
+from gradherd.flat import FlatSpec
 from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.flat import FlatSpec
 
 
 class SliceSigner:

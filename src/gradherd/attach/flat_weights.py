@@ -7,7 +7,6 @@ Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
-from gradherd.sparsify.residuals import FlatLayout
+from gradherd.flat import FlatSpec, local_shard
 
 
 class FlatWeights:
@@ -33,17 +32,9 @@ class FlatWeights:
     ) -> None:
         self._model = model
         self.parameters = local_parameters(model)
-        # A shard is small if the whole parameter is, so that all ranks lay them out alike.
-        large = [name for name, p in self.parameters.items() if p.numel() >= dense_below]
-        small = [name for name, p in self.parameters.items() if p.numel() < dense_below]
-        counts = {name: own(p).numel() for name, p in self.parameters.items()}
-        self.layout = FlatLayout(
-            (*large, *small),
-            tuple(counts[name] for name in (*large, *small)),
-            sum(counts[name] for name in large),
-        )
+        self.layout = FlatSpec.small_last(self.parameters, dense_below)
         self._shardings = [module for _, module in fsdp_modules(model)]
-        slices = self.layout.slices()
+        slices = self.layout.slices
         self._parts = [(p, slices[name]) for name, p in self.parameters.items()]
         self.device = device
         dtypes = {p.dtype for p in self.parameters.values()}
@@ -54,7 +45,7 @@ class FlatWeights:
     @torch.no_grad()
     def broadcast(self, world: World) -> None:
         """Give all ranks the parameters and buffers of rank 0, as DDP does when it is made."""
-        for tensor in map(own, [*self._model.parameters(), *self._model.buffers()]):
+        for tensor in map(local_shard, [*self._model.parameters(), *self._model.buffers()]):
             if world.size == 1 or not tensor.numel():
                 continue
             # As bytes: every dtype can be sent, and nothing is rounded.
@@ -82,7 +73,7 @@ class FlatWeights:
         """Return (D,) the parameters."""
         flat = torch.empty(self.layout.size, dtype=self.dtype, device=self.device)
         for parameter, part in self._parts:
-            flat[part].view(own(parameter).shape).copy_(own(parameter))
+            flat[part].view(local_shard(parameter).shape).copy_(local_shard(parameter))
         return flat
 
     @torch.no_grad()
@@ -91,7 +82,7 @@ class FlatWeights:
         for module in self._shardings:
             module.reshard()  # Whole parameters that an evaluation has left would be stale.
         for parameter, part in self._parts:
-            own(parameter).copy_(flat[part].view(own(parameter).shape))
+            local_shard(parameter).copy_(flat[part].view(local_shard(parameter).shape))
 
     def rounded(self, flat: Tensor) -> Tensor:
         """Return a copy of a (D,) vector as the parameters' dtypes can hold it."""
@@ -136,34 +127,27 @@ class FlatWeights:
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
-        slices = self.layout.slices()
+        slices = self.layout.slices
         return {
-            name: flat[slices[name]].view(own(p).shape).clone()
+            name: flat[slices[name]].view(local_shard(p).shape).clone()
             for name, p in self.parameters.items()
         }
 
     def restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> Tensor:
         """Copy what `by_name` returned into a (D,) vector, and return it."""
-        for name, part in self.layout.slices().items():
+        for name, part in self.layout.slices.items():
             flat[part].view(saved[name].shape).copy_(saved[name])
         return flat
 
     def check_shapes(self, key: str, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless saved tensors have the names and shapes of the parameters."""
-        shapes = {(name, tuple(own(p).shape)) for name, p in self.parameters.items()}
+        shapes = {(name, tuple(local_shard(p).shape)) for name, p in self.parameters.items()}
         if odd := {(name, tuple(tensor.shape)) for name, tensor in saved.items()} ^ shapes:
             name, shape = min(odd)
             raise ValueError(
                 f"local state is of another model: {key} of {name!r} with shape {shape} is on one "
                 "side only"
             )
-
-
-def own(parameter: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: its shard, or the whole of it."""
-    whole: Any = parameter.detach()
-    local: Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
-    return local
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

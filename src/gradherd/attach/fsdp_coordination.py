@@ -28,10 +28,10 @@ from gradherd.comm.collectives import all_to_all
 from gradherd.comm.sliced_mean import mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+from gradherd.flat import FlatSpec
 from gradherd.ordering.batch_claims import BatchClaim
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.flat import FlatSpec
 
 
 class SlicingReduceScatter:

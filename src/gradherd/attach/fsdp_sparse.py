@@ -9,7 +9,6 @@ whole vector, so it cannot begin earlier.
 Shapes: D elements of this rank's shards, K of them that are sent.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +22,9 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+from gradherd.flat import FlatSpec
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.residuals import FlatLayout, scale_by
+from gradherd.sparsify.residuals import scale_by
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
 
@@ -66,8 +66,9 @@ class ShardedSparseHook:
                 raise ValueError(
                     f"{name} holds {parameter.sharded.dtype}; only real numbers can be sparsified"
                 )
-        self.layout = shard_layout(self.parameters, settings.dense_below)
-        self._slices = self.layout.slices()
+        shards = {name: p.sharded for name, p in self.parameters.items()}
+        self.layout = FlatSpec.small_last(shards, settings.dense_below)
+        self._slices = self.layout.slices
         dtypes = {p.sharded.dtype for p in self.parameters.values()}
         self._worker = Worker(
             settings,
@@ -75,7 +76,7 @@ class ShardedSparseHook:
             rank=self._replicate.rank,
             size=self._replicate.size,
             sparse=self.layout.sparse,
-            layers=self.layout.layers,
+            layers=self.layout.sparse_numels,
             # At least float32, also for half-precision parameters: a residual sums up many
             # gradients, each of them small against it.
             dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
@@ -332,12 +333,3 @@ class ShardedSparseHook:
         self.active = False
         for handle in self._handles:
             handle.remove()
-
-
-def shard_layout(parameters: Mapping[str, ShardedParameter], dense_below: int) -> FlatLayout:
-    """Lay out this rank's shards; a parameter is small if the whole of it is."""
-    small = {name for name, p in parameters.items() if math.prod(p.shape) < dense_below}
-    names = [*(n for n in parameters if n not in small), *(n for n in parameters if n in small)]
-    counts = tuple(parameters[name].local_numel for name in names)
-    sparse = sum(parameters[name].local_numel for name in names if name not in small)
-    return FlatLayout(tuple(names), counts, sparse)

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradherd.attach.flat_weights import FlatWeights, own
+from gradherd.attach.flat_weights import FlatWeights
 from gradherd.attach.state import gather_states
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+from gradherd.flat import local_shard
 from gradherd.sparsify.outer_optimizer import (
     LocalOutcome,
     LocalSteps,
@@ -88,7 +89,7 @@ class LocalExchange:
             rank=world.rank,
             size=world.size,
             sparse=self.layout.sparse,
-            layers=self.layout.layers,
+            layers=self.layout.sparse_numels,
             dtype=self._weights.dtype,
             device=device,
         )
@@ -113,7 +114,7 @@ class LocalExchange:
         if loaded is None:
             return
         for name, parameter in self._weights.parameters.items():
-            if not torch.equal(own(parameter), loaded[name].to(parameter.device)):
+            if not torch.equal(local_shard(parameter), loaded[name].to(parameter.device)):
                 raise RuntimeError(
                     f"{name} was changed after herd.load_state_dict(), which sets the weights of "
                     "each rank: load the model first, then the herd"
@@ -333,7 +334,9 @@ class LocalExchange:
     def _set_weights(self, flat: Tensor) -> None:
         """Set this rank's weights, and remember them: a model that is loaded later undoes it."""
         self._weights.write(flat)
-        self._loaded = {name: own(p).clone() for name, p in self._weights.parameters.items()}
+        self._loaded = {
+            name: local_shard(p).clone() for name, p in self._weights.parameters.items()
+        }
 
     def close(self) -> None:
         """Leave the optimizer alone from now on; parameters stay as they are on each rank."""

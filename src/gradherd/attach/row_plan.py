@@ -11,8 +11,8 @@ from gradherd.attach.feedback import inner
 from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
 from gradherd.attach.state import check_row_length
 from gradherd.comm.world import World
+from gradherd.flat import FlatSpec
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import describe, refuse_compiled
 from gradherd.rows.settings import (
     BatchRows,

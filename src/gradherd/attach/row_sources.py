@@ -16,11 +16,11 @@ from gradherd.attach.batch_gradient import BatchGradientSource
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.parameter_hooks import gradient_registrar
 from gradherd.attach.row_stats import RowFigures
+from gradherd.flat import FlatSpec
 from gradherd.ordering.bounds import WatchedPolicy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture

@@ -27,8 +27,9 @@ from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
+from gradherd.flat import FlatSpec, in_memory_order
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.residuals import FlatLayout, clip_together
+from gradherd.sparsify.residuals import clip_together
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
 
@@ -57,8 +58,7 @@ class SparseHook(BucketHook):
             ValueError: The gradients of a parameter cannot be sparsified.
         """
         self._parameters = sparsifiable(ddp)
-        counts = [(name, p.numel()) for name, p in self._parameters.items()]
-        self.layout = FlatLayout.of(counts, settings.dense_below)
+        self.layout = FlatSpec.small_last(self._parameters, settings.dense_below)
         self._scaler, self._clip = scaler, settings.clip
         # After the checks: registering a hook with DDP cannot be undone.
         super().__init__(ddp, world_of(ddp))
@@ -69,13 +69,13 @@ class SparseHook(BucketHook):
             rank=self.world.rank,
             size=self.world.size,
             sparse=self.layout.sparse,
-            layers=self.layout.layers,
+            layers=self.layout.sparse_numels,
             # At least float32, also for half-precision parameters: a residual sums up many
             # gradients, each of them small against it.
             dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
             device=next(iter(self._parameters.values())).device,
         )
-        slices = self.layout.slices()
+        slices = self.layout.slices
         self._slices: dict[Tensor, slice] = {
             p: slices[name] for name, p in self._parameters.items()
         }
@@ -235,12 +235,12 @@ class SparseHook(BucketHook):
             flat: The vector, or its parts by their first coordinate.
         """
         parts = {}
-        for name, part in self.layout.slices().items():
+        for name, part in self.layout.slices.items():
             if isinstance(flat, Tensor):
                 own = flat[part]
             else:  # An empty parameter begins where another one does, and has no part.
                 own = flat[part.start] if part.stop > part.start else torch.zeros(0)
-            parts[name] = _shaped(own, self._parameters[name]).clone()
+            parts[name] = in_memory_order(own, self._parameters[name]).clone()
         # In the order of the model.
         return {name: parts[name] for name in self._parameters}
 
@@ -288,9 +288,9 @@ class SparseHook(BucketHook):
 
     def _restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into their parts of a (D,) vector."""
-        slices = self.layout.slices()
+        slices = self.layout.slices
         for name, parameter in self._parameters.items():
-            _shaped(flat[slices[name]], parameter).copy_(saved[name])
+            in_memory_order(flat[slices[name]], parameter).copy_(saved[name])
 
     def close(self) -> None:
         """Remove the hooks on parameters; DDP keeps its hook, which only averages from now on."""
@@ -334,13 +334,3 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
         if not parameter.is_floating_point():
             raise ValueError(f"{name} holds {parameter.dtype}; only real numbers can be sparsified")
     return parameters
-
-
-def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return (n,) elements as a view in the parameter's shape.
-
-    A bucket holds elements in the memory order of the parameter, which for channels_last is not
-    the order of `flatten`.
-    """
-    dense = torch.empty_like(parameter, device="meta")  # keeps strides where they are dense
-    return flat.as_strided(parameter.shape, dense.stride(), flat.storage_offset())

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gradherd.flat import FlatSpec
 from gradherd.rows.exact_rows import FactoredRows
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.parameter_owners import (
     ParameterOwner,
     parameter_owners,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradherd.rows.flat import FlatSpec
+from gradherd.flat import FlatSpec
 from gradherd.rows.terms import GramCache, OuterTerm, Term, outer_gram
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from gradherd.rows.flat import FlatSpec
+from gradherd.flat import FlatSpec
 from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, plain_type
 from gradherd.rows.sink import SinkPool, SketchedLayer, tap_module
 from gradherd.rows.sink_layers import (

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows.flat import FlatSpec
+from gradherd.flat import FlatSpec
 from gradherd.rows.parameter_owners import register_first, remove_hook
 from gradherd.rows.terms import Term
 from gradherd.rows.torch_names import current_backward

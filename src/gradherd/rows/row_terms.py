@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.call_recorder import CallRecorder
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import ModuleCall, replay, tensor_leaves, tensor_versions
 from gradherd.rows.layer_rules import UnbatchedError
 from gradherd.rows.parameter_owners import ParameterOwner

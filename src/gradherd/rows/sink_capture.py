@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.capture import Capture, Reduction, row_scale
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.forward_replay import (
     ForwardContext,
     ModelHook,

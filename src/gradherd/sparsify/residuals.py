@@ -1,4 +1,4 @@
-"""Residuals: where each parameter lies in the flat vector, error feedback, and merging.
+"""Residuals: error feedback, and merging.
 
 Error feedback keeps what was not sent and adds it to the next gradient. Two vectors do this: one
 holds the residual, the sum for the next step is written to the other. So a step can be called off
@@ -9,69 +9,12 @@ Letters: D coordinates, K those that are sent.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradherd.sparsify import kernels
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """Where each parameter lies in the flat vector.
-
-    Large parameters come first and are sparsified; small ones come last and are always sent
-    whole. Within both, parameters are in the order of the model. Unlike DDP's buckets, which are
-    rebuilt during training, the layout depends on the model alone, and so do checkpoints.
-
-    >>> layout = FlatLayout.of([("bias", 2), ("weight", 6)], dense_below=4)
-    >>> layout.names, layout.offsets, layout.sparse, layout.size
-    (('weight', 'bias'), (0, 6), 6, 8)
-    """
-
-    names: tuple[str, ...]
-    counts: tuple[int, ...]
-    """Number of elements of each parameter."""
-    sparse: int
-    """How many elements at the start of the vector are sparsified; the others are always sent."""
-
-    @classmethod
-    def of(cls, named: Iterable[tuple[str, int]], dense_below: int) -> "FlatLayout":
-        """Lay out the parameters of a model.
-
-        Args:
-            named: (name, number of elements) of each parameter, in the order of the model.
-            dense_below: Parameters with fewer elements are always sent whole.
-        """
-        given = list(named)
-        large = [(name, count) for name, count in given if count >= dense_below]
-        small = [(name, count) for name, count in given if count < dense_below]
-        names, counts = zip(*large, *small, strict=True)
-        return cls(names, counts, sum(count for _, count in large))
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins."""
-        return tuple(accumulate((0, *self.counts)))[:-1]
-
-    @property
-    def size(self) -> int:
-        """D, the number of elements of all parameters."""
-        return sum(self.counts)
-
-    @property
-    def layers(self) -> list[int]:
-        """Numbers of elements of the parameters that are sparsified."""
-        spans = zip(self.offsets, self.counts, strict=True)
-        return [count for begin, count in spans if begin < self.sparse]
-
-    def slices(self) -> dict[str, slice]:
-        """Return where each parameter lies."""
-        spans = zip(self.names, self.offsets, self.counts, strict=True)
-        return {name: slice(begin, begin + count) for name, begin, count in spans}
 
 
 class ErrorFeedback:

@@ -82,7 +82,7 @@ class VirtualLocalSteps:
                 rank=rank,
                 size=len(weights),
                 sparse=layout.sparse,
-                layers=layout.layers,
+                layers=layout.sparse_numels,
                 dtype=weights[0].dtype,
                 device=weights[0].device,
             )

@@ -19,12 +19,12 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Task, Tensors
 from gradherd.lab.train.cuda_graphs import GraphedFunction
 from gradherd.lab.train.linear_form import linear_form
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.vmap_layers import make_vmappable, prefers_loop
-from gradherd.rows.flat import FlatSpec
 
 # Kernels of small models fill only a part of a GPU: runs in a loop share it through streams.
 _STREAMS = 8

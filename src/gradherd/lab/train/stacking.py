@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Task, Tensors
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
 from gradherd.rows.sketch import count_sketch

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.script import SharedRunner
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
+from gradherd.flat import FlatSpec
 from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
@@ -31,9 +32,7 @@ from gradherd.ordering.coordination import (
     observe_slices,
 )
 from gradherd.ordering.ordering import Ordering
-from gradherd.rows.flat import FlatSpec
 from gradherd.rows.settings import RowSettings, row_length
-from gradherd.sparsify.residuals import FlatLayout
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
@@ -83,12 +82,11 @@ class GradientAverager:
 
     def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
         self._workers = config.workers
-        counts = [(name, p.numel()) for name, p in named.items()]
         settings = None
         if config.density is not None and config.sparsify != POWERSGD:
             settings = sparse_settings(config)
         # The layout of real ranks, so that partitions and thresholds cover the same elements.
-        self.layout = FlatLayout.of(counts, 0 if settings is None else settings.dense_below)
+        self.layout = FlatSpec.small_last(named, 0 if settings is None else settings.dense_below)
         self.parameters = [named[name] for name in self.layout.names]
         self.mean = torch.empty(0)
         """(D,) the last average."""
@@ -96,7 +94,7 @@ class GradientAverager:
         flat = self._flat_grad = torch.zeros(
             self.layout.size, dtype=first.dtype, device=first.device
         )
-        pieces = zip(flat.split(list(self.layout.counts)), self.parameters, strict=True)
+        pieces = zip(self.layout.split(flat), self.parameters, strict=True)
         self._grads = [piece.view_as(parameter) for piece, parameter in pieces]
         self.series = BinnedSeries()
         """Densities of the steps."""
@@ -111,7 +109,7 @@ class GradientAverager:
                 self.layout.size,
                 config.workers,
                 sparse=self.layout.sparse,
-                layers=self.layout.layers,
+                layers=self.layout.sparse_numels,
                 device=self.parameters[0].device,
             )
             workers.keep_payload = config.rows == "payload"
@@ -219,15 +217,11 @@ class SparseAverager:
     def __init__(self, config: RunConfig, model: nn.Module) -> None:
         self._averager = GradientAverager(config, dict(model.named_parameters()))
         self.series = self._averager.series
-        spec = FlatSpec.of(model)
-        spans = dict(zip(spec.names, zip(spec.offsets, spec.numels, strict=True), strict=True))
+        slices = FlatSpec.of(model).slices
         # The sparsifier orders parameters in its own way, not as the optimizer does.
-        self._positions = torch.cat(
-            [
-                torch.arange(begin, begin + count)
-                for begin, count in (spans[name] for name in self._averager.layout.names)
-            ]
-        ).to(config.device)
+        spans = [slices[name] for name in self._averager.layout.names]
+        positions = [torch.arange(span.start, span.stop) for span in spans]
+        self._positions = torch.cat(positions).to(config.device)
 
     def __call__(self, grads: Tensor, counters: EpochCounters) -> Tensor:
         """Return (D,) the mean of (R, D) gradients, zero where nothing was sent."""
