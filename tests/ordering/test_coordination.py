@@ -1,13 +1,8 @@
-import os
-import threading
-import time
-
 import pytest
 import torch
 
 from gradherd import CDGraB, OrderedSampler, World
 from gradherd.comm import run_ranks
-from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import RankRunner, SharedRunner, run_together
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.ordering import Ordering
@@ -150,68 +145,3 @@ def test_rows_of_an_epoch_that_is_over_are_dropped():
     sampler.end_epoch()
     gather.flush()
     assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
-
-
-def fail():
-    raise ValueError("no luck")
-
-
-def test_jobs_run_in_turn_beside_the_caller():
-    thread, done = BackgroundThread("test"), []
-    for number in range(5):
-        thread.submit(lambda number=number: done.append((number, threading.get_ident())))
-    thread.wait()
-    thread.close()
-    assert [number for number, _ in done] == [0, 1, 2, 3, 4]
-    assert threading.get_ident() not in {ident for _, ident in done}
-
-
-def test_submit_does_not_wait_for_its_job():
-    thread, release, done = BackgroundThread("test"), threading.Event(), []
-    thread.submit(lambda: done.append(release.wait(30)))
-    assert not done
-    release.set()
-    thread.wait()
-    thread.close()
-    assert done == [True]
-
-
-def test_an_error_comes_with_the_next_wait_and_only_once():
-    thread, done = BackgroundThread("test"), []
-    thread.submit(fail)
-    with pytest.raises(ValueError, match="no luck"):
-        thread.wait()
-    thread.wait()
-    thread.submit(fail)
-    with pytest.raises(ValueError, match="no luck"):
-        thread.submit(lambda: done.append(1))
-    thread.submit(lambda: done.append(2))
-    thread.wait()
-    thread.close()
-    assert done == [2]
-
-
-def test_close_waits_for_the_last_job():
-    thread, done = BackgroundThread("test"), []
-    thread.submit(lambda: done.append(1))
-    thread.close()
-    assert done == [1]
-
-
-def test_no_job_runs_while_the_process_forks():
-    """As a loader does with its workers, before it asks the sampler for anything."""
-    thread, begun, done = BackgroundThread("test"), threading.Event(), threading.Event()
-
-    def job():
-        begun.set()
-        time.sleep(0.3)
-        done.set()
-
-    thread.submit(job)
-    begun.wait()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if done.is_set() else 1)
-    _, status = os.waitpid(child, 0)
-    thread.close()
-    assert os.waitstatus_to_exitcode(status) == 0

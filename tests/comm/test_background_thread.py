@@ -1,0 +1,166 @@
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from gradherd.comm.background_thread import BackgroundThread
+from tests.comm import ends
+
+
+def fail():
+    raise ValueError("no luck")
+
+
+def test_jobs_run_in_turn_beside_the_caller():
+    thread, done = BackgroundThread("test"), []
+    for number in range(5):
+        thread.submit(lambda number=number: done.append((number, threading.get_ident())))
+    thread.wait()
+    thread.close()
+    assert [number for number, _ in done] == [0, 1, 2, 3, 4]
+    assert threading.get_ident() not in {ident for _, ident in done}
+
+
+def test_submit_does_not_wait_for_its_job():
+    thread, release, done = BackgroundThread("test"), threading.Event(), []
+    thread.submit(lambda: done.append(release.wait(30)))
+    assert not done
+    release.set()
+    thread.wait()
+    thread.close()
+    assert done == [True]
+
+
+def test_an_error_comes_with_the_next_wait_and_only_once():
+    thread, done = BackgroundThread("test"), []
+    thread.submit(fail)
+    with pytest.raises(ValueError, match="no luck"):
+        thread.wait()
+    thread.wait()
+    thread.submit(fail)
+    with pytest.raises(ValueError, match="no luck"):
+        thread.submit(lambda: done.append(1))
+    thread.submit(lambda: done.append(2))
+    thread.wait()
+    thread.close()
+    assert done == [2]
+
+
+def test_close_waits_for_the_last_job():
+    thread, done = BackgroundThread("test"), []
+    thread.submit(lambda: done.append(1))
+    thread.close()
+    assert done == [1]
+
+
+def test_no_job_runs_while_the_process_forks():
+    """As a loader does with its workers, before it asks the sampler for anything."""
+    thread, begun, done = BackgroundThread("test"), threading.Event(), threading.Event()
+
+    def job():
+        begun.set()
+        time.sleep(0.3)
+        done.set()
+
+    thread.submit(job)
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if done.is_set() else 1)
+    _, status = os.waitpid(child, 0)
+    thread.close()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_stuck_job_delays_forks_once_and_not_for_long():
+    """As a job does whose peer has died."""
+    thread, release = BackgroundThread("test"), threading.Event()
+    thread.submit(release.wait)
+    seconds = []
+    for _ in range(3):
+        begun = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        seconds.append(time.monotonic() - begun)
+    release.set()
+    thread.close()
+    assert seconds[0] < 20 and max(seconds[1:]) < 2
+
+
+def test_nothing_is_registered_before_a_thread_starts():
+    """Neither at import nor for a thread that never has a job."""
+    program = """
+import atexit, os
+calls = []
+os.register_at_fork = lambda **hooks: calls.extend(hooks.values())
+atexit.register = lambda hook: calls.append(hook)
+from gradherd.comm import background_thread
+thread = background_thread.BackgroundThread("test")
+print(sum(call.__module__ == background_thread.__name__ for call in calls))
+"""
+    assert run_program(program).stdout == "0\n"
+
+
+def test_a_thread_ends_with_its_object():
+    thread, ended = BackgroundThread("test-dropped"), threading.Event()
+    thread.submit(ended.set)
+    thread.wait()
+    (running,) = [each for each in threading.enumerate() if each.name == "test-dropped"]
+    del thread
+    gc.collect()
+    running.join(10)
+    assert not running.is_alive()
+
+
+def run_program(text, *arguments):
+    command = [sys.executable, "-c", text, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_interpreter_ends_after_the_job():
+    """A thread that comes back from C++ while the interpreter ends would abort the process."""
+    program = """
+from datetime import timedelta
+from torch.distributed import HashStore
+from gradherd.comm.background_thread import BackgroundThread
+
+def job():
+    store = HashStore()
+    for _ in range(300):
+        try:
+            store.wait(["never"], timedelta(milliseconds=2))
+        except Exception:
+            pass
+    print("done", flush=True)
+
+BackgroundThread("test").submit(job)
+thread = BackgroundThread("kept")
+thread.submit(job)
+"""
+    ended = run_program(program)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    assert "done" in ended.stdout
+
+
+def test_a_stuck_job_does_not_keep_the_process():
+    program = """
+import threading
+from gradherd.comm.background_thread import BackgroundThread
+thread = BackgroundThread("test")
+thread.submit(threading.Event().wait)
+"""
+    begun = time.monotonic()
+    assert run_program(program).returncode == 0
+    assert time.monotonic() - begun < 60
+
+
+def test_ranks_end_without_detach():
+    """README's loop: the signs of the last batch may be under way when the group is destroyed."""
+    counts = ends.count_exit_codes(3)
+    assert counts == {0: 6}, counts
