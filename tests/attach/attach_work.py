@@ -478,3 +478,33 @@ def bytes_for_ordering(where):
             sgd.zero_grad()
     herd.finish()
     return herd.metrics()["bytes_for_ordering"]
+
+
+class Branches(nn.Module):
+    """A body in half precision, and a head that only rank 0 uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.to(torch.bfloat16)
+
+    def forward(self, x):
+        out = self.body(x)
+        return self.head(out) if dist.get_rank() == 0 else out
+
+
+def half_precision_without_some_gradients(together):
+    """Return the orders of a loop that never clears its gradients, so they are sent separately."""
+    _travel(together)
+    dataset = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)))
+    model = DDP(Branches(), find_unused_parameters=True)
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=3, unit=3)
+    herd = attach(model, order=sampler, rows="batch")
+    for _ in range(2):
+        for (x,) in DataLoader(dataset, batch_size=3, sampler=sampler):
+            model(x.bfloat16()).square().mean().backward()
+    herd.finish()
+    orders = [order.tolist() for order in sampler.ordering.orders]
+    herd.detach()
+    return sampler.ordering.epoch, orders

@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 import weakref
 
 import torch
@@ -57,7 +58,7 @@ def resources():
     )
 
 
-def attach_and_detach(name, times):
+def attach_and_detach(name, times, detaches=True):
     """Return threads and files after each time, and how many of the objects are still there."""
     unit, sparsify, options = CASES[name]
     counts = []
@@ -69,8 +70,13 @@ def attach_and_detach(name, times):
         objects = [ddp, ddp.module, herd, data, *ddp.parameters()]
         objects += [herd.sampler] if unit is not None else []
         alive = [weakref.ref(one) for one in objects]
-        herd.detach()
+        if detaches:
+            herd.detach()
         del ddp, herd, data, objects
+        deadline = time.monotonic() + 5  # a thread may still be signing the last batch
+        while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
         counts.append((*resources(), sum(ref() is not None for ref in alive)))
         dist.barrier()
     return counts

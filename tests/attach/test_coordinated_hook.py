@@ -125,6 +125,12 @@ def test_parameters_without_gradient(unit, rows, together):
         check(ranks)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_half_precision_and_a_parameter_that_one_rank_does_not_use(together):
+    ranks = run_ranks(attach_work.half_precision_without_some_gradients, 2, together)
+    assert ranks[0] == ranks[1] and ranks[0][0] == 2
+
+
 def test_compiled_model():
     check(run_ranks(attach_work.learned, 2, "cd-grab", 30, 3, 3, "auto", Loop(compiled=True)))
 

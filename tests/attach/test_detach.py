@@ -17,6 +17,15 @@ def test_threads_files_and_memory_are_given_back(name):
 
 
 @pytest.mark.parametrize("name", work.CASES)
+def test_a_model_that_is_dropped_without_detach_is_freed(name):
+    for counts in run_ranks(work.attach_and_detach, 2, name, 6, False):
+        threads, tasks, files, alive = zip(*counts, strict=True)
+        assert alive == (0,) * 6
+        for held in (threads, tasks, files):
+            assert held[2] >= held[5], counts
+
+
+@pytest.mark.parametrize("name", work.CASES)
 def test_a_model_can_be_attached_again(name):
     for between, gradients, again, first, taken in run_ranks(work.attach_again, 2, name):
         assert torch.allclose(*between, rtol=1e-12)

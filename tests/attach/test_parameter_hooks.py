@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradherd.attach import batch_gradient, parameter_hooks
-from gradherd.attach.batch_gradient import BatchGradientSource
+from gradherd.attach import parameter_hooks, row_sources
+from gradherd.attach.row_sources import BatchGradientSource
 from gradherd.rows.settings import SketchRows
 
 
@@ -32,7 +32,7 @@ def sources(monkeypatch):
     torch.manual_seed(0)
     model = Heads()
     arriving = BatchGradientSource(model, None)
-    monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", {"cpu"})
+    monkeypatch.setattr(row_sources, "AT_END_DEVICES", {"cpu"})
     monkeypatch.setattr(parameter_hooks, "_BACKWARDS_BEFORE_ONE_HOOK", 3)
     return model, arriving, BatchGradientSource(model, None)
 
@@ -139,8 +139,24 @@ def test_a_backward_inside_another_belongs_to_it(sources):
         assert not compare(arriving, at_end)
 
 
+def test_gradients_that_are_stepped_away_are_read_as_they_arrive(sources):
+    model, arriving, at_end = sources
+
+    def step(parameter):
+        at_end.stepped_in_backward()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    x, left_out = torch.randn(4, 3), []
+    for _ in range(3):
+        model(x, "ab").backward()
+        left_out.append(compare(arriving, at_end))
+    assert left_out == [True, False, False]
+
+
 def test_sparse_gradients_keep_all_hooks(monkeypatch):
-    monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", {"cpu"})
+    monkeypatch.setattr(row_sources, "AT_END_DEVICES", {"cpu"})
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     source = BatchGradientSource(model, SketchRows(size=16))
     for _ in range(12):
@@ -151,7 +167,7 @@ def test_sparse_gradients_keep_all_hooks(monkeypatch):
 
 
 def test_one_hook_spares_autograd_the_others(monkeypatch):
-    monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", {"cpu"})
+    monkeypatch.setattr(row_sources, "AT_END_DEVICES", {"cpu"})
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     source = BatchGradientSource(model, None)
     for _ in range(9):

@@ -211,6 +211,24 @@ def overflow_then_a_finite_batch(one):
                 one.step()
 
 
+def stepped_inside_the_backward(one):
+    """As in torch's tutorial: an optimizer for each parameter, stepped when its gradient is in."""
+    one.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    single = {p: torch.optim.SGD([p], lr=0.0) for p in one.net.parameters()}
+
+    def step(parameter):
+        single[parameter].step()
+        single[parameter].zero_grad()
+
+    for parameter in one.net.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for epoch in range(EPOCHS):
+        one.next_epoch(epoch)
+        for batch in one.loader:
+            one.backward(batch)
+    assert "rows_left_out" not in one.herd.metrics()
+
+
 def broken_off_and_looked_at(one):
     for epoch in range(EPOCHS):
         one.next_epoch(epoch)
@@ -234,6 +252,7 @@ LOOPS = {
     resumed_with_a_loader_that_counts: {},
     resumed_by_a_loader_that_skips: {},
     overflow_then_a_finite_batch: {"scaler": True},
+    stepped_inside_the_backward: {},
     broken_off_and_looked_at: {},
 }
 

@@ -119,6 +119,44 @@ def test_a_device_that_refuses_kernels(monkeypatch, caplog):
     assert "without Triton" in caplog.text and "out of shared memory" in caplog.text
 
 
+def test_a_later_part_that_is_refused(monkeypatch):
+    """Rows of one call count once, also if the kernels for the last of them are refused."""
+    epochs = epochs_of_whole_numbers()
+    stay(monkeypatch, here=False)
+    wanted, host, _ = learn(epochs, device="cpu", cuts=(0, 5, 16))
+    stay(monkeypatch, here=True)
+    monkeypatch.setattr(gram, "_HAS_TRITON", True)  # restored after the test
+    make = device_signs._Block
+
+    def refuse_short(rows):
+        if len(rows) == 3:  # 11 rows in parts of 8
+            raise RuntimeError("out of shared memory")
+        return make(rows)
+
+    monkeypatch.setattr(device_signs, "_Block", refuse_short)
+    found, state, _ = learn(epochs, device=DEVICE, cuts=(0, 5, 16))
+    assert found == wanted
+    assert torch.equal(state["count"].cpu(), host["count"])
+    torch.testing.assert_close(state["total"].cpu(), host["total"])
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_watching_rows_does_not_change_the_path(rows, monkeypatch):
+    stay(monkeypatch, here=True)
+    data, model = TensorDataset(torch.randn(36, 6)), nn.Linear(6, 5).to(DEVICE)
+    sampler = gh.OrderedSampler(data, "grab", batch_size=12)
+    herd = gh.attach(model, order=sampler, rows=gh.TwoSidedRows(size=64))
+    herd.scalars(rows=rows)
+    steps = []
+    for (x,) in DataLoader(data, batch_size=12, sampler=sampler):
+        model.zero_grad()
+        loss = model(x.to(DEVICE)).square().sum(1).mean()
+        steps.append(sampler.ordering.steps)
+        loss.backward()
+    assert steps == [0, 12, 24]  # signed at once, not when many batches have come together
+    herd.detach()
+
+
 @pytest.mark.parametrize(("policy", "batch"), [("grab", 12), ("cd-grab", 4)])
 def test_a_training_loop_with_a_batch_that_overflows(policy, batch, monkeypatch):
     """Rows of the whole batch are left out, as the optimizer leaves out its gradient."""

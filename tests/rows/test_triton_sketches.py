@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("triton")
 
 from gradherd import OrderedSampler, attach
-from gradherd.attach import batch_gradient, transports
-from gradherd.attach.batch_gradient import BatchGradientSource
+from gradherd.attach import row_sources, transports
+from gradherd.attach.row_sources import BatchGradientSource
 from gradherd.ordering import device_signs, grab, gram, pair_grab
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import block_hashes, count_sketch
@@ -109,10 +109,10 @@ class Parts(nn.Module):
 def test_batches_are_sketched_at_the_end_of_their_backwards(kernel, monkeypatch):
     torch.manual_seed(0)
     model, x = Parts().to(DEVICE), torch.randint(9, (6, 5), device=DEVICE)
-    monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", set())
+    monkeypatch.setattr(row_sources, "AT_END_DEVICES", set())
     arriving = BatchGradientSource(model, SketchRows(size=32))
-    monkeypatch.setattr(batch_gradient, "AT_END_DEVICES", {DEVICE})
-    monkeypatch.setattr(batch_gradient, "has_kernels", lambda device: kernel)
+    monkeypatch.setattr(row_sources, "AT_END_DEVICES", {DEVICE})
+    monkeypatch.setattr(row_sources, "has_kernels", lambda device: kernel)
     at_end = BatchGradientSource(model, SketchRows(size=32))
     assert (at_end._sketcher is not None) == kernel
     for both, accumulate in ((True, False), (False, False), (True, True), (False, True)):
@@ -136,13 +136,13 @@ def test_whole_batches_are_ordered_without_waiting_for_the_device(policy, monkey
     orders = []
     for here in (set(), {DEVICE}):
         for module, name in (
-            (batch_gradient, "AT_END_DEVICES"),
+            (row_sources, "AT_END_DEVICES"),
             (device_signs, "DEVICES_TO_STAY_ON"),
             (transports, "DEVICES_TO_STAY_ON"),
             (gram, "KERNEL_DEVICES"),
         ):
             monkeypatch.setattr(module, name, here)
-        monkeypatch.setattr(batch_gradient, "has_kernels", lambda device, here=here: bool(here))
+        monkeypatch.setattr(row_sources, "has_kernels", lambda device, here=here: bool(here))
         if here:
             for module in (grab, pair_grab):
                 monkeypatch.setattr(module, "balance", None)  # what the host would sign with

@@ -1,7 +1,9 @@
-"""Coordination in DDP's communication hook: averaging and ordering share one exchange.
+"""Coordination of whole batches: averaging gradients and ordering share one exchange.
 
-An all-to-all gives this rank its slice of every worker's gradient (`comm.sliced_mean`). Their mean
-goes back to DDP, and the slices go to the sampler, which signs them. What overlaps with what:
+An all-to-all gives this rank its slice of every worker's gradient. Their mean is what averaging
+wants, and the slices go to the sampler, which signs them in a thread. `SlicedTransport` is what DDP
+and FSDP2 have in common; `CoordinatedHook` works in DDP's communication hook, and
+`fsdp_coordination` in FSDP's reduce-scatter. Under DDP, what overlaps with what:
 
 * The all-to-all of a bucket starts when DDP hands the bucket out, and overlaps with the rest of the
   backward. The mean is computed and gathered after the last bucket; the backward waits for that.
@@ -10,29 +12,32 @@ goes back to DDP, and the slices go to the sampler, which signs them. What overl
 * Signs are computed in a thread, from when the batch is fed back (at the optimizer's step or the
   next forward) until the next batch is: beside the step and the next forward and backward.
 
-If a bucket does not hold the gradient of this backward alone (under `no_sync`, or if gradients were
-not cleared), the gradient is exchanged separately when the batch is fed back, and training waits.
+If what is averaged does not hold the gradient of this backward alone (under `no_sync`, or if
+gradients were not cleared), the gradient is exchanged separately when the batch is fed back, and
+training waits.
 
-Shapes: R ranks, C columns of this rank over all buckets: its slice of each one and, on the last
-rank, what is left of buckets whose length does not divide by R.
+Shapes: R ranks, C columns of this rank over all parameters.
 """
 
 import time
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook
-from gradherd.attach.layouts import BucketLayout
+from gradherd.attach.layouts import BucketLayout, ShardLayout
 from gradherd.attach.parameter_hooks import ParameterHooks
-from gradherd.attach.transports import StepComparison
+from gradherd.attach.transports import RowTransport, StepComparison
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
+from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.ordering.batch_claims import BatchClaim
@@ -50,6 +55,7 @@ class SliceSigner:
         # A group of its own for the thread: ranks reach its collectives at different points of
         # their training step, so on the model's group they could be matched with the wrong ones.
         self._side = world.side_channel()
+        weakref.finalize(self, self._side.close_side_channel).atexit = False
         self._thread = BackgroundThread("gradherd-signs")
         self._in_step = StepComparison(sampler)
         self.bytes = 0
@@ -99,8 +105,163 @@ class SliceSigner:
         self._side.close_side_channel()
 
 
-class CoordinatedHook(BucketHook):
-    """Averages DDP's gradients, and has the sampler learn from whole batches of all workers."""
+class SlicedTransport(RowTransport):
+    """Has the sampler learn from slices of whole batches, which averaging delivers.
+
+    Where a backward's gradient is not averaged alone, it is collected from the hooks of parameters
+    and exchanged separately, for ordering only.
+    """
+
+    layout: BucketLayout | ShardLayout
+    """Which columns this rank holds."""
+    total_bytes: int
+    """Bytes that this rank has sent to average gradients."""
+    stopwatch: Stopwatch
+    """Time spent in that exchange."""
+
+    def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
+        """Hook into the parameters. All ranks must do so at the same point.
+
+        Args:
+            model: The model, without DDP.
+            sampler: The sampler that learns.
+            world: The ranks that train.
+        """
+        super().__init__(sampler)
+        self.world = world
+        self._spec = FlatSpec.of(model)
+        self._signer = SliceSigner(sampler, world)
+        self._separate: dict[str, Tensor] = {}  # gradient of a backward that is not averaged alone
+        # Counted apart from `total_bytes`, which training would have sent without an order, too.
+        self._separate_bytes = 0
+        self._decided = False
+        self._shares = False  # whether averaging delivers the slices of this backward
+        self._hooks = ParameterHooks(model, self._arrived)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank has sent for ordering alone."""
+        return self._separate_bytes + self._signer.bytes
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Call `began` before the first gradient of each backward."""
+        self._hooks.began = began
+
+    @abstractmethod
+    def _comes_alone(self) -> bool:
+        """Say whether what will be averaged holds the gradient of this backward alone."""
+
+    @abstractmethod
+    def _take_slices(self) -> Tensor:
+        """Return the (R, C) slices that averaging has delivered."""
+
+    @abstractmethod
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, int]:
+        """Return (R, C) slices of a gradient that was not averaged alone, and the bytes sent."""
+
+    @abstractmethod
+    def _drop_slices(self) -> None:
+        """Drop slices that were not fed back."""
+
+    @abstractmethod
+    def _columns_of(self, by_name: Mapping[str, Tensor]) -> Tensor:
+        """Return this rank's (C,) columns of a row, given by parameter."""
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        # At the first gradient of a backward: nothing is averaged before it, and nothing earlier
+        # would do, since gradients may be cleared anywhere before the backward.
+        if not self._decided:
+            self._shares, self._decided = self._comes_alone(), True
+        if not self._shares:
+            # A parameter may have several gradients: two backwards of one forward are one batch.
+            before = self._separate.get(name)
+            self._separate[name] = grad.clone() if before is None else before.add_(grad)
+
+    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+        """Start to sign this batch of every worker beside the training loop."""
+        # Released before the thread starts, so that the next backward cannot feed them again.
+        grads, self._separate = self._separate, {}
+        if self._shares:
+            rows = self._take_slices()
+        else:
+            rows, sent = self._exchange_separately(grads)
+            self._separate_bytes += sent
+        self._decided = False
+        self._signer.submit(rows, claim, loss_scale)
+
+    def by_index(self) -> None:
+        """Refuse batches that are given by their examples.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "whole batches that are exchanged along with gradients cannot be given by index: their "
+            "order would differ between ranks; attach with rows='sketch'"
+        )
+
+    def prepare(self) -> None:
+        """Reset before a backward, also after one that failed."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop a gradient that was not fed back yet."""
+        self._drop_slices()
+        self._separate, self._decided = {}, False
+
+    def wait(self) -> None:
+        """Return when the signs of all batches are computed."""
+        self._signer.wait()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what averaging gradients has cost."""
+        return {
+            "exchange_seconds": self.stopwatch.seconds,
+            "signs_cpu_seconds": self._signer.cpu_seconds,
+            "total_bytes": self.total_bytes,
+        }
+
+    def close(self) -> None:
+        """Remove the hooks, stop the thread and close its group."""
+        self._hooks.remove()
+        self._signer.close()
+
+    def ordering_state(self) -> dict[str, Any]:
+        """Return the state of the ordering with the columns of all ranks. All ranks must call it.
+
+        Columns are in the order of the model's parameters, so the state depends neither on buckets
+        or shards nor on the number of ranks.
+        """
+        state = super().ordering_state()
+        balance = state["balance"]
+
+        def whole(row: Tensor) -> Tensor:
+            by_name = self.layout.gather(row, self.world)
+            return torch.cat([by_name[name] for name in self._spec.names])
+
+        for key in COLUMNS:
+            if key in balance:
+                balance[key] = torch.stack([whole(row) for row in balance[key]])
+        return state
+
+    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the ordering and cut out this rank's columns."""
+        super().load_ordering_state(state)
+        spec = self._spec
+        # The state has whole rows on every rank, so nothing is sent to load it.
+        self._sampler.ordering.map_columns(
+            lambda row: self._columns_of(dict(zip(spec.names, spec.split(row), strict=True)))
+        )
+
+
+class CoordinatedHook(SlicedTransport, BucketHook):
+    """Averages DDP's gradients, and has the sampler learn from whole batches of all workers.
+
+    C counts this rank's slice of each bucket and, on the last rank, what is left of buckets whose
+    length does not divide by R.
+    """
+
+    layout: BucketLayout
 
     def __init__(self, ddp: DDP, sampler: OrderedSampler, world: World) -> None:
         """Register with DDP. All ranks must do so at the same point.
@@ -110,72 +271,46 @@ class CoordinatedHook(BucketHook):
             sampler: The sampler that learns.
             world: The ranks that train.
         """
-        super().__init__(ddp, world)
-        self._ddp = ddp
-        self._sampler = sampler
-        self._signer = SliceSigner(sampler, world)
+        BucketHook.__init__(self, ddp, world)
+        SlicedTransport.__init__(self, ddp.module, sampler, world)
+        # Weak: DDP holds its hook out of the garbage collector's sight, and would never be freed.
+        self._ddp = weakref.ref(ddp)
         self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
         # DDP's buckets also hold parameters that were frozen after it was wrapped.
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         # All parameters in one bucket, in order: how small models are exchanged, and the layout
         # that larger ones start from until DDP's own buckets are known.
-        spec = FlatSpec.of(ddp.module)
-        self.layout = BucketLayout.one_bucket(zip(spec.names, spec.numels, strict=True), world)
+        self.layout = self._one_bucket_layout()
         # One vector can hold the elements of one dtype and device only.
-        kinds = {(p.dtype, p.device) for p in self._parameters}
+        kinds, spec = {(p.dtype, p.device) for p in self._parameters}, self._spec
         self._one_bucket = spec.size <= ONE_BUCKET_ELEMENTS and len(kinds) == 1
         length = self.layout.lengths()[0] if self._one_bucket else 0
         self._flat = self._parameters[0].detach().new_zeros(length)
         spans = (slice(at, at + n) for at, n in zip(spec.offsets, spec.numels, strict=True))
         self._spans = dict(zip(spec.names, spans, strict=True))
-        # Views of one vector and DDP's gradients, by where DDP's buckets lie in memory: made once,
-        # since a loop over parameters at every step would cost as much as the copy.
-        self._pieces: tuple[tuple[int, ...], list[Tensor], list[Tensor]] = ((), [], [])
+        # DDP's buckets of the last backward. Kept, so that none can take the place of another in
+        # memory unseen: what follows from them is made once, not at every step.
+        self._buckets: list[Tensor] = []
+        self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
         self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
-        self._separate: dict[str, Tensor] = {}  # gradient of a backward that did not
-        self._coordinates = True  # whether the buckets of this backward hold its gradient alone
-        self._decided = False
-        # Counted apart from `total_bytes`, which DDP would have sent without an order, too.
-        self._separate_bytes = 0
-        self._hooks = ParameterHooks(ddp.module, self._arrived)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank has sent for ordering alone."""
-        return self._separate_bytes + self._signer.bytes
+    def _one_bucket_layout(self) -> BucketLayout:
+        spec = self._spec
+        return BucketLayout.one_bucket(zip(spec.names, spec.numels, strict=True), self.world)
 
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
         return self._rows is not None or bool(self._separate)
 
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward."""
-        self._hooks.began = began
-
-    def prepare(self) -> None:
-        """Reset before a backward, also after one that failed."""
-        self._decided = False
-        self.discard()
-        self._mean.abandon()
-
-    def _arrived(self, name: str, grad: Tensor) -> None:
-        # At the first gradient of a backward: buckets are handed out only after it, and nothing
-        # earlier would do, since gradients may be cleared anywhere before the backward.
-        if not self._decided:
-            fresh = all(parameter.grad is None for parameter in self._parameters)
-            self._coordinates = fresh and self._ddp.require_backward_grad_sync
-            self._decided = True
-        if self.active and not self._coordinates:
-            flat = grad.flatten()
-            # A parameter may have several gradients: two backwards of one forward are one batch.
-            before = self._separate.get(name)
-            self._separate[name] = flat.clone() if before is None else before.add_(flat)
+    def _comes_alone(self) -> bool:
+        ddp, fresh = self._ddp(), all(parameter.grad is None for parameter in self._parameters)
+        return fresh and ddp is not None and ddp.require_backward_grad_sync
 
     def collects(self) -> bool:
         """Return whether the buckets hold the gradient of this backward alone."""
-        return self.active and self._coordinates
+        return self.active and self._shares
 
     def add(self, bucket: dist.GradBucket) -> None:
         """Begin the all-to-all of the bucket, unless all buckets are exchanged as one."""
@@ -187,24 +322,25 @@ class CoordinatedHook(BucketHook):
         """Average all buckets and store this rank's slices of all workers' gradients."""
         # Only what this exchange adds: the mean counts over the whole run.
         before = self._mean.bytes
+        flats = [bucket.buffer() for bucket in buckets]
+        known = [flat.data_ptr() for flat in self._buckets] == [flat.data_ptr() for flat in flats]
+        if not known:
+            self._buckets = flats
+            self._use(buckets)
         if self._one_bucket:
-            self._exchange_as_one(buckets)
+            # Copied into one vector, and the mean back.
+            flat, own = self._pieces
+            torch._foreach_copy_(flat, own)
+            self._mean.start(self._flat)
+            self._rows = self._mean.finish(columns=True)
+            torch._foreach_copy_(own, flat)
         else:
-            self._use(
-                BucketLayout(
-                    tuple(
-                        tuple((self._names[p], p.numel()) for p in bucket.parameters())
-                        for bucket in buckets
-                    )
-                )
-            )
             self._rows = self._mean.finish(columns=True)
         self.total_bytes += self._mean.bytes - before
 
-    def _exchange_as_one(self, buckets: Sequence[dist.GradBucket]) -> None:
-        """Copy all buckets into one vector, exchange it, and copy the mean back."""
-        places = tuple(bucket.buffer().data_ptr() for bucket in buckets)
-        if places != self._pieces[0]:
+    def _use(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Switch to other buckets: DDP rebuilds them once after the first step."""
+        if self._one_bucket:
             # By parameter, in the order of the model: so the columns stay the same when DDP
             # rebuilds its buckets.
             grads = {
@@ -214,16 +350,14 @@ class CoordinatedHook(BucketHook):
             }
             used = {name: grads[name] for name in self._spans if name in grads}
             flat = [self._flat[self._spans[name]].view_as(grad) for name, grad in used.items()]
-            # These views keep the buckets in memory, so none can take the place of another unseen.
-            self._pieces = places, flat, list(used.values())
-        _, flat, own = self._pieces
-        torch._foreach_copy_(flat, own)
-        self._mean.start(self._flat)
-        self._rows = self._mean.finish(columns=True)
-        torch._foreach_copy_(own, flat)
-
-    def _use(self, layout: BucketLayout) -> None:
-        """Switch to other buckets: DDP rebuilds them once after the first step."""
+            self._pieces = flat, list(used.values())
+            return
+        layout = BucketLayout(
+            tuple(
+                tuple((self._names[p], p.numel()) for p in bucket.parameters())
+                for bucket in buckets
+            )
+        )
         if layout == self.layout:
             return
         # The thread writes what is converted here. All ranks get here in the same step, since DDP
@@ -234,109 +368,44 @@ class CoordinatedHook(BucketHook):
             lambda row: layout.columns(old.gather(row, self.world), self.world)
         )
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
-        """Start to sign this batch of every worker beside the training loop.
-
-        Args:
-            claim: The units that the gradient belongs to; None if it counts for nothing.
-            loss_scale: What the loss was multiplied by (GradScaler).
-        """
-        # Released before the thread starts, so that the next backward cannot feed the same rows
-        # again.
+    def _take_slices(self) -> Tensor:
         rows, self._rows = self._rows, None
-        if rows is None:
-            rows = self._exchange_separately()
-        self._signer.submit(rows, claim, loss_scale)
-
-    def _exchange_separately(self) -> Tensor:
-        """Return (R, C) slices of a gradient that the buckets did not hold alone.
-
-        DDP averages what the buckets hold; these bytes are sent for ordering alone.
-        """
-        grads, self._separate = self._separate, {}
-        device, before = self._parameters[0].device, self._mean.bytes
-        for bucket in self.layout.buckets:
-            self._mean.start(
-                torch.cat(
-                    [grads.get(name, torch.zeros(count, device=device)) for name, count in bucket]
-                )
-            )
-        rows = self._mean.finish(write_back=False, columns=True)
-        self._separate_bytes += self._mean.bytes - before
         assert rows is not None
         return rows
 
-    def by_index(self) -> None:
-        """Refuse batches that are given by their examples.
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, int]:
+        before, like = self._mean.bytes, self._parameters[0].detach()
+        for bucket in self.layout.buckets:
+            # As DDP's buckets, these have one dtype: that of their parameters.
+            same = next((grads[name] for name, _ in bucket if name in grads), like)
+            flats = [
+                grads[name].flatten() if name in grads else same.new_zeros(count)
+                for name, count in bucket
+            ]
+            self._mean.start(torch.cat(flats))
+        rows = self._mean.finish(write_back=False, columns=True)
+        assert rows is not None
+        return rows, self._mean.bytes - before
 
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "whole batches that are exchanged in DDP's hook cannot be given by index: their order "
-            "would differ between ranks; attach with rows='sketch'"
-        )
-
-    def wait(self) -> None:
-        """Return when the signs of all batches are computed."""
-        self._signer.wait()
-
-    def finish(self) -> None:
-        """Return when the signs of all batches are computed."""
-        self._signer.wait()
-
-    def forget(self) -> None:
-        """Drop a gradient that was not fed back yet."""
+    def _drop_slices(self) -> None:
         # The all-to-all has happened already; only its result is dropped. No batch follows that
         # would wait for the signs of the one before, whose buffers come next.
         if self._rows is not None:
             self._signer.wait()
-        self._rows, self._separate = None, {}
-        self._decided = False
+        self._rows = None
+        self.discard()
+        self._mean.abandon()
 
-    def metrics(self) -> dict[str, Any]:
-        """Return what the exchange of gradients has cost."""
-        return {
-            "exchange_seconds": self.stopwatch.seconds,
-            "signs_cpu_seconds": self._signer.cpu_seconds,
-            "total_bytes": self.total_bytes,
-        }
-
-    def close(self) -> None:
-        """Remove the hooks, stop the thread and close its group."""
-        super().close()
-        self._hooks.remove()
-        self._signer.close()
-
-    def ordering_state(self) -> dict[str, Any]:
-        """Return the state of the ordering with the columns of all ranks. All ranks must call it.
-
-        Columns are in the order of the model's parameters, so the state depends neither on DDP's
-        buckets nor on the number of ranks.
-        """
-        state = self._sampler.ordering.state_dict()
-        names, balance = FlatSpec.of(self._ddp.module).names, state["balance"]
-
-        def whole(row: Tensor) -> Tensor:
-            by_name = self.layout.gather(row, self.world)
-            return torch.cat([by_name[name] for name in names])
-
-        for key in COLUMNS:
-            if key in balance:
-                balance[key] = torch.stack([whole(row) for row in balance[key]])
-        return state
+    def _columns_of(self, by_name: Mapping[str, Tensor]) -> Tensor:
+        return self.layout.columns(by_name, self.world)
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering and cut out this rank's columns."""
-        self._sampler.ordering.load_state_dict(state)
-        spec = FlatSpec.of(self._ddp.module)
-        sizes = list(zip(spec.names, spec.numels, strict=True))
-        # DDP's buckets may not be known yet. The first backward converts to them (`_use`).
-        layout = BucketLayout.one_bucket(sizes, self.world)
+        # DDP's buckets may not be known yet. The next backward converts to them (`_use`).
+        self.layout, self._buckets = self._one_bucket_layout(), []
+        super().load_ordering_state(state)
 
-        def columns(row: Tensor) -> Tensor:
-            pieces = torch.split(row, list(spec.numels))
-            return layout.columns(dict(zip(spec.names, pieces, strict=True)), self.world)
-
-        self.layout = layout
-        self._sampler.ordering.map_columns(columns)
+    def close(self) -> None:
+        """Leave DDP, remove the hooks, stop the thread and close its group."""
+        BucketHook.close(self)
+        SlicedTransport.close(self)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from gradherd.attach.parameter_usage import remove_after
-from gradherd.attach.row_sources import RowWatch
+from gradherd.attach.row_stats import RowWatch
 from gradherd.attach.state import check_row_length
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.collectives import all_gather
@@ -32,6 +32,7 @@ from gradherd.ordering.ledger import BatchTicket
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
 from gradherd.rows.settings import RowSettings, row_length
+from gradherd.rows.torch_names import current_backward
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -137,6 +138,11 @@ class OrderFeedback:
 
     def around_step(self) -> None:
         """Feed back what is waiting before the optimizer steps, or from inside its step."""
+        if current_backward() >= 0:
+            # An optimizer for each parameter, stepped when its gradient is in: the rest of the
+            # batch is yet to come. It is fed back before the next forward.
+            self._transport.stepped_in_backward()
+            return
         self._feed_back()
 
     def before_read(self, what: str) -> None:

@@ -52,6 +52,8 @@ class ParameterHooks:
         """
         self.began: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
+        self.begin = begin
+        """Called once for each backward, instead of `arrived`."""
         self.first = ""
         """Name of the parameter whose gradient came first in the last backward."""
         # No backward has this number.
@@ -64,9 +66,9 @@ class ParameterHooks:
                 if task != self._graph_task:
                     self._graph_task, self.first = task, name
                     self.began()
-                    if begin is not None:
-                        begin()
-                if begin is None:
+                    if self.begin is not None:
+                        self.begin()
+                if self.begin is None:
                     arrived(name, grad.detach())
 
             return on_grad

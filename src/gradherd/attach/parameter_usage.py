@@ -30,7 +30,8 @@ class ParameterUsage:
     """
 
     def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._ddp = ddp
+        # The model itself is not kept: DDP holds its hook, and so this, out of the garbage
+        # collector's sight, and would never be freed.
         self._accumulating = False
         self._device = next(iter(parameters.values())).device
         self._flags = [False] * len(parameters)
@@ -48,7 +49,7 @@ class ParameterUsage:
             self._flags = [False] * len(self._flags)
         # Under no_sync nothing is exchanged yet: what this backward uses counts for the one that
         # syncs.
-        if not self._ddp.require_backward_grad_sync:
+        if not module.require_backward_grad_sync:
             self._accumulating = True
 
     def _mark(self, at: int) -> Any:

@@ -1,42 +1,53 @@
 """Where rows come from: what is read off a model during a backward.
 
 A source notices that a backward has happened (`waiting`) and returns its rows when asked (`take`).
-It does not know which examples they belong to, or how they are sent.
+It does not know which examples they belong to, or how they are sent. `BatchGradientSource` has the
+gradient of a whole batch, `ExampleRowSource` that of every example.
 
 Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.batch_gradient import BatchGradientSource
 from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.attach.parameter_hooks import gradient_registrar
-from gradherd.attach.row_stats import RowFigures
+from gradherd.attach.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
 from gradherd.flat import FlatSpec
-from gradherd.ordering.bounds import WatchedPolicy
-from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
+from gradherd.rows.sketch import count_sketch, has_kernels, sketch_vector
+
+if TYPE_CHECKING:
+    from gradherd.rows.triton_sketches import GradientSketcher
 
 CHECK_FAILED = 2
 """Stands for every parameter in the mask of a rank whose check raised an error."""
+# Elsewhere a copy for each parameter costs little, and adds without rounding.
+AT_END_DEVICES = {"cuda"}
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """Reads the rows of one backward after the other."""
 
     @property
+    def seconds_in_backward(self) -> float:
+        """Seconds spent on rows inside backwards."""
+        return 0.0
+
+    @property
+    @abstractmethod
     def waiting(self) -> bool:
         """Whether a backward has happened whose rows were not taken yet."""
-        ...
 
+    @abstractmethod
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return the (U, k) rows of the last backward.
 
@@ -44,15 +55,17 @@ class RowSource(Protocol):
             examples: Number of examples in the batch.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
-        ...
 
     def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
         """Return the rows without forming them, or None if the source cannot."""
-        ...
+        return None
 
+    @abstractmethod
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward, if it can be observed."""
-        ...
+
+    def stepped_in_backward(self) -> None:
+        """Note that an optimizer steps before the backward is over."""
 
     def check(self, examples: int) -> Tensor | None:
         """Check the rows that wait, if a check is due.
@@ -60,39 +73,178 @@ class RowSource(Protocol):
         Returns:
             A byte for each parameter, 1 if it has to be left out; None if no check is due.
         """
-        ...
+        return None
 
     def failed_check(self) -> Tensor:
         """Return the mask of a rank whose check raised an error."""
-        ...
+        return torch.zeros(0, dtype=torch.uint8)
 
     def leave_out(self, mask: Tensor) -> None:
         """Leave out the parameters that any rank has to leave out, from the rows that wait on."""
-        ...
 
     def left_out(self) -> list[str]:
         """Return the names of parameters that rows leave out."""
-        ...
-
-    @property
-    def seconds_in_backward(self) -> float:
-        """Seconds spent on rows inside backwards."""
-        ...
+        return []
 
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
-        ...
 
+    @abstractmethod
     def forget(self) -> None:
         """Drop the last backward."""
-        ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove the hooks."""
+
+
+def _sketcher_for(
+    parameters: list[nn.Parameter], sketch: SketchRows | None
+) -> "GradientSketcher | None":
+    """Return what sketches p.grad in place; None where there is no kernel for it, or no sketch."""
+    if sketch is None or not has_kernels(parameters[0].device):
+        return None
+    # Imported here: Triton is optional, and absent where there is no GPU.
+    from gradherd.rows import triton_sketches
+
+    if not triton_sketches.can_sketch(parameters):
+        return None
+    return triton_sketches.GradientSketcher(parameters, sketch.size, sketch.seed)
+
+
+class BatchGradientSource(RowSource):
+    """The gradient of a whole batch, or a count sketch of it."""
+
+    def __init__(self, model: nn.Module, sketch: SketchRows | None) -> None:
+        self._spec = FlatSpec.of(model)
+        self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
+        self._lengths = dict(zip(self._spec.names, self._spec.numels, strict=True))
+        self._sketch = sketch
+        self._row: Tensor | None = None
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        # On a GPU the launches for each parameter would cost more than the rest of the step.
+        # Optimizers that step inside the backward leave nothing to read at its end.
+        self._at_end = (
+            self._parameters[0].device.type in AT_END_DEVICES
+            and not fsdp_modules(model)
+            and not any(p._post_accumulate_grad_hooks for p in self._parameters)
+        )
+        self._sketcher = _sketcher_for(self._parameters, sketch) if self._at_end else None
+        self._hooks = ParameterHooks(
+            model, self._arrived, None if not self._at_end else self._begin
+        )
+        self._saver = HookSaver(self._hooks, self._spec.names)
+        self._befores: dict[int, Tensor | None] = {}  # by backward
+        self._before: Tensor | None = None
+        # Whether a part of this batch's gradient may be missing, and whether it was just taken.
+        self._spoiled = self._taken = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a gradient has arrived."""
+        if self._at_end and self._row is None and not self._taken:
+            # The batch of a backward that was not noticed keeps its place; the next is noticed.
+            self._saver.all_noticed(self._grads())
+        self._taken = False  # asked again after the step, when nothing can have changed
+        return self._row is not None
+
+    def _grads(self) -> list[Tensor | None]:
+        return [p.grad for p in self._parameters]
+
+    def _begin(self) -> None:
+        """Prepare to read all gradients at once when this backward is over."""
+        task = torch._C._current_graph_task_id()
+        if task in self._befores:  # a backward inside it (checkpoint) has ended
+            return
+        grads, before = self._grads(), self._before
+        if not self._saver.all_noticed(grads):
+            self._spoiled = True
+        if self._row is None:
+            # What earlier backwards have left in p.grad is subtracted at the end of this one.
+            accumulated = any(grad is not None for grad in grads)
+            before = self._as_row(grads) if accumulated else None
+        self._befores[task] = before
+        # Queued callbacks run when the engine has accumulated every gradient, which no hook of a
+        # single parameter can tell.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+
+    def _end(self, task: int) -> None:
+        # Of backwards inside another, the outer one ends last, and began before all of them.
+        before = self._before = self._befores.get(task)
+        grads = self._grads()
+        row = self._as_row(grads)
+        self._row = row if before is None else row - before
+        self._saver.end(grads)
+
+    def _as_row(self, grads: list[Tensor | None]) -> Tensor:
+        """Return the gradients of all parameters as one row: (D,), or sketched (k,)."""
+        with torch.no_grad():
+            if self._sketcher is not None:
+                return self._sketcher.sketch(grads)
+            parts = [
+                # The parameter itself stands in for a missing gradient, as it has the right length;
+                # its part is set to zero below.
+                p.detach() if grad is None else grad.to_dense() if grad.is_sparse else grad
+                for p, grad in zip(self._parameters, grads, strict=True)
+            ]
+            # One call: reshaping each of them from Python takes longer than copying. It copies in
+            # the logical order of elements, whatever the layout of a gradient is.
+            row = torch._C._nn.flatten_dense_tensors(parts).float()
+            for name, grad in zip(self._spec.names, grads, strict=True):
+                if grad is None:  # not used in this backward
+                    begin = self._offsets[name]
+                    row[begin : begin + self._lengths[name]] = 0
+            if self._sketch is not None:
+                row = sketch_vector(row, self._sketch.size, self._sketch.seed)
+            return row
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        dense = grad.to_dense() if grad.is_sparse else grad  # Embedding(sparse=True)
+        flat, offset = dense.flatten().float(), self._offsets[name]
+        if self._row is None:
+            self._row = flat.new_zeros(self._sketch.size if self._sketch else self._spec.size)
+        if self._sketch is None:
+            self._row[offset : offset + len(flat)] += flat
+        else:
+            # A count sketch is linear, so the sketch of the whole gradient is the sum over
+            # parameters.
+            self._row += count_sketch(flat, self._sketch.size, self._sketch.seed, offset=offset)
+
+    def take(self, examples: int, loss_scale: float) -> Tensor:
+        """Return the one row of the batch."""
+        assert self._row is not None
+        row = self._row
+        if (self._at_end and not self._saver.all_noticed(self._grads())) or self._spoiled:
+            # Not a number: the batch is left out, as one that has overflowed.
+            row = torch.full_like(row, torch.nan)
+        self.forget()
+        self._taken = True
+        if loss_scale != 1:
+            row /= loss_scale
+        return row.unsqueeze(0)
+
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Call `began` before the first gradient of each backward."""
+        self._hooks.began = began
+
+    def stepped_in_backward(self) -> None:
+        """Read gradients as they arrive from now on: at the end of a backward they are gone."""
+        if self._at_end:
+            self._at_end, self._hooks.begin, self._spoiled = False, None, True
+            self._saver.give_up()
+
+    def forget(self) -> None:
+        """Drop the last gradient."""
+        self._row = self._before = None
+        self._befores.clear()
+        self._spoiled = False
 
     def close(self) -> None:
         """Remove the hooks."""
-        ...
+        self._hooks.remove()
 
 
-class ExampleRowSource:
+class ExampleRowSource(RowSource):
     """The gradient of every example, read off the layers: exact, or a sketch."""
 
     def __init__(
@@ -202,82 +354,3 @@ def make_row_source(
         sketch = settings if isinstance(settings, SketchRows) else None
         return BatchGradientSource(model, sketch)
     return ExampleRowSource(model, settings, unit, batch_size)
-
-
-class WatchedSource:
-    """A row source whose rows are measured when they are taken."""
-
-    def __init__(self, source: RowSource, figures: RowFigures) -> None:
-        """Wrap a source.
-
-        Args:
-            source: Reads the rows.
-            figures: Measures them.
-        """
-        self._source, self._figures = source, figures
-
-    def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return the (U, k) rows of the last backward."""
-        rows = self._source.take(examples, loss_scale)
-        self._figures.add(rows)
-        return rows
-
-    def take_implicit(self, examples: int, loss_scale: float) -> Any:
-        """Return the rows without forming them, or None if the source cannot."""
-        rows = self._source.take_implicit(examples, loss_scale)
-        if rows is None:
-            return None
-        # Figures and signs both need the Gram matrix, which costs as much as a backward.
-        once = _GramOnce(rows)
-        self._figures.add(once)
-        return once
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-
-class _GramOnce:
-    """Rows that are not formed and compute their Gram matrix once: norms and signs need it."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-        self._gram: Tensor | None = None
-
-    def gram(self) -> Tensor:
-        if self._gram is None:
-            self._gram = self._rows.gram()
-        return self._gram
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rows, name)
-
-
-class RowWatch:
-    """What is known of an order's rows: figures of the last batch, and of the last epoch."""
-
-    def __init__(self, sampler: OrderedSampler) -> None:
-        """Watch what the sampler learns from, from its next epoch on.
-
-        Args:
-            sampler: The sampler.
-        """
-        self.figures = RowFigures(sampler.unit)
-        self._ordering = ordering = sampler.ordering
-        self._policy = WatchedPolicy(ordering.policy, ordering.length)
-        # An order without gradients has no prefix sums to watch.
-        if ordering.policy.needs_rows:
-            ordering.policy = self._policy
-
-    def scalars(self) -> dict[str, float]:
-        """Return what can be logged so far."""
-        scalars = self.figures.scalars()
-        if self._policy.last is not None:
-            scalars["herding_bound"] = float(self._policy.last.bound())
-        return scalars
-
-    def close(self) -> None:
-        """Leave the sampler as it was."""
-        self._ordering.policy = self._policy.policy

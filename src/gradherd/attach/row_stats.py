@@ -1,14 +1,17 @@
-"""What the rows of a batch tell beside an order: norms of gradients and the gradient noise scale.
+"""What rows tell beside an order: norms, the gradient noise scale, and an epoch's herding bound.
 
 Shapes: U rows of a batch, each the mean gradient of `unit` examples, D columns.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradherd.ordering.bounds import WatchedPolicy
+from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.exact_rows import Rows
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
@@ -121,3 +124,51 @@ class RowFigures:
         names = [*(f"row_norm_{name}" for name in QUANTILES), "noise_scale"]
         # Batches of one row have no noise scale, and loggers stumble over NaN.
         return {k: v for k, v in zip(names, values, strict=True) if math.isfinite(v)}
+
+
+class GramOnce:
+    """Rows that are not formed and compute their Gram matrix once: norms and signs need it."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self._gram: Tensor | None = None
+
+    def gram(self) -> Tensor:
+        """Return inner products between rows."""
+        if self._gram is None:
+            self._gram = self._rows.gram()
+        return self._gram
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+
+class RowWatch:
+    """What is known of an order's rows: figures of the last batch, and of the last epoch."""
+
+    def __init__(self, sampler: OrderedSampler) -> None:
+        """Watch what the sampler learns from, from its next epoch on.
+
+        Args:
+            sampler: The sampler.
+        """
+        self.figures = RowFigures(sampler.unit)
+        self._ordering = ordering = sampler.ordering
+        self._policy = WatchedPolicy(ordering.policy, ordering.length)
+        # An order without gradients has no prefix sums to watch.
+        if ordering.policy.needs_rows:
+            ordering.policy = self._policy
+
+    def scalars(self) -> dict[str, float]:
+        """Return what can be logged so far."""
+        scalars = self.figures.scalars()
+        if self._policy.last is not None:
+            scalars["herding_bound"] = float(self._policy.last.bound())
+        return scalars
+
+    def close(self) -> None:
+        """Leave the sampler as it was."""
+        self._ordering.policy = self._policy.policy

@@ -1,16 +1,18 @@
 """How rows get from a row source to the sampler, those of all workers together."""
 
 import logging
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.attach.layouts import DealtColumns
 from gradherd.attach.parameter_hooks import ParameterHooks
-from gradherd.attach.row_sources import CHECK_FAILED, RowSource, WatchedSource
-from gradherd.attach.row_stats import RowFigures
+from gradherd.attach.row_sources import CHECK_FAILED, RowSource
+from gradherd.attach.row_stats import GramOnce, RowFigures
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner, run
 from gradherd.comm.world import World
@@ -18,69 +20,78 @@ from gradherd.ordering.batch_claims import BatchClaim, ClaimComparison, compare_
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer
 from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.exact_rows import GroupedRows
 
 log = logging.getLogger("gradherd")
 
 
-class RowTransport(Protocol):
+class RowTransport(ABC):
     """Takes the rows of one batch after the other to the sampler."""
+
+    def __init__(self, sampler: OrderedSampler) -> None:
+        self._sampler = sampler
+
+    @property
+    @abstractmethod
+    def waiting(self) -> bool:
+        """Whether a backward has happened whose rows were not fed back yet."""
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank has sent for ordering alone."""
-        ...
+        return 0
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a backward has happened whose rows were not fed back yet."""
-        ...
-
+    @abstractmethod
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward, if it can be observed."""
-        ...
 
     def prepare(self) -> None:
         """Get ready for a new batch: a forward begins."""
-        ...
 
+    def stepped_in_backward(self) -> None:
+        """Note that an optimizer steps before the backward is over."""
+
+    @abstractmethod
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back the rows of the backward that was waiting, or drop them without a claim.
 
         All ranks must call it after each backward, also those for which nothing counts.
-        """
-        ...
 
+        Args:
+            claim: The units that the gradient belongs to; None if it counts for nothing.
+            loss_scale: What the loss was multiplied by (GradScaler).
+        """
+
+    @abstractmethod
     def by_index(self) -> None:
         """Expect batches in any order from now on."""
-        ...
 
     def wait(self) -> None:
         """Return when nothing runs beside the training loop."""
-        ...
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed. All ranks must call it at the same point."""
-        ...
+        self.wait()
 
+    @abstractmethod
     def forget(self) -> None:
         """Drop the backward that is waiting."""
-        ...
 
     def metrics(self) -> dict[str, Any]:
         """Return figures of this transport's own."""
-        ...
+        return {}
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering. All ranks must call it."""
-        ...
+        return self._sampler.ordering.state_dict()
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering. All ranks must call it."""
-        ...
+        self._sampler.ordering.load_state_dict(state)
 
+    @abstractmethod
     def close(self) -> None:
         """Remove the hooks."""
-        ...
 
 
 class StepComparison:
@@ -131,43 +142,22 @@ class StepComparison:
             )
 
 
-class _LocalState:
-    """Saves and loads an ordering that every rank holds whole."""
-
-    def __init__(self, sampler: OrderedSampler) -> None:
-        self._sampler = sampler
-
-    def ordering_state(self) -> dict[str, Any]:
-        """Return the state of the ordering."""
-        return self._sampler.ordering.state_dict()
-
-    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the ordering."""
-        self._sampler.ordering.load_state_dict(state)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return nothing: no figures beyond the bytes."""
-        return {}
-
-    def prepare(self) -> None:
-        """Do nothing."""
-
-    def wait(self) -> None:
-        """Do nothing: nothing runs beside the training loop."""
-
-
-class CountingTransport(_LocalState):
+class CountingTransport(RowTransport):
     """For orders that need no gradients: counts the units that were visited."""
 
     def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
         super().__init__(sampler)
-        self.bytes = 0
-        self.waiting = False
+        self._waits = False
         self._in_order = True
         self._hooks = ParameterHooks(model, self._arrived)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a gradient has arrived."""
+        return self._waits
+
     def _arrived(self, name: str, grad: Tensor) -> None:
-        self.waiting = True
+        self._waits = True
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
@@ -175,7 +165,7 @@ class CountingTransport(_LocalState):
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Count the units."""
-        self.waiting = False
+        self._waits = False
         if claim is None:
             return
         # An order that needs no gradients still counts units, to know when its epoch ends.
@@ -186,19 +176,16 @@ class CountingTransport(_LocalState):
         """Only count units: which ones does not matter."""
         self._in_order = False
 
-    def finish(self) -> None:
-        """Do nothing: units are counted when they are fed."""
-
     def forget(self) -> None:
         """Drop the backward that is waiting."""
-        self.waiting = False
+        self._waits = False
 
     def close(self) -> None:
         """Remove the hooks."""
         self._hooks.remove()
 
 
-class GatheringTransport(_LocalState):
+class GatheringTransport(RowTransport):
     """Gathers the rows of all workers."""
 
     def __init__(
@@ -215,12 +202,15 @@ class GatheringTransport(_LocalState):
         self._columns = dealt  # None where whole rows are gathered
         # On the CPU, so that a GPU need not catch up with the host at every step.
         self._side = world.side_channel()
+        # A model that is dropped without detach() gives it back, too.
+        weakref.finalize(self, self._side.close_side_channel).atexit = False
         self._runner = RankRunner(world, later=self._side)
         self._gatherer = RowGatherer(
             sampler, self._runner, policy_checks=self._policy_checks, deals=dealt is not None
         )
         self._epoch_gatherer: EpochGatherer | None = None
         self._in_step = StepComparison(sampler)
+        self._figures: RowFigures | None = None
         self._alone = world.size == 1  # nothing is sent, so exact rows need not be formed
 
     @property
@@ -237,9 +227,13 @@ class GatheringTransport(_LocalState):
         """Call `began` before the first gradient of each backward, if it can be observed."""
         self._source.on_backward(began)
 
+    def stepped_in_backward(self) -> None:
+        """Have the source read gradients before they are stepped away."""
+        self._source.stepped_in_backward()
+
     def measure(self, figures: RowFigures) -> None:
         """Have the rows of all batches from the next one on measured."""
-        self._source = WatchedSource(self._source, figures)
+        self._figures = figures
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
@@ -256,20 +250,33 @@ class GatheringTransport(_LocalState):
             self._source.forget()
             return
         self._check(claim)
-        rows = (claim.examples, loss_scale)
+        rows = self._take(claim, loss_scale)
         if self._epoch_gatherer is not None:
-            self._epoch_gatherer.add(self._source.take(*rows), claim)
+            assert isinstance(rows, Tensor)
+            self._epoch_gatherer.add(rows, claim)
             return
-        implicit = self._source.take_implicit(*rows) if self._alone else None
-        if implicit is not None:
-            self._sampler.observe(implicit, first=claim.step)
+        if not isinstance(rows, Tensor):
+            self._sampler.observe(rows, first=claim.step)
             return
-        self._gatherer.add(self._source.take(*rows), claim)
+        self._gatherer.add(rows, claim)
         left = self._sampler.ordering.length - claim.step - claim.units
         # A last batch that is shorter may be dropped by the loader (drop_last), and would then
         # never come.
         if left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
+
+    def _take(self, claim: BatchClaim, loss_scale: float) -> Tensor | GramOnce | GroupedRows:
+        """Return the rows of a batch, not formed if they need not be, and measure them if asked."""
+        rows: Tensor | GramOnce | GroupedRows | None = None
+        if self._alone and self._epoch_gatherer is None:
+            rows = self._source.take_implicit(claim.examples, loss_scale)
+        if rows is None:
+            rows = self._source.take(claim.examples, loss_scale)
+        if self._figures is not None:
+            # Figures and signs both need the Gram matrix, which costs as much as a backward.
+            rows = rows if isinstance(rows, Tensor) else GramOnce(rows)
+            self._figures.add(rows)
+        return rows
 
     def _policy_checks(self, rows: Tensor) -> bool:
         """Say whether the policy alone leaves out rows that are not finite, on their device."""

@@ -162,6 +162,11 @@ class WatchedPolicy:
         return self.policy.needs_rows
 
     @property
+    def leaves_out_broken_rows(self) -> bool:
+        """Whether the policy itself leaves out rows that are not finite."""
+        return bool(getattr(self.policy, "leaves_out_broken_rows", False))
+
+    @property
     def start(self) -> Start | None:
         """The first order, if the method prescribes one."""
         return self.policy.start

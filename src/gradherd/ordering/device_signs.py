@@ -79,20 +79,23 @@ class DeviceSigner:
     def _sign(self, rows: Tensor) -> Tensor | None:
         if self.running.is_cuda:
             self._follow_stream()
-        if rows.shape[0] <= self._most:
-            return self._sign_part(rows)
-        signs = []
-        for part in rows.split(self._most):
-            own = self._sign_part(part)
-            if own is None:
+        parts = rows.split(self._most)
+        # All blocks before the first part is signed: one that is refused later would leave sums in
+        # which the rows before it count already.
+        blocks = []
+        for part in parts:
+            block = self._blocks.get(len(part)) or self._new_block(part)
+            if block is None:
                 return None
-            signs.append(own.clone())  # the next part has the same memory
-        return torch.cat(signs)
+            blocks.append(block)
+        signs = []
+        for part, block in zip(parts, blocks, strict=True):
+            signs.append(self._sign_part(part, block))
+            if len(parts) > 1:
+                signs[-1] = signs[-1].clone()  # the next part has the same memory
+        return signs[0] if len(signs) == 1 else torch.cat(signs)
 
-    def _sign_part(self, rows: Tensor) -> Tensor | None:
-        block = self._blocks.get(rows.shape[0]) or self._new_block(rows)
-        if block is None:
-            return None
+    def _sign_part(self, rows: Tensor, block: "_Block") -> Tensor:
         # Centring copies the rows to fixed memory at the same time.
         torch.sub(rows.transpose(0, 1), self._by_row, out=block.z)
         block.run(self.mean, self.running, self.total)
