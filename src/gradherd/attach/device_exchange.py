@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from gradherd.comm.script import run
 from gradherd.comm.world import World
-from gradherd.sparsify import kernels
+from gradherd.gpu import has_triton
 from gradherd.sparsify.device_worker import DeviceWorker, Placement
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
@@ -44,7 +44,7 @@ _MOST_GRAPHS = 64
 def runs_on_device(settings: Sparsify, worker: Worker, workers: int) -> bool:
     """Return whether the steps of a worker have fixed shapes, and kernels to run them."""
     residual = worker.feedback.residual
-    if not (residual.is_cuda and kernels.has_triton() and residual.dtype == torch.float32):
+    if not (residual.is_cuda and has_triton() and residual.dtype == torch.float32):
         return False
     return has_fixed_shapes(settings, worker, workers)
 

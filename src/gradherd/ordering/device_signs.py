@@ -7,17 +7,16 @@ the signs at the end of the epoch (`BalanceState.settle`).
 Shapes: b rows of a worker in a call, M workers, D columns.
 """
 
-import logging
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradherd.gpu import captured
 from gradherd.ordering.balance import FEW_VECTORS
 from gradherd.ordering.gram import MOST, fast_form, give_up_kernels
 from gradherd.ordering.sign_rules import Greedy, SignRule
-
-log = logging.getLogger("gradherd")
 
 DEVICES_TO_STAY_ON = {"cuda"}
 """Where rows are signed without waiting for the device; tests add the CPU."""
@@ -162,20 +161,9 @@ class _Block:
         """Make the kernels a CUDA graph on this memory; say whether graphs can be made here."""
         if torch.cuda.is_current_stream_capturing():  # by the user
             return True
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(torch.cuda.Stream(self.z.device)):
-                # Of this thread only: others may allocate memory meanwhile.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._launch(mean, running, total)
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            log.warning("no CUDA graph for signs, whose kernels are launched one by one: %s", error)
-            return False
-        self._graph = graph
-        return True
+        launches = [partial(self._launch, mean, running, total)]
+        self._graph = next(iter(captured(launches, "signs", self.z.device) or ()), None)
+        return self._graph is not None
 
 
 def sign_on_device(

@@ -14,7 +14,6 @@ Shapes: W streams, P vectors of a stream in visiting order, D columns, C values 
 import logging
 import math
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from gradherd.comm.script import AllReduceSmall, Script, run
 from gradherd.comm.world import World
+from gradherd.gpu import has_triton
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
 log = logging.getLogger("gradherd")
@@ -34,7 +34,7 @@ SignArray: TypeAlias = NDArray[np.int8]
 # Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.
 _FEW_VECTORS = 4
 # Looked up without importing it: most processes never need it.
-_HAS_TRITON = find_spec("triton") is not None
+_HAS_TRITON = has_triton()
 MOST = 64
 """Vectors of a block that kernels sign: the (P, P) products of more do not fit into registers."""
 KERNEL_DEVICES = {"cuda"}
@@ -184,9 +184,8 @@ def fast_form(vectors: Tensor, running: Tensor) -> Any:
         return None
     if vectors.stride(-1) != 1 or running.stride(-1) != 1 or not vectors.numel():
         return None
-    here = torch.cuda.current_device() if vectors.is_cuda else -1
-    if not vectors.get_device() == running.get_device() == here:
-        return None  # Triton launches on the current device only.
+    if vectors.device != running.device:
+        return None
     # Imported here: Triton is optional, and absent where there is no GPU.
     from gradherd.ordering import triton_gram
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradherd.gpu import launch
 from gradherd.ordering.gram import MOST
 
 # Columns of a program of `_sum_kernel`, and vectors that it loads at once.
@@ -236,7 +237,8 @@ def _write_products(z: Tensor, running: Tensor, parts: Tensor, span: int) -> Non
     """Write the products over each range of `span` columns to `parts`."""
     streams, count, columns = z.shape
     shape = _SHAPES[_padded(count)]
-    _product_kernel[(parts.shape[1], streams)](
+    launch(
+        _product_kernel, (parts.shape[1], streams),
         z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
         P=_padded(count), K=shape.columns, num_warps=shape.warps, num_stages=1,
     )  # fmt: skip
@@ -253,7 +255,7 @@ def greedy(both: Tensor) -> Tensor:
     """
     streams, count, _ = both.shape
     signs = torch.empty((streams, count), dtype=torch.int8, device=both.device)
-    _greedy_kernel[(streams,)](both, signs, count, count, P=_padded(count), num_warps=1)
+    launch(_greedy_kernel, (streams,), both, signs, count, count, P=_padded(count), num_warps=1)
     return signs
 
 
@@ -270,7 +272,8 @@ def add_signed(z: Tensor, signs: Tensor, running: Tensor, out: Tensor) -> None:
     whole, rest = divmod(columns, _BLOCK)
     for first, blocks, masked in ((0, whole, False), (whole, int(rest > 0), True)):
         if blocks:
-            _sum_kernel[(blocks, streams)](
+            launch(
+                _sum_kernel, (blocks, streams),
                 z, signs, running, out, z.stride(0), z.stride(1), running.stride(0), out.stride(0),
                 first, columns, count, BLOCK=_BLOCK, UNROLL=_UNROLL, MASKED=masked,
             )  # fmt: skip
@@ -304,10 +307,18 @@ class BlockMemory:
         streams, count, columns = z.shape
         _write_products(z, running, self._parts, self._span)
         torch.sum(self._parts, 1, dtype=torch.float64, out=self._products)
-        _greedy_kernel[(streams,)](
-            self._products, signs, signs.stride(0), count, P=_padded(count), num_warps=1
+        launch(
+            _greedy_kernel,
+            (streams,),
+            self._products,
+            signs,
+            signs.stride(0),
+            count,
+            P=_padded(count),
+            num_warps=1,
         )
-        _commit_kernel[(triton.cdiv(columns, _COMMIT_BLOCK), streams)](
+        launch(
+            _commit_kernel, (triton.cdiv(columns, _COMMIT_BLOCK), streams),
             z, signs, mean, running, total, z.stride(0), z.stride(1), signs.stride(0),
             columns, count, BLOCK=_COMMIT_BLOCK, UNROLL=_UNROLL,
         )  # fmt: skip

@@ -14,13 +14,14 @@ Shapes: B examples, N coordinates, k buckets.
 
 from functools import lru_cache
 from hashlib import blake2b
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gradherd.gpu import has_triton
 
 _MAX_TEMPORARY = 1 << 22
 """Elements of the largest temporary; larger work is cut into pieces."""
@@ -77,12 +78,7 @@ def hashed_permutation(seed: int, name: str, count: int) -> Tensor:
 
 def has_kernels(device: torch.device) -> bool:
     """Say whether Triton's kernels run on a device."""
-    return device.type == "cuda" and _has_triton()
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return device.type == "cuda" and has_triton()
 
 
 @lru_cache(maxsize=1024)

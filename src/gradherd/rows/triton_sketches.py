@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradherd.gpu import launch
 from gradherd.rows.sketch import block_hashes
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -69,8 +70,9 @@ def sketch_columns(
     sketch = torch.empty(examples, size, device=columns.device)
     grid = (examples, triton.cdiv(size, _SKETCH_BLOCK), 1)
     numbers = (width, size, len(shifts), columns.stride(0))
-    with torch.cuda.device_of(columns):  # Triton launches on the current device only
-        _sketch_kernel[grid](columns, shifts, block_signs, signs, sketch, *numbers, _SKETCH_BLOCK)
+    launch(
+        _sketch_kernel, grid, columns, shifts, block_signs, signs, sketch, *numbers, _SKETCH_BLOCK
+    )
     return sketch
 
 
@@ -134,7 +136,7 @@ class _Launch:
         if self._compiled is not None:
             self._compiled(*args)
             return
-        done = _gradient_kernel[self._grid](*args)
+        done = launch(_gradient_kernel, self._grid, *args)
         # From now on without looking for the compiled kernel, which takes longer than launching.
         if hasattr(done, "function"):  # Triton's interpreter has none
             self._compiled = done[self._grid]
@@ -202,8 +204,8 @@ class GradientSketcher:
             if not copies:  # they would be elsewhere the next time
                 self._known = [*self._known[1 - _TABLES :], (now, table)]
         parts = self._signs.new_empty(self._launches[-1].end, self._size, dtype=torch.float32)
-        for launch in self._launches:
-            launch(table, self._signs, parts)
+        for one in self._launches:
+            one(table, self._signs, parts)
         return parts.sum(0)
 
     def _examine(

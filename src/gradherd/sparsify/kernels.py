@@ -7,14 +7,14 @@ is installed. The torch code here does the same everywhere else.
 Letters: D coordinates, C capacity of a selection, K coordinates that are sent.
 """
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_HAS_TRITON = find_spec("triton") is not None
+from gradherd.gpu import has_triton
+
 # Elements that `topk_indices` samples for its first guess of a threshold.
 _SAMPLES = 8192
 # Elements to compare at a time: both buffers fit a core's cache and are allocated once.
@@ -250,25 +250,19 @@ def topk_indices(values: Tensor, k: int) -> Tensor:
     return values.abs().topk(k).indices.sort().values
 
 
-def has_triton() -> bool:
-    """Return whether vectors on a GPU are worked on by Triton's kernels."""
-    return _HAS_TRITON
-
-
 def _triton_for(*vectors: Tensor) -> Any:
     """Return the module `triton_kernels` if it can work on these vectors, else None."""
     if not vectors[0].is_cuda or vectors[0].dtype != torch.float32:
         return None
     if not all(vector.is_contiguous() for vector in vectors):
         return None
-    # Triton launches kernels on the current device, wherever the tensors are.
-    if any(vector.get_device() != torch.cuda.current_device() for vector in vectors):
+    if any(vector.device != vectors[0].device for vector in vectors):
         return None
     return _triton()
 
 
 def _triton() -> Any:
-    if not _HAS_TRITON:
+    if not has_triton():
         return None
     # Imported late: it takes a second, and machines without Triton cannot.
     from gradherd.sparsify import triton_kernels

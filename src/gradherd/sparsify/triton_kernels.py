@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradherd.gpu import launch
 from gradherd.sparsify.kernels import TILE, Marks
 
 _GROUP = 2  # Tiles that one program compacts.
@@ -244,7 +245,8 @@ def add(
     size = len(residual)
     tiles = triton.cdiv(size, TILE)
     if tiles:
-        _add_kernel[(min(tiles, _programs(residual.device)),)](
+        launch(
+            _add_kernel, (min(tiles, _programs(residual.device)),),
             residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
             CLEAR=clear, CHECK=bad is not None, MARK=marks is not None,
             SCALE_ON_DEVICE=isinstance(scale, Tensor), TILE=TILE, PART=min(_PART, TILE),
@@ -256,7 +258,8 @@ def mark(values: Tensor, threshold: Tensor, marks: Marks, condition: Tensor | No
     """Mark where |values| >= threshold; with a () bool `condition`, only if it is true."""
     most = 2 * _programs(values.device) if condition is None else _few_programs(values.device)
     for first, tiles, masked in _spans(len(values)):
-        _mark_kernel[(min(tiles, most),)](
+        launch(
+            _mark_kernel, (min(tiles, most),),
             values, threshold, condition, *marks, first, tiles, len(values),
             PREDICATED=condition is not None, MASKED=masked, TILE=TILE, PART=min(_PART, TILE),
             num_warps=_WARPS,
@@ -293,8 +296,17 @@ def indices_above(values: Tensor, threshold: float) -> Tensor:
 def _compact(marks: Marks, ends: Tensor, capacity: int) -> Tensor:
     indices = torch.zeros(capacity, dtype=torch.int64, device=ends.device)
     if len(ends) and capacity:
-        _compact_kernel[(triton.cdiv(len(ends), _GROUP),)](
-            *marks, ends, indices, len(ends), capacity, TILE=TILE, GROUP=_GROUP, num_warps=4
+        launch(
+            _compact_kernel,
+            (triton.cdiv(len(ends), _GROUP),),
+            *marks,
+            ends,
+            indices,
+            len(ends),
+            capacity,
+            TILE=TILE,
+            GROUP=_GROUP,
+            num_warps=4,
         )
     return indices
 
@@ -303,8 +315,15 @@ def copy_unless(ok: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy (D,) `source` to `target` unless the () bool `ok` is true."""
     blocks = triton.cdiv(len(source), _BLOCK)
     if blocks:
-        _copy_unless_kernel[(min(blocks, _few_programs(source.device)),)](
-            ok, source, target, blocks, len(source), BLOCK=_BLOCK
+        launch(
+            _copy_unless_kernel,
+            (min(blocks, _few_programs(source.device)),),
+            ok,
+            source,
+            target,
+            blocks,
+            len(source),
+            BLOCK=_BLOCK,
         )
 
 
@@ -312,8 +331,15 @@ def fill_unless(ok: Tensor, target: Tensor, value: float) -> None:
     """Fill (D,) `target` unless the () bool `ok` is true."""
     blocks = triton.cdiv(len(target), _BLOCK)
     if blocks:
-        _fill_unless_kernel[(min(blocks, _few_programs(target.device)),)](
-            ok, target, value, blocks, len(target), BLOCK=_BLOCK
+        launch(
+            _fill_unless_kernel,
+            (min(blocks, _few_programs(target.device)),),
+            ok,
+            target,
+            value,
+            blocks,
+            len(target),
+            BLOCK=_BLOCK,
         )
 
 
@@ -338,6 +364,16 @@ def scatter_to_bucket(
     if not len(values):
         return
     block, limit = 512, torch.finfo(flat.dtype).max
-    _scatter_kernel[(triton.cdiv(len(values), block),)](
-        flat, buckets, number, offsets, values, written, limit, len(values), BLOCK=block
+    launch(
+        _scatter_kernel,
+        (triton.cdiv(len(values), block),),
+        flat,
+        buckets,
+        number,
+        offsets,
+        values,
+        written,
+        limit,
+        len(values),
+        BLOCK=block,
     )

@@ -1,0 +1,69 @@
+"""What all rooms share about GPUs: whether Triton is there, its launches, and CUDA graphs."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("gradherd")
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed; it is optional, and absent where there is no GPU."""
+    return find_spec("triton") is not None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **options: Any) -> Any:
+    """Launch a kernel of Triton where its tensors are.
+
+    Triton itself launches on the current device, whatever the device of the tensors.
+
+    Args:
+        kernel: The function, made with `triton.jit`.
+        grid: Number of programs along each axis.
+        first: The kernel's first argument, which tells the device.
+        *args: Its other arguments.
+        **options: Its constants, and options such as num_warps.
+    """
+    with torch.cuda.device_of(first):
+        return kernel[grid](first, *args, **options)
+
+
+def captured(
+    works: Sequence[Callable[[], Any]], what: str, device: torch.device, *, pool: Any = None
+) -> list[torch.cuda.CUDAGraph] | None:
+    """Capture each of several works as a CUDA graph, without running it.
+
+    Args:
+        works: Functions that launch kernels on fixed memory.
+        what: What they do, for the warning.
+        device: Where they launch.
+        pool: Memory to share with graphs that never run at the same time.
+
+    Returns:
+        The graphs; None, with a warning, if one cannot be made.
+    """
+    graphs: list[torch.cuda.CUDAGraph] = []
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(stream):
+            for work in works:
+                graphs.append(torch.cuda.CUDAGraph())
+                # Other threads, such as nccl's watchdog, may call CUDA meanwhile.
+                graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    # Also after an error: the stream would record whatever follows, for ever.
+                    graphs[-1].capture_end()
+    except RuntimeError as error:
+        log.warning("no CUDA graph for %s, whose kernels are launched one by one: %s", what, error)
+        return None
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graphs

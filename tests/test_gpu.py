@@ -1,0 +1,107 @@
+"""Launches and graphs without a GPU: what is checked is where they happen, and that they end."""
+
+import ast
+import contextlib
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradherd
+from gradherd import gpu
+
+FILES = sorted(Path(gradherd.__file__).parent.glob("*/triton_*.py"))
+
+
+def test_a_launch_happens_on_the_device_of_its_tensors(monkeypatch):
+    """Triton launches on the current device, whatever the tensors' own."""
+    current, launched = ["cuda:0"], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        before, current[0] = current[0], "cuda:1"
+        yield
+        current[0] = before
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((current[0], grid, args, options))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    first = torch.zeros(1)
+    gpu.launch(Kernel(), (4,), first, 2, BLOCK=8)
+    assert launched == [("cuda:1", (4,), (first, 2), {"BLOCK": 8})]
+    assert current == ["cuda:0"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_kernels_are_launched_with_a_guard(file):
+    """No `kernel[grid](...)` outside of `gpu.launch`, or a guard around it."""
+
+    def bare(node, guarded):
+        if isinstance(node, ast.With):
+            guarded = guarded or any("device_of" in ast.unparse(i) for i in node.items)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and not guarded:
+            yield ast.unparse(node.func)
+        for child in ast.iter_child_nodes(node):
+            yield from bare(child, guarded)
+
+    assert list(bare(ast.parse(file.read_text()), False)) == []
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph."""
+
+    def __init__(self):
+        self.calls = []
+
+    def capture_begin(self, **options):
+        self.calls.append("begin")
+
+    def capture_end(self):
+        self.calls.append("end")
+
+
+class Stream:
+    def __init__(self, device=None):
+        self.waited = 0
+
+    def wait_stream(self, other):
+        self.waited += 1
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Every graph that is made."""
+    graphs = []
+
+    def make():
+        graphs.append(Graph())
+        return graphs[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return graphs
+
+
+def test_works_are_captured_one_by_one(made):
+    done = []
+    works = [lambda: done.append(1), lambda: done.append(2)]
+    assert gpu.captured(works, "a test", torch.device("cuda", 1)) == made
+    assert [graph.calls for graph in made] == [["begin", "end"]] * 2
+    assert done == [1, 2]
+
+
+def test_a_capture_that_fails_ends(made, caplog):
+    """Otherwise its stream would record whatever follows."""
+
+    def refused():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with caplog.at_level(logging.WARNING, "gradherd"):
+        assert gpu.captured([refused], "a test", torch.device("cuda")) is None
+    assert made[0].calls == ["begin", "end"]
+    assert "no CUDA graph for a test" in caplog.text and "not permitted" in caplog.text
