@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from gradherd.sparsify.deft import Deft as Deft
     from gradherd.sparsify.demo import DeMo as DeMo
     from gradherd.sparsify.dense import Dense as Dense
-    from gradherd.sparsify.exclusive import Online as Online
-    from gradherd.sparsify.exdyna import ExDyna as ExDyna
     from gradherd.sparsify.gtopk import GTopK as GTopK
-    from gradherd.sparsify.micro import Micro as Micro
     from gradherd.sparsify.outer_optimizer import LocalSteps as LocalSteps
+    from gradherd.sparsify.partitioned import ExDyna as ExDyna
+    from gradherd.sparsify.partitioned import Micro as Micro
+    from gradherd.sparsify.partitioned import Online as Online
     from gradherd.sparsify.randomk import RandomK as RandomK
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
     from gradherd.sparsify.sage import Sage as Sage
@@ -70,11 +70,11 @@ _HOMES = {
     "CLTK": "sparsify.cltk",
     "Deft": "sparsify.deft",
     "Dense": "sparsify.dense",
-    "Online": "sparsify.exclusive",
-    "ExDyna": "sparsify.exdyna",
+    "Online": "sparsify.partitioned",
+    "ExDyna": "sparsify.partitioned",
     "DeMo": "sparsify.demo",
     "GTopK": "sparsify.gtopk",
-    "Micro": "sparsify.micro",
+    "Micro": "sparsify.partitioned",
     "LocalSteps": "sparsify.outer_optimizer",
     "RandomK": "sparsify.randomk",
     "SPARSIFIERS": "sparsify.registry",

@@ -12,14 +12,14 @@ from gradherd.comm import World, all_reduce_small, collectives
 
 # By name: the package has a function `attach`, too.
 sparse_hook = importlib.import_module("gradherd.attach.sparse_hook")
-device_exchange = importlib.import_module("gradherd.attach.device_exchange")
+gpu_worker = importlib.import_module("gradherd.sparsify.gpu_worker")
 
 
 @contextmanager
 def fixed_shapes(forced):
     """Let methods that can exchange in fixed shapes do so on a CPU."""
     before = sparse_hook.runs_on_device
-    sparse_hook.runs_on_device = device_exchange.has_fixed_shapes if forced else lambda *_: False
+    sparse_hook.runs_on_device = gpu_worker.has_fixed_shapes if forced else lambda *_: False
     try:
         yield
     finally:

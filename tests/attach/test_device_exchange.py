@@ -1,9 +1,14 @@
 """The exchange in fixed shapes under DDP on two ranks: what the host's way does, nothing lost."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from gradherd.comm import run_ranks
+from gradherd.attach.device_exchange import DeviceExchange
+from gradherd.comm import World, run_ranks
 from tests.attach import device_work
 
 
@@ -77,3 +82,31 @@ def test_momentum_in_both_places_is_refused(ranks):
     sgd, adam, plain = ranks[0]["momenta"]
     assert sgd.startswith("SGD has momentum 0.9 and the sparsifier 0.9")
     assert adam.startswith("Adam has momentum 0.9 and the sparsifier 0.9") and plain == ""
+
+
+class FakeGraph:
+    """Knows whether a capture is under way, as the stream of a GPU does."""
+
+    recording = 0
+
+    def capture_begin(self, **_):
+        FakeGraph.recording += 1
+
+    def capture_end(self):
+        FakeGraph.recording -= 1
+
+
+def test_a_capture_that_fails_ends(monkeypatch, caplog):
+    """Otherwise the stream records all that follows, and every later operation of it fails."""
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    steps = SimpleNamespace(turn=0, add=Mock(side_effect=[None, RuntimeError("no memory")]))
+    exchange = DeviceExchange(None, {}, World(0, 1), None)
+    exchange._capture_adds(steps, [torch.zeros(1), torch.zeros(1)])
+    assert FakeGraph.recording == 0
+    assert "no CUDA graph for passes over buckets" in caplog.text
+    exchange._capture_adds(steps, [torch.zeros(1)])  # not tried again
+    assert steps.add.call_count == 2

@@ -30,7 +30,7 @@ class EveryNth:
     def propose(self, acc, k, state, context):
         return Proposal(torch.zeros(0, dtype=torch.int32))
 
-    def settle(self, acc, k, state, context, proposal, headers):
+    def agree(self, acc, k, state, context, proposal, headers):
         yield from ()
         if k >= len(acc):
             indices = torch.arange(len(acc))

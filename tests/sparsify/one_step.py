@@ -8,12 +8,12 @@ from gradherd.sparsify.selector import StepContext
 
 
 def agree(method, acc, k, layers, context):
-    """The script of one worker: show the header, then settle."""
+    """The script of one worker: show the header, then agree."""
     state = method.begin(len(acc), context.size, layers)
     proposal = method.propose(acc, k, state, context)
     flag = torch.ones(1, dtype=torch.int32)
     headers = yield AllGather(torch.cat([flag, proposal.header]))
-    return (yield from method.settle(acc, k, state, context, proposal, headers[:, 1:]))
+    return (yield from method.agree(acc, k, state, context, proposal, headers[:, 1:]))
 
 
 def results(result, header):

@@ -21,6 +21,13 @@ from gradherd.sparsify.consensus import (
 from tests.sparsify.rank_work import normal
 
 TOP = int(leading_bits(torch.tensor(math.inf)))
+
+
+def smallest(bits):
+    """The smallest magnitude with these leading bits, as a number."""
+    return float(smallest_magnitude(torch.tensor(bits, dtype=torch.int32)))
+
+
 LARGEST, SMALLEST, TINY = 3.4028234663852886e38, 1.401298464324817e-45, 1.1754943508222875e-38
 
 
@@ -29,10 +36,8 @@ def magnitudes(width):
         st.floats(width=width, allow_nan=False, allow_infinity=False),
         st.sampled_from([0.0, -0.0, SMALLEST, TINY, LARGEST, 1.0, -1.0, 1.5, 1 - 2**-24]),
         # Just on and beside the edges of bins.
-        st.integers(0, TOP - 1).map(smallest_magnitude),
-        st.integers(1, TOP).map(
-            lambda n: float(np.nextafter(np.float32(smallest_magnitude(n)), 0))
-        ),
+        st.integers(0, TOP - 1).map(smallest),
+        st.integers(1, TOP).map(lambda n: float(np.nextafter(np.float32(smallest(n)), 0))),
     )
 
 
@@ -59,49 +64,49 @@ def test_leading_bits_follow_the_order_of_magnitudes(width, dtype):
 @settings(max_examples=300)
 def test_a_magnitude_lies_between_the_edges_of_its_leading_bits(value):
     (number,) = leading_bits(torch.tensor([abs(value)])).tolist()
-    assert smallest_magnitude(number) <= abs(value) < smallest_magnitude(number + 1)
-    assert int(leading_bits(torch.tensor(smallest_magnitude(number)))) == number
+    assert smallest(number) <= abs(value) < smallest(number + 1)
+    assert int(leading_bits(torch.tensor(smallest(number)))) == number
     if abs(value) >= TINY and number + 1 < TOP:
-        assert smallest_magnitude(number + 1) / smallest_magnitude(number) - 1 < 0.004
+        assert smallest(number + 1) / smallest(number) - 1 < 0.004
 
 
 @st.composite
-def spans(draw):
-    """Some ascending indices of a span that may cross pages."""
-    first = draw(st.sampled_from([0, 1, 65_535, 65_536, 131_000, 2_000_000_000]))
-    length = draw(st.sampled_from([1, 2, 7, 65_536, 65_537, 140_000, 1_000_000]))
+def offers(draw):
+    """Some ascending indices of a partition that may have several pages."""
+    length = draw(st.sampled_from([1, 2, 7, 65_536, 65_537, 140_000, 1_000_000, 2_000_000_000]))
     selections = draw(st.sets(st.integers(0, length - 1), max_size=40))
     edges = {0, length - 1} if draw(st.booleans()) else set()
-    return sorted(first + index for index in selections | edges), (first, first + length)
+    return sorted(selections | edges), length
 
 
-@given(offered=spans(), more=st.integers(0, 9), seed=st.integers(0, 9))
+@given(offered=offers(), compact=st.booleans(), seed=st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
-def test_offers_are_read_as_they_were_written(offered, more, seed):
-    indices, span = offered
-    magnitudes = normal(seed, len(indices)).abs()
-    length = message_length(len(indices), span) + more
-    message = pack(torch.tensor(indices, dtype=torch.int64), magnitudes, span, length)
-    assert (message.dtype, len(message)) == (torch.int32, length)
-    assert not message[length - more :].any()  # nothing that was not written
-    actual, ranks = unpack(message.numpy(), len(indices), span)
-    assert actual.tolist() == indices
-    assert ranks.tolist() == leading_bits(magnitudes).tolist()
+def test_offers_are_read_as_they_were_written(offered, compact, seed):
+    indices, reach = offered
+    magnitudes = normal(seed, 2, len(indices)).abs()
+    length = message_length(len(indices), reach, compact)
+    messages = torch.stack(
+        [pack(torch.tensor(indices, dtype=torch.int64), row, reach, compact) for row in magnitudes]
+    )
+    assert (messages.dtype, messages.shape) == (torch.int32, (2, length))
+    actual, bits = unpack(messages, len(indices), reach, compact)
+    assert actual.tolist() == [indices, indices]
+    assert torch.equal(bits, leading_bits(magnitudes))
 
 
 @pytest.mark.parametrize(
-    ("count", "span", "wanted"),
+    ("count", "reach", "wanted"),
     [
-        (100, (0, 65_536), 100),  # one page: 2 + 2 bytes each
-        (101, (0, 65_536), 102),
-        (100, (0, 65_537), 102),  # two pages: a count for each
-        (100, (0, 40 * 65_536), 140),
-        (100, (0, 60 * 65_536), 150),  # so many that whole indices are smaller
-        (0, (5, 9), 0),
+        (100, 65_536, 100),  # one page: 2 + 2 bytes each
+        (101, 65_536, 102),
+        (100, 65_537, 102),  # two pages: a count for each
+        (100, 40 * 65_536, 140),
+        (100, 60 * 65_536, 150),  # so many that whole indices are smaller
+        (0, 4, 0),
     ],
 )
-def test_the_smaller_way_to_write_is_taken(count, span, wanted):
-    assert message_length(count, span) == wanted
+def test_the_smaller_way_to_write_is_taken(count, reach, wanted):
+    assert message_length(count, reach) == wanted
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6))
@@ -112,30 +117,32 @@ def test_the_k_largest_offers_are_kept(data, sizes):
     kinds = st.sampled_from([0.0, 1.0, 1.0001, 1.5, 2.0, 1e-30, 1e30])
     drawn = [data.draw(st.lists(kinds, min_size=n, max_size=n)) for n in sizes]
     begins = np.cumsum([0, *sizes])
-    given_offers = [
-        (
-            np.arange(begin, begin + len(row), dtype=np.int64),
-            leading_bits(torch.tensor(row)).numpy().astype(np.uint16),
-        )
-        for begin, row in zip(begins, drawn, strict=False)
-    ]
+    # Rows of one length: where a worker has fewer offers, there is none.
+    bits, indices = torch.full((2, len(sizes), max(sizes)), -1)
+    for row, own, begin in zip(range(len(sizes)), drawn, begins, strict=False):
+        bits[row, : len(own)] = leading_bits(torch.tensor(own))
+        indices[row, : len(own)] = begin + torch.arange(len(own))
     k = data.draw(st.integers(1, sum(sizes)))
-    residual = accept_largest(given_offers, k)
-    ranks = np.concatenate([one for _, one in given_offers])
-    assert len(residual.indices) == len(set(residual.indices.tolist())) == sum(residual.counts) == k
-    dropped = np.setdiff1d(np.arange(len(ranks)), residual.indices)
+    accepted = accept_largest(indices, bits.int(), k)
+    chosen, ranks = accepted.indices.numpy(), bits[bits >= 0].numpy()
+    assert len(chosen) == len(set(chosen.tolist())) == int(accepted.counts.sum()) == k
+    dropped = np.setdiff1d(np.arange(len(ranks)), chosen)
     line = np.sort(ranks)[-k]
-    assert residual.threshold == smallest_magnitude(int(line))
-    assert ranks[residual.indices].min() == line
+    assert float(accepted.threshold) == smallest(int(line))
+    assert ranks[chosen].min() == line
     assert len(dropped) == 0 or ranks[dropped].max() <= line
-    owner = np.searchsorted(begins, residual.indices, side="right") - 1
-    assert np.bincount(owner, minlength=len(sizes)).tolist() == residual.counts
+    owner = np.searchsorted(begins, chosen, side="right") - 1
+    assert np.bincount(owner, minlength=len(sizes)).tolist() == accepted.counts.tolist()
+    # As a sort of all of them would have it: what ties is taken evenly spaced.
+    ties = np.flatnonzero(ranks == line)
+    need = k - int((ranks > line).sum())
+    wanted = np.append(np.flatnonzero(ranks > line), ties[np.arange(need) * len(ties) // need])
+    assert chosen.tolist() == sorted(wanted.tolist())
 
 
 def test_ties_are_shared_out():
-    row = leading_bits(torch.ones(8)).numpy().astype(np.uint16)
-    rows = [(np.arange(8 * r, 8 * r + 8, dtype=np.int64), row) for r in range(4)]
-    assert accept_largest(rows, 16).counts == [4, 4, 4, 4]
+    bits = leading_bits(torch.ones(4, 8))
+    assert accept_largest(torch.arange(32).view(4, 8), bits, 16).counts.tolist() == [4, 4, 4, 4]
 
 
 @given(

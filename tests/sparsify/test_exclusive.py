@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradherd.sparsify.exchange import padding
-from gradherd.sparsify.exclusive import Online
+from gradherd.sparsify.partitioned import Online
 
 
 @pytest.mark.parametrize(

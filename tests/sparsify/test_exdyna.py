@@ -1,6 +1,10 @@
 """ExDyna: the online form against a slow reference, the consensus form against sorting."""
 
+import gc
 import math
+import os
+import sys
+import weakref
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,9 +14,7 @@ import torch
 
 from gradherd.comm.script import run_together
 from gradherd.sparsify.consensus import leading_bits, smallest_magnitude
-from gradherd.sparsify.exclusive import Online
-from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.partitioned import ExDyna, Micro, Online
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.workers import Worker
@@ -91,7 +93,7 @@ class World:
         assert max(chosen.counts) <= most
         top = [part.sort(descending=True).values[:most] for part in pool]
         kth = float(torch.cat(top).sort(descending=True).values[k - 1])
-        assert chosen.threshold == smallest_magnitude(int(leading_bits(torch.tensor(kth))))
+        assert chosen.threshold == float(smallest_magnitude(leading_bits(torch.tensor(kth))))
 
     def most(self, k):
         """The fair share times the capacity; more only where partitions are short of that."""
@@ -414,5 +416,50 @@ def test_runs_that_alternate_in_one_process_do_not_mix():
     together, slow, fast = steps("slow", "fast"), steps("slow"), steps("fast")
     for name, alone in (("slow", slow), ("fast", fast)):
         for (mean, cuts), (other, others) in zip(together[name], alone[name], strict=True):
-            assert torch.equal(mean, other) and cuts == others
-    assert slow["slow"][-1][1] != fast["fast"][-1][1]  # else the test could not fail
+            assert torch.equal(mean, other) and torch.equal(cuts, others)
+    assert not torch.equal(slow["slow"][-1][1], fast["fast"][-1][1])  # else the test could not fail
+
+
+def interrupted(work, number, other):
+    """Run `work`, and `other` before line `number` of those it comes to; return their number."""
+    before, lines = sys.gettrace(), set()
+
+    def trace(frame, event, _):
+        if f"gradherd{os.sep}sparsify" not in frame.f_code.co_filename:
+            return None
+        at = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and at not in lines:
+            lines.add(at)
+            if len(lines) == number:
+                other()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return work(), len(lines)
+    finally:
+        sys.settrace(before)
+
+
+def test_exchanges_in_two_threads_do_not_mix():
+    """Whatever another exchange of the process does between any two lines of a step."""
+    grads, others = normal(0, 2, 60), normal(7, 2, 60)
+
+    def step_beside_another(number):
+        one, other = (World(ExDyna(0.1, blocks=5), 60, 2) for _ in range(2))
+        outcome, lines = interrupted(lambda: one.step(grads), number, lambda: other.step(others))
+        return (outcome.indices, one.workers[1].state.cuts), lines
+
+    wanted, lines = step_beside_another(0)
+    for number in range(1, lines + 1):
+        assert same(step_beside_another(number)[0], wanted), number
+
+
+def test_nothing_of_an_exchange_outlives_it():
+    """A selection on a GPU would otherwise hold memory for as long as the process lives."""
+    world = World(ExDyna(0.05), 400, 2)
+    selected = weakref.ref(world.step(normal(0, 2, 400)).selection.indices)
+    assert selected() is not None
+    del world
+    gc.collect()
+    assert selected() is None

@@ -54,18 +54,6 @@ def test_even_cuts_differ_by_one_block(blocks, parts):
     assert all(widths[:-1] >= widths[1:])
 
 
-@given(dim=dims, wanted=wishes, seed=st.integers(0, 2**31))
-@settings(max_examples=50)
-def test_loads_count_what_was_picked_in_each_block(dim, wanted, seed):
-    blocks = Blocks.of(dim, wanted)
-    draw = np.random.RandomState(seed)
-    selected = draw.permutation(dim)[: draw.randint(0, min(dim, 500) + 1)]
-    loads = blocks.loads(torch.from_numpy(selected), torch.ones(len(selected)))
-    assert loads.dtype == torch.float64
-    edges = np.arange(blocks.count + 1) * blocks.size
-    assert loads.tolist() == np.histogram(selected, edges)[0].tolist()
-
-
 def distance(loads, border, part, parts):
     """How far a border is from its share of the load, in whole numbers."""
     return abs(parts * sum(loads[:border]) - part * sum(loads))
@@ -78,7 +66,7 @@ def distance(loads, border, part, parts):
 @example(loads=[9, 0, 0, 0], parts=3)
 @example(loads=[0, 5, 0, 0, 5, 0], parts=2)
 def test_new_borders_are_the_nearest_that_leave_everybody_a_block(loads, parts):
-    cuts = recut(torch.tensor(loads, dtype=torch.float64), parts)
+    cuts = recut(torch.tensor(loads, dtype=torch.float64), parts).tolist()
     blocks = len(loads)
     assert (len(cuts), cuts[0], cuts[-1]) == (parts + 1, 0, blocks)
     if blocks < parts or not sum(loads):
@@ -99,7 +87,7 @@ def test_new_borders_are_the_nearest_that_leave_everybody_a_block(loads, parts):
 @settings(max_examples=50)
 def test_a_part_is_off_by_no_more_than_a_block_where_blocks_are_many(loads, parts):
     loads = np.array(loads) + 1  # no long runs of nothing: nobody is short of blocks
-    cuts = recut(torch.from_numpy(loads.astype(float)), parts)
+    cuts = recut(torch.from_numpy(loads.astype(float)), parts).tolist()
     for begin, end in pairwise(cuts):
         assert abs(loads[begin:end].sum() - loads.sum() / parts) <= loads.max()
 
@@ -118,7 +106,7 @@ def test_skewed_loads_become_equal(shape, parts):
         return [float(loads[a:b].sum()) for a, b in pairwise(cuts)]
 
     assert padding(by_part(even_cuts(1024, parts))) > 1.4
-    after = padding(by_part(recut(loads, parts)))
+    after = padding(by_part(recut(loads, parts).tolist()))
     assert after <= 1 + float(loads.max()) * parts / float(loads.sum())
     assert after < 1.1
 

@@ -6,9 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from gradherd.sparsify.exclusive import Online
-from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.micro import Micro
+from gradherd.sparsify.partitioned import ExDyna, Micro, Online
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify

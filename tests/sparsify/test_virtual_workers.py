@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradherd import ExDyna, Micro, TopK
-from gradherd.sparsify.exclusive import Online
+from gradherd.sparsify.partitioned import Online
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers

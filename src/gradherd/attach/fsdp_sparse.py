@@ -162,7 +162,7 @@ class ShardedSparseHook:
             whole = torch.linalg.vector_norm(norms)
             scale_by([self._grad], whole, self._worker.settings.clip * loss_scale)
         self._worker.add(0, self._grad, clear=True)
-        if self._worker.weightless:  # The learning rate is zero: nothing to add, nothing to send.
+        if self._worker.lr_is_zero:  # The learning rate is zero: nothing to add, nothing to send.
             return
         (outcome, touched), sent = run(self._script(touched), self._replicate)
         self.total_bytes += sent

@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
-from gradherd.attach.device_exchange import DeviceExchange, runs_on_device
+from gradherd.attach.device_exchange import DeviceExchange
 from gradherd.attach.layouts import BucketMap, pieces
 from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.attach.state import gather_states
@@ -29,6 +29,7 @@ from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.flat import FlatSpec, in_memory_order
 from gradherd.sparsify.exchange import Outcome
+from gradherd.sparsify.gpu_worker import runs_on_device
 from gradherd.sparsify.residuals import clip_together
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker
@@ -82,8 +83,8 @@ class SparseHook(BucketHook):
         self._metrics: dict[str, Any] = {}
         self._device: DeviceExchange | None = None
         # Which parameters a backward has used must be read on the host, once per step.
-        if not tracks_usage(ddp) and runs_on_device(settings, self._worker, self.world.size):
-            self._device = DeviceExchange(settings, self._worker, self._slices, self.world, scaler)
+        if not tracks_usage(ddp) and runs_on_device(self._worker):
+            self._device = DeviceExchange(self._worker, self._slices, self.world, scaler)
         self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
@@ -136,7 +137,7 @@ class SparseHook(BucketHook):
             self._device = None
             for bucket in buckets:
                 self._add(bucket, first=bucket is buckets[0])
-        if self._worker.weightless:
+        if self._worker.lr_is_zero:
             # The learning rate is zero: residuals are in the unit of parameters, so this gradient
             # adds nothing to them. The buckets are zero, as `add` has left them.
             if self._usage is not None:
@@ -184,9 +185,6 @@ class SparseHook(BucketHook):
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last step, and totals so far."""
         residual = self._worker.feedback.residual
-        if self._device is not None:
-            self._device.pull()
-            residual = self._device.residual
         return self.last_step() | {
             "residual_norm": float(torch.linalg.vector_norm(residual)),
             "steps": self._worker.step,
@@ -216,33 +214,23 @@ class SparseHook(BucketHook):
         return state
 
     def _own_state(self) -> dict[str, Any]:
-        feedback = self._worker.feedback
-        parts = None
-        if self._device is not None:
-            self._device.pull()
-            # In the order of the buckets; they are named below.
-            parts = self._device.residual_parts()
-        state = self._worker.state_dict()
-        state["residual"] = self._by_name(feedback.residual if parts is None else parts)
+        feedback, state = self._worker.feedback, self._worker.state_dict()
+        state["residual"] = self._by_name(feedback.residual)
         if feedback.velocity is not None:
             state["velocity"] = self._by_name(feedback.velocity)
         return state
 
-    def _by_name(self, flat: Tensor | dict[int, Tensor]) -> dict[str, Tensor]:
-        """Return copies of a (D,) vector's parts, in the shapes of the parameters.
+    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
+        return {name: part.clone() for name, part in self._parts(flat).items()}
 
-        Args:
-            flat: The vector, or its parts by their first coordinate.
-        """
-        parts = {}
-        for name, part in self.layout.slices.items():
-            if isinstance(flat, Tensor):
-                own = flat[part]
-            else:  # An empty parameter begins where another one does, and has no part.
-                own = flat[part.start] if part.stop > part.start else torch.zeros(0)
-            parts[name] = in_memory_order(own, self._parameters[name]).clone()
-        # In the order of the model.
-        return {name: parts[name] for name in self._parameters}
+    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return views of a (D,) vector's parts, in the shapes and the order of the parameters."""
+        slices, feedback = self.layout.slices, self._worker.feedback
+        return {
+            name: in_memory_order(feedback.part(flat, slices[name].start, p.numel()), p)
+            for name, p in self._parameters.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was saved, on the same rank, or from a merged state.
@@ -251,13 +239,13 @@ class SparseHook(BucketHook):
             ValueError: The state is of another model, method or rank.
         """
         self.check_state(state)  # before anything changes
-        if self._device is not None:
-            self._device.reset(self.layout.size)
         feedback = self._worker.feedback
         self._restore(feedback.residual, state["residual"])
         if feedback.velocity is not None:
             self._restore(feedback.velocity, state["velocity"])
         self._worker.load_state_dict(dict(state))
+        if self._device is not None:
+            self._device.reset()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Check that a state is of this model and method, and of this rank or merged.
@@ -288,9 +276,8 @@ class SparseHook(BucketHook):
 
     def _restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into their parts of a (D,) vector."""
-        slices = self.layout.slices
-        for name, parameter in self._parameters.items():
-            in_memory_order(flat[slices[name]], parameter).copy_(saved[name])
+        for name, part in self._parts(flat).items():
+            part.copy_(saved[name])
 
     def close(self) -> None:
         """Remove the hooks on parameters; DDP keeps its hook, which only averages from now on."""

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Broadcast, Script
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.sparsify.message_sizes import INDEX_BYTES
-from gradherd.sparsify.selector import (
-    Proposal,
-    Selection,
-    StackedSelection,
-    StepContext,
-    check_density,
-)
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class CLTK:
         leads = context.rank == context.step % context.size and k < len(acc)
         return Proposal(nothing, topk_indices(acc, k).int() if leads else None)
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,
@@ -78,16 +71,6 @@ class CLTK:
         # All of them count as the leader's, so the padding metric is R; a broadcast pads nothing.
         counts = [len(indices) * (rank == leader) for rank in range(context.size)]
         return Selection(indices, counts, None, low_pass=self.low_pass)
-
-    def select_stacked(
-        self, acc: Tensor, k: int, states: Sequence[None], context: StepContext
-    ) -> StackedSelection:
-        """Select for all workers: the k largest of the leader's row of (R, D) `acc`."""
-        size = len(acc)
-        leader = context.step % size
-        counts = [k * (rank == leader) for rank in range(size)]
-        selection = Selection(topk_indices(acc[leader], k), counts, None, low_pass=self.low_pass)
-        return StackedSelection(selection, [None] * size, [INDEX_BYTES * k * (size > 1)] * size)
 
     def rescale(self, state: None, factor: float) -> None:
         """CLT-k has no state."""

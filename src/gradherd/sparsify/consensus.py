@@ -8,39 +8,111 @@ first step on and at any scale of the gradients, and no worker sends more than i
 The 16 bits of a magnitude are the leading bits of its float32 after the sign: the exponent and
 eight bits of the mantissa. Magnitudes that agree in them differ by less than 0.4 %.
 
-Letters: R workers, M offers of a worker, k coordinates to send.
+Everything here has fixed shapes, so a GPU never waits for the host: what is not there is masked.
+Sums that all workers must find alike are sums of integers, which are exact in any order. On a host,
+where deciding costs nothing, `partitioned` searches the whole partition again if too few
+coordinates reach the start of the search. On a GPU the worker then fills up with evenly spaced
+coordinates (`make_offers`), and the start falls for the next step.
+
+Letters: D coordinates, R workers, M offers of a worker, k coordinates to send, C candidates at
+most, NB blocks.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.sparsify.message_sizes import IndexBits, index_bytes, pages_of
 from gradherd.sparsify.packing import pack_indices, unpack_indices
+from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, even_cuts, recut, whole_loads
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15
+# The search keeps the number of candidates between these multiples of k: fewer may not fill all
+# capacities, which costs a search of the whole partition; more take longer to rank.
+_MIN_CANDIDATES, _MAX_CANDIDATES = 2, 4
+# Where the search starts before the first step, and its ratio to the threshold from then on.
+_NO_START = (0.0, 0.9)
 
 
-Offer = tuple[NDArray[np.int64], NDArray[np.uint16]]
-"""(M,) indices that a worker offers, and (M,) leading bits of their magnitudes."""
+# --- What a method says, and what it keeps -----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class AcceptedOffers:
-    """The k offers that all workers accept."""
+class PartitionRule:
+    """How a method cuts a vector into partitions."""
 
-    indices: NDArray[np.int64]
-    """(k,) in the order of workers, ascending within each."""
-    counts: list[int]
-    """Number of accepted offers of each worker."""
-    threshold: float
-    """Lower bound of the accepted magnitudes."""
+    capacity: float
+    """How many times its fair share a worker offers."""
+    blocks: Blocks
+    """What borders move by."""
+    memory: float | None = None
+    """Decay of the blocks' loads per step; None if borders are never recut from them."""
+    rotate: bool = True
+    """Whether partitions rotate over workers."""
+
+    def offers(self, k: int, workers: int) -> int:
+        """Return M, where partitions are long enough (`fits`)."""
+        return capacity(self.capacity, k, [self.blocks.dim] * workers)
+
+    def least(self, k: int, workers: int) -> int:
+        """Return how many blocks each partition keeps, so that it has room for M offers."""
+        return -(-self.offers(k, workers) // self.blocks.size)
+
+    def fits(self, k: int, workers: int) -> bool:
+        """Return whether every worker can always make its M offers."""
+        return k < self.blocks.dim and self.least(k, workers) * workers < self.blocks.count
+
+
+@dataclass(frozen=True)
+class PartitionState:
+    """State of a method with exclusive partitions, the same on all workers.
+
+    On the CPU, except where a whole step runs on a GPU: that step overwrites it in place.
+    """
+
+    start: Tensor
+    """(2,) float64: where the search starts (0 before the first step), and its ratio to the last
+    threshold. With an online threshold: the threshold, and 1."""
+    cuts: Tensor
+    """(R + 1,) int64 borders of the partitions, in blocks."""
+    loads: Tensor
+    """(NB,) float64 selected coordinates of each block, a decaying sum over steps; empty if
+    borders never move."""
+
+    def __post_init__(self) -> None:
+        # States that were saved by earlier versions hold numbers and lists.
+        start: Any = _NO_START if self.start is None else self.start
+        object.__setattr__(self, "start", torch.as_tensor(start, dtype=torch.float64))
+        object.__setattr__(self, "cuts", torch.as_tensor(self.cuts, dtype=torch.int64))
+
+    @classmethod
+    def first(cls, rule: PartitionRule, workers: int) -> "PartitionState":
+        """Return the state before the first step: partitions of equal size."""
+        count = rule.blocks.count
+        loads = torch.zeros(0 if rule.memory is None else count, dtype=torch.float64)
+        start = torch.tensor(_NO_START, dtype=torch.float64)
+        return cls(start, torch.tensor(even_cuts(count, workers)), loads)
+
+    def rescaled(self, factor: float) -> "PartitionState":
+        """Return the state after all values were multiplied by `factor`."""
+        return replace(self, start=self.start * self.start.new_tensor([factor, 1.0]))
+
+    def to(self, device: torch.device) -> "PartitionState":
+        """Return a copy on a device."""
+        fields = (self.start, self.cuts, self.loads)
+        return PartitionState(*(field.to(device, copy=True) for field in fields))
+
+    def update(self, ok: Tensor, new: "PartitionState") -> None:
+        """Take over a new state in place, if the () bool says that the step is not called off."""
+        for name in ("start", "cuts", "loads"):
+            old, fresh = getattr(self, name), getattr(new, name)
+            if old.numel() and fresh is not old:
+                old.copy_(torch.where(ok, fresh, old))
 
 
 def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
@@ -70,123 +142,304 @@ def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
     return max(most, level)
 
 
+# --- Messages ----------------------------------------------------------------------------------
+
+
 def leading_bits(magnitudes: Tensor) -> Tensor:
-    """Return the 16 leading bits of magnitudes: (M,) -> (M,) int32."""
+    """Return the 16 leading bits of magnitudes: (...) -> (...) int32."""
     # The bits of floats that are not negative sort as the floats do, also when cut short.
     return magnitudes.float().view(torch.int32) >> _DROPPED_BITS
 
 
-def smallest_magnitude(bits: int) -> float:
-    """Return the smallest magnitude with these leading bits."""
-    return float(torch.tensor(bits << _DROPPED_BITS, dtype=torch.int32).view(torch.float32))
+def smallest_magnitude(bits: Tensor) -> Tensor:
+    """Return the smallest magnitude with these leading bits: () int32 -> () float32."""
+    return (bits << _DROPPED_BITS).view(torch.float32)
 
 
-def message_length(count: int, span: tuple[int, int], compact: bool = False) -> int:
-    """Return how many int32 `count` offers from the coordinates of `span` take."""
-    return _index_words(count, span, _index_bits(count, span, compact)) + (count + 1) // 2
+def message_length(count: int, reach: int, compact: bool = False) -> int:
+    """Return how many int32 `count` offers take, whose indices are below `reach`."""
+    return _index_words(count, reach, _index_bits(count, reach, compact)) + (count + 1) // 2
 
 
-def pack(
-    indices: Tensor,
-    magnitudes: Tensor,
-    span: tuple[int, int],
-    length: int,
-    compact: bool = False,
-) -> Tensor:
-    """Write offers into `length` int32: indices, then magnitudes, then zeros.
+def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False) -> Tensor:
+    """Write offers: indices, then the leading bits of their magnitudes.
 
     Args:
-        indices: (M,) int64, ascending, within `span`.
+        indices: (M,) int64, ascending, from 0 on and below `reach`.
         magnitudes: (M,) their magnitudes.
-        span: Coordinates [first, end) that the offers come from.
-        length: At least `message_length(M, span, compact)`.
+        reach: Coordinates that the offers come from.
         compact: Whether indices may take 12 bits.
 
     Returns:
-        (length,) int32.
+        (message_length(M, reach, compact),) int32.
     """
-    bits = _index_bits(len(indices), span, compact)
-    packed = pack_indices(indices, span, bits)
+    count = len(indices)
+    bits = _index_bits(count, reach, compact)
+    packed = pack_indices(indices, (0, reach), bits)
     # Zeros, not `empty`: the padding is sent, and messages should be the same in every run.
-    message = torch.zeros(length, dtype=torch.int32, device=indices.device)
-    message.view(torch.uint8)[: len(packed)] = packed
-    half, words = (len(indices) + 1) // 2, _index_words(len(indices), span, bits)
-    message[words : words + half] = _pack_pairs(leading_bits(magnitudes))
-    return message
+    words = torch.zeros(
+        4 * _index_words(count, reach, bits), dtype=torch.uint8, device=indices.device
+    )
+    words[: len(packed)] = packed
+    pairs = torch.nn.functional.pad(leading_bits(magnitudes), (0, count % 2)).view(-1, 2)
+    return torch.cat([words.view(torch.int32), pairs[:, 0] | (pairs[:, 1] << 16)])
 
 
 def unpack(
-    message: NDArray[np.int32], count: int, span: tuple[int, int], compact: bool = False
-) -> Offer:
-    """Return the (M,) indices and (M,) leading bits of magnitudes that `pack` wrote.
-
-    Args:
-        message: (length,) int32 from one worker.
-        count: M.
-        span: As in `pack`.
-        compact: As in `pack`.
-    """
-    # In numpy, which has uint16; torch collectives and many torch operations do not.
-    bits = _index_bits(count, span, compact)
-    words, half = _index_words(count, span, bits), (count + 1) // 2
-    magnitudes = message[words : words + half].view(np.uint16)[:count]
-    packed = message[:words].view(np.uint8)[: index_bytes(count, span, bits)]
-    return unpack_indices(torch.from_numpy(packed), count, span, bits).numpy(), magnitudes
-
-
-def unpack_rows(
-    messages: Tensor, count: int, span: tuple[int, int], compact: bool = False
+    messages: Tensor, count: int, reach: int, compact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Do what `unpack` does for the (R, length) messages of all workers, on their device.
+    """Read the (R, length) messages of all workers, on their device.
 
     Returns:
         (R, M) int64 indices, and (R, M) int32 leading bits of magnitudes.
     """
-    bits = _index_bits(count, span, compact)
-    words, half = _index_words(count, span, bits), (count + 1) // 2
-    packed = messages[:, :words].contiguous().view(torch.uint8)[:, : index_bytes(count, span, bits)]
-    pairs = messages[:, words : words + half]
+    bits = _index_bits(count, reach, compact)
+    words = _index_words(count, reach, bits)
+    packed = messages[:, :words].contiguous().view(torch.uint8)
+    packed = packed[:, : index_bytes(count, (0, reach), bits)]
+    pairs = messages[:, words : words + (count + 1) // 2]
     magnitudes = torch.stack([pairs & 0xFFFF, (pairs >> 16) & 0xFFFF], dim=-1)
-    return unpack_indices(packed, count, span, bits), magnitudes.flatten(1)[:, :count]
+    indices = unpack_indices(packed, count, (0, reach), bits)
+    return indices, magnitudes.flatten(1)[:, :count]
 
 
-def accept_largest(offers: Sequence[Offer], k: int) -> AcceptedOffers:
-    """Return the k largest of all offers.
+def _index_bits(count: int, reach: int, compact: bool) -> IndexBits:
+    """Return in how many bits offers are written: all workers must agree on the smallest."""
+    formats: tuple[IndexBits, ...] = (16, 32) if len(pages_of((0, reach))) == 1 else (32, 16)
+    formats += (12,) if compact else ()
+    return min(formats, key=lambda bits: _index_words(count, reach, bits))
+
+
+def _index_words(count: int, reach: int, bits: IndexBits) -> int:
+    """Return how many int32 the indices of a message take."""
+    return -(-index_bytes(count, (0, reach), bits) // 4)
+
+
+# --- Offers in fixed shapes --------------------------------------------------------------------
+
+
+class Offers(NamedTuple):
+    """What one worker offers."""
+
+    indices: Tensor
+    """(M,) int64 coordinates, ascending."""
+    magnitudes: Tensor
+    """(M,) their magnitudes."""
+    candidates: Tensor
+    """() int32 how many reached the start of the search; -1 if there was no room for them."""
+
+
+def worker_spans(
+    rule: PartitionRule, cuts: Tensor, step: Tensor, workers: int
+) -> tuple[Tensor, Tensor]:
+    """Return (R,) where each worker's partition begins, and (R,) where it ends."""
+    bounds = (cuts * rule.blocks.size).clamp(max=rule.blocks.dim)
+    parts = torch.arange(workers, device=bounds.device)
+    if rule.rotate:
+        parts = (parts + step) % workers
+    return bounds[parts], bounds[parts + 1]
+
+
+def search_start(sample: Tensor, share: float) -> Tensor:
+    """Return a () magnitude that about four times the wanted share of values reach.
+
+    For a step that has no threshold to start from, or one that is far off.
 
     Args:
-        offers: Those of each worker, as `unpack` returns them.
-        k: How many to accept.
+        sample: (n,) values.
+        share: k / D.
     """
-    indices = np.concatenate([one for one, _ in offers])
-    bits = np.concatenate([one for _, one in offers])
-    # The k-th largest; a partition takes linear time, a sort would not.
-    kth_bits = np.partition(bits, len(bits) - k)[len(bits) - k]
-    accepted = bits > kth_bits
+    rank = min(len(sample), int(4 * share * len(sample)) + 16)
+    return sample.abs().topk(rank).values[-1].float()
+
+
+def make_offers(
+    candidates: tuple[Tensor, Tensor],
+    total: Tensor,
+    start: Tensor,
+    reserve: tuple[Tensor, Tensor],
+    span: tuple[Tensor, Tensor],
+    wanted: Tensor,
+) -> Offers:
+    """Offer the largest candidates of a partition.
+
+    Args:
+        candidates: (C,) coordinates, and (C,) magnitudes that reach the start.
+        total: () how many there were; the entries from there on mean nothing.
+        start: () magnitude from which on a coordinate is a candidate.
+        reserve: (M,) different coordinates of the partition, and (M,) their magnitudes. They fill
+            up what candidates leave free; those that reach the start are candidates themselves.
+        span: () first coordinate of the partition, () its end.
+        wanted: () where the search should have started; above `start` if that left too few.
+    """
+    indices, magnitudes = candidates
+    spare, spare_magnitudes = reserve
+    overflow = total > len(indices)
+    mine = (indices >= span[0]) & (indices < span[1]) & ~overflow
+    mine &= torch.arange(len(indices), device=indices.device) < total
+    # Below every real magnitude; there are always M that are above: the reserve sees to it.
+    key = torch.cat(
+        [
+            torch.where(mine, magnitudes, -1.0),
+            torch.where(overflow | (spare_magnitudes < start), spare_magnitudes, -1.0),
+        ]
+    )
+    # NaN would be the largest; the step is called off then, whatever is offered.
+    top = key.topk(len(spare), sorted=False)
+    chosen = torch.cat([indices, spare])[top.indices]
+    # Messages store them so; and ties must not depend on the order in which buckets are stored.
+    chosen, order = chosen.sort()
+    largest = top.values[order]
+    count = torch.where(overflow, -1, (mine & (magnitudes >= wanted)).sum()).int()
+    return Offers(chosen, largest, count)
+
+
+def reserve_of(span: tuple[Tensor, Tensor], count: int) -> Tensor:
+    """Return `count` evenly spaced coordinates of a partition that has at least as many."""
+    places = torch.arange(count, device=span[0].device)
+    return span[0] + places * (span[1] - span[0]) // count
+
+
+# --- What all workers agree on -----------------------------------------------------------------
+
+
+class Accepted(NamedTuple):
+    """The k offers that all workers accept."""
+
+    indices: Tensor
+    """(k,) int64, in the order of workers, and of their offers."""
+    counts: Tensor
+    """(R,) int64 accepted offers of each worker."""
+    threshold: Tensor
+    """() float32 lower bound of the accepted magnitudes."""
+
+
+def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
+    """Return the k largest offers.
+
+    Args:
+        indices: (R, M) int64 of all workers.
+        bits: (R, M) int32 leading bits of their magnitudes; -1 where there is no offer.
+        k: How many to accept; there are at least as many offers.
+    """
+    flat = bits.reshape(-1)
+    kth = flat.topk(k, sorted=False).values.min()
+    above, tied = flat > kth, flat == kth
+    need, ties = k - above.sum(), tied.sum()
     # Sixteen bits leave many ties. Taking them evenly spaced over all workers' offers keeps the
-    # loads equal; taking the first ones would favour the first workers.
-    ties = np.flatnonzero(bits == kth_bits)
-    need = k - int(accepted.sum())  # At least one: the k-th largest has these bits itself.
-    accepted[ties[np.arange(need) * len(ties) // need]] = True
-    owners = np.repeat(np.arange(len(offers)), [len(one) for one, _ in offers])
-    counts = np.bincount(owners[accepted], minlength=len(offers))
-    return AcceptedOffers(indices[accepted], counts.tolist(), smallest_magnitude(int(kth_bits)))
+    # loads equal; taking the first ones would favour the first workers. Of `ties`, number r is the
+    # i-th of `need` where i * ties // need is r, and the only i that can be is the r * need / ties
+    # rounded up.
+    number = tied.cumsum(0) - 1
+    i = (number * need + ties - 1) // ties
+    accepted = above | (tied & (i < need) & (i * ties // need == number))
+    # One place more than there are: all that is not accepted goes there.
+    place = torch.where(accepted, accepted.cumsum(0) - 1, k)
+    chosen = indices.new_zeros(k + 1).scatter_(0, place, indices.reshape(-1))[:k]
+    return Accepted(chosen, accepted.view(bits.shape).sum(1), smallest_magnitude(kth))
 
 
-def _index_bits(count: int, span: tuple[int, int], compact: bool) -> IndexBits:
-    """Return in how many bits offers are written: all workers must agree on the smallest."""
-    formats: tuple[IndexBits, ...] = (16, 32) if len(pages_of(span)) == 1 else (32, 16)
-    formats += (12,) if compact else ()
-    return min(formats, key=lambda bits: _index_words(count, span, bits))
+def learn(
+    state: PartitionState,
+    accepted: Accepted,
+    candidates: Tensor,
+    offered: int | Tensor,
+    *,
+    exact: bool,
+) -> tuple[PartitionState, Tensor]:
+    """Return the state with the start of the next search, and the (R,) loads of the workers.
+
+    Args:
+        state: Of this step.
+        accepted: What all workers send.
+        candidates: (R,) int32, as in `Offers`.
+        offered: How many offers each worker made; (R,) if they differ.
+        exact: Whether the offers are the largest of each partition, not evenly spaced ones.
+    """
+    k = len(accepted.indices)
+    # A first step had no start; what it searched from says nothing.
+    first = state.start[0] <= 0
+    start = _next_start(state.start, accepted.threshold, candidates, k, first, exact)
+    loads = estimate_loads(accepted.counts, offered, candidates * ~first)
+    return replace(state, start=start), loads
 
 
-def _index_words(count: int, span: tuple[int, int], bits: IndexBits) -> int:
-    """Return how many int32 the indices of a message take."""
-    return -(-index_bytes(count, span, bits) // 4)
+def moved(
+    rule: PartitionRule,
+    state: PartitionState,
+    indices: Tensor,
+    counts: Tensor,
+    loads: Tensor,
+    least: int = 1,
+) -> PartitionState:
+    """Return the state with borders that make loads equal, if borders are recut at all.
+
+    Computed by every worker from what all of them know: moving borders sends nothing.
+
+    Args:
+        rule: The method's partitions.
+        state: Its start is that of the next step.
+        indices: (K,) what all workers selected, in the order of workers.
+        counts: (R,) int64 how many of these each selected.
+        loads: (R,) float64 how many each would have selected without a capacity.
+        least: Blocks that each partition keeps.
+    """
+    workers = len(counts)
+    if rule.memory is None or workers == 1:
+        return state
+    # Nobody knows where the coordinates beyond a worker's capacity lie; assume that they are
+    # distributed over blocks as the selected ones are.
+    weights = whole_loads(loads / counts.clamp(min=1))
+    owner = torch.repeat_interleave(
+        torch.arange(workers, device=counts.device), counts, output_size=len(indices)
+    )
+    # From all loads at once, not from those of neighbours: after a change, borders are right one
+    # step later. The decaying sum smooths the few selections that a block has per step.
+    new = torch.zeros(len(state.loads), dtype=torch.int64, device=counts.device)
+    new.index_add_(0, indices // rule.blocks.size, weights[owner])
+    total = new.double() / LOAD_UNIT + rule.memory * state.loads
+    return replace(state, loads=total, cuts=recut(total, workers, least))
 
 
-def _pack_pairs(values: Tensor) -> Tensor:
-    """Pack (M,) values below 65,536 two to an int32: ((M + 1) // 2,)."""
-    if len(values) % 2:
-        values = torch.cat([values, values.new_zeros(1)])
-    low, high = values.view(-1, 2).unbind(1)
-    return low | (high << 16)
+def estimate_loads(counts: Tensor, offered: int | Tensor, candidates: Tensor) -> Tensor:
+    """Return how many coordinates above the threshold each worker had, capacity or not.
+
+    A worker whose offers were all accepted may have had more. The other workers tell which share
+    of candidates is above the threshold; that share of its own candidates is the estimate.
+
+    Args:
+        counts: (R,) accepted offers of each worker.
+        offered: How many it made.
+        candidates: (R,) how many coordinates reached the start of its search.
+
+    Returns:
+        (R,) float64.
+
+    >>> estimate_loads(torch.tensor([10, 20, 20]), 20, torch.tensor([30, 60, 90]))
+    tensor([10., 20., 30.], dtype=torch.float64)
+    """
+    had = candidates.clamp(min=0)
+    below = (counts < offered) & (had > 0)
+    known = (had * below).sum()
+    share = (counts * below).sum().double() / known.clamp(min=1)
+    return torch.maximum(counts.double(), torch.where(counts == offered, share * had, 0.0))
+
+
+def _next_start(
+    start: Tensor, threshold: Tensor, candidates: Tensor, k: int, first: Tensor, exact: bool
+) -> Tensor:
+    """Return a start that leaves a few times as many candidates as are wanted: (2,) float64."""
+    threshold, total, ratio = threshold.double(), candidates.sum(), start[1]
+    # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
+    # and from 1, where the threshold of the next step may be below the start.
+    few, many = total < _MIN_CANDIDATES * k, total > _MAX_CANDIDATES * k
+    ratio = torch.where(few, (ratio * 0.97).clamp(min=0.3), ratio)
+    ratio = torch.where(many, (ratio * 1.02).clamp(max=0.995), ratio)
+    ratio = torch.where(first, _NO_START[1], ratio)
+    magnitude = threshold * ratio
+    if not exact:
+        # Far off, the accepted offers include some that are merely evenly spaced, and their
+        # smallest says nothing. Then go up or down until enough, but not too many, reach the start.
+        magnitude = torch.where(~first & (total < k), start[0] * 0.5, magnitude)
+        magnitude = torch.where(~first & (candidates < 0).any(), start[0] * 2, magnitude)
+    return torch.stack([magnitude, ratio])

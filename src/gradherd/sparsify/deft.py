@@ -25,16 +25,10 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exchange import gather_indices, gathered_bytes
+from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import (
-    Proposal,
-    Selection,
-    StackedSelection,
-    StepContext,
-    check_density,
-)
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 # Squares of norms in this range neither overflow nor underflow in float32.
 _SAFE_MIN, _SAFE_MAX = 1e-15, 1e15
@@ -83,7 +77,7 @@ class Deft:
         pieces = [acc[begin:end] for begin, end in pairwise(state.bounds)]
         return Proposal(norms(pieces).view(torch.int32))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,
@@ -111,37 +105,6 @@ class Deft:
         )
         common = [torch.arange(*spans[piece], device=acc.device) for piece in plan.whole]
         return Selection(torch.cat([*common, gathered]), plan.totals(spans, leader), state)
-
-    def select_stacked(
-        self, acc: Tensor, k: int, states: Sequence[DeftState], context: StepContext
-    ) -> StackedSelection:
-        """Select for all workers of (R, D) `acc`."""
-        workers, spans = len(acc), list(pairwise(states[0].bounds))
-        sizes = [end - begin for begin, end in spans]
-        found = norms([piece for row in acc for piece in row.split(sizes)])
-        plan = _Plan.of(found.cpu().view(workers, -1), spans, k, context)
-        # Of pieces of one length, each from its worker's row, the largest are found at once.
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for rank, mine in enumerate(plan.pieces):
-            for piece in mine:
-                groups.setdefault(sizes[piece], []).append((rank, piece))
-        selected = [torch.arange(*spans[piece], device=acc.device) for piece in plan.whole]
-        for group in groups.values():
-            counts = [plan.shares[rank][piece] for rank, piece in group]
-            rows = torch.stack([acc[rank, slice(*spans[piece])] for rank, piece in group])
-            top = rows.abs().topk(max(counts)).indices  # the largest first
-            selected += [
-                row[:count] + spans[piece][0]
-                for row, count, (_, piece) in zip(top, counts, group, strict=True)
-            ]
-        sent = gathered_bytes(plan.counts, plan.reach(spans), context)
-        header = 4 * len(spans) * (workers - 1)
-        totals = plan.totals(spans, context.step % workers)
-        return StackedSelection(
-            Selection(torch.cat(selected), totals, states[0]),
-            list(states),
-            [header + one for one in sent],
-        )
 
     def rescale(self, state: DeftState, factor: float) -> DeftState:
         """Return the state as it is: nothing in it has a unit."""

@@ -61,7 +61,7 @@ class DeMo:
         own = largest_of_chunks(coefficients, k, context.step)
         return Proposal(nothing, (own, coefficients.flatten()[own]))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

@@ -36,7 +36,7 @@ class Dense:
         """Return an empty header: there is nothing to decide."""
         return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

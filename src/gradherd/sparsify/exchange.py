@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, Script
-from gradherd.sparsify.message_sizes import IndexBits, ValueFormat, index_bytes
+from gradherd.sparsify.message_sizes import ValueFormat, index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
 from gradherd.sparsify.value_sums import sum_values
@@ -61,7 +61,7 @@ def padding(counts: Sequence[int]) -> float:
     return len(counts) * max(counts) / total if total else 1.0
 
 
-def reduce(
+def exchange_step(
     acc: Tensor,
     sparse: int,
     finite: bool,
@@ -128,7 +128,7 @@ def select(
         return None
     if not len(part):
         return Selection(flag[:0].long(), [0] * context.size, state)
-    return (yield from method.settle(part, k, state, context, proposal, headers[:, 1:]))
+    return (yield from method.agree(part, k, state, context, proposal, headers[:, 1:]))
 
 
 def _partly_sent(
@@ -168,7 +168,9 @@ def gather_indices(
     # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
-    bits, sizes = index_format(counts, spans, context)
+    both = list(zip(counts, spans, strict=True))
+    formats = {bits: [index_bytes(*one, bits) for one in both] for bits in context.index_bits}
+    bits, sizes = min(formats.items(), key=lambda one: sum(one[1]))
     if bits == 32:
         # `Worker` refuses vectors whose coordinates do not fit int32.
         joined: Tensor = yield AllGatherUneven(own.int(), counts)
@@ -177,15 +179,6 @@ def gather_indices(
     packed: Tensor = yield AllGatherUneven(pack_indices(own, spans[context.rank], bits), sizes)
     parts = zip(torch.split(packed, sizes), counts, spans, strict=True)
     return torch.cat([unpack_indices(part, count, span, bits) for part, count, span in parts])
-
-
-def index_format(
-    counts: Sequence[int], spans: Sequence[tuple[int, int]], context: StepContext
-) -> tuple[IndexBits, list[int]]:
-    """Return in how many bits all workers send their indices, and how many bytes each has."""
-    both = list(zip(counts, spans, strict=True))
-    sizes = {bits: [index_bytes(*one, bits) for one in both] for bits in context.index_bits}
-    return min(sizes.items(), key=lambda one: sum(one[1]))
 
 
 def gather_union(
@@ -204,15 +197,3 @@ def gather_union(
     """
     indices = yield from gather_indices(own, counts, [(0, dim)] * context.size, context)
     return indices if context.size == 1 else torch.unique(indices)
-
-
-def gathered_bytes(
-    counts: Sequence[int], spans: Sequence[tuple[int, int]], context: StepContext
-) -> list[int]:
-    """Return how many bytes each worker sends in `gather_indices`."""
-    return [one * (context.size - 1) for one in index_format(counts, spans, context)[1]]
-
-
-def union_bytes(counts: Sequence[int], dim: int, context: StepContext) -> list[int]:
-    """Return how many bytes each worker sends in `gather_union`."""
-    return gathered_bytes(counts, [(0, dim)] * context.size, context)

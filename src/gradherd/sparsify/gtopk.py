@@ -50,7 +50,7 @@ class GTopK:
         own = topk_indices(acc, k) if k < len(acc) else torch.arange(len(acc), device=acc.device)
         return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device), own)
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.exdyna import ExDyna
+from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.workers import Worker

@@ -19,6 +19,8 @@ _ALIGN = 32
 # the mean load. The published rule asks for one side above 1.05 times the mean and the other below
 # 1 / 1.05, which is about as far apart.
 _SLACK = 0.1
+LOAD_UNIT = 1 << 16
+"""Loads are compared as whole multiples of one over this."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,6 @@ class Blocks:
         """Return the R + 1 coordinates at which partitions begin and end."""
         return [min(cut * self.size, self.dim) for cut in cuts]
 
-    def loads(self, indices: Tensor, weights: Tensor) -> Tensor:
-        """Sum the weights of the selected coordinates of each block: (K,) -> (NB,) float64."""
-        # Counted on the CPU, where bincount with weights always adds in the same order.
-        block_numbers = (indices // self.size).cpu()
-        return torch.bincount(block_numbers, weights.double(), minlength=self.count).double()
-
 
 def even_cuts(blocks: int, parts: int) -> list[int]:
     """Return R + 1 borders of partitions with equally many blocks; the first may have one more.
@@ -68,32 +64,45 @@ def even_cuts(blocks: int, parts: int) -> list[int]:
     return [part * share + min(part, more) for part in range(parts + 1)]
 
 
-def recut(loads: Tensor, parts: int) -> list[int]:
-    """Return the R + 1 borders that come closest to equal loads.
+def whole_loads(loads: Tensor) -> Tensor:
+    """Return loads as integers, of which sums are exact in any order.
+
+    All ranks must move borders alike, and a GPU adds floats in an order of its own.
+    """
+    return (loads * LOAD_UNIT).round().long()
+
+
+def recut(loads: Tensor, parts: int, least: int = 1) -> Tensor:
+    """Return the borders that come closest to equal loads.
 
     Args:
-        loads: (NB,) float64 loads of the blocks, on the CPU.
+        loads: (NB,) float64 loads of the blocks.
         parts: R.
+        least: Blocks that each partition has at least, if there are enough: a worker without any
+            could select nothing.
 
     Returns:
-        R + 1 borders, in blocks; every partition has at least one block if there are enough.
+        (R + 1,) int64 borders, in blocks.
 
-    >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 3)
+    >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 3).tolist()
     [0, 1, 2, 5]
     """
     blocks = len(loads)
-    before = torch.cat([loads.new_zeros(1), loads.cumsum(0)])
-    if blocks < parts or not before[-1] > 0:
-        return even_cuts(blocks, parts)
-    targets = before[-1] * torch.arange(1, parts, dtype=loads.dtype) / parts
+    every = torch.arange(parts + 1, device=loads.device)
+    # `even_cuts`, on the device: a copy from the host would wait.
+    even = every * (blocks // parts) + every.clamp(max=blocks % parts)
+    if least * parts > blocks:
+        return even
+    before = torch.nn.functional.pad(whole_loads(loads).cumsum(0), (1, 0))
+    number = every[1:-1]
+    targets = before[-1] * number // parts
     right = torch.searchsorted(before, targets).clamp_(1, blocks)
     nearer = (targets - before[right - 1]) < (before[right] - targets)
-    cuts = [0]
-    for part, cut in enumerate((right - nearer.long()).tolist(), start=1):
-        # At least one block for this partition, and for each of those to its right: a worker
-        # without any could select nothing.
-        cuts.append(min(max(cut, cuts[-1] + 1), blocks - parts + part))
-    return [*cuts, blocks]
+    wanted = right - nearer.long()
+    # Each at least `least` after the one before: a running maximum of how far they are behind that.
+    apart = (wanted - number * least).cummax(0).values.clamp(min=0) + number * least
+    inner = torch.minimum(apart, blocks - (parts - number) * least)
+    return torch.where(before[-1] > 0, torch.cat([even[:1], inner, even[-1:]]), even)
 
 
 def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:

@@ -45,7 +45,7 @@ class RandomK:
         """Return an empty header: all workers will draw the same coordinates."""
         return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

@@ -19,8 +19,8 @@ SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
     {
         # Charts colour methods by their position here, so a new method goes at the end.
         "dense": "dense:Dense",
-        "exdyna": "exdyna:ExDyna",
-        "micro": "micro:Micro",
+        "exdyna": "partitioned:ExDyna",
+        "micro": "partitioned:Micro",
         "topk": "topk:TopK",
         "cltk": "cltk:CLTK",
         "deft": "deft:Deft",

@@ -5,11 +5,16 @@ holds the residual, the sum for the next step is written to the other. So a step
 (some worker had a gradient that is not finite) without a trace. Momentum correction, from Lin et
 al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, needs two more.
 
-Letters: D coordinates, K those that are sent.
+On a GPU, residuals may be stored as gradients arrive, bucket after bucket, each from the beginning
+of a tile on (`Placement`): one launch adds a whole bucket. Coordinates in messages and in the state
+of a method are those of the model all the same: they do not change when DDP rebuilds its buckets.
+
+Letters: D coordinates, of which the first S are sparsified and the others are always sent; K those
+that are sent; N positions in storage.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +47,7 @@ class ErrorFeedback:
         fused = self.residual.is_cuda and dtype == torch.float32 and not momentum
         self._bad = torch.zeros(1, dtype=torch.int32, device=device) if fused else None
         self._momentum = momentum
+        self._placement: Placement | None = None
         self.velocity = torch.zeros_like(self.residual) if momentum else None
         self._next_velocity = torch.zeros_like(self.residual) if momentum else None
 
@@ -55,19 +61,25 @@ class ErrorFeedback:
         for residual, acc, velocity, following in zip(*pairs, strict=True):
             row = ErrorFeedback.__new__(ErrorFeedback)
             row.residual, row.acc, row._bad, row._momentum = residual, acc, None, self._momentum
-            row.velocity, row._next_velocity = velocity, following
+            row.velocity, row._next_velocity, row._placement = velocity, following, None
             result.append(row)
         return result
 
-    def release(self) -> None:
-        """Free the vectors: a `DeviceWorker` has taken over what they held."""
-        self.residual = self.residual.new_zeros(0)
-        self.acc = self.residual
+    def part(self, vector: Tensor, begin: int, count: int) -> Tensor:
+        """Return one parameter's part of a (D,) vector of this worker, as a view."""
+        if self._placement is not None and count:
+            begin = self._placement.position(begin)
+        return vector[begin : begin + count]
 
-    def restore(self, dim: int) -> None:
-        """Hold D zeros again."""
-        self.residual = self.residual.new_zeros(dim)
-        self.acc = torch.zeros_like(self.residual)
+    def lay_out(self, placement: "Placement") -> None:
+        """Store the residual and the sum in another order, also in the middle of a step."""
+        for name in ("residual", "acc"):
+            old = getattr(self, name)
+            new = old.new_zeros(placement.size)
+            for begin, position, count in placement.pieces:
+                new[position : position + count] = self.part(old, begin, count)
+            setattr(self, name, new)
+        self._placement = placement
 
     def begin(self) -> None:
         """Start a step; the last one may have been called off."""
@@ -117,6 +129,10 @@ class ErrorFeedback:
         # A finite sum is proof, in one pass. If it is not finite, it may just have overflowed.
         return bool(self.acc.sum().isfinite()) or bool(self.acc.isfinite().all())
 
+    def swap(self) -> None:
+        """Make the sum the residual; the old residual is where the next sum is written."""
+        self.residual, self.acc = self.acc, self.residual
+
     def commit(
         self,
         indices: Tensor,
@@ -150,9 +166,85 @@ class ErrorFeedback:
         # now, so it leaves them as they are.
         if low_pass != 1:
             self.acc.lerp_(self.residual, 1 - low_pass)
-        # Swapped, not copied: the old residual is where the next sum is written.
-        self.residual, self.acc = self.acc, self.residual
+        self.swap()
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
+
+
+class Piece(NamedTuple):
+    """Where one parameter lies."""
+
+    begin: int
+    """Its first coordinate."""
+    position: int
+    """Its first position in storage."""
+    elements: int
+
+
+class Placement:
+    """Where coordinates lie in storage, and which bucket positions belong to.
+
+    Args:
+        buckets: For each bucket, (first coordinate, elements) of its parameters in their order.
+        sparse: S.
+        device: Device of the tables.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[tuple[int, int]]],
+        sparse: int,
+        device: torch.device,
+    ) -> None:
+        self.pieces: list[Piece] = []
+        self.begins: list[int] = []
+        """Position at which each bucket begins."""
+        self.lengths = [sum(count for _, count in bucket) for bucket in buckets]
+        position = 0
+        for bucket, length in zip(buckets, self.lengths, strict=True):
+            self.begins.append(position)
+            at = position
+            for begin, count in bucket:
+                # An empty parameter begins where the next one does; none could tell them apart.
+                if count:
+                    self.pieces.append(Piece(begin, at, count))
+                at += count
+            # Whole tiles: a kernel marks candidates tile by tile.
+            position += -(-length // kernels.TILE) * kernels.TILE
+        self.size = position
+        """N."""
+        by_begin = sorted(self.pieces)
+        self._positions = {piece.begin: piece.position for piece in self.pieces}
+        self._by_begin = torch.tensor(by_begin, device=device).T.contiguous()
+        # As they come: buckets follow each other, and parameters in them.
+        self._by_position = torch.tensor(self.pieces, device=device).T.contiguous()
+        self._bucket_begins = torch.tensor(self.begins, device=device)
+        always = [piece for piece in by_begin if piece.begin >= sparse]
+        ranges = [torch.arange(p.position, p.position + p.elements) for p in always]
+        self.always = torch.cat([torch.zeros(0, dtype=torch.int64), *ranges]).to(device)
+        """(D - S,) positions of the coordinates that are always sent."""
+
+    def position(self, begin: int) -> int:
+        """Return where the parameter lies whose first coordinate is `begin`."""
+        return self._positions[begin]
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """Return where coordinates lie: (n,) -> (n,) int64."""
+        begins, positions, _ = self._by_begin
+        row = torch.searchsorted(begins, indices, right=True) - 1
+        shifts: Tensor = positions - begins
+        return indices + shifts[row]
+
+    def coordinates(self, positions: Tensor) -> Tensor:
+        """Return the coordinates at (n,) positions, -1 between buckets: (n,) int64."""
+        begins, starts, counts = self._by_position
+        row = torch.searchsorted(starts, positions, right=True) - 1
+        inside = positions < (starts + counts)[row]
+        return torch.where(inside, positions + (begins - starts)[row], -1)
+
+    def in_buckets(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bucket of each position, and the offset in it."""
+        number = torch.searchsorted(self._bucket_begins, positions, right=True) - 1
+        return number, positions - self._bucket_begins[number]
 
 
 MERGED_KEYS = ("residual", "velocity", "weights", "buffers", "snapshot")

@@ -16,21 +16,14 @@ Letters: D coordinates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exchange import union_bytes
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.sparsify.selector import (
-    Proposal,
-    Selection,
-    StackedSelection,
-    StepContext,
-    check_density,
-)
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 from gradherd.sparsify.threshold import (
     clamp_to_dtype,
     count_header,
@@ -112,7 +105,7 @@ class Sage:
         new_state = self._next_state(state, threshold, mean, acc.dtype)
         return Proposal(count_header(selected), (selected, new_state, threshold))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,
@@ -126,43 +119,6 @@ class Sage:
         return (
             yield from select_union(selected, len(acc), k, context, headers, new_state, threshold)
         )
-
-    def select_stacked(
-        self, acc: Tensor, k: int, states: Sequence[SageState], context: StepContext
-    ) -> StackedSelection:
-        """Select for all workers of (R, D) `acc`: `propose` and `settle`, row by row at once."""
-        workers, dim = acc.shape
-        means = sample_mean(acc, self.error).tolist()
-        rows = list(zip(acc, states, means, strict=True))
-        guesses = [self._guess(row, k, state, mean) for row, state, mean in rows]
-        # As in `_select`: nothing below this can be selected. A first threshold stays as it is.
-        least = self.factor(0.0, k / dim)
-        lowest = [
-            guess if state.threshold is None else guess * least
-            for guess, state in zip(guesses, states, strict=True)
-        ]
-        limits = _like(acc, [lowest, guesses])
-        owner, column = (acc.abs() >= limits[0].unsqueeze(1)).nonzero().T
-        magnitudes = acc[owner, column].abs()
-        # Candidates are in the order of workers: where those of each end.
-        edges = torch.searchsorted(owner, torch.arange(workers + 1, device=acc.device))
-        examined = _counts(magnitudes >= limits[1][owner], edges)
-        thresholds = [
-            guess
-            if state.threshold is None
-            else clamp_to_dtype(guess * self.factor(count / dim, k / dim), acc.dtype)
-            for guess, state, count in zip(guesses, states, examined, strict=True)
-        ]
-        kept = magnitudes >= _like(acc, thresholds)[owner]
-        counts = _counts(kept, edges)
-        new_states = [
-            self._next_state(state, threshold, mean, acc.dtype)
-            for (_, state, mean), threshold in zip(rows, thresholds, strict=True)
-        ]
-        selection = Selection(torch.unique(column[kept]), counts, new_states[0], thresholds[0])
-        # The header is the count.
-        sent = [4 * (workers - 1) + one for one in union_bytes(counts, dim, context)]
-        return StackedSelection(selection, new_states, sent)
 
     def rescale(self, state: SageState, factor: float) -> SageState:
         """Multiply threshold and mean by `factor`."""
@@ -211,18 +167,6 @@ class Sage:
         if examined < self.low * target:
             return beta * self.shrink
         return beta * self.grow if examined > self.high * target else beta
-
-
-def _like(acc: Tensor, numbers: Sequence[Any]) -> Tensor:
-    """Return numbers in the dtype and on the device of `acc`, without waiting for it."""
-    return torch.tensor(numbers, dtype=torch.float64).to(acc, non_blocking=True)
-
-
-def _counts(hits: Tensor, edges: Tensor) -> list[int]:
-    """Return how many of (C,) hits are true between each two of R + 1 edges."""
-    before = torch.nn.functional.pad(hits.cumsum(0), (1, 0))[edges]
-    counts: list[int] = before.diff().tolist()
-    return counts
 
 
 def sample_mean(acc: Tensor, error: float) -> Tensor:

@@ -51,7 +51,7 @@ class Proposal:
     header: Tensor
     """(H,) int32 that is all-gathered; H must be the same on all workers."""
     local: Any = None
-    """Data that this worker needs again in `settle`; it is not sent."""
+    """Data that this worker needs again in `agree`; it is not sent."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,11 @@ class Selection:
     """Weight of the new residual against the old one."""
 
 
-@dataclass(frozen=True)
-class StackedSelection:
-    """What the workers of one process agreed on, found for all of them at once."""
-
-    selection: Selection
-    """As worker 0 has it."""
-    states: list[Any]
-    """The method's state for the next step, of each worker."""
-    bytes: list[int]
-    """What each worker would have sent to agree, except for the flag of a step."""
-
-
 class Selector(Protocol):
     """Select which coordinates of residual + gradient are sent.
 
     A sparsifier is a frozen dataclass whose fields are its settings. It never changes itself:
-    `settle` returns the state for the next step (a frozen dataclass, or None), so a step can be
+    `agree` returns the state for the next step (a frozen dataclass, or None), so a step can be
     called off by dropping that state. Everything that determines what is communicated must be the
     same on all workers, otherwise they would wait for each other forever.
 
@@ -105,9 +93,10 @@ class Selector(Protocol):
     returns sums of all coordinates). To add a method, write it in a file of its own and
     add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
 
-    A method may also have `select_stacked(acc, k, states, context) -> StackedSelection`, which
-    does `propose` and `settle` of R workers on (R, D) `acc` for 0 < k < D: simulated workers on a
-    GPU then take as many launches as one worker.
+    A method whose state and selection are the same on all workers may also have
+    `select_rows(acc, k, state, context)`, which does `propose` and `agree` of R simulated workers
+    on (R, D) `acc` for 0 < k < D, and agrees once for all of them. It returns the selection and
+    the bytes of a header, or None.
     """
 
     @property
@@ -143,7 +132,7 @@ class Selector(Protocol):
         """
         ...
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

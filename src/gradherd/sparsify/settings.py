@@ -52,7 +52,7 @@ class Sparsify:
         # Through `object`, because the dataclass is frozen.
         if isinstance(self.method, str):
             object.__setattr__(self, "method", make_sparsifier(self.method))
-        if isinstance(self.method, type) or not hasattr(self.method, "settle"):
+        if isinstance(self.method, type) or not hasattr(self.method, "agree"):
             raise ValueError(
                 f"method must be a sparsifier such as ExDyna(density=1e-3) or its name, "
                 f"got {self.method!r}"

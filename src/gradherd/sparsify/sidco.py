@@ -110,7 +110,7 @@ class SIDCo:
         new_state = self.adapt(state, len(selected) / len(acc), k / len(acc))
         return Proposal(count_header(selected), (selected, new_state, threshold))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

@@ -78,7 +78,7 @@ class Threshold:
         selected = indices_above(acc, threshold)
         return Proposal(count_header(selected), (selected, threshold))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,

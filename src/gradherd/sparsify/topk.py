@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exchange import gather_union, union_bytes
+from gradherd.sparsify.exchange import gather_union
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.sparsify.selector import (
-    Proposal,
-    Selection,
-    StackedSelection,
-    StepContext,
-    check_density,
-)
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class TopK:
         nothing = torch.zeros(0, dtype=torch.int32, device=acc.device)
         return Proposal(nothing, topk_indices(acc, k))
 
-    def settle(
+    def agree(
         self,
         acc: Tensor,
         k: int,
@@ -66,17 +60,6 @@ class TopK:
         # waiting.
         union = yield from gather_union(proposal.local, counts, len(acc), context)
         return Selection(union, counts, None)
-
-    def select_stacked(
-        self, acc: Tensor, k: int, states: Sequence[None], context: StepContext
-    ) -> StackedSelection:
-        """Select for all workers: the union of the k largest of each row of (R, D) `acc`."""
-        size, dim = acc.shape
-        counts = [k] * size
-        # Of whole rows, not of candidates above a sampled threshold: nothing waits for a device.
-        union = torch.unique(acc.abs().topk(k, sorted=False).indices)
-        sent = union_bytes(counts, dim, context)
-        return StackedSelection(Selection(union, counts, None), [None] * size, sent)
 
     def rescale(self, state: None, factor: float) -> None:
         """Top-k has no state."""

@@ -2,8 +2,7 @@
 
 Two ways lead to the same result. Either every worker runs its own script, in lockstep, or the
 workers are the rows of one tensor: sums, values and residuals of all of them take one launch each,
-and so does the selection if the method offers it (`select_stacked`). A GPU is kept waiting by
-launches, so there the second way is several times as fast.
+and what all workers compute alike is computed once if the method says so (`select_rows`).
 
 Letters: D coordinates, of which the first S are sparsified; R workers, K coordinates that are sent.
 """
@@ -19,7 +18,7 @@ from gradherd.comm.script import run_together
 from gradherd.sparsify.exchange import Outcome, select
 from gradherd.sparsify.message_sizes import FLAG_BYTES, MAX_COORDINATES
 from gradherd.sparsify.residuals import ErrorFeedback, clip_factor, clip_together
-from gradherd.sparsify.selector import StackedSelection, target_count
+from gradherd.sparsify.selector import Selection, target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_rows
 from gradherd.sparsify.workers import Worker
@@ -37,8 +36,7 @@ class VirtualWorkers:
         size: R.
         sparse, layers: As for `Worker`.
         dtype, device: Of the residuals.
-        stacked: Whether workers are rows of one tensor. Selections differ where magnitudes are
-            equal, and sums in their last bits. None is on a GPU.
+        stacked: Whether workers are rows of one tensor; None is wherever they can be.
 
     >>> workers = VirtualWorkers(Sparsify(method="topk"), dim=4, size=2)
     >>> workers.step(torch.tensor([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 1.0]]))
@@ -61,31 +59,25 @@ class VirtualWorkers:
         stacked: bool | None = None,
     ) -> None:
         own: dict[str, Any] = {"size": size, "sparse": sparse, "layers": layers}
-        own |= {"dtype": dtype, "device": device}
-        self.workers = [Worker(settings, dim, rank=rank, **own) for rank in range(size)]
+        memory: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
+        # A method that sums values itself leaves every worker with sums and remainders of its own.
+        # Not all of torch's kernels count further than an int32.
+        alone = getattr(settings.method, "sums_values", False) or size * dim > MAX_COORDINATES
+        self._together: ErrorFeedback | None = None
+        rows: list[ErrorFeedback | None] = [None] * size
+        if stacked is not False and not alone:
+            self._together = ErrorFeedback((size, dim), momentum=settings.momentum, **memory)
+            rows = [*self._together.rows()]
+        self.workers = [
+            Worker(settings, dim, rank=rank, feedback=row, **own, **memory)
+            for rank, row in enumerate(rows)
+        ]
+        self._always = torch.arange(dim if sparse is None else sparse, dim, device=device)
         self._dim, self._sparse = dim, dim if sparse is None else sparse
         self.metrics: dict[str, Any] = {}
         self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
         self.payload: Tensor | None = None
         self.measure_norms = True  # put residual_norm into `metrics`: a pass, and a wait for a GPU
-        self._together: ErrorFeedback | None = None
-        wanted = torch.device(device).type == "cuda" if stacked is None else stacked
-        # A method that sums values itself leaves every worker with sums and remainders of its own.
-        # Not all of torch's kernels count further than an int32.
-        alone = getattr(settings.method, "sums_values", False) or size * dim > MAX_COORDINATES
-        if wanted and not alone:
-            for worker in self.workers:
-                worker.feedback.release()
-            self._together = ErrorFeedback(
-                (size, dim), dtype=dtype, device=torch.device(device), momentum=settings.momentum
-            )
-            self._always = torch.arange(self._sparse, dim, device=device)
-            self._deal_rows(self._together)
-
-    def _deal_rows(self, together: ErrorFeedback) -> None:
-        """Give each worker its part of the vectors of all."""
-        for worker, own in zip(self.workers, together.rows(), strict=True):
-            worker.feedback = own
 
     def step(self, grads: Tensor) -> Tensor:
         """Average gradients over workers.
@@ -109,7 +101,7 @@ class VirtualWorkers:
             self._together.begin()
             self._together.add(0, grads, self.workers[0].unit)
         # All workers have the same learning rate.
-        if self.workers[0].weightless:
+        if self.workers[0].lr_is_zero:
             return torch.zeros_like(grads[0])
         if self._together is None:
             outcome, sent = self._run_scripts()
@@ -127,7 +119,7 @@ class VirtualWorkers:
 
     def _clipped(self, grads: Tensor, clip: float) -> Tensor:
         """Return gradients whose rows are clipped, as new ones: an order may learn from the old."""
-        if self._together is not None:
+        if grads.is_cuda:
             norms = torch.linalg.vector_norm(grads, dim=1, keepdim=True, dtype=torch.float64)
             return grads * clip_factor(norms, clip).to(grads.dtype)
         grads = grads.clone()
@@ -150,7 +142,7 @@ class VirtualWorkers:
         self.payload = None
         chosen = self._select(together.acc) if together.finite() else None
         if chosen is not None:
-            selection = chosen.selection
+            selection, states, agreed = chosen
             indices = torch.cat([selection.indices, self._always])
             values = together.acc.index_select(1, indices)
             total, errors, sent = sum_rows(
@@ -167,36 +159,34 @@ class VirtualWorkers:
         together.commit(
             indices, errors, restarted=first.restarted(outcome), low_pass=selection.low_pass
         )
-        self._deal_rows(together)
-        for worker, state in zip(self.workers, chosen.states, strict=True):
-            worker.state = state
-            worker.step += 1
-        others = len(self.workers) - 1
-        return outcome, [
-            FLAG_BYTES * others + agreed + summed
-            for agreed, summed in zip(chosen.bytes, sent, strict=True)
-        ]
+        for worker, row, state in zip(self.workers, together.rows(), states, strict=True):
+            worker.feedback, worker.state = row, state
+            worker.counters[0] += 1
+        return outcome, [both[0] + both[1] for both in zip(agreed, sent, strict=True)]
 
-    def _select(self, acc: Tensor) -> StackedSelection | None:
-        """Select coordinates of (R, D) `acc`, which is finite; None calls the step off."""
-        first, part = self.workers[0], acc[:, : self._sparse]
-        method, states = first.settings.method, [worker.state for worker in self.workers]
+    def _select(self, acc: Tensor) -> tuple[Selection, list[Any], list[int]]:
+        """Select coordinates of (R, D) `acc`, which is finite.
+
+        Returns:
+            What worker 0 selected, the state of each worker, and the bytes that each sent.
+        """
+        first, part, size = self.workers[0], acc[:, : self._sparse], len(self.workers)
+        method: Any = first.settings.method
         k = target_count(first.settings.density(first.step), self._sparse)
         # Asked of the class: a wrapper that passes attributes on may want to see `propose`.
-        if 0 < k < self._sparse and hasattr(type(method), "select_stacked"):
-            stacked: StackedSelection = method.select_stacked(part, k, states, first.context)  # type: ignore[attr-defined]
-            return stacked
+        if 0 < k < self._sparse and hasattr(type(method), "select_rows"):
+            agreed = method.select_rows(part, k, first.state, first.context)
+            if agreed is not None:
+                selection, header = agreed
+                sent = (FLAG_BYTES + header) * (size - 1)
+                return selection, [selection.state] * size, [sent] * size
         scripts = [
             select(own, True, method, k, worker.state, worker.context)
             for own, worker in zip(part, self.workers, strict=True)
         ]
         results = run_together(scripts)
-        flag = FLAG_BYTES * (len(self.workers) - 1)
-        return StackedSelection(
-            results[0].value,
-            [result.value.state for result in results],
-            [result.bytes - flag for result in results],
-        )
+        states = [result.value.state for result in results]
+        return results[0].value, states, [result.bytes for result in results]
 
     def _residual_norm(self) -> float:
         """Return the mean norm of the residuals."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.exchange import Outcome, reduce
+from gradherd.sparsify.exchange import Outcome, exchange_step
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import StepContext
@@ -35,6 +35,7 @@ class Worker:
         layers: Number of elements of each sparsified parameter; None is one parameter.
         dtype: Dtype of the residual.
         device: Device of the residual.
+        feedback: The residual, if it is part of a larger tensor; None makes one.
 
     Raises:
         ValueError: The vector is too long for int32 indices.
@@ -51,23 +52,40 @@ class Worker:
         layers: list[int] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         if dim > MAX_COORDINATES:
             raise ValueError(f"{dim:,} coordinates are too many: indices reach {MAX_COORDINATES:,}")
         self.settings = settings
         self.sparse = dim if sparse is None else sparse
-        self._rank, self._size = rank, size
-        self.step = 0
-        self.skipped = 0
+        self.rank, self.size = rank, size
+        # Where the step is decided: a step that runs on a GPU counts there (`gpu_worker`).
+        self.counters = torch.zeros(2, dtype=torch.int64)
+        """Steps that were taken, and steps that were called off."""
         self._layers = layers or [self.sparse]
         self.state = settings.method.begin(self.sparse, size, self._layers)
-        self.feedback = ErrorFeedback(
+        self.feedback = feedback or ErrorFeedback(
             dim, dtype=dtype, device=torch.device(device), momentum=settings.momentum
         )
         self._learning_rate: float | None = None
         # Thresholds in a method's settings are in the unit of the first step.
         self._first_learning_rate: float | None = None
         self._unit = 1.0
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken."""
+        return int(self.counters[0])
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were called off."""
+        return int(self.counters[1])
+
+    def decide_on(self, device: torch.device) -> None:
+        """Keep counters and the method's state on the device where steps are decided."""
+        self.counters = self.counters.to(device)
+        self.state = self.state.to(device)
 
     def set_unit(self, loss_scale: float) -> None:
         """Begin a step whose gradients are multiplied by `loss_scale`."""
@@ -104,7 +122,7 @@ class Worker:
         return self._unit
 
     @property
-    def weightless(self) -> bool:
+    def lr_is_zero(self) -> bool:
         """Whether the learning rate is zero, so that there is nothing to exchange."""
         return self._unit == 0
 
@@ -116,11 +134,11 @@ class Worker:
     def context(self) -> StepContext:
         """Which worker and step this is."""
         compact = self.settings.values in VALUE_BITS
-        return StepContext(self.step, self._rank, self._size, compact=compact)
+        return StepContext(self.step, self.rank, self.size, compact=compact)
 
     def script(self) -> Script[Outcome | None]:
         """Return this worker's script of the step."""
-        return reduce(
+        return exchange_step(
             self.feedback.acc,
             self.sparse,
             self.feedback.finite(),
@@ -157,7 +175,7 @@ class Worker:
         if outcome is None:
             # `step` stays: all workers skip together, and the next step has the same leader,
             # partitions and random draw as this one.
-            self.skipped += 1
+            self.counters[1] += 1
             return
         remainder = outcome.remainder
         if written is not None:
@@ -172,7 +190,7 @@ class Worker:
             excluded=excluded,
         )
         self.state = outcome.selection.state
-        self.step += 1
+        self.counters[0] += 1
 
     def restarted(self, outcome: Outcome) -> Tensor | None:
         """Return where velocities restart, so that stale momentum does not carry on.
@@ -197,7 +215,7 @@ class Worker:
 
     def _identity(self) -> dict[str, Any]:
         method = type(self.settings.method).__name__
-        return {"kind": method, "rank": self._rank, "workers": self._size, "dim": self.sparse}
+        return {"kind": method, "rank": self.rank, "workers": self.size, "dim": self.sparse}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` fits this worker, or is merged from all such workers.
@@ -214,13 +232,16 @@ class Worker:
 
     def _check_method(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the state of the method has the fields and shapes of this one."""
-        for name, own in _fields(self.state).items():
+        own = _fields(self.state)
+        for name in own:
             if name not in saved:
                 raise ValueError(f"sparsify state has no {name!r} of {self.settings.method}")
-            if isinstance(own, Tensor) and saved[name].shape != own.shape:
+        for name, value in _fields(type(self.state)(**saved)).items():
+            if isinstance(own[name], Tensor) and value.shape != own[name].shape:
                 raise ValueError(
-                    f"sparsify state has {name} of {saved[name].numel()} elements, expected "
-                    f"{own.numel()}: was it saved with other settings than {self.settings.method}?"
+                    f"sparsify state has {name} of {value.numel()} elements, expected "
+                    f"{own[name].numel()}: was it saved with other settings than "
+                    f"{self.settings.method}?"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,19 +255,23 @@ class Worker:
         """
         # Checked first: a state that does not fit must not be loaded in part.
         self.check_state(state)
-        self.step, self._learning_rate = state["step"], state["rate"]
+        self.counters[0], self._learning_rate = state["step"], state["rate"]
         self._first_learning_rate = state.get("first_rate")
         if self.state is None:
             return
-        if not _is_merged(state):
-            self.state = type(self.state)(**state["method"])
-            return
-        # Partitions and thresholds of the old number of workers mean nothing for this one. A fresh
-        # state is in the unit of the first step, so it is brought to that of the last.
-        self.state = self.settings.method.begin(self.sparse, self._size, self._layers)
-        if self._learning_rate is not None and self._first_learning_rate is not None:
-            ratio = self._learning_rate / self._first_learning_rate
-            self.state = self.settings.method.rescale(self.state, ratio)
+        if _is_merged(state):
+            # Partitions and thresholds of the old number of workers mean nothing for this one. A
+            # fresh state is in the unit of the first step, so it is brought to that of the last.
+            self.state = self.settings.method.begin(self.sparse, self.size, self._layers)
+            if self._learning_rate is not None and self._first_learning_rate is not None:
+                ratio = self._learning_rate / self._first_learning_rate
+                self.state = self.settings.method.rescale(self.state, ratio)
+        else:
+            # Copied: a step on a GPU overwrites its state in place.
+            saved = _fields(type(self.state)(**state["method"]))
+            self.state = type(self.state)(**saved)
+        if not self.counters.is_cpu:
+            self.decide_on(self.counters.device)
 
 
 def _is_merged(state: Mapping[str, Any]) -> bool:
@@ -254,4 +279,9 @@ def _is_merged(state: Mapping[str, Any]) -> bool:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    """Return the fields of a state; tensors as copies on the CPU."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in fields.items()
+    }

@@ -10,7 +10,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.rows.settings import SketchRows
-from gradherd.sparsify.exclusive import Online
+from gradherd.sparsify.partitioned import Online
 from tests.lab.train.work import config_of, record
 
 EXDYNA = {"sparsify": "exdyna", "density": 0.1}

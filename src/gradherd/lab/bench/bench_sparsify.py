@@ -28,8 +28,8 @@ from gradherd.attach.sparse_hook import SparseHook
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
-from gradherd.sparsify.exdyna import ExDyna
 from gradherd.sparsify.kernels import TILE, Marks, add_marked, indices_above, marked
+from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify

@@ -4,6 +4,7 @@ They run on CPU tensors here, through the torch code of `kernels`; `tests/sparsi
 them on a GPU.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 from gradherd.comm.script import run_together
-from gradherd.sparsify import consensus, device_consensus, kernels, partitions
-from gradherd.sparsify.device_worker import DeviceWorker, Placement
-from gradherd.sparsify.exdyna import ExDyna
-from gradherd.sparsify.micro import Micro
+from gradherd.sparsify import kernels
+from gradherd.sparsify.gpu_worker import GpuSteps, has_fixed_shapes
+from gradherd.sparsify.partitioned import ExDyna, Micro
+from gradherd.sparsify.partitions import recut
+from gradherd.sparsify.residuals import Placement
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from gradherd.sparsify.workers import Worker
 from tests.gpu import DEVICE
-from tests.sparsify.rank_work import normal
+from tests.sparsify.rank_work import normal, same
 
 DIM, SPARSE = 30_000, 29_900
 
@@ -32,40 +35,32 @@ class DeviceWorkers:
         half = sparse // 2 + 17
         self.buckets = [[(half, sparse - half), (sparse, dim - sparse)], [(0, half)]]
         self.buckets = [[one for one in bucket if one[1]] for bucket in self.buckets]
-        placement = Placement(self.buckets, sparse, torch.device(DEVICE))
-        method = settings.method
         self.settings, self.sparse, self.dim, self.size = settings, sparse, dim, size
         self.dtype = dtype
         self.workers = [
-            DeviceWorker(
-                method.device_rule(sparse, method.begin(sparse, size, [sparse])),
-                placement,
-                torch.zeros(placement.size, device=DEVICE),
-                rank=rank,
-                size=size,
-                sparse=sparse,
-                values=settings.values,
-            )
+            Worker(settings, dim, rank=rank, size=size, sparse=sparse, device=DEVICE)
             for rank in range(size)
         ]
+        assert all(has_fixed_shapes(worker) for worker in self.workers)
+        placement = Placement(self.buckets, sparse, torch.device(DEVICE))
+        self.steps = [GpuSteps(worker, placement) for worker in self.workers]
 
-    def step(self, grads, unit=1.0):
+    def step(self, grads, scale=None):
         flats = []
-        for worker, grad in zip(self.workers, grads, strict=True):
-            worker.begin(unit)
+        for steps, grad in zip(self.steps, grads, strict=True):
+            steps.begin(scale)
             own = [
                 torch.cat([grad[b : b + n] for b, n in bucket]).to(DEVICE, self.dtype)
                 for bucket in self.buckets
             ]
             for number, flat in enumerate(own):
-                worker.add(number, flat)
+                steps.add(number, flat)
                 assert not flat.any()
             flats.append(own)
         k = target_count(self.settings.method.density, self.sparse)
-        scripts = [w.script(k, own) for w, own in zip(self.workers, flats, strict=True)]
-        run_together(scripts)
-        for worker in self.workers:
-            worker.commit()
+        run_together([one.script(k, own) for one, own in zip(self.steps, flats, strict=True)])
+        for steps in self.steps:
+            steps.commit()
         outs = [self.flat(own) for own in flats]
         assert all(torch.equal(out.nan_to_num(7), outs[0].nan_to_num(7)) for out in outs)
         return outs[0]
@@ -82,8 +77,9 @@ class DeviceWorkers:
     def residuals(self):
         rows = torch.zeros(self.size, self.dim)
         for row, worker in zip(rows, self.workers, strict=True):
-            for begin, position, count in worker.placement.pieces:
-                row[begin : begin + count] = worker.residual[position : position + count].cpu()
+            feedback = worker.feedback
+            for begin, count in itertools.chain(*self.buckets):
+                row[begin : begin + count] = feedback.part(feedback.residual, begin, count).cpu()
         return rows
 
 
@@ -106,17 +102,16 @@ def test_they_choose_and_send_what_workers_with_a_host_do(method, size, values):
         # Levels and steps of few-bit values may round in another order on a GPU.
         torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(ours.residuals(), theirs.residuals(), rtol=1e-6, atol=1e-5)
-        metrics = ours.workers[0].metrics()
+        metrics = ours.steps[0].metrics()
         for key in ("selected", "per_rank", "padding"):
             assert metrics[key] == theirs.metrics[key]
         assert metrics["threshold"] == pytest.approx(theirs.metrics["threshold"])
-    state = theirs.workers[0].state
-    after = method.after(state, ours.workers[0].state.read(ours.workers[0].rule))
-    assert after.start == pytest.approx(state.start)
-    if isinstance(method, ExDyna):
-        assert after.cuts == state.cuts
-        np.testing.assert_allclose(after.loads, state.loads, rtol=1e-4, atol=1e-3)
-    assert int(ours.workers[0].state.step) == 8
+    mine, wanted = (one.workers[0].state_dict() for one in (ours, theirs))
+    assert mine["step"] == wanted["step"] == 8
+    torch.testing.assert_close(mine["method"]["start"], wanted["method"]["start"])
+    assert torch.equal(mine["method"]["cuts"], wanted["method"]["cuts"])
+    loads = (one["method"]["loads"] for one in (mine, wanted))
+    torch.testing.assert_close(*loads, rtol=1e-4, atol=1e-3)
 
 
 def conserved(workers, grads, outs, size):
@@ -137,12 +132,12 @@ def test_a_step_that_is_called_off_leaves_no_trace(size):
             before = ours.residuals()
             assert ours.step(bad).isnan().all()
             assert torch.equal(ours.residuals(), before)
-            assert ours.workers[0].metrics() == {}
+            assert ours.steps[0].metrics() == {}
         assert torch.equal(ours.step(grads), straight.step(grads))
     assert torch.equal(ours.residuals(), straight.residuals())
-    assert int(ours.workers[0].state.skipped) == 2
-    for mine, wanted in zip(ours.workers[0].state[2:], straight.workers[0].state[2:], strict=True):
-        assert torch.equal(mine, wanted)
+    assert ours.workers[0].skipped == 2
+    for mine, wanted in zip(ours.workers, straight.workers, strict=True):
+        assert same(mine.state_dict(), wanted.state_dict())
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -163,50 +158,48 @@ def test_exactly_k_are_sent_whatever_gradients_do(method, size):
             grad *= kind
         outs.append(workers.step(grad.clone()))
         grads.append(grad)
-        assert workers.workers[0].metrics()["selected"] == k
-        assert sum(workers.workers[0].metrics()["per_rank"]) == k
+        assert workers.steps[0].metrics()["selected"] == k
+        assert sum(workers.steps[0].metrics()["per_rank"]) == k
     assert conserved(workers, grads, outs, size) < 1e-5
 
 
 def test_narrow_gradients_and_units_lose_nothing():
     """bf16 buckets round the mean, a unit of a hundredth scales it: the rest stays."""
-    workers = DeviceWorkers(Sparsify(method=ExDyna(0.02)), 2, dtype=torch.bfloat16)
+    settings = Sparsify(method=ExDyna(0.02), learning_rate=lambda: 0.01)
+    workers = DeviceWorkers(settings, 2, dtype=torch.bfloat16)
     sent, computed = torch.zeros(DIM).double(), torch.zeros(DIM).double()
     for step in range(6):
         grads = normal(step, 2, DIM).bfloat16()
         computed += 0.01 * grads.double().sum(0)
-        unit = torch.tensor(0.01, device=DEVICE) if step % 2 else 0.01
-        sent += 0.01 * 2 * workers.step(grads, unit).double()
+        scale = torch.tensor(1.0, device=DEVICE) if step % 2 else None
+        sent += 0.01 * 2 * workers.step(grads, scale).double()
     left = workers.residuals().double().sum(0)
     assert float((sent + left - computed).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_largest_offers_are_those_that_a_host_takes(seed):
-    generator = np.random.default_rng(seed)
-    workers, count = int(generator.integers(1, 5)), int(generator.integers(3, 60))
-    k = int(generator.integers(1, workers * count))
-    bits = generator.integers(0, 9, (workers, count)).astype(np.uint16)  # many ties
-    indices = generator.permutation(workers * count).reshape(workers, count)
-    wanted = consensus.accept_largest(list(zip(indices, bits, strict=True)), k)
-    actual = device_consensus.accept_largest(
-        torch.from_numpy(indices), torch.from_numpy(bits.astype(np.int32)), k
-    )
-    assert actual.indices.tolist() == wanted.indices.tolist()
-    assert actual.counts.tolist() == wanted.counts
-    assert float(actual.threshold) == wanted.threshold
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_borders_are_those_that_a_host_cuts(seed):
+def test_partitions_keep_room_for_all_offers(seed):
     generator = np.random.default_rng(seed)
     blocks, parts = int(generator.integers(8, 200)), int(generator.integers(2, 8))
     loads = generator.exponential(size=blocks) * (generator.random(blocks) < generator.random())
-    loads = torch.from_numpy(loads) * (seed > 0)
-    cuts = device_consensus.recut(loads, parts, 1)
-    assert cuts.tolist() == partitions.recut(loads, parts)
-    wide = device_consensus.recut(loads, parts, blocks // parts).diff()
+    wide = recut(torch.from_numpy(loads) * (seed > 0), parts, blocks // parts).diff()
     assert int(wide.min()) >= blocks // parts and int(wide.sum()) == blocks
+
+
+def test_a_worker_goes_on_when_its_residual_is_laid_out_anew():
+    """As when DDP rebuilds its buckets: between steps, and between two buckets of one."""
+    settings = Sparsify(method=ExDyna(0.02), learning_rate=lambda: 0.5)
+    ours, straight = DeviceWorkers(settings, 2), DeviceWorkers(settings, 2)
+    for step in range(6):
+        grads = normal(step, 2, DIM)
+        if step == 3:
+            ours.buckets = ours.buckets[::-1]
+            placement = Placement(ours.buckets, SPARSE, torch.device(DEVICE))
+            old, ours.steps = ours.steps, [GpuSteps(one, placement) for one in ours.workers]
+            for mine, before in zip(ours.steps, old, strict=True):
+                mine.take_over(before)
+        assert torch.equal(ours.step(grads), straight.step(grads))
+    assert torch.equal(ours.residuals(), straight.residuals())
 
 
 def test_coordinates_and_positions_are_each_others_inverse():

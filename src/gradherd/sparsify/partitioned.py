@@ -1,0 +1,412 @@
+"""Methods whose workers select from exclusive partitions: ExDyna and MiCRO.
+
+Each worker selects within a partition of its own, so no coordinate is selected twice and selections
+do not build up. Partitions rotate, so that every worker searches every part of the vector in turn.
+The threshold is agreed on in each step (`consensus`), or follows the papers' rule (`Online`).
+
+ExDyna: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
+Deep Learning", CCGrid 2024, arXiv:2402.13781. Partitions are runs of blocks whose borders move
+until all have equal loads. Not from the paper: the threshold by consensus, and borders that are
+recut from the loads of single blocks. MiCRO: Yoon and Oh, "MiCRO: Near-Zero Cost Gradient
+Sparsification for Scaling and Accelerating Distributed DNN Training", HiPC 2023, arXiv:2310.00967.
+The predecessor of ExDyna: its borders never move, so loads depend on the gradients alone.
+
+Letters: D coordinates, R workers, M offers of a worker, K coordinates that all of them select.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradherd.comm.checks import check_numbers, check_whole
+from gradherd.comm.script import Script
+from gradherd.sparsify import consensus
+from gradherd.sparsify.consensus import PartitionRule, PartitionState
+from gradherd.sparsify.exchange import gather_indices
+from gradherd.sparsify.kernels import indices_above, topk_indices
+from gradherd.sparsify.message_sizes import EXDYNA_CAPACITY
+from gradherd.sparsify.partitions import Blocks, diffuse
+from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+
+Balance = Literal["recut", "diffusive", "none"]
+
+
+@dataclass(frozen=True)
+class Online:
+    """Move the threshold by a small factor after each step (ExDyna and MiCRO as published).
+
+    The constants are those of the published code (arXiv:2402.13781, arXiv:2310.00967). There
+    `slow_down` cannot be reached, because the ratio is compared with 0: within the band the
+    threshold only rises. This rule compares with 1.
+
+    >>> rule = Online()
+    >>> [round(rule.following(1.0, count, k=100), 5) for count in (120, 105, 95, 50)]
+    [1.005, 1.00125, 0.9987, 0.995]
+    """
+
+    band: float = 1.1
+    """Counts within this factor of the target are near it."""
+    fast_up: float = 1.005
+    """Factor if far too many were selected."""
+    slow_up: float = 1.00125
+    """Factor if slightly too many were selected."""
+    slow_down: float = 0.9987
+    """Factor if slightly too few were selected, or exactly as many as wanted."""
+    fast_down: float = 0.995
+    """Factor if far too few were selected."""
+
+    def __post_init__(self) -> None:
+        if not self.band >= 1:
+            raise ValueError(f"band must be at least 1, got {self.band}")
+        if not self.fast_up >= self.slow_up >= 1 >= self.slow_down >= self.fast_down > 0:
+            raise ValueError(f"factors must fall from fast_up to fast_down around 1, got {self}")
+
+    def first(self, k: int) -> float:
+        """Return the threshold of the first step: 1 / (2 sqrt k), regardless of the gradients."""
+        # The hard threshold of Sahu et al., arXiv:2108.00951. It ignores the scale of the
+        # gradients, which is why settling may take hundreds of steps.
+        return 1 / (2 * math.sqrt(k))
+
+    def following(self, threshold: float, selected: int, k: int) -> float:
+        """Return the threshold after a step that selected `selected` coordinates."""
+        ratio = selected / k
+        if ratio > self.band:
+            return threshold * self.fast_up
+        if ratio > 1:
+            return threshold * self.slow_up
+        if ratio > 1 / self.band:
+            return threshold * self.slow_down
+        return threshold * self.fast_down
+
+
+ThresholdRule = Literal["consensus", "online"] | Online
+
+
+class Partitioned(ABC):
+    """A method whose workers select from exclusive partitions; subclasses are dataclasses."""
+
+    density: float
+    threshold: ThresholdRule
+    capacity: float
+
+    exclusive = True
+
+    @abstractmethod
+    def rule(self, dim: int) -> PartitionRule:
+        """Return how `dim` coordinates are cut into partitions."""
+
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> PartitionState:
+        """Start with partitions of equal size, one for each worker."""
+        return PartitionState.first(self.rule(dim), workers)
+
+    def bounds(self, dim: int, state: PartitionState) -> list[int]:
+        """Return the R + 1 coordinates between which partitions lie."""
+        return self.rule(dim).blocks.bounds(state.cuts.tolist())
+
+    def has_fixed_shapes(self, dim: int, k: int, workers: int) -> bool:
+        """Return whether all lengths of steps with up to k coordinates are known beforehand."""
+        return self.threshold == "consensus" and self.rule(dim).fits(k, workers)
+
+    def propose(self, acc: Tensor, k: int, state: PartitionState, context: StepContext) -> Proposal:
+        """Search this worker's partition.
+
+        By consensus, the header holds the number of candidates and the offers; online, it holds
+        the number of selected coordinates.
+        """
+        # Nothing to choose. All workers have the same k and D, so all headers are empty.
+        if k >= len(acc):
+            return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
+        plan = self._plan(len(acc), k, state, context)
+        first, end = plan.spans[context.rank]
+        part = acc[first:end]
+        candidates = _reaching(part, self._start(k, state))
+        count = torch.tensor([len(candidates)], dtype=torch.int32, device=acc.device)
+        if self.threshold == "consensus":
+            offers = largest(part, candidates, plan.offered[context.rank], plan.most)
+            return Proposal(
+                torch.cat([count, consensus.pack(*offers, plan.reach, context.compact)])
+            )
+        if not len(candidates) and len(part):
+            # As published: every worker selects at least one coordinate, whichever it is.
+            candidates = torch.tensor([context.step % len(part)], device=part.device)
+        return Proposal(torch.full_like(count, len(candidates)), first + candidates)
+
+    def agree(
+        self,
+        acc: Tensor,
+        k: int,
+        state: PartitionState,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Agree on the selection, and move the borders."""
+        plan = self._plan(len(acc), k, state, context)
+        if k < len(acc) and self.threshold == "consensus":
+            indices, bits = consensus.unpack(headers[:, 1:], plan.most, plan.reach, context.compact)
+            indices += plan.firsts
+            return self._accept(indices, bits, headers[:, 0], plan, state, acc.device)
+        if k < len(acc):
+            counts, threshold = headers[:, 0], self._start(k, state)
+            gathered = gather_indices(proposal.local, counts.tolist(), plan.spans, context)
+            indices = yield from gathered
+            following = self._online.following(threshold, int(counts.sum()), k)
+            state = replace(state, start=torch.tensor([following, 1.0], dtype=torch.float64))
+        else:
+            # The start stays: a step of a warm-up from density 1 says nothing about a threshold.
+            counts, threshold = torch.tensor(plan.lengths), 0.0
+            indices = torch.arange(len(acc), device=acc.device)
+        state = self._moved(plan, state, indices.cpu(), counts, counts.double())
+        return Selection(indices, counts.tolist(), state, threshold)
+
+    def select_rows(
+        self, acc: Tensor, k: int, state: PartitionState, context: StepContext
+    ) -> tuple[Selection, int] | None:
+        """Do `propose` and `agree` for all workers of (R, D) `acc`, where D is above k.
+
+        Returns:
+            What they agree on, and the bytes of a header; None if they do more than that.
+        """
+        if self.threshold != "consensus":
+            return None
+        plan = self._plan(acc.shape[1], k, state, context)
+        # Partitions do not overlap: what all workers search is one vector, read once.
+        owners = sorted(range(len(acc)), key=lambda rank: plan.spans[rank])
+        searched = torch.cat([acc[rank, slice(*plan.spans[rank])] for rank in owners])
+        found = _reaching(searched, self._start(k, state))
+        borders = torch.tensor(plan.spans).to(found.device, non_blocking=True)
+        ranges = torch.searchsorted(found, borders).tolist()
+        offers = []
+        for (begin, end), span, count in zip(ranges, plan.spans, plan.offered, strict=True):
+            own = found[begin:end] - span[0]
+            offers.append(largest(searched[slice(*span)], own, count, plan.most))
+        indices = torch.stack([own for own, _ in offers])
+        bits = consensus.leading_bits(torch.stack([magnitudes for _, magnitudes in offers]))
+        # Both in one number: a single copy to the host.
+        joined = ((indices << 16) | bits).cpu()
+        candidates = torch.tensor([end - begin for begin, end in ranges], dtype=torch.int32)
+        selection = self._accept(
+            (joined >> 16) + plan.firsts,
+            (joined & 0xFFFF).int(),
+            candidates,
+            plan,
+            state,
+            acc.device,
+        )
+        length = consensus.message_length(plan.most, plan.reach, context.compact)
+        return selection, 4 * (1 + length)
+
+    def _accept(
+        self,
+        indices: Tensor,
+        bits: Tensor,
+        candidates: Tensor,
+        plan: "_Plan",
+        state: PartitionState,
+        device: torch.device,
+    ) -> Selection:
+        """Accept the largest of (R, M) offers on the CPU; the selection is for another device."""
+        offered = torch.tensor(plan.offered)
+        bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
+        accepted = consensus.accept_largest(indices, bits, plan.k)
+        state, loads = consensus.learn(state, accepted, candidates, offered, exact=True)
+        state = self._moved(plan, state, accepted.indices, accepted.counts, loads)
+        chosen = accepted.indices.to(device, non_blocking=True)
+        return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
+
+    def _moved(
+        self, plan: "_Plan", state: PartitionState, indices: Tensor, counts: Tensor, loads: Tensor
+    ) -> PartitionState:
+        """Return the state with new borders."""
+        return consensus.moved(plan.rule, state, indices, counts, loads)
+
+    @property
+    def _online(self) -> Online:
+        return self.threshold if isinstance(self.threshold, Online) else Online()
+
+    def _start(self, k: int, state: PartitionState) -> float:
+        """Return where the search starts; 0 is nowhere yet."""
+        start = float(state.start[0])
+        return start if start > 0 or self.threshold == "consensus" else self._online.first(k)
+
+    def _plan(self, dim: int, k: int, state: PartitionState, context: StepContext) -> "_Plan":
+        rule, bounds = self.rule(dim), self.bounds(dim, state)
+        partitions = context.partitions if rule.rotate else range(context.size)
+        return _Plan(rule, k, [(bounds[part], bounds[part + 1]) for part in partitions])
+
+    def rescale(self, state: PartitionState, factor: float) -> PartitionState:
+        """Multiply the start of the search by `factor`."""
+        return state.rescaled(factor)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all workers know of a step beforehand."""
+
+    rule: PartitionRule
+    k: int
+    spans: list[tuple[int, int]]
+    """The coordinates [first, end) from which each worker selects."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Coordinates of each worker's partition."""
+        return [end - first for first, end in self.spans]
+
+    @cached_property
+    def most(self) -> int:
+        """M. Offers that a short partition lacks are filled up, and left out by all workers."""
+        return consensus.capacity(self.rule.capacity, self.k, self.lengths)
+
+    @property
+    def offered(self) -> list[int]:
+        """How many coordinates each worker offers."""
+        return [min(self.most, length) for length in self.lengths]
+
+    @property
+    def reach(self) -> int:
+        """Length of the longest partition: headers must have the same length everywhere."""
+        return max(self.lengths)
+
+    @property
+    def firsts(self) -> Tensor:
+        """(R, 1) where partitions begin, on the CPU."""
+        return torch.tensor([[first] for first, _ in self.spans])
+
+
+def _reaching(values: Tensor, start: float) -> Tensor:
+    """Return where the search finds candidates: nowhere if it has no start yet."""
+    if start > 0:
+        return indices_above(values, start)
+    return torch.zeros(0, dtype=torch.int64, device=values.device)
+
+
+def largest(part: Tensor, candidates: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
+    """Return the largest coordinates of a partition, and their magnitudes.
+
+    Args:
+        part: (n,) values of the partition.
+        candidates: Ascending places in it that hold the largest values, if they are enough.
+        count: How many to return, at most n.
+        most: M; what `count` lacks is filled up.
+
+    Returns:
+        (M,) int64 ascending places, and (M,) magnitudes.
+    """
+    if len(candidates) < count:
+        # The first step, or the start was too high for this partition: search all of it.
+        candidates = topk_indices(part, count)
+    elif len(candidates) > count:
+        # In ascending order again: messages store offers page by page.
+        top = part[candidates].abs().topk(count, sorted=False).indices
+        candidates = candidates[top.sort().values]
+    magnitudes = part[candidates].abs()
+    if count < most:
+        more = (0, most - count)
+        candidates = F.pad(candidates, more, value=int(candidates[-1]) if count else 0)
+        magnitudes = F.pad(magnitudes, more)
+    return candidates, magnitudes
+
+
+@dataclass(frozen=True)
+class ExDyna(Partitioned):
+    """Send the largest coordinates of exclusive, load-balanced partitions.
+
+    Yoon and Oh, CCGrid 2024, arXiv:2402.13781. The paper's method is `threshold="online",
+    balance="diffusive"`, except that its code cannot lower the threshold within the band and its
+    borders move by one block at a time. Raises ValueError if a setting is out of range.
+
+    >>> ExDyna(density=0.01, threshold="online").balance
+    'recut'
+    """
+
+    density: float = 1e-3
+    """Share of the coordinates to send."""
+    threshold: ThresholdRule = "consensus"
+    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
+    capacity: float = EXDYNA_CAPACITY
+    """By consensus, no worker sends more than this many times its fair share; the rest stays in
+    its residual."""
+    balance: Balance = "recut"
+    """How borders move: "recut" from the loads of blocks, "diffusive" between neighbours as in
+    the paper, or "none"."""
+    blocks: int = 1024
+    """Approximate number of blocks, as in the published code; borders move by whole blocks."""
+    memory: float = 0.9
+    """Decay of the blocks' loads per step ("recut")."""
+    rotate: bool = True
+    """Whether partitions rotate over workers, as in the paper. False leaves every worker with its
+    own partition, for ablations: what only the others find large there is never selected."""
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        _check_threshold_rule(self.threshold, self.capacity)
+        if self.balance not in ("recut", "diffusive", "none"):
+            raise ValueError(f"balance must be recut, diffusive or none, got {self.balance!r}")
+        check_whole("blocks", self.blocks, 1)
+        check_numbers(memory=self.memory)
+        if not 0 <= self.memory < 1:
+            raise ValueError(f"memory must be in [0, 1), got {self.memory}")
+        if not isinstance(self.rotate, bool):
+            raise ValueError(f"rotate must be True or False, got {self.rotate!r}")
+
+    def rule(self, dim: int) -> PartitionRule:
+        """Return partitions of whole blocks."""
+        memory = self.memory if self.balance == "recut" else None
+        return PartitionRule(self.capacity, Blocks.of(dim, self.blocks), memory, self.rotate)
+
+    def has_fixed_shapes(self, dim: int, k: int, workers: int) -> bool:
+        """Return whether all lengths of steps with up to k coordinates are known beforehand."""
+        return self.balance != "diffusive" and super().has_fixed_shapes(dim, k, workers)
+
+    def _moved(
+        self, plan: "_Plan", state: PartitionState, indices: Tensor, counts: Tensor, loads: Tensor
+    ) -> PartitionState:
+        if self.balance != "diffusive":
+            return super()._moved(plan, state, indices, counts, loads)
+        # Loads come by worker, borders belong to partitions: undo the rotation.
+        by_partition = [load for _, load in sorted(zip(plan.spans, loads.tolist(), strict=True))]
+        cuts = torch.tensor(diffuse(state.cuts.tolist(), by_partition))
+        return replace(state, cuts=cuts)
+
+
+@dataclass(frozen=True)
+class Micro(Partitioned):
+    """Send the largest coordinates of exclusive partitions of equal size.
+
+    Yoon and Oh, HiPC 2023, arXiv:2310.00967; the paper's rule is `threshold="online"`. Raises
+    ValueError if a setting is out of range.
+    """
+
+    density: float = 1e-3
+    """Share of the coordinates to send."""
+    threshold: ThresholdRule = "consensus"
+    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
+    # More than ExDyna's: borders never move, so loads stay unequal, and a tight limit would hold
+    # back the largest coordinates of a heavy partition.
+    capacity: float = 2.0
+    """By consensus, no worker sends more than this many times its fair share; the rest stays in
+    its residual."""
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        _check_threshold_rule(self.threshold, self.capacity)
+
+    def rule(self, dim: int) -> PartitionRule:
+        """Return even partitions, in single coordinates: no borders move, so no blocks."""
+        return PartitionRule(self.capacity, Blocks(dim, 1))
+
+
+def _check_threshold_rule(rule: object, capacity: float) -> None:
+    """Raise ValueError unless these are a threshold rule and a capacity."""
+    if not capacity >= 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    if rule not in ("consensus", "online") and not isinstance(rule, Online):
+        raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
