@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.bench.bench_models import correlation
-from gradherd.rows import Capture, sink_maps
+from gradherd.rows import Capture, sink, sink_maps
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
 from tests.rows.reference import loop_over_examples, mapped
@@ -627,3 +627,18 @@ def test_more_columns_for_models_with_tokens() -> None:
 def test_bad_settings(bad: dict) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
         TwoSidedRows(**bad)
+
+
+def test_columns_do_not_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+        capture = SinkCapture(model, TwoSidedRows(rank=2, size=64))
+        for _ in range(8):  # past the batches that are checked
+            model(torch.randn(3, 4, 6)).square().sum().backward()
+            found = capture.pop_sketch(3)
+        return found
+
+    expected = rows()
+    monkeypatch.setattr(sink, "MOST_WAITING", 40)  # about one layer
+    torch.testing.assert_close(rows(), expected)

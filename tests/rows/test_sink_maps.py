@@ -1,6 +1,7 @@
 """The maps of rows: one from factors, one from whole gradients, and both are the same."""
 
 from collections.abc import Callable
+from copy import copy
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradherd.rows import sink_maps
-from gradherd.rows.sink_maps import FilterMap, MapTensors, MatrixMap, OuterMap, VectorMap
+from gradherd.rows.sink_maps import (
+    FilterMap,
+    Map,
+    MapTensors,
+    MatrixMap,
+    OuterMap,
+    VectorMap,
+    finish_all,
+)
 
 LIKE = torch.zeros(0, dtype=torch.float64)
 SIDES = st.integers(1, 40)
@@ -40,14 +49,13 @@ def close(one: Tensor, two: Tensor) -> None:
     torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
-def check_added(add: Callable[[Tensor], Tensor], rows: Tensor) -> None:
-    """Check that rows can be added to others, of a batch that may be longer."""
-    examples, size = rows.shape
-    before = torch.randn(examples + 2, size, dtype=rows.dtype)
-    onto = before.clone()
-    assert add(onto) is onto
-    close(onto[:examples], before[:examples] + rows)
-    assert torch.equal(onto[examples:], before[examples:])
+def check_sum(one: Map, columns: Tensor) -> None:
+    """Check that rows of several maps of one kind are added up as they are one by one."""
+    other = copy(one)
+    if one.has_signs:
+        other.signs = torch.randn_like(one.signs)
+    pair = [columns, torch.randn_like(columns)]
+    close(finish_all([one, other], pair), one.finish(pair[0]) + other.finish(pair[1]))
 
 
 @given(FEW, FEW, SIDES, SIDES, st.integers(0, 1), st.integers(1, 20), st.integers(1, 45), SEEDS)
@@ -59,8 +67,8 @@ def test_rows_of_a_matrix_are_the_map_of_its_gradient(
     one = matrix_map(shape, keep=keep, columns=c, seed=seed, most=most)
     left, right = factors(examples, positions, shape, seed)
     pair = (left, right) if keep == 1 else (right, left)
-    found = one.rows(*pair)
-    check_added(lambda onto: one.rows(*pair, onto), found)
+    found = one.finish(one.columns_of(*pair))
+    check_sum(one, one.columns_of(*pair))
     grads = left.transpose(1, 2) @ right
     close(found, torch.stack([one.project(grad) for grad in grads]))
     assert found.shape == (examples, one.size)
@@ -100,8 +108,8 @@ def test_rows_of_a_convolution_are_the_map_of_its_gradient(
     grads = torch.randn_like(out)
     thin = one.thin(x, *sizes).flatten(2).transpose(1, 2)
     right = grads.flatten(2).transpose(1, 2)
-    found = one.combine(thin, right)
-    check_added(lambda onto: one.combine(thin, right, onto), found)
+    found = one.finish(one.combine(thin, right))
+    check_sum(one, one.combine(thin, right))
     expected = []
     for at in range(examples):
         mask = torch.zeros_like(grads)
@@ -126,8 +134,8 @@ def test_rows_of_an_outer_product_are_the_map_of_its_gradient(
 ) -> None:
     one = OuterMap((rows, columns), buckets=buckets, seed=seed, name="w", like=LIKE)
     left, right = factors(examples, positions, (rows, columns), seed)
-    found = one.rows(left, right)
-    check_added(lambda onto: one.rows(left, right, onto), found)
+    found = one.finish(one.columns_of(left, right))
+    check_sum(one, one.columns_of(left, right))
     expected = torch.stack([one.project(grad) for grad in left.transpose(1, 2) @ right])
     close(found, expected)
     assert found.shape == (examples, one.size)
@@ -153,8 +161,8 @@ def test_rows_of_vectors_are_the_map_of_their_gradients(
     named = {str(at): size for at, size in enumerate(sizes)}
     one = VectorMap(named, seed=seed, name="w", like=LIKE)
     vectors = torch.randn(examples, sum(sizes), dtype=torch.float64)
-    found = one.rows(vectors)
-    check_added(lambda onto: one.rows(vectors, onto), found)
+    found = one.finish(vectors)
+    check_sum(one, vectors)
     for name, part in zip(named, vectors.split(sizes, 1), strict=True):
         expected = torch.stack([one.project(name, grad) for grad in part])
         close(found[:, one.parts[name]], expected)
@@ -255,7 +263,8 @@ def test_factors_of_lower_precision_are_multiplied_in_it(kind: str) -> None:
     else:
         one = FilterMap((12, 30, 1), columns=8, seed=0, name="w", like=like)
     left, right = (factor.float() for factor in factors(3, 4, (30, 12), 0))
-    exact, half = one.rows(left, right), one.rows(left.bfloat16(), right.bfloat16())
+    pairs = ((left, right), (left.bfloat16(), right.bfloat16()))
+    exact, half = (one.finish(one.columns_of(*pair)) for pair in pairs)
     assert exact.dtype == half.dtype == torch.float32  # that of rows
     assert 0 < float((half - exact).norm() / exact.norm()) < 0.02
 

@@ -26,11 +26,10 @@ def test_batch_norms(shape: tuple[int, ...], channels_last: bool) -> None:
     x, g = tensors(*shape)
     if channels_last:
         x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
-    signs = torch.randn(2 * shape[1], device=DEVICE)
     normalized = F.batch_norm(x, None, None, training=True, eps=1e-5)
     scale, shift = (t.flatten(2).sum(2) for t in (g * normalized, g))
-    expected = torch.cat([scale, shift], 1) * signs
-    torch.testing.assert_close(batch_norm_rows(x, g, signs, 1e-5), expected, rtol=1e-4, atol=1e-4)
+    expected = torch.cat([scale, shift], 1)
+    torch.testing.assert_close(batch_norm_rows(x, g, 1e-5), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -39,11 +38,10 @@ def test_batch_norms(shape: tuple[int, ...], channels_last: bool) -> None:
 def test_norms_of_positions(shape: tuple[int, int, int], rms: bool, shift: bool) -> None:
     x, g = tensors(*shape)
     channels = shape[2]
-    signs = torch.randn(2 * channels if shift else channels, device=DEVICE)
     norm = F.rms_norm if rms else F.layer_norm
     parts = [(g * norm(x, (channels,), eps=1e-5)).sum(1), *([g.sum(1)] if shift else [])]
-    found = position_norm_rows(x, g, signs, 1e-5, rms=rms)
-    torch.testing.assert_close(found, torch.cat(parts, 1) * signs, rtol=1e-4, atol=1e-4)
+    found = position_norm_rows(x, g, 1e-5, rms=rms, shift=shift)
+    torch.testing.assert_close(found, torch.cat(parts, 1), rtol=1e-4, atol=1e-4)
 
 
 def test_what_kernels_cannot_read_is_left_to_torch() -> None:

@@ -22,15 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.sink_maps import Map, finish_all
 from gradherd.rows.torch_names import current_backward
 
 TAP = "_gradherd_tap"
 """Attribute of a tapped module that holds its layer."""
 
 
-Wanted = tuple[bool, bool, Tensor | None, Tensor | None]
-"""Whether rows of a layer's weight and of its vector are wanted, and what to add each to: None
-returns them."""
+Wanted = tuple[bool, bool]
+"""Whether rows of a layer's weight and of its vector are wanted."""
+MOST_WAITING = 1 << 24
+"""Elements of columns that wait for the end of a backward."""
 
 
 class Tap(torch.autograd.Function):
@@ -55,9 +57,9 @@ class Tap(torch.autograd.Function):
             inputs: Its input, detached.
             matrix_sink: Takes the rows of its weight, (B, N); None if it has none.
             vector_sink: Takes those of bias and scales.
-            layer: A `SketchedLayer`, whose `rows` are called.
-            use: What is special about this use of the layer, for `rows`.
-            saved: What else `rows` needs.
+            layer: A `SketchedLayer`, whose `columns` are called.
+            use: What is special about this use of the layer, for `columns`.
+            saved: What else `columns` needs.
         """
         ctx.save_for_backward(inputs, *saved)
         ctx.layer, ctx.use = layer, use
@@ -76,19 +78,26 @@ class Tap(torch.autograd.Function):
         passed = layer.given(grads, use)
         nothing = [None] * (2 + len(saved))
         if torch.compiler.is_compiling():
-            rows = layer.rows(inputs, grads, use, (*wanted, None, None), *saved)
-            return (passed, None, layer.padded(rows[0]), layer.padded(rows[1]), *nothing)
-        # Rows of all layers are added up in place, with the signs that they get anyway: adding them
-        # up by autograd would take launches of its own. It only tells when all layers have run.
-        sums = [layer.pool.sums_of(sink) for sink in ctx.sinks]
-        wanted = (*wanted, sums[0][0], sums[1][0])
+            matrix, vector = layer.columns(inputs, grads, use, wanted, *saved)
+            if matrix is not None:
+                matrix = layer.padded(layer.matrix_map(use).finish(matrix))
+            if vector is not None:
+                vector = layer.padded(layer.vector.finish(vector))
+            return (passed, None, matrix, vector, *nothing)
         if torch.is_grad_enabled():  # create_graph=True
             passed = SecondBackward.apply(passed, layer.pool)  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                layer.rows(inputs, grads.detach(), use, wanted, *saved)
+                matrix, vector = layer.columns(inputs, grads.detach(), use, wanted, *saved)
         else:
-            layer.rows(inputs, grads, use, wanted, *saved)
-        return (passed, None, sums[0][1], sums[1][1], *nothing)
+            matrix, vector = layer.columns(inputs, grads, use, wanted, *saved)
+        # Columns of all layers wait, and are finished together: each by itself, and added up by
+        # autograd, would take many launches. Autograd only tells when all layers have run.
+        matrix_sink, vector_sink = ctx.sinks
+        if matrix is not None:
+            matrix = layer.pool.wait(matrix_sink, layer.matrix_map(use), matrix)
+        if vector is not None:
+            vector = layer.pool.wait(vector_sink, layer.vector, vector)
+        return (passed, None, matrix, vector, *nothing)
 
 
 class SecondBackward(torch.autograd.Function):
@@ -155,7 +164,7 @@ class SinkPool:
         """Rows (B, N) that have arrived, by the key of the sink."""
         self.layers: list[SketchedLayer] = []
         """All layers that share the sinks."""
-        self._sums: dict[tuple[int, int], Tensor] = {}  # by the backward and the sink's identity
+        self._waiting: dict[tuple[int, int], WaitingColumns] = {}  # by the backward and the sink
 
     def make_sinks(self, examples: int) -> None:
         """Give all layers sinks for so many examples."""
@@ -178,33 +187,36 @@ class SinkPool:
         sink.register_post_accumulate_grad_hook(partial(self._arrive, key))
         return sink
 
-    def sums_of(self, sink: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return where the rows of a sink are added up in this backward.
+    def wait(self, sink: Tensor, one: Map, columns: Tensor) -> Tensor | None:
+        """Keep columns for a sink until its backward is done.
 
-        And, to the first who asks, zeros that are to be handed to autograd, so that it tells the
-        sink when all have run.
+        Return, to the first who comes, zeros that are to be handed to autograd, so that it tells
+        the sink when all have run.
         """
-        if sink is None:
-            return None, None
         key = (current_backward(), id(sink))
-        sums = self._sums.get(key)
-        if sums is not None:
-            return sums, None
-        sums = self._sums[key] = torch.zeros_like(sink, requires_grad=False)
-        return sums, sink.detach()
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.add(one, columns)
+            return None
+        self._waiting[key] = waiting = WaitingColumns()
+        waiting.add(one, columns)
+        return sink.detach()
 
     def _arrive(self, key: str, sink: Tensor) -> None:
         rows, sink.grad = sink.grad, None
         assert rows is not None
         self.on_arrival()
-        # What was added up here; the gradient itself is what compiled layers have handed over, on
-        # top of the zeros from `sums_of`.
-        sums = self._sums.pop((current_backward(), id(sink)), None)
+        # What waits here; the gradient itself is what compiled layers have handed over, on top of
+        # the zeros from `wait`.
+        waiting = self._waiting.pop((current_backward(), id(sink)), None)
         before = self.arrived.get(key)
-        if sums is None:
+        if waiting is None:
             sums = rows.clone()  # a graph of CUDA writes its next results to the same place
-        elif rows.data_ptr() != sink.data_ptr():
-            sums = sums + rows
+        else:
+            with torch.no_grad():
+                sums = waiting.rows(sink)
+            if rows.data_ptr() != sink.data_ptr():
+                sums = sums + rows
         if before is not None:  # of other length only in a step that will be refused
             rest = len(before) - len(sums)
             sums = F.pad(sums, (0, 0, 0, max(0, rest))) + F.pad(before, (0, 0, 0, max(0, -rest)))
@@ -231,7 +243,41 @@ class SinkPool:
     def clear(self) -> None:
         """Forget what has arrived."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self._sums, self.differentiated = {}, False
+        self._waiting, self.differentiated = {}, False
+
+
+class WaitingColumns:
+    """Columns of layers that share a sink, until all have run."""
+
+    def __init__(self) -> None:
+        self._columns: dict[Any, tuple[list[Map], list[Tensor]]] = {}
+        self._elements = 0
+        self._sums: list[Tensor] = []
+
+    def add(self, one: Map, columns: Tensor) -> None:
+        """Let columns of a map wait."""
+        alike = (type(one), one.size, columns.shape, columns.dtype)
+        maps, waiting = self._columns.setdefault(alike, ([], []))
+        maps.append(one)
+        waiting.append(columns)
+        self._elements += columns.numel()
+        if self._elements > MOST_WAITING:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._sums += [finish_all(*each) for each in self._columns.values()]
+        self._columns, self._elements = {}, 0
+
+    def rows(self, sink: Tensor) -> Tensor:
+        """Return the rows of all, in the shape of the sink."""
+        self._finish()
+        first, *others = self._sums
+        total = first.to(sink.dtype)
+        if total.shape != sink.shape:
+            total = F.pad(total, (0, 0, 0, len(sink) - len(total)))
+        for one in others:
+            total[: len(one)].add_(one)
+        return total
 
 
 class SketchedLayer:
@@ -282,18 +328,22 @@ class SketchedLayer:
 
     # What subclasses define.
 
-    def rows(
+    def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows (n, N) of weight and vector for n examples."""
+        """Return the columns of weight and vector for n examples; None for what is not wanted."""
         raise NotImplementedError
+
+    def matrix_map(self, use: Any) -> Any:
+        """Return the map that the columns of the weight belong to."""
+        return self.matrix
 
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""
         return len(shape) == 2
 
     def saved(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Return what `rows` needs besides input and gradient."""
+        """Return what `columns` needs besides input and gradient."""
         return ()
 
     def shown(self, output: Tensor, use: Any) -> Tensor:
@@ -400,8 +450,10 @@ def is_spectrum(one: Any) -> bool:
 
 def is_trained(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Say whether any of these parameters of a module requires a gradient now."""
+    parameters = module._parameters
     for name in names:
-        parameter = getattr(module, name)
+        # Parametrized weights are attributes only; looking up attributes of a module is slow.
+        parameter = parameters[name] if name in parameters else getattr(module, name)
         if parameter is not None and parameter.requires_grad:
             return True
     return False

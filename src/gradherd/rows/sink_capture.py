@@ -504,9 +504,10 @@ class SinkCapture:
         columns = {key: rows for key, rows in arrived.items() if key in self._layout}
         for key in self._suspects:  # until it is known what is wrong with them
             columns.pop(key, None)
+        apart = self._pool.layers if any(key not in self._layout for key in arrived) else []
         silent = [use for i, uses in self._uses.items() if self.spec.names[i] in left_out
                   for use in uses]  # fmt: skip
-        for layer in self._pool.layers:
+        for layer in apart:
             for slot, (own, key) in enumerate(zip(layer.own_keys, layer.keys, strict=True)):
                 rows = arrived.get(own)
                 if rows is None:
@@ -545,7 +546,7 @@ class SinkCapture:
         if start is None:
             total += sketch_columns(columns, self._size, self._settings.seed, key)
         else:
-            total[:, start : start + columns.shape[1]] += columns
+            total[:, start : start + columns.shape[1]].add_(columns)
 
     def matrix(self) -> Tensor:
         """Return (D, k), which takes a gradient to its row; the model must have taken a batch.

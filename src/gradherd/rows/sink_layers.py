@@ -18,7 +18,6 @@ from gradherd.rows.sink_maps import (
     MatrixMap,
     OuterMap,
     VectorMap,
-    added,
     products,
 )
 from gradherd.rows.sketch import has_kernels
@@ -82,35 +81,37 @@ class LinearLayer(SketchedLayer):
         super().__init__(name, pool)
         self.transposed, self.casts = transposed, True
 
-    def rows(
+    def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows from inputs (..., I) and gradients (..., O)."""
+        """Return the columns from inputs (..., I) and gradients (..., O)."""
         dim, part, single = use
         left, matrix = examples_first(grads, dim, 1), None
         if wanted[0]:
             right = examples_first(inputs, dim, 1)
             one = self.single if single else self.matrix
-            matrix = linear_rows(one, left, right, self.transposed, part, wanted[2])
-        vector = None
+            matrix = linear_columns(one, left, right, self.transposed, part)
+        total = None
         if wanted[1]:
             like = self.pool.like
             total = left[:, 0].to(like.dtype) if single else summed(left, 1, like)
             if part is not None:
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
-            vector = self.vector.rows(total, wanted[3])
-        return matrix, vector
+        return matrix, total
+
+    def matrix_map(self, use: Any) -> Any:
+        """Return the map that the columns of the weight belong to."""
+        return self.single if use[2] else self.matrix
 
 
-def linear_rows(
+def linear_columns(
     matrix: MatrixMap | OuterMap,
     left: Tensor,
     right: Tensor,
     transposed: bool,
     part: tuple[int, int] | None,
-    onto: Tensor | None,
 ) -> Tensor:
-    """Return the rows of a weight from gradients (n, T, O) and inputs (n, T, I).
+    """Return the columns of a weight from gradients (n, T, O) and inputs (n, T, I).
 
     Args:
         matrix: Its map.
@@ -118,17 +119,16 @@ def linear_rows(
         right: The inputs.
         transposed: Whether the weight is (I, O).
         part: The outputs that `left` is about, if not all.
-        onto: What to add them to, if not None.
     """
     first, second = (right, left) if transposed else (left, right)
     if isinstance(matrix, OuterMap):
-        return matrix.rows(first, second, onto)
+        return matrix.columns_of(first, second)
     projected, kept = (first, second) if matrix.keep == 1 else (second, first)
     if part is None:
-        return matrix.rows(projected, kept, onto)
+        return matrix.columns_of(projected, kept)
     # Projections of attention: weights of queries, keys and values are one parameter.
     side = matrix.side_for(projected)[part[0] : part[1]]
-    return matrix.combine(projected @ side, kept, onto)
+    return matrix.combine(projected @ side, kept)
 
 
 class ConvLayer(SketchedLayer):
@@ -154,19 +154,16 @@ class ConvLayer(SketchedLayer):
         """Say whether the window fits into the input just once."""
         return tuple(shape[2:]) == self.window
 
-    def rows(
+    def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows from inputs (n, C, ...) and gradients (n, O, ...)."""
-        vector = None
-        if wanted[1]:
-            total = summed(grads.flatten(2), 2, self.pool.like)
-            vector = self.vector.rows(total, wanted[3])
+        """Return the columns from inputs (n, C, ...) and gradients (n, O, ...)."""
+        vector = summed(grads.flatten(2), 2, self.pool.like) if wanted[1] else None
         if not wanted[0]:
             return None, vector
         if use[2]:
             left, right = grads.flatten(1)[:, None], inputs.flatten(1)[:, None]
-            return linear_rows(self.single, left, right, False, None, wanted[2]), vector
+            return linear_columns(self.single, left, right, False, None), vector
         # A transposed convolution is a convolution from its output to its input.
         small, large = (grads, inputs) if self.transposed else (inputs, grads)
         if self.pad is not None:
@@ -177,11 +174,14 @@ class ConvLayer(SketchedLayer):
         thin = matrix.thin(small.to(large.dtype), self.stride, self.padding, self.dilation)
         thin = thin.flatten(2)
         if groups == 1:
-            columns = products(thin, large.flatten(2).transpose(1, 2))
-            return matrix.finish(columns, wanted[2]), vector
+            return products(thin, large.flatten(2).transpose(1, 2)), vector
         right = large.reshape(n * groups, -1, thin.shape[-1]).transpose(1, 2)
         columns = products(thin, right).unflatten(0, (n, groups))
-        return matrix.finish(columns.transpose(1, 2).flatten(2), wanted[2]), vector
+        return columns.transpose(1, 2).flatten(2), vector
+
+    def matrix_map(self, use: Any) -> Any:
+        """Return the map that the columns of the weight belong to."""
+        return self.single if use[2] else self.matrix
 
 
 class EmbeddingLayer(SketchedLayer):
@@ -193,10 +193,10 @@ class EmbeddingLayer(SketchedLayer):
         self.may_share = True
         """Whether all inputs without a batch that were looked at have the shape (1, T) or (T,)."""
 
-    def rows(
+    def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows from tokens (..., T) and gradients (..., T, O)."""
+        """Return the columns from tokens (..., T) and gradients (..., T, O)."""
         dim = use[0]
         right = examples_first(grads, max(dim, 0), 1)
         if dim < 0:  # shared: `shown` has expanded the output
@@ -210,7 +210,7 @@ class EmbeddingLayer(SketchedLayer):
         thin = F.embedding(tokens, matrix.side_for(right))
         if self.padding is not None:
             thin = thin * (tokens != self.padding).unsqueeze(-1)
-        return matrix.combine(thin, right, wanted[2]), None
+        return matrix.combine(thin, right), None
 
     def shown(self, output: Tensor, use: Any) -> Tensor:
         """Give every example its own copy of what all share."""
@@ -264,14 +264,14 @@ class NormLayer(SketchedLayer):
         """Return what the scale is multiplied with."""
         raise NotImplementedError
 
-    def rows(
+    def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows from inputs and gradients of one shape."""
+        """Return the gradients from inputs and gradients of one shape."""
         if all(use[1]) and (kernels := norm_kernels(inputs)):
             rows = self.kernel_rows(kernels, inputs, grads, use[0], saved)
             if rows is not None:
-                return None, added(rows, wanted[3])
+                return None, rows
         found = []
         for part, trains in zip(self.parts, use[1], strict=True):
             if part == "bias":
@@ -279,8 +279,7 @@ class NormLayer(SketchedLayer):
             else:
                 rows = self.scale_rows(inputs, grads, use[0], saved)
             found.append(rows if trains else rows * 0)
-        vectors = found[0] if len(found) == 1 else torch.cat(found, 1)
-        return None, self.vector.rows(vectors, wanted[3])
+        return None, found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any = None) -> Tensor:
         """Return the output, behind a tap if rows are wanted."""
@@ -336,10 +335,9 @@ class LastDimsNorm(NormLayer):
             return None
         if not kernels.reads_positions(inputs, grads) or self.pool.like.dtype != torch.float32:
             return None
-        signs, eps = self.vector.signs, self.eps
-        if eps is None:
-            eps = torch.finfo(inputs.dtype).eps
-        rows: Tensor = kernels.position_norm_rows(inputs, grads, signs, eps, rms=self.rms)
+        eps = torch.finfo(inputs.dtype).eps if self.eps is None else self.eps
+        shift = len(self.parts) > 1
+        rows: Tensor = kernels.position_norm_rows(inputs, grads, eps, rms=self.rms, shift=shift)
         return rows
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
@@ -393,7 +391,7 @@ class ChannelNorm(NormLayer):
             return None
         if self.pool.like.dtype != torch.float32:
             return None
-        rows: Tensor = kernels.batch_norm_rows(inputs, grads, self.vector.signs, self.eps)
+        rows: Tensor = kernels.batch_norm_rows(inputs, grads, self.eps)
         return rows
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
@@ -409,12 +407,11 @@ class DirectLayer(SketchedLayer):
     batch dimensions are looked for.
     """
 
-    def rows(
+    def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the copies."""
-        vectors = grads.flatten(1).to(self.pool.like.dtype)
-        return None, self.vector.rows(vectors, wanted[3])
+        return None, grads.flatten(1).to(self.pool.like.dtype)
 
     def shown(self, output: Tensor, use: Any) -> Tensor:
         """Return a copy for each example."""

@@ -21,7 +21,7 @@ k buckets of a tensor sketch, N elements of a vector.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,14 +43,6 @@ def products(left: Tensor, right: Tensor) -> Tensor:
         # Some CPUs take a hundred times as long for thin matrices that are transposed.
         left, right = left.contiguous(), right.contiguous()
     return torch.bmm(left, right)
-
-
-def added(rows: Tensor, onto: Tensor | None) -> Tensor:
-    """Return rows (B, N), or what they were added to."""
-    if onto is None:
-        return rows
-    onto[: len(rows)] += rows
-    return onto
 
 
 class MapTensors:
@@ -89,10 +81,16 @@ class MapTensors:
 
 
 class Map:
-    """What takes a gradient to columns of a row."""
+    """What takes a gradient to columns of a row.
+
+    In two steps, so that what many maps have in common is done once: `columns_of` takes it
+    to columns without signs, `finish` gives them their signs and their shape.
+    """
 
     size: int
     """Columns."""
+    has_signs = True
+    """Whether `finish` multiplies by signs."""
 
     def __init__(self) -> None:
         self.store: MapTensors | None = None
@@ -107,6 +105,25 @@ class Map:
             return store.flat[kind][begin:end].view(shape)
         own: Tensor = getattr(self, name)
         return own
+
+    def finish(self, columns: Tensor) -> Tensor:
+        """Return rows (B, size) of columns (B, ..., K)."""
+        return self.shape_rows(columns * self.tensor("signs"))
+
+    def shape_rows(self, signed: Tensor) -> Tensor:
+        """Return columns that have their signs as rows (B, size)."""
+        return signed
+
+
+def finish_all(maps: Sequence[Map], columns: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the rows of several maps of one kind, whose columns have one shape."""
+    if len(maps) == 1:
+        return maps[0].finish(columns[0])
+    total = torch.stack(tuple(columns))
+    if maps[0].has_signs:
+        signs = torch.stack([one.tensor("signs") for one in maps])
+        total = total * signs.view(len(maps), *(1,) * (total.dim() - 2), -1)
+    return maps[0].shape_rows(total.sum(0))
 
 
 class MatrixMap(Map):
@@ -150,27 +167,20 @@ class MatrixMap(Map):
             return self.tensor("half_side")
         return self.tensor("side").to(factor.dtype)
 
-    def rows(self, projected: Tensor, kept: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the rows (B, size) of factors (B, T, P) and (B, T, K).
+    def columns_of(self, projected: Tensor, kept: Tensor) -> Tensor:
+        """Return the columns (B, c, K) of factors (B, T, P) and (B, T, K)."""
+        return self.combine(projected @ self.side_for(projected), kept)
 
-        With `onto`, (B or more, size), they are added to it instead, in place.
-        """
-        return self.combine(projected @ self.side_for(projected), kept, onto)
-
-    def combine(self, thin: Tensor, kept: Tensor, onto: Tensor | None = None) -> Tensor:
+    def combine(self, thin: Tensor, kept: Tensor) -> Tensor:
         """Do the same with a factor that is projected already, (B, T, c)."""
-        return self.finish(products(thin.transpose(1, 2), kept.to(thin.dtype)), onto)
+        return products(thin.transpose(1, 2), kept.to(thin.dtype))
 
-    def finish(self, columns: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Give columns (..., c, K) their signs, fold and flatten them: (..., size)."""
-        if onto is not None and self.folds == 1:
-            onto[: len(columns)].view(columns.shape).addcmul_(columns, self.signs)
-            return onto
-        signed = columns * self.tensor("signs")
+    def shape_rows(self, signed: Tensor) -> Tensor:
+        """Fold and flatten columns (..., c, K): (..., size)."""
         if self.folds > 1:
             signed = F.pad(signed, (0, self.folds * self.width - signed.shape[-1]))
             signed = signed.unflatten(-1, (self.folds, self.width)).sum(-2)
-        return added(signed.flatten(-2), onto)
+        return signed.flatten(-2)
 
     def project(self, grad: Tensor) -> Tensor:
         """Return the columns (size,) of a whole gradient, viewed as a matrix."""
@@ -251,6 +261,8 @@ class FilterMap(MatrixMap):
 class OuterMap(Map):
     """Sketches the outer product of two vectors: (rows, columns) to a spectrum of k buckets."""
 
+    has_signs = False
+
     def __init__(
         self, shape: tuple[int, int], *, buckets: int, seed: int, name: str, like: Tensor
     ) -> None:
@@ -293,7 +305,7 @@ class OuterMap(Map):
         assert total is not None
         return total
 
-    def rows(self, left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
+    def columns_of(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the spectra (B, size) of factors (B, T, rows) and (B, T, columns)."""
         spectra = []
         for side, factor in enumerate((left, right)):
@@ -302,7 +314,11 @@ class OuterMap(Map):
         # Written out: compilers do not know complex numbers.
         (a, b), (c, d) = (one.unbind(-1) for one in spectra)
         product = torch.stack([a * c - b * d, a * d + b * c], -1).flatten(-2)
-        return added(product[:, 0] if product.shape[1] == 1 else product.sum(1), onto)
+        return product[:, 0] if product.shape[1] == 1 else product.sum(1)
+
+    def finish(self, columns: Tensor) -> Tensor:
+        """Return the spectra: their signs are in them."""
+        return columns
 
     def project(self, grad: Tensor) -> Tensor:
         """Return the spectrum (size,) of a whole gradient."""
@@ -347,13 +363,6 @@ class VectorMap(Map):
         for local, size in sizes.items():
             self.parts[local] = slice(begin, begin + size)
             begin += size
-
-    def rows(self, vectors: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the rows (B, N) of vectors; with `onto`, add them to it."""
-        if onto is None:
-            return vectors * self.tensor("signs")
-        onto[: len(vectors)].addcmul_(vectors, self.signs)
-        return onto
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of one parameter's whole gradient."""

@@ -47,10 +47,10 @@ def _channel_sums_kernel(
 
 @triton.jit
 def _channel_rows_kernel(
-    sums, signs, out, examples, channels, count, eps,
+    sums, out, examples, channels, count, eps,
     BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """From the sums to signed gradients of scale and shift, for some channels of all examples."""
+    """From the sums to gradients of scale and shift, for some channels of all examples."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < channels
     rows = examples * channels
@@ -64,8 +64,6 @@ def _channel_rows_kernel(
         squares += tl.sum(tl.load(sums + 3 * rows + at, mask=mask, other=0.0), 0)
     mean = total / count
     deviation = tl.rsqrt(tl.maximum(squares / count - mean * mean, 0.0) + eps)
-    scale_sign = tl.load(signs + c, mask=inside, other=0.0)
-    shift_sign = tl.load(signs + channels + c, mask=inside, other=0.0)
     for begin in range(0, examples, BN):
         n = begin + tl.arange(0, BN)
         mask = (n < examples)[:, None] & inside[None, :]
@@ -74,8 +72,8 @@ def _channel_rows_kernel(
         product = tl.load(sums + rows + at, mask=mask, other=0.0)
         scale = (product - mean[None, :] * shift) * deviation[None, :]
         where = n[:, None] * (2 * channels) + c[None, :]
-        tl.store(out + where, scale * scale_sign[None, :], mask=mask)
-        tl.store(out + where + channels, shift * shift_sign[None, :], mask=mask)
+        tl.store(out + where, scale, mask=mask)
+        tl.store(out + where + channels, shift, mask=mask)
 
 
 @triton.jit
@@ -107,8 +105,8 @@ def _position_kernel(
         tl.store(where + channels, shift, mask=inside)
 
 
-def batch_norm_rows(inputs: Tensor, grads: Tensor, signs: Tensor, eps: float) -> Tensor:
-    """Return the signed rows (N, 2 C) of a BatchNorm in training: inputs and grads (N, C, ...)."""
+def batch_norm_rows(inputs: Tensor, grads: Tensor, eps: float) -> Tensor:
+    """Return the rows (N, 2 C) of a BatchNorm in training: inputs and grads (N, C, ...)."""
     examples, channels = inputs.shape[:2]
     flat, wide = inputs.flatten(2), grads.flatten(2)
     positions, rows = flat.shape[2], examples * channels
@@ -122,30 +120,30 @@ def batch_norm_rows(inputs: Tensor, grads: Tensor, signs: Tensor, eps: float) ->
             ROWS=per, BLOCK=block,
         )  # fmt: skip
         _channel_rows_kernel[(triton.cdiv(channels, 16),)](
-            sums, signs, out, examples, channels, examples * positions, eps, BN=64, BC=16
+            sums, out, examples, channels, examples * positions, eps, BN=64, BC=16
         )
     return out
 
 
 def position_norm_rows(
-    inputs: Tensor, grads: Tensor, signs: Tensor, eps: float, *, rms: bool
+    inputs: Tensor, grads: Tensor, eps: float, *, rms: bool, shift: bool
 ) -> Tensor:
-    """Return the signed rows of LayerNorm or RMSNorm over C channels: inputs and grads (N, T, C).
+    """Return the rows of LayerNorm or RMSNorm over C channels: inputs and grads (N, T, C).
 
-    Those of the scale, and of the shift if there are as many signs.
+    Those of the scale, (N, C), and with `shift` of the shift behind them.
     """
     examples, positions, channels = inputs.shape
     per = max(1, 4096 // triton.next_power_of_2(channels))
     shares = max(1, min(triton.cdiv(positions, per), _PROGRAMS // examples))
-    width = len(signs)
+    width = 2 * channels if shift else channels
     out = torch.empty(shares, examples, width, device=inputs.device)
     with torch.cuda.device_of(inputs):
         _position_kernel[(examples, shares)](
             inputs, grads, out, positions, channels, shares, eps, width,
             inputs.stride(0), inputs.stride(1), grads.stride(0), grads.stride(1),
-            RMS=rms, SHIFT=width > channels, BT=per, BC=triton.next_power_of_2(channels),
+            RMS=rms, SHIFT=shift, BT=per, BC=triton.next_power_of_2(channels),
         )  # fmt: skip
-    return (out[0] if shares == 1 else out.sum(0)) * signs
+    return out[0] if shares == 1 else out.sum(0)
 
 
 def reads_positions(inputs: Tensor, grads: Tensor) -> bool:
