@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradherd.rows import Capture, DenseRows, GroupedRows
-from gradherd.rows.terms import OuterTerm, gram_by_blocks, gram_by_pairs
-from tests.rows.reference import check_operations, close
+from gradherd.rows import Capture, DenseRows, FactoredRows, FlatSpec, GroupedRows
+from gradherd.rows.exact_rows import DenseTerm, OuterTerm, TableTerm
+from tests.rows.reference import check_operations
 
 
 @given(examples=st.integers(1, 9), size=st.integers(1, 7), unit=st.integers(1, 10))
@@ -26,38 +26,43 @@ def test_grouped_works_on_factored_rows() -> None:
     check_operations(GroupedRows(rows, 2), expected)
 
 
-def outer_term(kind: str, positions: int, generator: torch.Generator) -> OuterTerm:
-    def factor(size: int) -> torch.Tensor:
-        return torch.randn(4, positions, size, generator=generator, dtype=torch.float64)
-
-    if kind == "tokens":
-        return OuterTerm(torch.randint(6, (4, positions), generator=generator), factor(3), 6)
-    return OuterTerm(factor(6), factor(3), 6)
-
-
 @given(
-    kinds=st.lists(
-        st.tuples(st.sampled_from(["tokens", "dense"]), st.integers(1, 5)), min_size=1, max_size=3
-    ),
+    examples=st.integers(1, 5),
+    positions=st.integers(1, 4),
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 6),
     seed=st.integers(0, 2**30),
 )
 @settings(max_examples=40, deadline=None)
-def test_both_algorithms_for_a_gram_matrix_agree(kinds: list[tuple[str, int]], seed: int) -> None:
+def test_terms_are_the_matrix_that_they_stand_for(
+    examples: int, positions: int, rows: int, columns: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
-    terms = [outer_term(kind, positions, generator) for kind, positions in kinds]
-    grads = sum(term.dense() for term in terms)
-    close(gram_by_pairs(terms), grads @ grads.T)
-    close(gram_by_blocks(terms), grads @ grads.T)
 
+    def factor(size: int) -> torch.Tensor:
+        shape = (examples, positions, size)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-@pytest.mark.parametrize("limit", [1, 10, 40])
-def test_a_small_memory_limit_changes_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradherd.rows.terms.MAX_TEMPORARY", limit)
-    generator = torch.Generator().manual_seed(0)
-    terms = [outer_term("dense", 3, generator), outer_term("tokens", 2, generator)]
-    grads = sum(term.dense() for term in terms)
-    close(gram_by_pairs(terms), grads @ grads.T)
-    close(gram_by_blocks(terms), grads @ grads.T)
+    outer = OuterTerm(factor(rows), factor(columns))
+    grads = sum(
+        outer.left[:, t, :, None] * outer.right[:, t, None, :] for t in range(positions)
+    ).flatten(1)
+    tokens = torch.randperm(rows, generator=generator)[: max(1, rows - 1)]
+    table = TableTerm(factor(len(tokens) * columns)[:, 0], tokens, (rows, columns))
+    of_table = torch.zeros(examples, rows, columns, dtype=torch.float64)
+    of_table[:, tokens] = table.grads.view(examples, len(tokens), columns)
+    spec = FlatSpec(("weight",), ((rows, columns),))
+    like = grads.new_empty(0)
+    # Alone, and as two uses of one weight.
+    for terms, expected in (
+        ((outer,), grads),
+        ((table,), of_table.flatten(1)),
+        ((outer, outer), 2 * grads),
+        ((outer, table, DenseTerm(grads)), 2 * grads + of_table.flatten(1)),
+    ):
+        check_operations(FactoredRows(spec, (terms,), examples, 1.0, like), expected)
+        for term in terms:
+            assert (term.norms() >= term.dense().norm(dim=1) * (1 - 1e-9)).all()
 
 
 def test_wrong_shapes_are_named() -> None:

@@ -1,7 +1,5 @@
 """Every layer type against a loop over single examples, in float64."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradherd.rows import Capture
-from gradherd.rows.layer_rules import BatchDim, rule_for
+from gradherd.rows.batch_dims import INPUT, BatchDims
+from gradherd.rows.layer_rules import rule_for
 from tests.rows.reference import batch_gradient, check_operations, close, loop_over_examples
 
 BATCH = 5
@@ -193,13 +192,17 @@ def test_a_subclass_with_another_forward_has_no_rule() -> None:
     assert rule_for(Named(2, 2)) is not None
 
 
-def test_a_shape_without_the_batch_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'head' sees a tensor of shape \(3, 4\), .* the 5"):
-        BatchDim(5, "head").find(torch.Size([3, 4]))
+def test_sizes_decide_where_the_model_was_not_run_with_one_more_example() -> None:
+    def find(dims: BatchDims, *shape: int, batch: int | None = 4) -> int | None:
+        return dims.find("x", INPUT, torch.Size(shape), len(shape) - 1, batch)
 
-
-def test_the_preferred_dimension_wins_when_several_fit() -> None:
-    assert BatchDim(4, "x").find(torch.Size([4, 4])) == 0
-    assert BatchDim(4, "x", 1).find(torch.Size([4, 4])) == 1
-    assert BatchDim(4, "x", 1).find(torch.Size([4, 3])) == 0
-    assert math.prod(BatchDim(4, "x", 1).move_first(torch.zeros(2, 4, 3), 1).shape) == 24
+    unknown, given = BatchDims(), BatchDims(1)
+    assert find(unknown, 4, 5, 4) == 0
+    assert find(unknown, 5, 4, 3) == 1
+    assert find(unknown, 5, 3, 4) is None  # the last holds features
+    assert find(unknown, 4, 4, 3) is None  # either may hold the examples
+    assert find(unknown, 1, 4, 3) is None  # broadcast over the examples
+    assert find(given, 4, 4, 3) == 1
+    assert find(given, 4, 5, 3) == 0
+    assert find(given, 4, 5, 3, batch=None) == 1  # a part of the model is called by itself
+    assert find(unknown, 4, 5, 3, batch=None) is None

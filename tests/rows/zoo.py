@@ -300,10 +300,12 @@ ZOO: dict[str, Case] = {
     ),
     "user-hook": Case(HookedOutput, floats(BATCH, 3)),
     "last-state": Case(LastState, floats(BATCH, 5, 3)),
+    "last-state-evaluated": Case(LastState, floats(BATCH, 5, 3), eval=True),
     "spectral-norm": Case(spectral, floats(BATCH, 3)),
     "parametrized-spectral-norm": Case(parametrized_spectral, floats(BATCH, 3)),
     "resnet": Case(ResNet, floats(BATCH, 3, 8, 8), eval=True),
     "vit": Case(ViT, floats(BATCH, 3, 8, 8)),
+    "vit-evaluated": Case(ViT, floats(BATCH, 3, 8, 8), eval=True),
     "vit-checkpointed": Case(lambda: ViT(True), floats(BATCH, 3, 8, 8)),
 }
 

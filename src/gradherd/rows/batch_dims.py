@@ -7,16 +7,14 @@ model runs on B + 1 examples, exactly the dimensions that hold examples grow.
 Shapes: B examples.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradherd.rows.forward_replay import ModuleCall, map_tensors, tensor_leaves
-from gradherd.rows.layer_rules import BatchDim
 
 INPUT = -1
 """Stands for a module's input where outputs are numbered from 0."""
@@ -40,8 +38,6 @@ class BatchDims:
 
     given: int | None = None
     """The user's setting for all tensors of the model."""
-    by_parts: bool = False
-    """Whether the loop calls parts of the model instead of the model."""
     sharded: bool = False
     """Whether modules hold shards of their parameters between passes (FSDP)."""
     _model_dim: int | None = None
@@ -50,24 +46,33 @@ class BatchDims:
     _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
     """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
 
-    def of(self, name: str, module: nn.Module, index: int, examples: int, ndim: int) -> BatchDim:
-        """Return how to find the batch dimension of a module's input or output."""
-        # Never both: the inputs decide only where nothing was given.
-        preferred = self.given if self._model_dim is None else self._model_dim
-        label = name or type(module).__name__
-        if (name, index, ndim) in self._known:
-            dim = self._known[name, index, ndim]
-            return BatchDim(examples, label, preferred, dim, is_known=True)
-        if self.by_parts:  # Sizes alone decide nothing here, where no forward sees all inputs.
-            return BatchDim(examples, label, preferred, is_known=True)
-        if index != INPUT and ndim >= 3:
-            # torch's own layers define their outputs: `batch_first` for the sequence,
-            # (layers, B, ...) for states of recurrent layers, (B, ...) for attention weights.
-            if isinstance(module, nn.RNNBase):
-                preferred = 1 if index > 0 or not module.batch_first else 0
-            elif isinstance(module, nn.MultiheadAttention):
-                preferred = 0 if index > 0 or module.batch_first else 1
-        return BatchDim(examples, label, preferred)
+    def find(
+        self, name: str, index: int, shape: torch.Size, candidates: int, batch: int | None
+    ) -> int | None:
+        """Return the dimension of a module's tensor that holds the examples; None without one.
+
+        Args:
+            name: Of the module.
+            index: Of its output, or INPUT.
+            shape: Of the tensor.
+            candidates: How many of its first dimensions may hold them.
+            batch: Examples of the forward that runs; None where a part of the model is called by
+                itself.
+        """
+        if self.knows(name, index, len(shape)):
+            dim = self.dim_of(name, index, len(shape))
+            return dim if dim is not None and dim < candidates else None
+        # Sizes decide, and what they leave open has no rows.
+        if batch is not None:
+            fits = [dim for dim in range(candidates) if shape[dim] == batch]
+            if self.given in fits:
+                return self.given
+            # (1, T) is broadcast over the examples; T may still equal their number.
+            return fits[0] if len(fits) == 1 and (fits[0] == 0 or shape[0] != 1) else None
+        # Indices (T,) may be positions, looked up once for all examples.
+        least = 2 if index == INPUT else 1
+        is_given = self.given is not None and self.given < candidates and len(shape) >= least
+        return self.given if is_given else None
 
     @property
     def model_dim(self) -> int:
@@ -98,15 +103,6 @@ class BatchDims:
         """Return the batch dimension that was found; None if there is none or it is unknown."""
         return self._known.get((name, index, ndim))
 
-    def unknown(self, calls: Mapping[str, list[Shapes]]) -> bool:
-        """Say whether any of these modules has tensors that were never probed."""
-        return any(
-            (name, index, len(shape)) not in self._known
-            for name, several in calls.items()
-            for shapes in several
-            for index, shape in shapes.items()
-        )
-
     def probe(
         self, call: ModuleCall, examples: int, calls: Mapping[str, list[Shapes]], run: ShapeRunner
     ) -> None:
@@ -117,22 +113,12 @@ class BatchDims:
             examples: B.
             calls: Shapes of the modules' calls in this batch, by module.
             run: Runs the model again with other arguments and returns the shapes in its modules.
-
-        Raises:
-            ValueError: The model's inputs contradict the batch dimension of earlier batches.
         """
-        if not self._fix_model_dim(call, examples):
-            return
         for skip_square in (False, True):
             try:
                 # Inputs that only look like a batch, such as a square mask, make the model fail.
                 args, kwargs = self.one_more(call, examples, skip_square)
-                with warnings.catch_warnings():
-                    # The model has just run and has warned of all there is.
-                    warnings.simplefilter("ignore")
-                    # In evaluation, torch's transformers take other paths without gradients.
-                    with torch.set_grad_enabled(not call.module.training and not self.sharded):
-                        probed = run(call, args, kwargs)
+                probed = run(call, args, kwargs)
             except Exception as error:
                 if self.sharded:  # parameters may have stayed gathered, and go stale
                     raise RuntimeError(
@@ -147,30 +133,6 @@ class BatchDims:
             shape = next(t.shape for t in tensor_leaves((call.args, call.kwargs)) if t.dim())
             self._guessed, self._model_dim = False, 0
             self.probe(call, shape[0], calls, run)
-
-    def _fix_model_dim(self, call: ModuleCall, examples: int) -> bool:
-        """Decide on the batch dimension of the model's inputs; say whether there is one."""
-        shape = next((t.shape for t in tensor_leaves((call.args, call.kwargs)) if t.dim()), None)
-        if shape is None:
-            return False
-        if call.name:  # A part of the model: where its batch is must be given.
-            assert self.given is not None
-            # Indices (T,) may be positions, looked up once for all examples.
-            return len(shape) > max(1, self.given) and shape[self.given] == examples
-        dims = [dim for dim, size in enumerate(shape) if size == examples]
-        if self.given is None:
-            dims = [dim for dim in dims if dim < 2]
-        decided = self._model_dim if self._model_dim is not None else self.given
-        if decided is None and dims:
-            # Loaders put the batch first, so that is what equal sizes mean.
-            self._model_dim = dims[0]
-        elif decided is not None and decided not in dims and dims:
-            raise ValueError(
-                f"a batch of {examples} examples gave the model an input of shape {tuple(shape)}, "
-                f"but its batch dimension is {decided} as given, or as earlier batches had it: "
-                f"give batch_dim={dims[0]} to ExactRows or SketchRows"
-            )
-        return bool(dims)
 
     def one_more(self, call: ModuleCall, examples: int, skip_square: bool) -> Any:
         """Return the arguments of a call with the last example repeated."""

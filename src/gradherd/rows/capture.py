@@ -1,37 +1,117 @@
-"""Per-example gradients of a model, read off the user's own backward.
+"""Exact rows of a model, read off the user's own backward.
+
+The outputs of every module that owns parameters pass through a `_ModuleTap`, an autograd Function
+that changes nothing of them. Its backward is given the gradients of the outputs and what was saved
+of the inputs, and computes at once what the module adds to the rows: by the rule of its layer type,
+or by running the module again. What a tap holds until then autograd has saved, as for any layer, so
+checkpointing, offloading and a retained graph work as they do.
 
 Shapes: B examples, D elements of all trainable parameters.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.exact_rows import FactoredRows
+from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
+from gradherd.rows.exact_rows import DenseTerm, FactoredRows, Term, at_least_float32
+from gradherd.rows.forward_replay import (
+    ForwardContext,
+    ModuleCall,
+    UncopiedHook,
+    detach_all,
+    map_tensors,
+    repeat_forward,
+    replay,
+    skip_on_replay,
+    tensor_leaves,
+)
+from gradherd.rows.layer_rules import leading_dims, statistics_of
 from gradherd.rows.parameter_owners import (
     ParameterOwner,
     parameter_owners,
     refuse_compiled,
     unwrap_model,
 )
-from gradherd.rows.row_check import Registrar, RowCheck
-from gradherd.rows.row_terms import ParameterTerms, TermReader
-from gradherd.rows.terms import DenseTerm, Term, at_least_float32
+from gradherd.rows.row_check import Registrar, RowCheck, tolerance
+from gradherd.rows.torch_names import current_backward
+
+log = logging.getLogger("gradherd")
 
 Reduction = Literal["mean", "sum"]
+
+
+class _ModuleTap(torch.autograd.Function):
+    """Passes on a module's outputs; in the backward, tells of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the first `count` tensors; save the others, and hand them to `arrived`."""
+        ctx.arrived = arrived
+        ctx.save_for_backward(*tensors[count:])
+        ctx.set_materialize_grads(False)  # outputs that are not used have no gradient
+        # Not views: those that a Function makes may not be changed in place, as ReLU does it.
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Return the gradients as they are."""
+        saved = ctx.arrived(ctx, grads)
+        return None, None, *grads, *(None for _ in range(saved))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One forward of a module, as far as it is not saved by autograd."""
+
+    owner: ParameterOwner
+    wanted: dict[str, nn.Parameter]
+    """Parameters whose rows are wanted, by their local names."""
+    dims: dict[int, int | None]
+    """Batch dimensions of the outputs by their position, or of INPUT for a module with a rule."""
+    outputs: tuple[int, ...]
+    """Positions of the outputs that are tapped."""
+    shape: torch.Size
+    """Of the input, or of the first output."""
+    examples: int | None
+    """B, if there is a batch dimension."""
+    call: ModuleCall | None
+    """How to run a module without a rule again; its tensors are empty and their values saved."""
+
+    @property
+    def label(self) -> str:
+        """The module's name for errors; the model itself has none."""
+        return self.owner.name or type(self.owner.module).__name__
+
+
+class _Found(NamedTuple):
+    """What one use of a parameter adds to the rows in one backward."""
+
+    parameter: int
+    """Index of the parameter."""
+    task: int
+    """The backward (autograd's graph task)."""
+    use: _Use
+    term: Term | None
+    """None if it has no batch dimension."""
 
 
 class Capture:
     """Read per-example gradients off a model's ordinary backward.
 
-    Call `pop_rows` after `backward()` and before `optimizer.step()`. Rows leave
-    out parameters that are frozen when the capture is created. They also leave out parameters
-    without gradients of single examples; on the first batches and now and then `RowCheck` finds
-    those whose rows do not add up to their gradient.
+    Call `pop_rows` after `backward()`. Rows leave out parameters that are frozen when the capture
+    is created. They also leave out parameters without gradients of single examples; on the first
+    batches and now and then `RowCheck` finds those whose rows do not add up to their gradient.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> capture = Capture(model)
@@ -55,13 +135,11 @@ class Capture:
 
         Args:
             model: Any module, or one wrapped in DDP.
-            batch_dim: Batch dimension of the model's inputs; None takes the first dimension that
-                has as many entries as there are examples. Give 1 for time-major models whose
-                number of time steps may equal the batch size.
+            batch_dim: Batch dimension of the model's inputs; None takes the first, or that of the
+                size `batch_size`. Give 1 for time-major models whose number of time steps may equal
+                the batch size.
             strict: Raise where a parameter would be left out.
-            batch_size: Examples in a full batch of the loader, if they are known. Then batch
-                dimensions are found before the first backward, and rows of checkpointed layers are
-                formed as their gradients arrive, if that takes less memory than input and gradient.
+            batch_size: Examples in a full batch of the loader, if they are known.
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
                 rule: those are run again, for which their parameters would have to be gathered.
@@ -76,38 +154,294 @@ class Capture:
         self.spec = FlatSpec.of(model, owned)
         self._model = model
         parameters = [p for p in model.parameters() if p in owned]
+        # By parameter, not by name: modules that share a weight know it under different names.
+        self._index = {parameter: index for index, parameter in enumerate(parameters)}
         self._check = RowCheck(self.spec, parameters, strict=strict, register=sharded)
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if parameters:
             first = parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
+        self._dims = BatchDims(batch_dim, sharded=sharded is not None)
+        self._batch_size = batch_size
+        self._probed: set[tuple[int, ...]] = set()
+        # Examples of the forward that runs, None outside of forwards, and of the last one.
+        self._batch: int | None = None
+        self._last_batch: int | None = None
+        self._silent = False
+        self._shapes: list[tuple[str, Shapes]] | None = None
+        self._contexts: dict[str, ForwardContext] = {}
+        self._found: list[_Found] = []
+        self._tolerances: dict[int, float] = {}
+        self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
+        self._task = -1
+        self._began: Callable[[], None] = lambda: None
+        self._differentiated = False  # whether a backward was run with create_graph=True
+        self._unfrozen: set[str] = set()
+        self._seconds = 0.0
+        self._handles: list[Any] = [
+            # In front of FSDP's own hook: the model is run inside.
+            model.register_forward_pre_hook(
+                UncopiedHook(self._before_model), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(UncopiedHook(self._after_model), always_call=True),
+        ]
+        unread = {
+            self.spec.names[self._index[p]]
+            for owner in owners
+            if owner.rule is None and sharded is not None
+            for p in owner.parameters.values()
+        }
+        for owner in owners:
+            if owner.rule is not None or sharded is None:
+                self._register(owner)
+        why = "its module has no rule, and a sharded one cannot be run again"
         try:
-            self._reader = TermReader(
-                model,
-                owners,
-                self.spec,
-                self._check,
-                batch_dim,
-                like=self._like,
-                batch_size=batch_size,
-                sharded=sharded is not None,
-            )
-        except RuntimeError:  # too much would be left out
-            self._check.remove_hooks()
+            self._check.leave_out(dict.fromkeys(sorted(unread), why))
+        except RuntimeError:
+            self.remove_hooks()
             raise
-        self._recorder = self._reader.recorder
-        self._terms: ParameterTerms | None = None
-        self._failures: dict[str, str] = {}
+
+    def _register(self, owner: ParameterOwner) -> None:
+        if owner.rule is None:
+            hook = UncopiedHook(partial(self._before_forward, owner))
+            self._handles.append(owner.module.register_forward_pre_hook(hook, prepend=True))
+        # Before all other hooks: those may change the output, and rows are about the forward.
+        after = UncopiedHook(partial(self._after_forward, owner))
+        self._handles.append(
+            owner.module.register_forward_hook(after, prepend=True, with_kwargs=True)
+        )
+
+    # What happens in a forward.
+
+    @skip_on_replay
+    def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or self._silent:
+            return
+        leaves = [tensor for tensor in tensor_leaves((args, kwargs)) if tensor.dim()]
+        shapes = tuple(tensor.shape for tensor in leaves)
+        if leaves and self._batch_size is not None:
+            self._dims.expect(leaves[0].shape, self._batch_size)
+        examples = self._dims.model_examples(shapes)
+        # Once for every number of dimensions: other paths may come with other inputs.
+        kind = tuple(map(len, shapes))
+        if kind not in self._probed and examples is not None:
+            self._probe(args, kwargs, examples)
+            self._probed.add(kind)
+            examples = self._dims.model_examples(shapes)
+        self._batch = self._last_batch = examples
+
+    def _after_model(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if not self._silent:
+            self._batch = None
+
+    def _probe(self, args: Any, kwargs: Any, examples: int) -> None:
+        """Find batch dimensions: run the model as it is and with one more example."""
+        args, kwargs = detach_all((args, kwargs))
+        call = ModuleCall("", self._model, args, kwargs, ForwardContext.save(self._model))
+        with self._silently(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
+            calls: dict[str, list[Shapes]] = {}
+            for name, shapes in self._shapes_of(call, args, kwargs):
+                calls.setdefault(name, []).append(shapes)
+            self._dims.probe(call, examples, calls, self._shapes_of)
+
+    def _shapes_of(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
+        """Run the model with other arguments; return the shapes in its modules."""
+        shapes: list[tuple[str, Shapes]] = []
+        self._shapes = shapes
+        try:
+            # Sharded modules gather their parameters in hooks of their own, so those must run.
+            outputs = repeat_forward(call, args, kwargs, hooks=self._dims.sharded)
+        finally:
+            self._shapes = None
+        # The model itself was not called as a module, so its own hooks have not run.
+        return [*shapes, ("", call_shapes(args, kwargs, outputs))]
+
+    @skip_on_replay
+    def _before_forward(self, owner: ParameterOwner, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not self._silent:
+            self._contexts[owner.name] = ForwardContext.save(module)
+
+    def _after_forward(
+        self,
+        owner: ParameterOwner,
+        module: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+        outputs: Any,
+    ) -> Any:
+        if self._shapes is not None:
+            self._shapes.append((owner.name, call_shapes(args, kwargs, outputs)))
+            return None
+        # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
+        # runs again with gradients enabled.
+        if not torch.is_grad_enabled() or self._silent:
+            return None
+        if isinstance(outputs, tuple) and any(isinstance(out, PackedSequence) for out in outputs):
+            raise ValueError(
+                f"module '{owner.name}' got a PackedSequence, in which examples are interleaved: "
+                "pad the sequences instead, or order whole batches"
+            )
+        leaves = tensor_leaves(outputs)
+        tapped = tuple(index for index, out in enumerate(leaves) if out.requires_grad)
+        wanted = self._wanted(owner)
+        if not tapped or not wanted:
+            return None
+        if owner.rule is not None:
+            use, saved = self._ruled(owner, wanted, args, kwargs, tapped)
+        else:
+            use, saved = self._replayed(owner, wanted, args, kwargs, leaves, tapped)
+        given = (*(leaves[index] for index in tapped), *saved)
+        passed = iter(_ModuleTap.apply(partial(self._arrived, use), len(tapped), *given))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda out: next(passed) if out.requires_grad else out, outputs)
+
+    def _wanted(self, owner: ParameterOwner) -> dict[str, nn.Parameter]:
+        """Return a module's parameters that have rows now, by their local names."""
+        if owner.rule is not None:
+            for local, parameter in owner.module.named_parameters(recurse=False):
+                if parameter.requires_grad and local not in owner.parameters:
+                    self._warn_of_unfrozen(f"{owner.name}.{local}" if owner.name else local)
+        return {
+            local: parameter
+            for local, parameter in owner.parameters.items()
+            if parameter.requires_grad and not self._check.is_left_out(self._index[parameter])
+        }
+
+    def _warn_of_unfrozen(self, name: str) -> None:
+        if name not in self._unfrozen:
+            self._unfrozen.add(name)
+            log.warning(
+                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
+                "include it",
+                name,
+            )
+
+    def _ruled(
+        self,
+        owner: ParameterOwner,
+        wanted: dict[str, nn.Parameter],
+        args: Any,
+        kwargs: dict[str, Any],
+        tapped: tuple[int, ...],
+    ) -> tuple[_Use, tuple[Tensor, ...]]:
+        """Return the use of a module with a rule, and what to save for it."""
+        # The input comes first, whatever its name.
+        inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+        candidates = leading_dims(owner.module, inputs.dim())
+        dim = self._dims.find(owner.name, INPUT, inputs.shape, candidates, self._batch_now())
+        examples = None if dim is None else inputs.shape[dim]
+        use = _Use(owner, wanted, {INPUT: dim}, tapped, inputs.shape, examples, None)
+        # What a bias needs is the gradient alone; the input may be changed then.
+        held = inputs.detach() if "weight" in wanted else self._like
+        return use, (held, *statistics_of(owner.module))
+
+    def _replayed(
+        self,
+        owner: ParameterOwner,
+        wanted: dict[str, nn.Parameter],
+        args: Any,
+        kwargs: dict[str, Any],
+        leaves: list[Tensor],
+        tapped: tuple[int, ...],
+    ) -> tuple[_Use, tuple[Tensor, ...]]:
+        """Return the use of a module that is run again, and what to save for it."""
+        batch = self._batch_now()
+        dims = {
+            index: self._dims.find(owner.name, index, out.shape, out.dim(), batch)
+            for index, out in enumerate(leaves)
+            if index in tapped
+        }
+        sizes = {leaves[index].shape[dim] for index, dim in dims.items() if dim is not None}
+        examples = sizes.pop() if len(sizes) == 1 else None
+        empty_args, empty_kwargs = map_tensors(lambda one: one.new_empty(0), (args, kwargs))
+        context = self._contexts.pop(owner.name)
+        call = ModuleCall(owner.name, owner.module, empty_args, empty_kwargs, context)
+        use = _Use(owner, wanted, dims, tapped, leaves[tapped[0]].shape, examples, call)
+        # Detached: a reference to the graph would keep the activations of all layers below alive.
+        return use, tuple(one.detach() for one in tensor_leaves((args, kwargs)))
+
+    def _batch_now(self) -> int | None:
+        """Return the examples of the forward that runs; None outside of forwards."""
+        if self._batch is None and current_backward() != -1:
+            return self._last_batch  # a checkpoint runs a block again
+        return self._batch
+
+    # What happens in a backward.
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
-        self._recorder.began = began
+        self._began = began
 
-    @property
-    def num_calls(self) -> int:
-        """Number of module calls that are held for their gradients until the next pop."""
-        return len(self._recorder.calls)
+    def _arrived(self, use: _Use, ctx: Any, grads: tuple[Tensor | None, ...]) -> int:
+        """Compute what a use adds to the rows; return how many tensors were saved for it."""
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            raise RuntimeError(
+                f"an input of module '{use.label}' was changed in place after its forward, so rows "
+                "of single examples cannot be read: replace the in-place operation by its plain "
+                "form"
+            ) from error
+        started = time.perf_counter()
+        task = current_backward()
+        if task != self._task:
+            self._task = task
+            self._began()
+        self._differentiated |= torch.is_grad_enabled()
+        came = {
+            index: grad.detach()
+            for index, grad in zip(use.outputs, grads, strict=True)
+            if grad is not None
+        }
+        with self._silently():
+            for local, term in self._terms_of(use, came, saved):
+                index = self._index[use.wanted[local]]
+                self._found.append(_Found(index, task, use, term))
+                if self._check.due:
+                    autocast = use.call.context.autocast_dtype if use.call else None
+                    seen = (use.wanted[local], *saved, *came.values())
+                    widest = max(tolerance(seen, autocast), self._tolerances.get(index, 0.0))
+                    self._tolerances[index] = widest
+        self._seconds += time.perf_counter() - started
+        return len(saved)
+
+    def _terms_of(
+        self, use: _Use, grads: dict[int, Tensor], saved: tuple[Tensor, ...]
+    ) -> Iterator[tuple[str, Term | None]]:
+        """Yield the terms of the wanted parameters, None for those without a batch dimension."""
+        used = (INPUT,) if use.call is None else grads
+        dims = {index: dim for index in used if (dim := use.dims[index]) is not None}
+        owner, names = use.owner, use.wanted
+        if use.examples is None or len(dims) < len(used):
+            yield from ((local, None) for local in names)
+        elif owner.rule is not None:
+            inputs, *statistics = saved
+            (grad,) = grads.values()
+            yield from owner.rule(owner.module, inputs, grad, dims[INPUT], names, *statistics)
+        else:
+            assert use.call is not None
+            tensors = iter(saved)
+            args, kwargs = map_tensors(lambda _: next(tensors), (use.call.args, use.call.kwargs))
+            call = replace(use.call, args=args, kwargs=kwargs)
+            rows = replay(call, grads, dims, list(names.values()), use.examples)
+            for local, row in zip(names, rows, strict=True):
+                yield local, DenseTerm(at_least_float32(row))
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        """Tap nothing inside: modules run again to compute rows."""
+        before, self._silent = self._silent, True
+        try:
+            # Half precision is for the model; rows keep theirs, also in a backward under autocast.
+            with torch.no_grad(), torch.autocast(self._like.device.type, enabled=False):
+                yield
+        finally:
+            self._silent = before
+
+    # What the rows of a batch are.
 
     @property
     def waiting(self) -> bool:
@@ -117,7 +451,7 @@ class Capture:
     @property
     def seconds_in_backward(self) -> float:
         """Seconds spent on rows inside backwards so far."""
-        return self._reader.seconds
+        return self._seconds
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -139,26 +473,49 @@ class Capture:
                 it.
         """
         scale = row_scale(examples, reduction, loss_scale)
-        early, held = self._pop_terms(examples)
-        terms = tuple(
-            (*(DenseTerm(rows) for rows in early.get(index, ())), *uses)
-            for index, uses in enumerate(held)
-        )
-        return FactoredRows(self.spec, terms, examples, scale, self._like)
+        try:
+            if self._failures is None and (mask := self.check_bitmask(examples)) is not None:
+                self.leave_out(mask)
+            terms, unbatched = self._read(examples)
+            # Not in step with other ranks, which follow with the next check.
+            self._check.leave_out(unbatched)
+        finally:
+            self.clear()
+            self._check.next_batch(self._model.training)
+        left_out = self._check.left_out
+        of_names = zip(self.spec.names, terms, strict=True)
+        kept = tuple(() if name in left_out else tuple(uses) for name, uses in of_names)
+        return FactoredRows(self.spec, kept, examples, scale, self._like)
 
-    def _early_rows(self, examples: int) -> dict[int, list[Tensor]]:
-        """Return the rows read during the backward that count, by parameter."""
-        early: dict[int, list[Tensor]] = {}
-        for one in self._reader.early:
-            if one.examples != examples:
-                self.clear()
-                raise RuntimeError(
-                    f"the model was given {one.examples} examples, but the batch has "
-                    f"{examples}: one batch of the loader is one forward"
+    def _read(self, examples: int) -> tuple[list[list[Term]], dict[str, str]]:
+        """Return the terms of each parameter, and the parameters without a batch dimension."""
+        terms: list[list[Term]] = [[] for _ in self.spec.names]
+        unbatched: dict[str, str] = {}
+        for index, task, use, term in self._found:
+            # `torch.autograd.grad(output, input)` passes by the outputs of layers as well, but
+            # gives their parameters no gradient.
+            if task not in self._check.tasks[index]:
+                continue
+            if term is None:
+                unbatched[self.spec.names[index]] = (
+                    f"module '{use.label}' sees a tensor of shape {tuple(use.shape)}, of which no "
+                    f"dimension holds the {examples} examples of the batch"
                 )
-            if one.task in self._check.tasks[one.parameter]:
-                early.setdefault(one.parameter, []).append(one.rows)
-        return early
+            elif use.examples != examples:
+                raise RuntimeError(
+                    f"the model was given {use.examples} examples, but the batch has {examples}: "
+                    "one batch of the loader is one forward"
+                )
+            else:
+                terms[index].append(term)
+        if unbatched and self._last_batch is None and self._dims.given is None:
+            called = ", ".join(dict.fromkeys(use.owner.name for _, _, use, _ in self._found))
+            raise ValueError(
+                f"the loop calls parts of the attached model ({called}), not the model itself, so "
+                "it is not known which dimension of their inputs holds the examples: call the "
+                "model, or give ExactRows or SketchRows batch_dim=0 if it is the first one"
+            )
+        return terms, unbatched
 
     def check_bitmask(self, examples: int) -> Tensor | None:
         """Check the rows that wait if a check is due.
@@ -174,16 +531,14 @@ class Capture:
         """
         if not self._check.due:
             return None
-        terms = self._read_terms(examples)
-        # Kept for the pop, which would otherwise compute them a second time.
-        self._terms = terms
-        hint = (
-            "the loss contains gradients (create_graph=True)" if self._recorder.create_graph else ""
-        )
-        self._failures = self._check.failures(
-            terms.by_parameter, terms.tolerances, examples, self._like, hint
-        )
-        self._failures |= terms.unbatched
+        try:
+            terms, unbatched = self._read(examples)
+        except Exception:
+            self.clear()  # otherwise the same error would come at every step
+            raise
+        hint = "the loss contains gradients (create_graph=True)" if self._differentiated else ""
+        self._failures = self._check.failures(terms, self._tolerances, self._like, hint)
+        self._failures |= unbatched
         return self._check.mask(self._failures)
 
     def leave_out(self, mask: Tensor) -> None:
@@ -193,65 +548,35 @@ class Capture:
             RuntimeError: In strict mode, or if more than half of the elements are left out.
         """
         chosen = [name for name, byte in zip(self.spec.names, mask.tolist(), strict=True) if byte]
-        reasons = {name: self._failures.get(name, "on another rank") for name in chosen}
+        failures = self._failures or {}
         try:
-            self._check.leave_out(reasons)
+            self._check.leave_out({name: failures.get(name, "on another rank") for name in chosen})
         except RuntimeError:
             self.clear()
             raise
 
     def ignored(self) -> AbstractContextManager[None]:
         """Return a context in which forwards are not recorded, as those of another search."""
-        return self._recorder.silent()
+        return self._silently()
 
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first, such as after loading a state."""
         self._check.restart()
-        self._recorder.records_model = True
 
     def clear(self) -> None:
         """Forget everything recorded."""
-        self._reader.clear()
-        self._terms = None
+        self._found, self._tolerances, self._failures = [], {}, None
+        self._differentiated = False
         self._check.clear()
 
     def remove_hooks(self) -> None:
         """Remove the hooks and forget everything."""
-        self._recorder.remove_hooks()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._contexts.clear()
         self._check.remove_hooks()
         self.clear()
-
-    def _pop_terms(
-        self, examples: int
-    ) -> tuple[dict[int, list[Tensor]], tuple[tuple[Term, ...], ...]]:
-        """Return the rows read early, and the other terms, of each parameter; forget the calls."""
-        try:
-            early = self._early_rows(examples)
-            if self._terms is None and (mask := self.check_bitmask(examples)) is not None:
-                self.leave_out(mask)
-            terms = self._terms
-            if terms is None:
-                terms = self._read_terms(examples)
-                # Not in step with other ranks, which follow with the next check.
-                self._check.leave_out(terms.unbatched)
-        finally:
-            self.clear()
-            self._check.next_batch(self._model.training)
-            # The model's own calls hold its inputs, and are needed to probe batch dimensions only.
-            self._recorder.records_model = self._check.due
-        left_out, names = self._check.left_out, self.spec.names
-        early = {index: rows for index, rows in early.items() if names[index] not in left_out}
-        return early, tuple(
-            () if name in left_out else tuple(uses)
-            for name, uses in zip(names, terms.by_parameter, strict=True)
-        )
-
-    def _read_terms(self, examples: int) -> ParameterTerms:
-        try:
-            return self._reader.read(examples)
-        except Exception:
-            self.clear()  # otherwise the same error would come at every step
-            raise
 
 
 def row_scale(examples: int, reduction: str, loss_scale: float) -> float:

@@ -1,10 +1,14 @@
 """Exact rows: per-example gradients through the few operations that balancing needs.
 
 Balancing never needs the (B, D) matrix itself, only inner products and weighted sums of its rows.
-Those can be computed from what the layers hold, with memory far below B x D.
+What one use of one parameter adds to every row is a term. `DenseTerm` holds the gradients
+themselves. `OuterTerm` holds the two factors of a layer with one or few positions, such as those
+of an MLP, where that takes less time: nothing then has the size B x D. `TableTerm` holds the
+gradients of those rows of a table that the batch has looked up.
 
 Shapes: B examples, D elements of all trainable parameters in the order of `model.parameters()`,
-K vectors at once (few), U units.
+N elements of one parameter, K vectors at once (few), U units. Of a weight: O rows and I columns,
+T positions.
 """
 
 from dataclasses import dataclass
@@ -14,7 +18,168 @@ import torch
 from torch import Tensor
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.terms import GramCache, OuterTerm, Term, outer_gram
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return `tensor` in float32 or better: half precision is too coarse for sums."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+class GramCache:
+    """Remember x x^T while one Gram matrix is computed: a weight and its bias share a factor."""
+
+    def __init__(self) -> None:
+        self._entries: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def gram(self, matrix: Tensor) -> Tensor:
+        """Return matrix (B, N) times its transpose: (B, B). Do not write to the result."""
+        key = (matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype)
+        if key not in self._entries:
+            # Hold on to the matrix as well, so that its address is not reused.
+            self._entries[key] = (matrix, matrix @ matrix.T)
+        return self._entries[key][1]
+
+
+class Term(Protocol):
+    """The operations of every term: the same as on the (B, N) matrix that it stands for."""
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        ...
+
+    def gram(self, cache: GramCache) -> Tensor:
+        """Return the inner products between examples: (B, B). Do not write to the result."""
+        ...
+
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        ...
+
+    def norms(self) -> Tensor:
+        """Return the norm of each gradient, or a little more: (B,)."""
+        ...
+
+    def dense(self) -> Tensor:
+        """Return the gradients themselves: (B, N)."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseTerm:
+    """Gradients that are held as they are."""
+
+    grads: Tensor
+    """(B, N) gradient of each example, in float32 or better."""
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        return self.grads @ vector
+
+    def gram(self, cache: GramCache) -> Tensor:
+        """Return the inner products between examples: (B, B)."""
+        return cache.gram(self.grads)
+
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        onto += weights @ self.grads
+
+    def norms(self) -> Tensor:
+        """Return the norm of each gradient: (B,)."""
+        norms: Tensor = torch.linalg.vector_norm(self.grads, dim=1)
+        return norms
+
+    def dense(self) -> Tensor:
+        """Return the gradients themselves: (B, N)."""
+        return self.grads
+
+
+@dataclass(frozen=True)
+class TableTerm(DenseTerm):
+    """Gradients of some rows of a table; all others are zero. `grads` has those rows alone."""
+
+    tokens: Tensor
+    """(V,) the rows, each once."""
+    shape: tuple[int, int]
+    """Of the table."""
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        return self.grads @ vector.view(self.shape)[self.tokens].flatten()
+
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        sums = (weights @ self.grads).view(len(self.tokens), -1)
+        onto.view(self.shape).index_add_(0, self.tokens, sums)
+
+    def dense(self) -> Tensor:
+        """Return the gradients themselves: (B, N)."""
+        grads = self.grads.view(len(self.grads), len(self.tokens), -1)
+        dense = grads.new_zeros(len(grads), *self.shape)
+        return dense.index_copy_(1, self.tokens, grads).flatten(1)
+
+
+@dataclass(frozen=True)
+class OuterTerm:
+    """Gradients that are sums of outer products over few positions, held as their two factors.
+
+    The gradient of example i is the sum over t of left[i, t] right[i, t]^T. For nn.Linear, left
+    is the gradient of the output and right the input.
+    """
+
+    left: Tensor
+    """(B, T, O) factor, in float32 or better."""
+    right: Tensor
+    """(B, T, I) factor, likewise."""
+
+    @staticmethod
+    def saves_time(positions: int, rows: int, columns: int) -> bool:
+        """Say whether inner products cost less by pairs of positions than by whole gradients.
+
+        >>> OuterTerm.saves_time(1, 1024, 1024), OuterTerm.saves_time(512, 64, 64)
+        (True, False)
+        """
+        return positions**2 * (rows + columns) <= rows * columns
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """Return the inner product of each example's gradient with vector (N,): (B,)."""
+        left, right = self.left, self.right
+        matrix = vector.view(left.shape[-1], right.shape[-1])
+        # The matrix may be multiplied to either factor; the smaller result needs less memory.
+        one, two = (
+            (right @ matrix.T, left) if len(matrix) <= len(matrix.T) else (left @ matrix, right)
+        )
+        # bmm, not a product and a sum: no temporary of the size of the factors.
+        return torch.bmm(one.flatten(1).unsqueeze(1), two.flatten(1).unsqueeze(2)).view(-1)
+
+    def combine(self, weights: Tensor, onto: Tensor) -> None:
+        """Add the sum of the gradients, weighted by weights (B,), to `onto` (N,), in place."""
+        left, right = self.left, self.right
+        # The weights may scale either factor; scale the smaller one.
+        if left.shape[-1] <= right.shape[-1]:
+            left = left * weights[:, None, None]
+        else:
+            right = right * weights[:, None, None]
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        onto.view(left.shape[-1], right.shape[-1]).addmm_(left.T, right)
+
+    def gram(self, cache: GramCache) -> Tensor:
+        """Return the inner products between examples: (B, B)."""
+        # <l r^T, l' r'^T> = <l, l'> <r, r'>, summed over both positions.
+        examples, positions = self.left.shape[:2]
+        if positions == 1:
+            return cache.gram(self.left[:, 0]) * cache.gram(self.right[:, 0])
+        products = cache.gram(self.left.flatten(0, 1)) * cache.gram(self.right.flatten(0, 1))
+        return products.view(examples, positions, examples, positions).sum((1, 3))
+
+    def norms(self) -> Tensor:
+        """Return the norm of each gradient; of several positions the sum of their norms: (B,)."""
+        norm = torch.linalg.vector_norm
+        norms: Tensor = (norm(self.left, dim=2) * norm(self.right, dim=2)).sum(1)
+        return norms
+
+    def dense(self) -> Tensor:
+        """Return the gradients themselves: (B, N)."""
+        return torch.bmm(self.left.transpose(1, 2), self.right).flatten(1)
 
 
 class Rows(Protocol):
@@ -80,7 +245,7 @@ class DenseRows:
 
 @dataclass(frozen=True)
 class FactoredRows:
-    """Rows held as the terms of the layers; nothing has the size B x D."""
+    """Rows held as the terms of the layers."""
 
     spec: FlatSpec
     """Where each parameter lies in a row."""
@@ -147,14 +312,20 @@ def _parameter_gram(terms: tuple[Term, ...], cache: GramCache) -> Tensor:
     """Return the Gram matrix of one parameter over all its uses, with cross terms: (B, B)."""
     if len(terms) == 1:
         return terms[0].gram(cache)
-    outer_terms = [term for term in terms if isinstance(term, OuterTerm)]
-    if len(outer_terms) == len(terms):
-        return outer_gram(outer_terms)
-    # Terms of different types have no common form: form the gradients of this one parameter.
+    outer = [term for term in terms if isinstance(term, OuterTerm)]
+    if len(outer) == len(terms):  # uses are positions, too
+        left, right = (torch.cat(factors, 1) for factors in zip(*map(_factors, outer), strict=True))
+        if OuterTerm.saves_time(left.shape[1], left.shape[2], right.shape[2]):
+            return OuterTerm(left, right).gram(cache)
+    # Otherwise form the gradients of this one parameter.
     grads = terms[0].dense().clone()
     for term in terms[1:]:
         grads += term.dense()
     return grads @ grads.T
+
+
+def _factors(term: OuterTerm) -> tuple[Tensor, Tensor]:
+    return term.left, term.right
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-
-from gradherd.rows.terms import DenseTerm
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,8 +40,6 @@ class ForwardContext:
     """Mode of the module and of every module below it."""
     autocast: tuple[str, bool, torch.dtype]
     """Device type, whether autocast is on, and its dtype."""
-    versions: tuple[int, ...]
-    """Version counters of the parameters, to detect later changes."""
     buffers: dict[Tensor, Tensor]
     """Values of buffers that this forward may both change and depend on (spectral norm)."""
 
@@ -56,8 +52,7 @@ class ForwardContext:
     @classmethod
     def save(cls, module: nn.Module) -> "ForwardContext":
         """Save the context of `module`; call it right before the forward."""
-        parameters = list(module.parameters())
-        devices = {p.device for p in parameters}
+        devices = {p.device for p in module.parameters()}
         # Autocast has one state per device type; the one of the parameters matters.
         kind = "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
         return cls(
@@ -69,7 +64,6 @@ class ForwardContext:
             },
             training={child: child.training for child in module.modules()},
             autocast=(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            versions=tuple(p._version for p in parameters),
             buffers=_buffers_in_use(module),
         )
 
@@ -87,29 +81,15 @@ def _buffers_in_use(module: nn.Module) -> dict[Tensor, Tensor]:
     }
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module, and the output gradients that have arrived for it."""
+    """One call of a module, which can be repeated."""
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    context: ForwardContext | None
-    """None for a module with a rule, which is not replayed."""
-    statistics: tuple[Tensor, ...]
-    """Buffers that the module's rule needs, as of the forward."""
-    versions: tuple[int, ...]
-    """Version counters of the tensors in `args` and `kwargs`."""
-    grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Gradients by the backward (autograd's graph task) that they arrived in and the position of
-    the output among the tensors of all outputs."""
-    replayed: tuple[object, dict[str, DenseTerm]] | None = None
-    """What a replay gave, and what it depended on."""
-    saved: Any = None
-    """Node of autograd that holds `args` until the backward, or None if they are here."""
-    checkpointed: bool = False
-    """Whether activation checkpointing lets go of what this call has computed."""
+    context: ForwardContext
 
 
 def skip_on_replay(hook: Callable[P, R]) -> Callable[P, R]:
@@ -193,32 +173,28 @@ def replay(
     call: ModuleCall,
     grads: Mapping[int, Tensor],
     dims: Mapping[int, int],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Sequence[nn.Parameter],
     examples: int,
-) -> dict[str, DenseTerm]:
-    """Return the per-example gradients of a module's parameters, by their local names.
+) -> list[Tensor]:
+    """Return the gradients (B, N) of single examples of a module's parameters.
 
     Args:
         call: The call to repeat.
         grads: Gradients by the position of the output among the tensors of all outputs.
         dims: Batch dimensions of the same outputs.
-        parameters: The module's parameters by local name.
+        parameters: The parameters.
         examples: B.
     """
-    assert call.context is not None
-    _check_unchanged(call, call.context)
-    # pop_rows() runs without gradients; the replay needs a graph of its own.
-    with _restored(call.module, call.context), torch.enable_grad():
-        outputs = tensor_leaves(_forward(call.module, call.args, call.kwargs))
-    with _without_hooks(parameters.values()):
-        rows = _per_example_grads(
+    with torch.enable_grad():  # the replay needs a graph of its own
+        outputs = tensor_leaves(repeat_forward(call, call.args, call.kwargs))
+    with _without_hooks(parameters):
+        return _per_example_grads(
             [outputs[index] for index in grads],
             list(grads.values()),
             [dims[index] for index in grads],
-            list(parameters.values()),
+            parameters,
             examples,
         )
-    return {name: DenseTerm(row) for name, row in zip(parameters, rows, strict=True)}
 
 
 def repeat_forward(call: ModuleCall, args: Any, kwargs: Any, *, hooks: bool = False) -> Any:
@@ -226,11 +202,21 @@ def repeat_forward(call: ModuleCall, args: Any, kwargs: Any, *, hooks: bool = Fa
 
     With `hooks` it is called as the user calls it: FSDP gathers parameters and frees them in hooks.
     """
-    assert call.context is not None
-    with _restored(call.module, call.context):
+    with _restored(call.module, call.context), _through_modules():
         if hooks:
             return call.module(*args, **kwargs)
         return _forward(call.module, args, kwargs)
+
+
+@contextmanager
+def _through_modules() -> Iterator[None]:
+    """Have torch's transformers call their layers, also in evaluation without gradients."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -264,19 +250,6 @@ def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hooks, before in silenced:
             hooks.update(before)
-
-
-def _check_unchanged(call: ModuleCall, context: ForwardContext) -> None:
-    if tuple(p._version for p in call.module.parameters()) != context.versions:
-        raise RuntimeError(
-            f"parameters of module '{call.name}' changed before the gradients of single examples "
-            "were read: they must be read after backward() and before optimizer.step()"
-        )
-    if tensor_versions((call.args, call.kwargs)) != call.versions:
-        raise RuntimeError(
-            f"an input of module '{call.name}' was changed in place after its forward, so the "
-            "forward cannot be repeated: replace the in-place operation by its plain form"
-        )
 
 
 @contextmanager
@@ -390,22 +363,24 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return the same containers with `function` applied to each tensor."""
+    """Return the same containers with `function` applied to each of their `tensor_leaves`."""
+    # A function of this module: one defined here that calls itself would hold what it is given
+    # until Python looks for cycles.
+    return tree_map(functools.partial(_map_leaf, function), tree)
 
-    def apply(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if _is_dataclass_instance(leaf):
-            result = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                # Not replace(), which would run __post_init__ again; not setattr(), which a
-                # frozen dataclass refuses.
-                value = tree_map(apply, getattr(leaf, field.name))
-                object.__setattr__(result, field.name, value)
-            return result
-        return leaf
 
-    return tree_map(apply, tree)
+def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
+    if _is_dataclass_instance(leaf):
+        result = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            # Not replace(), which would run __post_init__ again; not setattr(), which a frozen
+            # dataclass refuses.
+            value = map_tensors(function, getattr(leaf, field.name))
+            object.__setattr__(result, field.name, value)
+        return result
+    return leaf
 
 
 def _is_dataclass_instance(leaf: Any) -> bool:
@@ -415,8 +390,3 @@ def _is_dataclass_instance(leaf: Any) -> bool:
 def detach_all(tree: Any) -> Any:
     """Return `tree` with every tensor detached from its graph; nothing is copied."""
     return map_tensors(lambda tensor: tensor.detach(), tree)
-
-
-def tensor_versions(tree: Any) -> tuple[int, ...]:
-    """Return the version counter of every tensor in `tree`, to detect in-place changes."""
-    return tuple(tensor._version for tensor in tensor_leaves(tree))

@@ -9,81 +9,26 @@ rows still add up to the batch gradient.
 Shapes: B examples, T positions (all other leading dimensions), C features or channels.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.terms import ConvTerm, DenseTerm, OuterTerm, Term, at_least_float32
+from gradherd.rows.exact_rows import DenseTerm, OuterTerm, TableTerm, Term, at_least_float32
 
-
-class UnbatchedError(ValueError):
-    """A tensor has no batch dimension, so there are no gradients of single examples."""
-
-
-@dataclass(frozen=True)
-class BatchDim:
-    """How to find the batch dimension in the tensors of one module."""
-
-    examples: int
-    """B."""
-    module: str
-    """Name of the module, for errors."""
-    preferred: int | None = None
-    """Batch dimension of the model, if it is not the first."""
-    dim: int | None = None
-    """Batch dimension of this module, or None if it has none; see `is_known`."""
-    is_known: bool = False
-    """Whether `dim` was found out; otherwise sizes decide."""
-
-    def find(self, shape: torch.Size, candidates: int | None = None) -> int:
-        """Return the batch dimension among the first `candidates` dimensions of a shape.
-
-        >>> BatchDim(5, "decoder").find(torch.Size([7, 5, 3]))
-        1
-
-        Raises:
-            UnbatchedError: There is none.
-        """
-        if self.is_known and self.dim is not None and self.dim < (candidates or len(shape)):
-            if shape[self.dim] == self.examples:
-                return self.dim
-        dims = range(len(shape) if candidates is None else candidates)
-        fits = [dim for dim in dims if shape[dim] == self.examples]
-        if self.is_known:
-            fits = [dim for dim in fits if dim == self.dim]
-        preferred = self.preferred or 0
-        if preferred in fits or len(fits) == 1:
-            dim = preferred if preferred in fits else fits[0]
-            # (1, T) is broadcast over the examples; T may still equal their number.
-            if self.is_known or dim == preferred or shape[preferred] != 1:
-                return dim
-        raise UnbatchedError(
-            f"module '{self.module}' sees a tensor of shape {tuple(shape)}, of which no dimension "
-            f"holds the {self.examples} examples of the batch"
-        )
-
-    def move_first(self, tensor: Tensor, features: int) -> Tensor:
-        """Return a tensor (..., *features) as (B, T, *features); a view where strides allow."""
-        leading = tensor.dim() - features
-        # Features come last in torch's layers, so all that is left in front are examples and
-        # positions.
-        moved = tensor.movedim(self.find(tensor.shape, leading), 0)
-        return moved.reshape(len(moved), -1, *tensor.shape[leading:])
-
-    def require_first(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` if the batch is its first dimension, as layers with channels require."""
-        self.find(tensor.shape, 1)
-        return tensor
-
+MAX_TEMPORARY = 1 << 24
+"""Elements of the largest temporary; larger work is cut into pieces."""
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 NamedTerms = Iterator[tuple[str, Term]]
-Rule = Callable[[nn.Module, Tensor, Tensor, BatchDim, tuple[Tensor, ...]], NamedTerms]
-"""(module, inputs, output gradients, batch dimension, saved statistics) to terms by name."""
+Rule = Callable[..., NamedTerms]
+"""(module, inputs, output gradients, batch dimension, names of parameters, *statistics) to terms.
+
+Inputs are missing (empty) where no weight is among the names.
+"""
 
 
 def is_trainable(parameter: Tensor | None) -> bool:
@@ -91,65 +36,114 @@ def is_trainable(parameter: Tensor | None) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
+def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
+    """Return a tensor (..., *features) as (B, T, *features), in float32 or better."""
+    leading = tensor.dim() - features
+    moved = at_least_float32(tensor).movedim(dim, 0)
+    return moved.reshape(len(moved), -1, *tensor.shape[leading:])
+
+
 def linear(
-    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+    module: Any, inputs: Tensor, grads: Tensor, dim: int, wanted: Collection[str]
 ) -> NamedTerms:
     """Yield the terms of nn.Linear: inputs (..., I), grads (..., O), any leading dimensions."""
-    assert isinstance(module, nn.Linear)
-    left = batch.move_first(grads, 1)
-    if is_trainable(module.weight):
-        right = batch.move_first(inputs, 1)
-        yield "weight", OuterTerm(left, right, module.out_features)
-    if is_trainable(module.bias):
+    left = examples_first(grads, dim, 1)
+    if "weight" in wanted:
+        yield "weight", weight_term(left, examples_first(inputs, dim, 1))
+    if "bias" in wanted:
         # With one position there is nothing to sum, and a view lets GramCache recognise the
         # factor that weight and bias share.
-        one_position = left.shape[1] == 1
-        yield "bias", DenseTerm(left[:, 0] if one_position else at_least_float32(left).sum(1))
+        yield "bias", DenseTerm(left[:, 0] if left.shape[1] == 1 else left.sum(1))
+
+
+def weight_term(left: Tensor, right: Tensor) -> Term:
+    """Return the term of a weight from its factors (B, T, O) and (B, T, I)."""
+    if OuterTerm.saves_time(left.shape[1], left.shape[2], right.shape[2]):
+        # A copy: what the model was given may be overwritten before rows are used.
+        return OuterTerm(left, right.clone())
+    return DenseTerm(OuterTerm(left, right).dense())
 
 
 def embedding(
-    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+    module: Any, inputs: Tensor, grads: Tensor, dim: int, wanted: Collection[str]
 ) -> NamedTerms:
     """Yield the term of nn.Embedding: inputs (...) token ids, grads (..., C)."""
-    assert isinstance(module, nn.Embedding)
-    tokens = batch.move_first(inputs, 0).long()
-    right = batch.move_first(grads, 1)
+    right = examples_first(grads, dim, 1)
+    tokens = inputs.long().movedim(dim, 0).reshape(len(right), -1)
     if module.padding_idx is not None:  # torch gives the padding token no gradient
         right = right * (tokens != module.padding_idx).unsqueeze(-1)
-    if is_trainable(module.weight):
-        yield "weight", OuterTerm(tokens, right, module.num_embeddings)
+    # Tokens that do not occur cost nothing.
+    found, places = torch.unique(tokens, return_inverse=True)
+    examples, width = len(right), right.shape[-1]
+    places = places + torch.arange(examples, device=places.device)[:, None] * len(found)
+    sums = right.new_zeros(examples * len(found), width)
+    sums.index_add_(0, places.flatten(), right.reshape(-1, width))
+    shape = (module.num_embeddings, module.embedding_dim)
+    yield "weight", TableTerm(sums.view(examples, -1), found, shape)
 
 
 def conv(
-    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+    module: Any, inputs: Tensor, grads: Tensor, dim: int, wanted: Collection[str]
 ) -> NamedTerms:
-    """Yield the terms of nn.Conv1d and nn.Conv2d: inputs (B, C, ...), grads (B, O, ...)."""
-    assert isinstance(module, nn.Conv1d | nn.Conv2d)
-    inputs, grads = batch.require_first(inputs), batch.require_first(grads)
-    if is_trainable(module.bias):
-        yield "bias", DenseTerm(at_least_float32(grads).flatten(2).sum(2))
-    if not is_trainable(module.weight):
+    """Yield the terms of convolutions: inputs (B, C, ...), grads (B, O, ...)."""
+    grads = at_least_float32(grads)
+    if "bias" in wanted:
+        yield "bias", DenseTerm(grads.flatten(2).sum(2))
+    if "weight" not in wanted:
         return
-    padding = module.padding
-    # The functions that ConvTerm calls pad symmetrically and with zeros only.
-    if isinstance(padding, str) or module.padding_mode != "zeros":
+    inputs, padding = at_least_float32(inputs), padding_of_input(module)
+    if any(padding):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        inputs = F.pad(inputs, padding_of_input(module), mode=mode)
-        padding = (0,) * len(module.kernel_size)
-    if isinstance(module, nn.Conv1d):
-        inputs, grads = inputs.unsqueeze(2), grads.unsqueeze(2)
-    yield (
-        "weight",
-        ConvTerm(
-            inputs,
-            grads,
-            kernel=_height_width(module.kernel_size, 1),
-            stride=_height_width(module.stride, 1),
-            padding=_height_width(padding, 0),
-            dilation=_height_width(module.dilation, 1),
-            groups=module.groups,
-        ),
+        inputs = F.pad(inputs, padding, mode=mode)
+    positions, width = grads[0, 0].numel(), inputs.shape[1] * math.prod(module.kernel_size)
+    if module.groups == 1 and OuterTerm.saves_time(positions, grads.shape[1], width):
+        right = _windows(module, inputs, grads.shape[2:], channels_first=True)
+        left = grads.flatten(2).transpose(1, 2).contiguous()
+        yield "weight", OuterTerm(left, right.reshape(len(left), positions, -1))
+        return
+    # Windows copy each input once for every place of the filter, so the batch is cut.
+    step = max(1, MAX_TEMPORARY // max(1, positions * width))
+    pieces = zip(inputs.split(step), grads.split(step), strict=True)
+    yield "weight", DenseTerm(torch.cat([_filter_grads(module, *piece) for piece in pieces]))
+
+
+def _filter_grads(module: Any, inputs: Tensor, grads: Tensor) -> Tensor:
+    """Return the gradient of a weight for each example, from padded inputs: (B, N)."""
+    examples, groups = len(inputs), module.groups
+    # With channels side by side, what lies under a filter is a few long runs, which a CPU copies
+    # several times as fast as `unfold` does, and the product reads both in the order of memory.
+    windows = _windows(module, inputs, grads.shape[2:], channels_first=False)
+    left = grads.reshape(examples * groups, grads.shape[1] // groups, -1)
+    filters: Tensor = torch.bmm(left, windows.reshape(len(left), left.shape[2], -1))
+    # Back to the order of the weight: channels before the places of the filter.
+    filters = filters.unflatten(2, (math.prod(module.kernel_size), -1))
+    return filters.transpose(2, 3).reshape(examples, -1)
+
+
+def _windows(module: Any, inputs: Tensor, outputs: torch.Size, *, channels_first: bool) -> Tensor:
+    """Return what lies under a filter at each place: (B, H, *outputs, *kernel, C / H) for H groups.
+
+    Args:
+        module: The convolution.
+        inputs: (B, C, ...), padded.
+        outputs: Sizes of the output.
+        channels_first: Whether channels come before the kernel, as in the weight.
+    """
+    examples, channels, groups = len(inputs), inputs.shape[1], module.groups
+    inputs = inputs.movedim(1, -1).contiguous()
+    between = inputs.stride()[1:-1]
+    steps = [one * stride for one, stride in zip(between, module.stride, strict=True)]
+    inside = [one * dilation for one, dilation in zip(between, module.dilation, strict=True)]
+    window = [*zip(module.kernel_size, inside, strict=True)]
+    channel = [(channels // groups, 1)]
+    shape, strides = zip(
+        (examples, inputs.stride(0)),
+        (groups, channels // groups),
+        *zip(outputs, steps, strict=True),
+        *(channel + window if channels_first else window + channel),
+        strict=True,
     )
+    return inputs.as_strided(shape, strides)
 
 
 def padding_of_input(module: Any) -> tuple[int, ...]:
@@ -163,78 +157,75 @@ def padding_of_input(module: Any) -> tuple[int, ...]:
     return tuple(side for pair in reversed(pairs) for side in pair)
 
 
-def _height_width(sizes: tuple[int, ...], height: int) -> tuple[int, int]:
-    """Return (height, width); a one-dimensional layer gets the given height."""
-    return (sizes[0], sizes[1]) if len(sizes) == 2 else (height, sizes[0])
-
-
 def layer_norm(
-    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+    module: Any, inputs: Tensor, grads: Tensor, dim: int, wanted: Collection[str]
 ) -> NamedTerms:
     """Yield the terms of nn.LayerNorm and nn.RMSNorm: inputs and grads (..., *normalized)."""
-    assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
     shape = list(module.normalized_shape)
-    grads = at_least_float32(batch.move_first(grads, len(shape)))
-    if is_trainable(module.weight):
-        inputs = at_least_float32(batch.move_first(inputs, len(shape)))
-        # Normalised again: hooks see inputs and outputs, not what is between.
-        if isinstance(module, nn.LayerNorm):
-            normalized = F.layer_norm(inputs, shape, eps=module.eps)
-        else:
-            normalized = F.rms_norm(inputs, shape, eps=module.eps)
+    grads = examples_first(grads, dim, len(shape))
+    if "weight" in wanted:
+        norm = F.layer_norm if isinstance(module, nn.LayerNorm) else F.rms_norm
+        normalized = norm(examples_first(inputs, dim, len(shape)), shape, eps=module.eps)
         yield "weight", DenseTerm((grads * normalized).sum(1).flatten(1))
-    if is_trainable(getattr(module, "bias", None)):
+    if "bias" in wanted:
         yield "bias", DenseTerm(grads.sum(1).flatten(1))
 
 
 def group_norm(
-    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: object
+    module: Any, inputs: Tensor, grads: Tensor, dim: int, wanted: Collection[str]
 ) -> NamedTerms:
     """Yield the terms of nn.GroupNorm: inputs and grads (B, C, ...)."""
-    assert isinstance(module, nn.GroupNorm)
-    inputs = at_least_float32(batch.require_first(inputs))
-    grads = at_least_float32(batch.require_first(grads))
-    # Without scale and shift: what the output gradient is multiplied by is the normalised input.
-    normalized = F.group_norm(inputs, module.num_groups, eps=module.eps)
-    yield from _scale_and_shift(module, normalized, grads)
+    if "weight" in wanted:
+        # Without scale and shift: the gradient is multiplied by the normalised input.
+        inputs = F.group_norm(at_least_float32(inputs), module.num_groups, eps=module.eps)
+    yield from _scale_and_shift(inputs, grads, wanted)
 
 
 def batch_norm(
-    module: nn.Module, inputs: Tensor, grads: Tensor, batch: BatchDim, saved: tuple[Tensor, ...]
+    module: Any,
+    inputs: Tensor,
+    grads: Tensor,
+    dim: int,
+    wanted: Collection[str],
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
 ) -> NamedTerms:
     """Yield the terms of BatchNorm: inputs and grads (B, C, ...).
 
-    In evaluation mode `saved` holds the running mean and variance as of the forward.
+    In evaluation mode there are the running mean and variance as of the forward.
     """
-    assert isinstance(module, BatchNorm)
-    inputs = at_least_float32(batch.require_first(inputs))
-    grads = at_least_float32(batch.require_first(grads))
-    mean, var = (at_least_float32(saved[0]), at_least_float32(saved[1])) if saved else (None, None)
-    normalized = F.batch_norm(inputs, mean, var, training=not saved, eps=module.eps)
-    yield from _scale_and_shift(module, normalized, grads)
+    if "weight" in wanted:
+        inputs = at_least_float32(inputs)
+        mean, var = (None if one is None else one.to(inputs) for one in (mean, var))
+        inputs = F.batch_norm(inputs, mean, var, training=mean is None, eps=module.eps)
+    yield from _scale_and_shift(inputs, grads, wanted)
 
 
-def _scale_and_shift(
-    module: "nn.GroupNorm | BatchNorm", normalized: Tensor, grads: Tensor
-) -> NamedTerms:
+def _scale_and_shift(normalized: Tensor, grads: Tensor, wanted: Collection[str]) -> NamedTerms:
     """Yield the terms of one scale and shift per channel: normalized and grads (B, C, ...)."""
-    if is_trainable(module.weight):
-        scaled = grads * normalized
-        yield "weight", DenseTerm(scaled.flatten(2).sum(2) if scaled.dim() > 2 else scaled)
-    if is_trainable(module.bias):
-        yield "bias", DenseTerm(grads.flatten(2).sum(2) if grads.dim() > 2 else grads)
+    grads = (
+        at_least_float32(grads).flatten(2)
+        if grads.dim() > 2
+        else at_least_float32(grads)[..., None]
+    )
+    if "weight" in wanted:
+        yield "weight", DenseTerm((grads * normalized.reshape(grads.shape)).sum(2))
+    if "bias" in wanted:
+        yield "bias", DenseTerm(grads.sum(2))
 
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
     nn.Conv1d: conv,
     nn.Conv2d: conv,
+    nn.Conv3d: conv,
     nn.Embedding: embedding,
     nn.LayerNorm: layer_norm,
     nn.RMSNorm: layer_norm,
     nn.GroupNorm: group_norm,
     nn.BatchNorm1d: batch_norm,
     nn.BatchNorm2d: batch_norm,
+    nn.BatchNorm3d: batch_norm,
 }
 
 
@@ -255,12 +246,20 @@ def rule_for(module: nn.Module) -> Rule | None:
     return None
 
 
-def save_statistics(module: nn.Module) -> tuple[Tensor, ...]:
-    """Copy the buffers that a rule needs as they were during the forward."""
-    if isinstance(module, BatchNorm):
-        # In training the batch has its own statistics. In evaluation the buffers are used, and
-        # a later forward in training would change them before the rows are read.
-        if not module.training and module.running_mean is not None:
-            assert module.running_var is not None
-            return (module.running_mean.clone(), module.running_var.clone())
+def leading_dims(module: nn.Module, ndim: int) -> int:
+    """Return how many of the first dimensions of a layer's input may hold the examples."""
+    if isinstance(module, nn.Linear):
+        return ndim - 1
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return ndim - len(module.normalized_shape)
+    return ndim if isinstance(module, nn.Embedding) else 1  # channels come second
+
+
+def statistics_of(module: nn.Module) -> tuple[Tensor, ...]:
+    """Copy the buffers that a rule needs as they are during the forward."""
+    # In training the batch has its own statistics. In evaluation the buffers are used, and a later
+    # forward in training would change them before the backward.
+    if isinstance(module, BatchNorm) and not module.training and module.running_mean is not None:
+        assert module.running_var is not None
+        return module.running_mean.clone(), module.running_var.clone()
     return ()

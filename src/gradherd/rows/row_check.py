@@ -6,25 +6,20 @@ Where they differ, the rows describe another function than the one that is train
 used outside the module that owns it, the loss contains gradients, or an output stayed hidden. Such
 a parameter is left out of the rows from then on.
 
-Where the rows of a use are read as its gradient arrives, they are added up at once (`RowSums`) and
-wait for the gradient of the parameter, which comes when all of its uses are in it: all that is kept
-of them is two norms.
-
-Shapes: B examples, N elements of a parameter, K random vectors.
+Shapes: B examples, N elements of a parameter.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
+from gradherd.rows.exact_rows import Term
 from gradherd.rows.parameter_owners import register_first, remove_hook
-from gradherd.rows.terms import Term
 from gradherd.rows.torch_names import current_backward
 
 log = logging.getLogger("gradherd")
@@ -96,8 +91,6 @@ class RowCheck:
         self._spec = spec
         self._strict = strict
         self._project = project
-        self.sums = RowSums()
-        """Rows of the batch that are known before their gradient arrives."""
         self._references: list[Tensor | None] = [None] * len(parameters)
         self._batches = 0
         self._remaining = FIRST_CHECKS
@@ -134,20 +127,16 @@ class RowCheck:
         return hook
 
     def _receive(self, index: int, grad: Tensor) -> None:
-        """Compare a gradient with the rows that are known, or keep it for those that are not."""
-        rest = self.sums.compare(index, current_backward(), grad)
-        if rest is None:
-            return
+        """Keep a gradient to compare it with rows."""
         # A copy: autograd may make this tensor p.grad, which is then clipped in place.
-        rest = rest.clone() if self._project is None else self._project(index, rest)
+        kept = grad.clone() if self._project is None else self._project(index, grad)
         before = self._references[index]
-        self._references[index] = rest if before is None else before + rest
+        self._references[index] = kept if before is None else before + kept
 
     def failures(
         self,
         terms: Sequence[Sequence[Term]],
         tolerances: Mapping[int, float],
-        examples: int,
         like: Tensor,
         hint: str,
     ) -> dict[str, str]:
@@ -156,27 +145,29 @@ class RowCheck:
         Args:
             terms: For each parameter, the terms of its rows, neither averaged nor unscaled.
             tolerances: For parameters by index, the relative error that their precision allows.
-            examples: B.
             like: A tensor of the rows' dtype and device.
             hint: What else is known of this backward, for the reason.
         """
         measured: dict[int, tuple[float, float, float]] = {}
         for index, name in enumerate(self._spec.names):
             reference, uses = self._references[index], terms[index]
-            known = index in self.sums.compared
-            if name in self.left_out or (reference is None and not uses and not known):
+            if name in self.left_out or (reference is None and not uses):
                 continue
-            error, size, norm_sum = self.sums.measured(index)
             # Rows of a parameter without a gradient are compared with zero.
-            if reference is not None or uses:
-                total, norms = sum_and_norms(uses, self._spec.numels[index], examples, like)
-                if reference is not None:
-                    total -= reference.reshape(-1).to(total)
-                    size += float(reference.norm())
-                error, norm_sum = error + float(total.norm()), norm_sum + float(norms)
+            total, size = like.new_zeros(self._spec.numels[index]), 0.0
+            # An error is measured against the norms of the rows, not that of their sum: the rows
+            # of a bias in front of BatchNorm cancel, and what is left is rounding.
+            norms = 0.0
+            for term in uses:
+                each = term.norms()
+                term.combine(torch.ones_like(each), total)
+                norms += float(each.sum())
+            if reference is not None:
+                total -= reference.reshape(-1).to(total)
+                size = float(reference.norm())
             if math.isfinite(size):  # else an overflow, which GradScaler handles
-                measured[index] = error, size, norm_sum
-        has_rows = {index for index, uses in enumerate(terms) if uses} | self.sums.compared
+                measured[index] = float(total.norm()), size, norms
+        has_rows = {index for index, uses in enumerate(terms) if uses}
         return self.judge(measured, has_rows, tolerances, like.dtype, hint)
 
     def reference(self, index: int) -> Tensor | None:
@@ -263,7 +254,6 @@ class RowCheck:
             self._noted.clear()
         if self.due:
             self._references = [None] * len(self._references)
-            self.sums.clear()
 
     def next_batch(self, training: bool) -> None:
         """Forget the current batch, and decide whether the next one is checked.
@@ -303,100 +293,6 @@ def _reason(error: float, size: float, has_rows: bool, hint: str) -> str:
     off = f"{error / size:.0%} off" if size > 0 else "the gradient is 0"
     cause = hint or "is it used outside the module that owns it?"
     return f"they do not add up to its gradient, {off}: {cause}"
-
-
-class RowSums:
-    """Rows that were added up before their gradient arrived, in one batch."""
-
-    def __init__(self) -> None:
-        self.incomplete: set[int] = set()
-        """Parameters of which some rows are not known when their gradient arrives."""
-        self._waiting: dict[tuple[int, int], Tensor] = {}  # by parameter and backward: (N,)
-        self._row_norms: dict[int, Tensor] = {}
-        self._compared: dict[int, list[Tensor]] = {}  # norms of error and gradient
-
-    @property
-    def compared(self) -> set[int]:
-        """Parameters whose gradient was compared."""
-        return set(self._compared)
-
-    def add(
-        self, index: int, task: int, term: Term, size: int, examples: int, like: Tensor
-    ) -> None:
-        """Add rows of a parameter.
-
-        Args:
-            index: Of the parameter.
-            task: The backward (autograd's graph task).
-            term: Rows of one use of it.
-            size: N.
-            examples: B.
-            like: A tensor of the rows' dtype and device.
-        """
-        total, norms = sum_and_norms([term], size, examples, like)
-        before = self._waiting.get((index, task))
-        self._waiting[index, task] = total if before is None else total.add_(before)
-        self._row_norms[index] = norms + self._row_norms.get(index, 0.0)
-
-    def compare(self, index: int, task: int, grad: Tensor) -> Tensor | None:
-        """Compare the rows of a backward with its gradient.
-
-        Returns:
-            What rows that are not known yet have to add up to; None if there are no such rows.
-        """
-        rows = self._waiting.pop((index, task), None)
-        if rows is None:
-            return grad
-        rows -= grad.reshape(-1).to(rows)
-        if index in self.incomplete:
-            return rows.neg_().view(grad.shape)
-        norms = torch.stack([rows.norm(), torch.linalg.vector_norm(grad).to(rows)])
-        self._compared.setdefault(index, []).append(norms)
-        return None
-
-    def measured(self, index: int) -> tuple[float, float, float]:
-        """Return the norms of error and gradient, and the sum of the norms of the rows."""
-        # The rows of each backward add up to its gradient, so errors of several only add up.
-        pairs = torch.stack(self._compared[index]).sum(0) if index in self._compared else None
-        error, size = (0.0, 0.0) if pairs is None else pairs.tolist()
-        return error, size, float(self._row_norms.get(index, 0.0))
-
-    def clear(self) -> None:
-        """Forget the batch."""
-        self.incomplete = set()
-        self._waiting, self._row_norms, self._compared = {}, {}, {}
-
-
-def sum_and_norms(
-    terms: Sequence[Term], size: int, examples: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of the rows (N,), and an estimate of the sum of their norms.
-
-    An error is measured against the norms of the rows, not that of their sum: the rows of a bias
-    in front of BatchNorm cancel, and what is left is rounding.
-    """
-    total, ones = like.new_zeros(size), like.new_ones(examples)
-    # |<row, v>| is |row| times sqrt(2 / pi) on average for random signs v. Unlike the rows
-    # themselves this costs no more than a forward.
-    count = 4 if size <= 1 << 14 else 1
-    signs = _random_signs(like.dtype, like.device)
-    if count * size > len(signs):
-        signs = signs.repeat(-(-count * size // len(signs)))
-    signs = signs[: count * size].view(count, size)
-    norms = like.new_zeros(())
-    for term in terms:
-        term.combine(ones, total)
-        for vector in signs:
-            norms += term.dot(vector).abs().sum() * (math.sqrt(math.pi / 2) / count)
-    return total, norms
-
-
-@lru_cache(maxsize=4)
-def _random_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return signs to repeat over longer vectors; a prime number, so that rows stay unaligned."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.empty(65_537).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-    return signs.to(dtype=dtype, device=device)
 
 
 def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
 from gradherd.rows.capture import Capture, Reduction, row_scale
+from gradherd.rows.exact_rows import at_least_float32
 from gradherd.rows.forward_replay import (
     ForwardContext,
     ModelHook,
@@ -32,7 +33,6 @@ from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sink import SinkPool, is_spectrum
 from gradherd.rows.sink_layers import DirectLayer, MapSettings
 from gradherd.rows.sketch import hashes, sketch_columns
-from gradherd.rows.terms import at_least_float32
 from gradherd.rows.torch_names import current_backward, mark_constant
 
 # Gradients that `matrix` maps at a time.
@@ -211,7 +211,7 @@ class SinkCapture:
         """Find the batch dimension of every layer: run the model as it is and with one more."""
         pool = self._pool
         args, kwargs = detach_all((args, kwargs))
-        call = ModuleCall("", self._model, args, kwargs, ForwardContext.save(self._model), (), ())
+        call = ModuleCall("", self._model, args, kwargs, ForwardContext.save(self._model))
         ignored = nullcontext() if self._capture is None else self._capture.ignored()
         with ignored, torch.no_grad(), _eagerly(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model is about to run, and will warn itself

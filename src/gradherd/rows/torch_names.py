@@ -8,11 +8,7 @@ from torch import nn
 
 PRIVATE_NAMES = {
     "torch._C._current_graph_task_id": "tells backwards apart, and whether one runs",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "tells whether autograd recomputes or "
-    "offloads what it saves; torch 2.7 lacks it",
-    "torch.Tensor._version": "tells whether a tensor was changed in place",
     "torch.Tensor._backward_hooks": "puts a hook on a gradient in front of the user's",
-    "torch.autograd.Variable._execution_engine": "calls back when a backward is over",
     "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
     "torch.nn.Module._modules": "finds wrappers of torch.compile inside a model",
     "torch.nn.Module._parameters": "reads a parameter behind a property of the same name",
@@ -30,8 +26,8 @@ PRIVATE_NAMES = {
 def missing_names() -> list[str]:
     """Return those that this version of torch lacks.
 
-    >>> set(missing_names()) <= {"torch._C._autograd._top_saved_tensors_default_hooks"}
-    True
+    >>> missing_names()
+    []
     """
     missing = []
     for name in PRIVATE_NAMES:
@@ -56,17 +52,6 @@ def mark_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-top_saving_hooks: Callable[[bool], Any] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-"""Returns the hooks by which autograd recomputes or offloads what it saves now, or None."""
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that runs is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
