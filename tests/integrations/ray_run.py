@@ -72,7 +72,7 @@ def train_one(plan: Plan, rank: int) -> Trace:
             optimizer.zero_grad()
             step += 1
             if step == plan.stop:
-                save(folder, model, optimizer, herd, step)
+                save(plan.name, folder, model, optimizer, herd, step)
                 herd.detach()
                 return trace.finish(model, herd)
         ray.train.report({"plan": plan.name, **herd.scalars(rows=True)})
@@ -80,7 +80,7 @@ def train_one(plan: Plan, rank: int) -> Trace:
     return trace.finish(model, herd)
 
 
-def save(folder, model, optimizer, herd, step) -> None:
+def save(name, folder, model, optimizer, herd, step) -> None:
     """Report a checkpoint, as Ray expects it: rank 0 writes it, all report."""
     state = {
         "model": model.state_dict(),
@@ -95,7 +95,7 @@ def save(folder, model, optimizer, herd, step) -> None:
             torch.save(state, folder / "state.pt")
             torch.save(state, Path(own) / "state.pt")
             checkpoint = Checkpoint.from_directory(own)
-        ray.train.report(herd.scalars(rows=True), checkpoint=checkpoint)
+        ray.train.report({"plan": name, **herd.scalars(rows=True)}, checkpoint=checkpoint)
 
 
 def attempt(kind: str, options: dict) -> None:
@@ -130,12 +130,15 @@ def train_all(plans: list[Plan]) -> dict[str, dict[int, Trace]]:
         run_config=RunConfig(storage_path=str(folder / "ray")),
     ).fit()
     ray.shutdown()
+    # Ray keeps what was reported with a checkpoint. Not its data frame: that has a column for every
+    # number of any plan.
+    logged = {metrics["plan"]: metrics for _, metrics in result.best_checkpoints}
     traces: dict[str, dict[int, Trace]] = {}
     for plan in plans:
         for rank in range(2):
             file = folder / f"ray-{plan.name}-{rank}.pt"
             trace = Trace(**torch.load(file, weights_only=False))
-            trace.logged = dict(result.metrics_dataframe.iloc[-1])
+            trace.logged = dict(logged.get(f"{plan.name}-first", {}))
             traces.setdefault(plan.name, {})[rank] = trace
     return traces
 

@@ -46,6 +46,14 @@ def test_demands(folder, name, demand):
     assert DEMANDS[demand](own, Results(folder / "plain")), own.refused
 
 
+@pytest.mark.skipif("transformers" not in NAMES, reason="transformers is not installed")
+def test_the_trainer_resumes_while_signs_are_on_their_way(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(conformance.ROOT)
+        words = ("-m", "tests.integrations.late_run", tmp_path)
+        assert printed_under_torchrun(RANKS, *words).count("resumed\n") == RANKS
+
+
 def test_the_page_shows_all_frameworks_and_all_demands():
     text = PAGE.read_text()
     lines = text.split(BEGIN)[1].split(END)[0].strip().splitlines()

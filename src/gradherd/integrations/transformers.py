@@ -74,6 +74,7 @@ class GradherdTrainer(Trainer):
         self._sampler: OrderedSampler | None = None
         self._herd: Herd | None = None  # kept after train(), for its metrics
         self._attached = False
+        self._skipped = 0  # batches that the Trainer skips in the first epoch of a resumed training
         ordered = self._settings.order is not None
         check_accelerator(self.accelerator, ordered=ordered)
         if self.args.n_gpu > 1:
@@ -124,6 +125,7 @@ class GradherdTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._detach()  # from an earlier train() that failed
+        self._skipped = 0
         self._herd = self._settings.attach(
             self.model_wrapped, self._sampler, self.accelerator.scaler
         )
@@ -141,6 +143,8 @@ class GradherdTrainer(Trainer):
             )
         skipper = "sampler" if self.args.ignore_data_skip else "loader"
         self.herd.load_state_dict(unpack(file.read_bytes()), skipped_by=skipper)  # type: ignore[arg-type]
+        if self._sampler is not None and not self.args.ignore_data_skip:
+            self._skipped = self._sampler.start // self._sampler.batch_size
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if not self.args.save_only_model:
@@ -190,22 +194,23 @@ class _EpochCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Expect the batches of a new epoch, or of the rest of a resumed one."""
-        sampler = self._trainer._sampler
-        if sampler is None:
+        trainer = self._trainer
+        if trainer._sampler is None:
             return
-        skipped = 0
-        if not args.ignore_data_skip:
-            skipped = sampler.start // sampler.batch_size
+        # Once: the signs of a resumed epoch may still be on their way when the next one begins.
+        skipped, trainer._skipped = trainer._skipped, 0
+        if skipped:
             # As the Trainer computes what it skips.
             accumulated = args.gradient_accumulation_steps
             updates = max(-(-len(kwargs["train_dataloader"]) // accumulated), 1)
-            if skipped and state.global_step % updates * accumulated != skipped:
+            skips = state.global_step % updates * accumulated
+            if skips != skipped:
                 raise ValueError(
-                    f"the Trainer skips {state.global_step % updates * accumulated} batches, but "
-                    f"the order continues after {skipped}: resume with the batch size and the "
-                    "gradient_accumulation_steps that the checkpoint was saved with"
+                    f"the Trainer skips {skips} batches, but the order continues after {skipped}: "
+                    "resume with the batch size and the gradient_accumulation_steps that the "
+                    "checkpoint was saved with"
                 )
-        sampler.counted_pass = CountedPass(delivered=skipped)
+        trainer._sampler.counted_pass = CountedPass(delivered=skipped)
 
 
 class GradherdSeq2SeqTrainer(GradherdTrainer, Seq2SeqTrainer):
