@@ -6,7 +6,7 @@ Shapes: D elements of all trainable parameters together.
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -144,6 +144,24 @@ class FlatSpec:
         return torch.split(vector, list(self.numels), dim=-1)
 
 
+def exchangeable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Return the trainable ones among named parameters.
+
+    Raises:
+        ValueError: A parameter is not real.
+    """
+    parameters = {plain_name(name): p for name, p in named if p.requires_grad}
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} holds {parameter.dtype}; only real numbers can be exchanged")
+    return parameters
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without torch.compile's wrappers, so that checkpoints fit both."""
+    return name.replace("_orig_mod.", "")
+
+
 def local_shard(parameter: Tensor) -> Tensor:
     """Return what this rank holds of a tensor: its shard, or the whole of it."""
     whole: Any = parameter.detach()
@@ -159,3 +177,12 @@ def in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
     """
     dense = torch.empty_like(like, device="meta")  # keeps strides where they are dense
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset())
+
+
+def wide_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of what sums up over many steps: float32, or float64 for doubles.
+
+    Also for half precision: each gradient or outer step is small against the sum.
+    """
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.float64 if is_double else torch.float32

@@ -153,12 +153,12 @@ def continued(folder, stop):
 def vectors_of(herd):
     """Return whole shared weights, and the mean over replicas of whole residuals and weights."""
     state, found = herd.stateful().state_dict(), {}
-    exchange = herd._sparse
+    exchange = herd._exchange
     replica, count = exchange.place[0], exchange.mesh[0]
     for key in ("shared", "residual", "weights"):
         for name in exchange.parameters:
             own = state[f"{key}.{replica}-of-{count}.{name}"].full_tensor()
-            dist.all_reduce(own, group=exchange._replicate.group)
+            dist.all_reduce(own, group=exchange.peers.group)
             found[f"{key} {name}"] = own / count
     return found
 

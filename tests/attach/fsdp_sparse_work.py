@@ -69,7 +69,7 @@ def conserved(shape, name, kind="plain", steps=6, **more):
             dist.all_reduce(squares, group=mesh["shard"].get_group())
             own *= min(1.0, clip / float(squares.sqrt()))
         total, applied = total + own, applied + grads(model)
-    waiting = flat(herd._sparse.vectors()["residual"])
+    waiting = flat(herd._exchange.vectors()["residual"])
     replicas = mesh["replicate"].get_group()
     for tensor in (total, waiting):
         dist.all_reduce(tensor, group=replicas)
@@ -161,12 +161,12 @@ def not_finite():
     for step in range(3):
         model.zero_grad()
         backward(model, step)
-    before = flat(herd._sparse.vectors()["residual"])
+    before = flat(herd._exchange.vectors()["residual"])
     model.zero_grad()
     x, y = batch(3)
     loss = F.cross_entropy(model(x), y)
     (loss * float("nan") if dist.get_rank() == 1 else loss).backward()
-    unchanged = torch.equal(flat(herd._sparse.vectors()["residual"]), before)
+    unchanged = torch.equal(flat(herd._exchange.vectors()["residual"]), before)
     return bool(grads(model).isnan().all()), unchanged, herd.metrics()["skipped_steps"]
 
 
@@ -200,10 +200,10 @@ def continued(folder, momentum=0.0):
 def whole_residual(herd):
     """Return the mean over replicas of the whole residual, by parameter."""
     state = herd.stateful().state_dict()
-    group = herd._sparse._replicate.group
+    group = herd._exchange.peers.group
     mean = {}
-    for name in herd._sparse.parameters:
-        replica, count = herd._sparse.place[0], herd._sparse.mesh[0]
+    for name in herd._exchange.parameters:
+        replica, count = herd._exchange.place[0], herd._exchange.mesh[0]
         own = state[f"residual.{replica}-of-{count}.{name}"].full_tensor()
         dist.all_reduce(own, group=group)
         mean[name] = own / count

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gradherd.attach.state import HerdState, part_of_rank, unpack
+from gradherd.attach.checkpoint import HerdState
+from gradherd.attach.state import part_of_rank, unpack
 from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
 from tests.attach.stateful_work import (

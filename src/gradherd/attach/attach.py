@@ -14,23 +14,23 @@ from torch.optim import Optimizer
 from gradherd.attach.agreement import RankAgreement
 from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.coordinated_hook import CoordinatedHook
+from gradherd.attach.exchange import Exchange
 from gradherd.attach.feedback import OrderFeedback, inner, refuse_attached
-from gradherd.attach.flat_weights import float_buffers, local_parameters
+from gradherd.attach.flat_weights import float_buffers
 from gradherd.attach.fsdp_checks import ShardedWorlds, check_parameters
 from gradherd.attach.fsdp_coordination import ShardedCoordination
-from gradherd.attach.fsdp_local import ShardedLocalExchange
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
 from gradherd.attach.layouts import DealtColumns
-from gradherd.attach.local_steps import LocalExchange
+from gradherd.attach.local_steps import LocalExchange, ShardedLocalExchange
 from gradherd.attach.parameter_usage import check_optimizer, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
-from gradherd.flat import FlatSpec
+from gradherd.flat import FlatSpec, exchangeable
 from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import BatchRows, RowSettings, row_length
@@ -134,12 +134,12 @@ def attach(
     # From here on every rank does the same, so a hook that starts with a collective finds its
     # peers. If a part fails, those before it leave the model.
     with contextlib.ExitStack() as undo:
-        sparse = _make_exchange(bare, settings, local, stepping, worlds, world, scaler)
-        if sparse is not None:
-            undo.callback(sparse.close)
+        exchange = _make_exchange(bare, settings, local, stepping, worlds, world, scaler)
+        if exchange is not None:
+            undo.callback(exchange.close)
         if settings is not None and (settings.momentum or not isinstance(settings.method, Dense)):
-            check_optimizer(bare, sparse, settings.momentum, warns=world.rank == 0)
-        if settings is not None and sparse is not None and not sparse.layout.sparse:
+            check_optimizer(bare, exchange, settings.momentum, warns=world.rank == 0)
+        if settings is not None and exchange is not None and not exchange.layout.sparse:
             warnings.warn(
                 f"every parameter has fewer than {settings.dense_below} elements and is sent "
                 "whole: nothing is sparsified; lower dense_below",
@@ -152,7 +152,7 @@ def attach(
             transport = _make_transport(model, bare, order, plan)
             undo.callback(transport.close)
             feedback = OrderFeedback(model, order, transport, plan, scaler)
-        herd = Herd(bare, feedback, sparse)
+        herd = Herd(bare, feedback, exchange)
         undo.pop_all()
     return herd
 
@@ -165,7 +165,7 @@ def _make_exchange(
     worlds: ShardedWorlds | None,
     world: World,
     scaler: GradScaler | None,
-) -> SparseHook | ShardedSparseHook | LocalExchange | None:
+) -> Exchange | None:
     """Return what exchanges gradients or local steps, hooked into the model; None if neither."""
     if local is not None and optimizer is not None:
         log.info("local steps: %s", local)
@@ -296,7 +296,7 @@ def _check_local(
             "local steps count steps of the optimizer, which a GradScaler skips on single ranks: "
             "use autocast with bfloat16, which needs no scaler"
         )
-    return stepping_optimizer(optimizer, local_parameters(model).values())
+    return stepping_optimizer(optimizer, exchangeable(model.named_parameters()).values())
 
 
 def _make_transport(

@@ -6,7 +6,7 @@ Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
-from gradherd.flat import FlatSpec, local_shard
+from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
 
 
 class FlatWeights:
@@ -31,15 +31,10 @@ class FlatWeights:
         self, model: nn.Module, dense_below: int, device: torch.device, *, with_buffers: bool
     ) -> None:
         self._model = model
-        self.parameters = local_parameters(model)
+        self.parameters = exchangeable(model.named_parameters())
         self.layout = FlatSpec.small_last(self.parameters, dense_below)
         self._shardings = [module for _, module in fsdp_modules(model)]
-        slices = self.layout.slices
-        self._parts = [(p, slices[name]) for name, p in self.parameters.items()]
-        self.device = device
-        dtypes = {p.dtype for p in self.parameters.values()}
-        # At least float32, also for half-precision weights: outer steps are small against them.
-        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.device, self.dtype = device, wide_dtype(self.parameters.values())
         self._with_buffers = with_buffers
 
     @torch.no_grad()
@@ -61,7 +56,7 @@ class FlatWeights:
         """
         for module in self._shardings:
             module.reshard()
-        known = {id(p) for p, _ in self._parts}
+        known = {id(p) for p in self.parameters.values()}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise RuntimeError(
@@ -72,24 +67,28 @@ class FlatWeights:
     def read(self) -> Tensor:
         """Return (D,) the parameters."""
         flat = torch.empty(self.layout.size, dtype=self.dtype, device=self.device)
-        for parameter, part in self._parts:
-            flat[part].view(local_shard(parameter).shape).copy_(local_shard(parameter))
+        torch._foreach_copy_(*self._pairs(flat))
         return flat
+
+    def _pairs(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of a (D,) vector, and what this rank holds of each parameter."""
+        views = self.layout.views(flat)
+        return list(views.values()), [local_shard(self.parameters[name]) for name in views]
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Set the parameters to those of a (D,) vector."""
         for module in self._shardings:
             module.reshard()  # Whole parameters that an evaluation has left would be stale.
-        for parameter, part in self._parts:
-            local_shard(parameter).copy_(flat[part].view(local_shard(parameter).shape))
+        parts, shards = self._pairs(flat)
+        torch._foreach_copy_(shards, parts)
 
     def rounded(self, flat: Tensor) -> Tensor:
         """Return a copy of a (D,) vector as the parameters' dtypes can hold it."""
         flat = flat.clone()
-        for parameter, part in self._parts:
-            if parameter.dtype != self.dtype:
-                flat[part] = flat[part].to(parameter.dtype).to(self.dtype)
+        for part, shard in zip(*self._pairs(flat), strict=True):
+            if shard.dtype != self.dtype:
+                part.copy_(part.to(shard.dtype))
         return flat
 
     @contextlib.contextmanager
@@ -125,53 +124,11 @@ class FlatWeights:
         for buffer, piece in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(piece.view(buffer.shape))
 
-    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
-        slices = self.layout.slices
-        return {
-            name: flat[slices[name]].view(local_shard(p).shape).clone()
-            for name, p in self.parameters.items()
-        }
-
-    def restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> Tensor:
-        """Copy what `by_name` returned into a (D,) vector, and return it."""
-        for name, part in self.layout.slices.items():
-            flat[part].view(saved[name].shape).copy_(saved[name])
-        return flat
-
-    def check_shapes(self, key: str, saved: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless saved tensors have the names and shapes of the parameters."""
-        shapes = {(name, tuple(local_shard(p).shape)) for name, p in self.parameters.items()}
-        if odd := {(name, tuple(tensor.shape)) for name, tensor in saved.items()} ^ shapes:
-            name, shape = min(odd)
-            raise ValueError(
-                f"local state is of another model: {key} of {name!r} with shape {shape} is on one "
-                "side only"
-            )
-
-
-def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name.
-
-    Raises:
-        ValueError: A parameter is not real.
-    """
-    parameters = {
-        # The same name with torch.compile and without, so that checkpoints fit both.
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} holds {parameter.dtype}; only real numbers can be exchanged")
-    return parameters
-
 
 def float_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the floating-point buffers by name."""
     return {
-        name.replace("_orig_mod.", ""): buffer
+        plain_name(name): buffer
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point() and buffer.numel()
     }

@@ -16,24 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from gradherd.attach.exchange import ShardedExchange
 from gradherd.attach.fsdp_checks import ShardedWorlds
 from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, is_inner, on_backward_end
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import AllGather, Script, run
-from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.flat import FlatSpec
+from gradherd.flat import exchangeable, local_shard, plain_name
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.residuals import scale_by
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import Worker
 
 
-class ShardedSparseHook:
+class ShardedSparseHook(ShardedExchange):
     """Exchanges a sharded model's gradients sparsely between its replicas."""
-
-    key = "sparsify"
-    """Name of this part in a herd's state."""
 
     def __init__(
         self,
@@ -55,46 +51,17 @@ class ShardedSparseHook:
         Raises:
             ValueError: The gradients of a parameter cannot be sparsified.
         """
-        self.world, self._shard, self._replicate = world, worlds.shard, worlds.replicate
+        parameters = exchangeable(model.named_parameters())
+        super().__init__(parameters, settings, world, worlds.replicate, worlds.groups[0].device)
+        self.shards = worlds.shard
         self._model, self._scaler = model, scaler
-        named = {p.name: p for group in worlds.groups for p in group.parameters}
-        # In the order of the model, which does not depend on how it was sharded.
-        order = [name for name, _ in model.named_parameters() if name in named]
-        self.parameters = {name: named[name] for name in order}
-        for name, parameter in self.parameters.items():
-            if not parameter.sharded.is_floating_point():
-                raise ValueError(
-                    f"{name} holds {parameter.sharded.dtype}; only real numbers can be sparsified"
-                )
-        shards = {name: p.sharded for name, p in self.parameters.items()}
-        self.layout = FlatSpec.small_last(shards, settings.dense_below)
         self._slices = self.layout.slices
-        dtypes = {p.sharded.dtype for p in self.parameters.values()}
-        self._worker = Worker(
-            settings,
-            self.layout.size,
-            rank=self._replicate.rank,
-            size=self._replicate.size,
-            sparse=self.layout.sparse,
-            layers=self.layout.sparse_numels,
-            # At least float32, also for half-precision parameters: a residual sums up many
-            # gradients, each of them small against it.
-            dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
-            device=worlds.groups[0].device,
-        )
         # Groups may be reduced several times before an exchange: layers that are used twice, and
         # set_requires_all_reduce(False).
         self._grad = torch.zeros_like(self._worker.feedback.residual)
         self._touched: set[str] = set()
         self._averages = True
         self._present: dict[int, Sequence[ShardedParameter]] = {}
-        self._metrics: dict[str, Any] = {}
-        self.active = True
-        """Whether it is attached."""
-        self.total_bytes = 0
-        """Bytes that this rank has sent to its peers in other replicas so far."""
-        self.stopwatch = Stopwatch()
-        """Time that the backward has spent here."""
         self._handles: list[Any] = [on_backward_end(model, self._end_of_backward)]
         for group in worlds.groups:
             self._handles.append(group.before_reduce(self._noting(group)))
@@ -129,16 +96,16 @@ class ShardedSparseHook:
         _, divisor = group.divide_factors(reduced.dtype)
         at = 0
         for parameter in self._present[id(group)]:
-            piece = reduced[at : at + parameter.local_numel]
-            if parameter.name in self._slices:
-                self._grad[self._slices[parameter.name]].add_(piece, alpha=1 / divisor)
-                self._touched.add(parameter.name)
+            piece, name = reduced[at : at + parameter.local_numel], plain_name(parameter.name)
+            if name in self._slices:
+                self._grad[self._slices[name]].add_(piece, alpha=1 / divisor)
+                self._touched.add(name)
                 piece.zero_()
             else:  # It was frozen when the hook was attached, so it has no residual.
-                mean, sent = all_reduce(piece / self._replicate.size, self._replicate)
+                mean, sent = all_reduce(piece / self.peers.size, self.peers)
                 piece.copy_(mean)
                 self.total_bytes += sent
-            at += parameter.padded_numel(self._shard.size)
+            at += parameter.padded_numel(self.shards.size)
 
     def _end_of_backward(self) -> None:
         """Exchange what this backward has reduced, and add the mean to p.grad."""
@@ -157,16 +124,16 @@ class ShardedSparseHook:
         if self._worker.settings.clip is not None:
             # The gradient of a replica: every rank of its shards has a part.
             own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)
-            norms, sent = all_gather(own.view(1), self._shard)
+            norms, sent = all_gather(own.view(1), self.shards)
             self.total_bytes += sent
             whole = torch.linalg.vector_norm(norms)
             scale_by([self._grad], whole, self._worker.settings.clip * loss_scale)
         self._worker.add(0, self._grad, clear=True)
         if self._worker.lr_is_zero:  # The learning rate is zero: nothing to add, nothing to send.
             return
-        (outcome, touched), sent = run(self._script(touched), self._replicate)
+        (outcome, touched), sent = run(self._script(touched), self.peers)
         self.total_bytes += sent
-        if not self._all_shards(outcome is not None):
+        if not self.all_shards_agree(outcome is not None):
             # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
             # skips the step on all of them; residuals stay what they were before the step.
             self._worker.commit(None)
@@ -197,22 +164,12 @@ class ShardedSparseHook:
         spans = self._slices.items()
         return [(span.start, span.stop) for name, span in spans if name not in touched]
 
-    def _all_shards(self, finite: bool) -> bool:
-        """Return whether the exchange of every shard succeeded: a step is taken whole or not."""
-        # One integer per step: a rank alone cannot know that another shard of its replica has
-        # overflowed.
-        flag = torch.tensor([int(finite)], dtype=torch.int32, device=self._grad.device)
-        flags, sent = all_gather(flag, self._shard)
-        self.total_bytes += sent
-        return bool(flags.all())
-
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""
-        sharded = self.parameters[name].sharded
-        if sharded.grad is None:  # used by other replicas only
-            sharded.grad = torch.zeros_like(sharded)
-        local: Tensor = sharded.grad.to_local()
-        return local.view(-1)
+        parameter = self.parameters[name]
+        if parameter.grad is None:  # used by other replicas only
+            parameter.grad = torch.zeros_like(parameter)
+        return local_shard(parameter.grad).view(-1)
 
     def _write(self, indices: Tensor, mean: Tensor, touched: set[str]) -> Tensor:
         """Add the (K,) mean to p.grad; return (K,) what the dtypes of the gradients could hold."""
@@ -227,109 +184,15 @@ class ShardedSparseHook:
         self._grad.index_fill_(0, indices, 0)
         return written
 
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last step, and totals so far."""
-        residual = self._worker.feedback.residual
-        return self._metrics | {
-            "residual_norm": float(torch.linalg.vector_norm(residual)),
-            "steps": self._worker.step,
-            "skipped_steps": self._worker.skipped,
-            "always_sent": self.layout.size - self.layout.sparse,
-            "total_bytes": self.total_bytes,
-            "exchange_seconds": self.stopwatch.seconds,
-        }
+    def _vectors(self) -> dict[str, Tensor]:
+        return super()._vectors() | {"partial": self._grad}
 
-    def last_step(self) -> dict[str, Any]:
-        """Return the metrics of the last step that need no computation."""
-        return self._metrics
-
-    @property
-    def mesh(self) -> tuple[int, int]:
-        """Number of replicas, and of shards of each."""
-        return self._replicate.size, self._shard.size
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which replica and which shard this rank holds."""
-        return self._replicate.rank, self._shard.rank
-
-    def state_dict(self, gather: bool = True) -> dict[str, Any]:
-        """Return this rank's residuals by parameter, and the state of the method.
-
-        Raises:
-            RuntimeError: `gather` is set: shards of all ranks do not belong on one of them.
-        """
-        if gather and self.world.size > 1:
-            raise RuntimeError(
-                "every rank of a sharded model saves its own residuals: use herd.stateful() with "
-                "torch.distributed.checkpoint, or herd.state_dict(gather=False) on each rank"
-            )
-        return {
-            "rank": self.world.rank,
-            "workers": self.world.size,
-            "mesh": list(self.mesh),
-            "worker": self._worker.state_dict(),
-            **self.vectors(),
-        }
-
-    def vectors(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of what is kept for each parameter, in the shapes of its shards."""
-        feedback = self._worker.feedback
-        kept = {"residual": feedback.residual, "partial": self._grad}
-        if feedback.velocity is not None:
-            kept["velocity"] = feedback.velocity
-        return {
-            key: {
-                name: flat[self._slices[name]].view(p.sharded.to_local().shape).clone()
-                for name, p in self.parameters.items()
-            }
-            for key, flat in kept.items()
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a state is of this model, method and place in the mesh."""
-        if state.get("mesh") != list(self.mesh):
-            raise ValueError(
-                f"sparsify state has mesh {state.get('mesh')}, expected {list(self.mesh)}: save "
-                "and load herd.stateful(saved_by=...) with torch.distributed.checkpoint, which "
-                "reshards"
-            )
-        own = self.vectors()
-        for key in own.keys() | {"velocity"} & state.keys():
-            if key not in own or state.get(key, {}).keys() != own[key].keys():
-                raise ValueError(f"sparsify state has other {key!r} than this model and momentum")
-            for name, tensor in own[key].items():
-                if state[key][name].shape != tensor.shape:
-                    shapes = f"{tuple(state[key][name].shape)}, expected {tuple(tensor.shape)}"
-                    raise ValueError(f"{key} of {name!r} has shape {shapes}")
-        self._worker.check_state(state["worker"])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on the same place in the same mesh."""
-        self.check_state(state)  # before anything changes
-        self.load_vectors({key: state[key] for key in self.vectors()})
-        self._worker.load_state_dict(state["worker"])
-
-    def load_vectors(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load what `vectors` returned, or what it would have been on this mesh."""
-        feedback = self._worker.feedback
-        flats = {"residual": feedback.residual, "partial": self._grad}
-        if feedback.velocity is not None:
-            flats["velocity"] = feedback.velocity
-        for key, flat in flats.items():
-            for name, span in self._slices.items():
-                flat[span].copy_(saved[key][name].reshape(-1))
-        partial = any(bool(tensor.any()) for tensor in saved["partial"].values())
-        self._touched = set(self.parameters) if partial else set()
-
-    def load_worker(self, state: Mapping[str, Any], *, merged: bool) -> None:
-        """Load the state of the method, or start it again on another mesh."""
-        if merged:
-            state = {**state, "rank": None, "method": None, "dim": self.layout.sparse}
-        self._worker.load_state_dict(state)
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
+        self._touched = set(self.parameters) if self._grad.any() else set()
 
     def close(self) -> None:
         """Leave the model, whose replicas nobody averages from now on."""
-        self.active = False
+        super().close()
         for handle in self._handles:
             handle.remove()

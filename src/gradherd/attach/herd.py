@@ -9,14 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from gradherd.attach.checkpoint import HerdState, ShardedHerdState
+from gradherd.attach.exchange import Exchange, ShardedExchange
 from gradherd.attach.feedback import OrderFeedback, attached_models, inner
-from gradherd.attach.fsdp_local import ShardedLocalExchange
-from gradherd.attach.fsdp_sparse import ShardedSparseHook
-from gradherd.attach.fsdp_state import ShardedHerdState
 from gradherd.attach.local_steps import LocalExchange
 from gradherd.attach.row_stats import RowStats
-from gradherd.attach.sparse_hook import SparseHook
-from gradherd.attach.state import NOT_FOR_DCP, HerdState, RefuseDCP, part_of_rank
+from gradherd.attach.state import NOT_FOR_DCP, RefuseDCP, part_of_rank
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
@@ -31,10 +29,10 @@ class Herd:
         self,
         model: nn.Module,
         feedback: OrderFeedback | None,
-        sparse: SparseHook | ShardedSparseHook | LocalExchange | None,
+        exchange: Exchange | None,
     ) -> None:
         self._feedback = feedback
-        self._sparse = sparse
+        self._exchange = exchange
         self._detached = False
         # Weak, so that a model dropped without detach() can be freed, and its sampler attached
         # again.
@@ -51,8 +49,8 @@ class Herd:
         """Rank of this process, and number of ranks."""
         if self._feedback is not None:
             return self._feedback.sampler.world
-        assert self._sparse is not None
-        return self._sparse.world
+        assert self._exchange is not None
+        return self._exchange.world
 
     @property
     def sampler(self) -> OrderedSampler:
@@ -101,9 +99,9 @@ class Herd:
             RuntimeError: There are no local steps, or a rank does not call it.
         """
         self._refuse_detached("sync()")
-        if not isinstance(self._sparse, LocalExchange):
+        if not isinstance(self._exchange, LocalExchange):
             raise RuntimeError("sync() needs local steps: attach(model, optimizer=..., local=...)")
-        self._sparse.sync()
+        self._exchange.sync()
 
     @contextlib.contextmanager
     def shared_weights(self) -> Iterator[None]:
@@ -114,8 +112,8 @@ class Herd:
         """
         self._refuse_detached("shared_weights()")
         with contextlib.ExitStack() as stack:
-            if isinstance(self._sparse, LocalExchange):
-                stack.enter_context(self._sparse.shared_weights())
+            if isinstance(self._exchange, LocalExchange):
+                stack.enter_context(self._exchange.shared_weights())
             yield
 
     def metrics(self) -> dict[str, Any]:
@@ -132,8 +130,8 @@ class Herd:
         metrics: dict[str, Any] = {}
         if self._feedback is not None:
             metrics |= self._feedback.metrics()
-        if self._sparse is not None:
-            metrics |= self._sparse.metrics()
+        if self._exchange is not None:
+            metrics |= self._exchange.metrics()
         return metrics
 
     def rows_stats(self) -> RowStats | None:
@@ -204,7 +202,7 @@ class Herd:
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last exchange that are free; {} without a sparsifier."""
-        return {} if self._sparse is None else self._sparse.last_step()
+        return {} if self._exchange is None else self._exchange.last_step()
 
     def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
         """Return everything that determines how training continues. All ranks must call it.
@@ -224,8 +222,8 @@ class Herd:
         state: dict[str, Any] = {NOT_FOR_DCP: RefuseDCP()}
         if self._feedback is not None:
             state |= self._feedback.state_dict()
-        if self._sparse is not None:
-            state[self._sparse.key] = self._sparse.state_dict(gather)
+        if self._exchange is not None:
+            state[self._exchange.key] = self._exchange.state_dict(gather)
         return state
 
     def load_state_dict(
@@ -246,17 +244,17 @@ class Herd:
         self._refuse_detached("load_state_dict()")
         check_state(state)
         part: Mapping[str, Any] = {}
-        if self._sparse is not None:
-            key = self._sparse.key
+        if self._exchange is not None:
+            key = self._exchange.key
             if key not in state:
                 what = "a sparsifier" if key == "sparsify" else "local steps"
                 raise ValueError(f"state has no {key!r}: it was saved without {what}")
-            part = part_of_rank(state[key], self._sparse.world)
-            self._sparse.check_state(part)
+            part = part_of_rank(state[key], self._exchange.peers)
+            self._exchange.check_state(part)
         # Only after the checks of both halves: a herd that is half loaded would go on training.
         self.load_shared(state, skipped_by=skipped_by)
-        if self._sparse is not None:
-            self._sparse.load_state_dict(part)
+        if self._exchange is not None:
+            self._exchange.load_state_dict(part)
         if self.world.rank == 0:
             self._warn_of_new_world(state)
 
@@ -281,9 +279,10 @@ class Herd:
                     "ranks, and nothing is learned from them"
                 )
             changes.append("each rank's order is made of the old ones")
-        if self._sparse is not None and state[self._sparse.key]["workers"] != self.world.size:
-            before = state[self._sparse.key]["workers"]
-            means = "residuals" if self._sparse.key == "sparsify" else "residuals and weights"
+        exchange = self._exchange
+        if exchange is not None and state[exchange.key]["workers"] != exchange.peers.size:
+            before = state[exchange.key]["workers"]
+            means = "residuals" if exchange.key == "sparsify" else "residuals and weights"
             changes.append(f"each rank continues with the mean of all {means}")
         if before:
             log.warning(
@@ -302,8 +301,8 @@ class Herd:
             saved_by: Number of ranks that saved what is to be loaded, if it was another number;
                 with the residuals of a sharded model, (replicas, shards) of the mesh.
         """
-        if isinstance(self._sparse, ShardedSparseHook | ShardedLocalExchange):
-            return ShardedHerdState(self, self._sparse, saved_by)
+        if isinstance(self._exchange, ShardedExchange):
+            return ShardedHerdState(self, self._exchange, saved_by)
         if isinstance(saved_by, tuple):
             saved_by = math.prod(saved_by)
         return HerdState(self, saved_by)
@@ -323,5 +322,5 @@ class Herd:
             # Ordering first: it may still need a collective, while the sparse hook has none at its
             # end.
             self._feedback.detach()
-        if self._sparse is not None:
-            self._sparse.close()
+        if self._exchange is not None:
+            self._exchange.close()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradherd.attach.exchange import Exchange, ShardedExchange
 from gradherd.attach.flat_weights import FlatWeights
-from gradherd.attach.state import gather_states
+from gradherd.attach.fsdp_checks import ShardedWorlds
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
-from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import local_shard
 from gradherd.sparsify.outer_optimizer import (
@@ -31,7 +31,6 @@ from gradherd.sparsify.outer_optimizer import (
     commit_difference,
     exchange_script,
 )
-from gradherd.sparsify.workers import Worker
 
 log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
@@ -53,46 +52,42 @@ class _Arrival:
     metrics: dict[str, Any]
 
 
-class LocalExchange:
+class LocalExchange(Exchange):
     """Exchanges what the local steps of each rank have changed."""
 
     key = "local"
-    """Name of this part in a herd's state."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, settings: LocalSteps, world: World
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: LocalSteps,
+        world: World,
+        peers: World | None = None,
     ) -> None:
         """Give all ranks rank 0's weights, and hook into the optimizer.
 
         Args:
-            model: The plain module, of the same shapes on all ranks.
+            model: The module, of the same shapes on all ranks.
             optimizer: What changes its parameters.
             settings: How often and how to exchange.
             world: The ranks that train together.
+            peers: Those of them that exchange; None is all.
         """
-        self.world, self._settings = world, settings
+        peers = world if peers is None else peers
         device = next(p for p in model.parameters() if p.requires_grad).device
         # The loop's own group would mix up the collectives of a thread with those of the loop; the
         # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
-        if settings.overlap or not world.exchanges(device):
+        if settings.overlap or not peers.exchanges(device):
             device = torch.device("cpu")
+        self._settings = settings
         self._weights = FlatWeights(
             model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
         )
-        self.layout = self._weights.layout
-        self._channel = world.side_channel() if settings.overlap else world
+        super().__init__(self._weights.parameters, settings.sent, world, peers, device)
+        self._channel = peers.side_channel() if settings.overlap else peers
         self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
         self._weights.broadcast(self._channel)
-        self._worker = Worker(
-            settings.sent,
-            self.layout.size,
-            rank=world.rank,
-            size=world.size,
-            sparse=self.layout.sparse,
-            layers=self.layout.sparse_numels,
-            dtype=self._weights.dtype,
-            device=device,
-        )
         self._outer = OuterOptimizer(settings, self._weights.read())
         self._taken = 0  # steps since the last exchange began
         self._steps = 0  # steps since the run began
@@ -100,9 +95,6 @@ class LocalExchange:
         self._snapshot: Tensor | None = None  # own weights when the running exchange began
         self._arrival: _Arrival | None = None
         self._loaded: Mapping[str, Tensor] | None = None  # weights that a state has just set
-        self._metrics: dict[str, Any] = {}
-        self.total_bytes = 0
-        self.stopwatch = Stopwatch()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -173,7 +165,7 @@ class LocalExchange:
             )
         self.total_bytes += sent
         metrics: dict[str, Any] = {}
-        outcome = result.outcome if self._everywhere(result.outcome is not None) else None
+        outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
         if outcome is not None:
             metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
         mean = commit_difference(self._worker, outcome, self._settings.decay)
@@ -182,7 +174,7 @@ class LocalExchange:
     @torch.no_grad()
     def _apply(self) -> None:
         """Wait for the exchange, move the shared weights and write them into the parameters."""
-        self._wait()
+        self._complete()
         arrival, snapshot = self._arrival, self._snapshot
         self._arrival = self._snapshot = None
         assert arrival is not None and snapshot is not None
@@ -209,7 +201,7 @@ class LocalExchange:
                 f"differences were not finite in {self._called_off} exchanges in a row: training "
                 "has diverged; try a lower learning rate, a warm-up or gradient clipping"
             )
-        if self._everywhere(bool(self._weights.read().isfinite().all())):
+        if self.all_shards_agree(bool(self._weights.read().isfinite().all())):
             return  # What this rank has learned is sent with the next exchange.
         log.warning(
             "rank %d: weights are not finite after local step %d; it goes on from the shared "
@@ -219,15 +211,12 @@ class LocalExchange:
         )
         self._weights.write(self._weights.rounded(self._outer.shared))
 
-    def _everywhere(self, here: bool) -> bool:
-        """Return whether something holds for the whole model: a plain one has no other shards."""
-        return here
-
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are the shared weights."""
         return self._weights.replaced_by(self._outer.shared)
 
-    def _wait(self) -> None:
+    def _complete(self) -> None:
+        """Wait for the thread, which changes the residual."""
         try:
             if self._thread is not None:
                 self._thread.wait()
@@ -235,51 +224,39 @@ class LocalExchange:
             self._snapshot = None  # Differences are taken to the shared weights: nothing is lost.
             raise
 
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last exchange, and totals so far."""
-        self._wait()  # The thread changes the residual.
-        residual = self._worker.feedback.residual
-        return self._metrics | {
-            "residual_norm": float(torch.linalg.vector_norm(residual)),
-            "local_steps": self._steps,
-            "exchanges": self._worker.step,
-            "skipped_steps": self._worker.skipped,
-            "always_sent": self.layout.size - self.layout.sparse,
-            "total_bytes": self.total_bytes,
-            "exchange_seconds": self.stopwatch.seconds,
-        }
+    def _counts(self) -> dict[str, int]:
+        return {"local_steps": self._steps, "exchanges": self._worker.step}
 
-    def last_step(self) -> dict[str, Any]:
-        """Return the metrics of the last exchange that need no computation."""
-        return self._metrics
+    def _vectors(self) -> dict[str, Tensor]:
+        momentum = self._outer.momentum
+        outer = {} if momentum is None else {"outer_momentum": momentum}
+        return super()._vectors() | {"shared": self._outer.shared} | outer
 
-    def state_dict(self, gather: bool = True) -> dict[str, Any]:
-        """Return shared weights, residuals, and this rank's own weights within a phase.
-
-        Args:
-            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
-        """
-        self._wait()
-        state = self._worker.state_dict() | {"taken": self._taken, "local_steps": self._steps}
-        state["called_off"] = self._called_off
-        state["residual"] = self._weights.by_name(self._worker.feedback.residual)
-        state["shared"] = self._weights.by_name(self._outer.shared)
-        if self._outer.momentum is not None:
-            state["outer_momentum"] = self._weights.by_name(self._outer.momentum)
-        # Between two phases own and shared weights are the same.
-        if self._taken or self._snapshot is not None or self._called_off:
-            parameters, buffers = self._weights.parameters, self._weights.buffers()
-            state["weights"] = {name: p.detach().clone() for name, p in parameters.items()}
-            state["buffers"] = {name: b.detach().clone() for name, b in buffers.items()}
+    def vectors(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of what is kept by parameter; within a phase also own weights."""
+        vectors = super().vectors()
+        if self._has_own_weights:
+            vectors["weights"] = self.by_name(self._weights.read())
         if self._snapshot is not None:
-            assert self._arrival is not None
-            state["snapshot"] = self._weights.by_name(self._snapshot)
-            # Equal on all ranks, as the shared weights are.
+            vectors["snapshot"] = self.by_name(self._snapshot)
+        return vectors
+
+    @property
+    def _has_own_weights(self) -> bool:
+        """Whether this rank's weights may differ from the shared ones, as within a phase."""
+        return bool(self._taken or self._snapshot is not None or self._called_off)
+
+    def _own_state(self) -> dict[str, Any]:
+        state = super()._own_state() | {
+            "taken": self._taken,
+            "local_steps": self._steps,
+            "called_off": self._called_off,
+        }
+        if self._has_own_weights:
+            buffers = self._weights.buffers()
+            state["buffers"] = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        if self._arrival is not None:  # Equal on all ranks, as the shared weights are.
             state["arrival"] = vars(self._arrival).copy()
-        if gather and self.world.size > 1:
-            others = gather_states(state, self.world)
-            if self.world.rank == 0:
-                state["other_ranks"] = others[1:]
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -288,60 +265,71 @@ class LocalExchange:
         Raises:
             ValueError: It is not.
         """
-        for key in ("residual", "shared"):
-            self._weights.check_shapes(key, state.get(key, {}))
-        has, needs = "outer_momentum" in state, self._outer.momentum is not None
-        if has != needs:
-            raise ValueError(
-                f"local state was saved {'with' if has else 'without'} outer_momentum: attach "
-                f"{'with' if has else 'without'} it, too"
-            )
+        super().check_state(state)
         if "snapshot" in state and not self._settings.overlap:
             raise ValueError(
                 "local state has an exchange under way: it was saved with overlap=True, so attach "
                 "with overlap=True"
             )
-        self._worker.check_state(state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was saved, and set this rank's weights to what they were.
-
-        Raises:
-            ValueError: The state is of another model, method or rank.
-        """
-        self.check_state(state)  # before anything changes
-        self._wait()
-        self._weights.restore(self._worker.feedback.residual, state["residual"])
-        self._weights.restore(self._outer.shared, state["shared"])
-        if self._outer.momentum is not None:
-            self._weights.restore(self._outer.momentum, state["outer_momentum"])
-        self._worker.load_state_dict(dict(state))
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Load a state, and set this rank's weights to what they were."""
+        super()._load(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off = state["called_off"]
         self._arrival = self._snapshot = None
         if "snapshot" in state:
-            empty = torch.empty_like(self._outer.shared)
-            self._snapshot = self._weights.restore(empty, state["snapshot"])
+            self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
             self._arrival = _Arrival(**state["arrival"])
+        weights = self._weights.rounded(self._outer.shared)
         if "weights" in state:
-            empty = torch.empty_like(self._outer.shared)
-            self._set_weights(self._weights.restore(empty, state["weights"]))
-            for name, buffer in self._weights.buffers().items():
+            self.fill(weights, state["weights"])
+        self._weights.write(weights)
+        for name, buffer in self._weights.buffers().items():
+            if name in state.get("buffers", {}):
                 buffer.detach().copy_(state["buffers"][name])
-        else:
-            self._set_weights(self._weights.rounded(self._outer.shared))
-
-    def _set_weights(self, flat: Tensor) -> None:
-        """Set this rank's weights, and remember them: a model that is loaded later undoes it."""
-        self._weights.write(flat)
-        self._loaded = {
-            name: local_shard(p).clone() for name, p in self._weights.parameters.items()
-        }
+        # A model that is loaded later would undo it.
+        parameters = self._weights.parameters
+        self._loaded = {name: local_shard(p).clone() for name, p in parameters.items()}
 
     def close(self) -> None:
         """Leave the optimizer alone from now on; parameters stay as they are on each rank."""
+        super().close()
         for handle in self._handles:
             handle.remove()
         if self._thread is not None:
             self._thread.close()
             self._channel.close_side_channel()
+
+
+class ShardedLocalExchange(ShardedExchange, LocalExchange):
+    """Exchanges what the local steps of each replica of a sharded model have changed.
+
+    Inside a replica `fully_shard` averages gradients at every step. Between replicas nothing is
+    sent but the difference of each shard to its shared weights, by the ranks that hold the same
+    shard in all replicas, as ranks with plain modules do it with whole weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: LocalSteps,
+        worlds: ShardedWorlds,
+        world: World,
+    ) -> None:
+        """Give all replicas the weights of the first, and hook into the optimizer.
+
+        Args:
+            model: The model, on which `fully_shard` was called with the shard dimension alone.
+            optimizer: What changes its shards.
+            settings: How often and how to exchange.
+            worlds: Which ranks hold the shards, and which the replicas.
+            world: All of them.
+        """
+        self.shards = worlds.shard
+        LocalExchange.__init__(self, model, optimizer, settings, world, worlds.replicate)
+
+    @property
+    def _has_own_weights(self) -> bool:
+        return True  # DCP asks a fresh herd which entries to read.

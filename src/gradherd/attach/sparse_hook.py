@@ -22,30 +22,26 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.device_exchange import DeviceExchange
+from gradherd.attach.exchange import Exchange
 from gradherd.attach.layouts import BucketMap, pieces
 from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
-from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
-from gradherd.flat import FlatSpec, in_memory_order
+from gradherd.flat import exchangeable, in_memory_order
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.gpu_worker import runs_on_device
 from gradherd.sparsify.residuals import clip_together
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import Worker
 
 Spans = list[tuple[int, int]]
 """Ranges (begin, end) of the flat vector."""
 
 
-class SparseHook(BucketHook):
+class SparseHook(BucketHook, Exchange):
     """Exchanges a DDP model's gradients sparsely, with error feedback."""
 
     # They hold a few rows each, and the sum of some rows is exact: nothing to select or to keep.
     passes_sparse = True
-
-    key = "sparsify"
-    """Name of this part in a herd's state."""
 
     def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None = None) -> None:
         """Register with DDP. All ranks must do so at the same point.
@@ -58,34 +54,20 @@ class SparseHook(BucketHook):
         Raises:
             ValueError: The gradients of a parameter cannot be sparsified.
         """
-        self._parameters = sparsifiable(ddp)
-        self.layout = FlatSpec.small_last(self._parameters, settings.dense_below)
-        self._scaler, self._clip = scaler, settings.clip
+        parameters, world = sparsifiable(ddp), world_of(ddp)
+        device = next(iter(parameters.values())).device
+        Exchange.__init__(self, parameters, settings, world, world, device)
         # After the checks: registering a hook with DDP cannot be undone.
-        super().__init__(ddp, world_of(ddp))
-        dtypes = {p.dtype for p in self._parameters.values()}
-        self._worker = Worker(
-            settings,
-            self.layout.size,
-            rank=self.world.rank,
-            size=self.world.size,
-            sparse=self.layout.sparse,
-            layers=self.layout.sparse_numels,
-            # At least float32, also for half-precision parameters: a residual sums up many
-            # gradients, each of them small against it.
-            dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
-            device=next(iter(self._parameters.values())).device,
-        )
-        slices = self.layout.slices
+        BucketHook.__init__(self, ddp, world)
+        self._scaler, self._clip = scaler, settings.clip
         self._slices: dict[Tensor, slice] = {
-            p: slices[name] for name, p in self._parameters.items()
+            p: self.layout.slices[name] for name, p in parameters.items()
         }
-        self._metrics: dict[str, Any] = {}
         self._device: DeviceExchange | None = None
         # Which parameters a backward has used must be read on the host, once per step.
         if not tracks_usage(ddp) and runs_on_device(self._worker):
-            self._device = DeviceExchange(self._worker, self._slices, self.world, scaler)
-        self._usage = ParameterUsage(ddp, self._parameters) if tracks_usage(ddp) else None
+            self._device = DeviceExchange(self._worker, self._slices, world, scaler)
+        self._usage = ParameterUsage(ddp, parameters) if tracks_usage(ddp) else None
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
         """Add a bucket to the residual, unless the norm of all buckets must be known first."""
@@ -182,102 +164,23 @@ class SparseHook(BucketHook):
             ]
         return [(span.start, span.stop) for span in unused]
 
-    def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last step, and totals so far."""
-        residual = self._worker.feedback.residual
-        return self.last_step() | {
-            "residual_norm": float(torch.linalg.vector_norm(residual)),
-            "steps": self._worker.step,
-            "skipped_steps": self._worker.skipped,
-            "always_sent": self.layout.size - self.layout.sparse,
-            "total_bytes": self.total_bytes,
-            "exchange_seconds": self.stopwatch.seconds,
-        }
-
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last step that need no computation."""
-        if self._device is not None:
-            return self._device.metrics() | self._metrics
-        return self._metrics
+        on_device = {} if self._device is None else self._device.metrics()
+        return on_device | self._metrics
 
-    def state_dict(self, gather: bool = True) -> dict[str, Any]:
-        """Return this rank's residuals by parameter, and the state of the method.
-
-        Args:
-            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
-        """
-        state = self._own_state()
-        if gather and self.world.size > 1:
-            others = gather_states(state, self.world)
-            if self.world.rank == 0:
-                state["other_ranks"] = others[1:]
-        return state
-
-    def _own_state(self) -> dict[str, Any]:
-        feedback, state = self._worker.feedback, self._worker.state_dict()
-        state["residual"] = self._by_name(feedback.residual)
-        if feedback.velocity is not None:
-            state["velocity"] = self._by_name(feedback.velocity)
-        return state
-
-    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return copies of a (D,) vector's parts, in the shapes of the parameters."""
-        return {name: part.clone() for name, part in self._parts(flat).items()}
-
-    def _parts(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return views of a (D,) vector's parts, in the shapes and the order of the parameters."""
-        slices, feedback = self.layout.slices, self._worker.feedback
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        # As buckets are, from which gradients come; on a GPU they lie as in the buckets, too.
+        feedback, slices = self._worker.feedback, self.layout.slices
         return {
             name: in_memory_order(feedback.part(flat, slices[name].start, p.numel()), p)
-            for name, p in self._parameters.items()
+            for name, p in self.parameters.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was saved, on the same rank, or from a merged state.
-
-        Raises:
-            ValueError: The state is of another model, method or rank.
-        """
-        self.check_state(state)  # before anything changes
-        feedback = self._worker.feedback
-        self._restore(feedback.residual, state["residual"])
-        if feedback.velocity is not None:
-            self._restore(feedback.velocity, state["velocity"])
-        self._worker.load_state_dict(dict(state))
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
         if self._device is not None:
             self._device.reset()
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is of this model and method, and of this rank or merged.
-
-        Raises:
-            ValueError: It is not.
-        """
-        self._check_shapes(state.get("residual", {}))
-        if self._worker.feedback.velocity is not None:
-            if "velocity" not in state:
-                raise ValueError("state has no 'velocity': it was saved without momentum")
-            self._check_shapes(state["velocity"])
-        elif "velocity" in state:
-            raise ValueError(
-                "state has 'velocity', which would be lost: it was saved with momentum, so attach "
-                "with Sparsify(momentum=...)"
-            )
-        self._worker.check_state(state)
-
-    def _check_shapes(self, saved: Mapping[str, Tensor]) -> None:
-        if saved.keys() != self._parameters.keys():
-            odd = sorted(saved.keys() ^ self._parameters.keys())
-            raise ValueError(f"residuals are of another model: {odd[0]!r} is on one side only")
-        for name, parameter in self._parameters.items():
-            if saved[name].shape != parameter.shape:
-                shapes = f"{tuple(saved[name].shape)}, expected {tuple(parameter.shape)}"
-                raise ValueError(f"residual of {name!r} has shape {shapes}")
-
-    def _restore(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
-        """Copy saved tensors into their parts of a (D,) vector."""
-        for name, part in self._parts(flat).items():
-            part.copy_(saved[name])
 
     def close(self) -> None:
         """Remove the hooks on parameters; DDP keeps its hook, which only averages from now on."""
@@ -306,18 +209,14 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         for parameter in module.parameters(recurse=False)
     }
-    parameters = {
-        # The same name with torch.compile and without, so that checkpoints fit both.
-        name.replace("_orig_mod.", ""): parameter
+    parameters = exchangeable(
+        (name, parameter)
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored and parameter not in by_rows
-    }
+        if name not in ignored and parameter not in by_rows
+    )
     if not parameters:
         raise ValueError(
             "every parameter has row-sparse gradients (sparse=True), which are exchanged by rows "
             "already: leave sparsify out"
         )
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} holds {parameter.dtype}; only real numbers can be sparsified")
     return parameters

@@ -1,11 +1,11 @@
-"""The state of a `Herd`: as bytes, in torch's distributed checkpoints, merged for other worlds."""
+"""The state of a `Herd`: as bytes, gathered from all ranks, merged for other worlds."""
 
 import json
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -238,83 +238,3 @@ class RefuseDCP:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # One of the few types that torch.load(weights_only=True) accepts.
         return OrderedDict, ()
-
-
-class Saveable(Protocol):
-    """What has a state on each of several ranks: a `Herd`."""
-
-    @property
-    def world(self) -> World:
-        """Rank of this process, and number of ranks."""
-        ...
-
-    def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
-        """Return this rank's state; on rank 0, those of all ranks if `gather`."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        ...
-
-
-class HerdState:
-    """A herd as `Stateful` of torch.distributed.checkpoint (DCP).
-
-    DCP treats entries of the same name on different ranks as the same, and loads only names that
-    a fresh herd has already. So each rank's state is one entry, under a name of its own:
-
-        dcp.save({"model": ddp, "herd": herd.stateful()}, checkpoint_id=folder)
-
-    A checkpoint of another number of ranks is loaded with `saved_by`, before anything is saved:
-
-        dcp.load({"model": ddp, "herd": herd.stateful(saved_by=4)}, checkpoint_id=folder)
-    """
-
-    def __init__(self, herd: Saveable, saved_by: int | None = None) -> None:
-        """Wrap a herd.
-
-        Args:
-            herd: The herd to save or load.
-            saved_by: Number of ranks that saved what is to be loaded; as many as now by default.
-
-        Raises:
-            ValueError: `saved_by` is below 1.
-        """
-        self._herd, self._size = herd, herd.world.size
-        self._saved_by = self._size if saved_by is None else saved_by
-        if self._saved_by < 1:
-            raise ValueError(f"saved_by must be at least 1, got {saved_by}")
-        self._name = _name(herd.world.rank, self._size)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; to load from other ranks, the names of theirs."""
-        # DCP asks for a state before it loads, to learn which names to read.
-        if self._saved_by != self._size:
-            return {_name(rank, self._saved_by): b"" for rank in range(self._saved_by)}
-        return {self._name: pack(self._herd.state_dict(gather=False))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was saved. All ranks must call it.
-
-        Raises:
-            ValueError: The state of a rank is missing, empty or damaged.
-        """
-        if self._saved_by == self._size:
-            self._herd.load_state_dict(unpack(self._entry(state, self._name)))
-            return
-        names = [_name(rank, self._saved_by) for rank in range(self._saved_by)]
-        self._herd.load_state_dict(merge_states(unpack(self._entry(state, n)) for n in names))
-        self._saved_by = self._size  # What is saved from now on is this rank's own again.
-
-    def _entry(self, state: Mapping[str, Any], name: str) -> Any:
-        # The empty placeholder of `state_dict` is still there: DCP saved it instead of loading.
-        if name in state and not state[name]:
-            raise ValueError(f"state of {name} is empty: it was saved before it was loaded")
-        if name not in state:
-            known = ", ".join(sorted(map(str, state))) or "none"
-            raise ValueError(f"state has no {name}; it has {known}")
-        return state[name]
-
-
-def _name(rank: int, size: int) -> str:
-    return f"rank-{rank}-of-{size}"

@@ -1,0 +1,244 @@
+"""What exchanges something of a model between its ranks: the base of all such exchanges.
+
+An exchange has a flat vector for all parameters of its model, and a `Worker` that keeps what was
+not sent. Gradients of DDP (`sparse_hook`), gradients of FSDP's replicas (`fsdp_sparse`) and
+differences of local steps (`local_steps`) come to it in different ways; metrics, checks and saved
+states are the same for all, and written here.
+
+Shapes: D elements of all parameters in the flat vector; of a sharded model, of this rank's shards.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.attach.state import gather_states
+from gradherd.comm.collectives import all_gather
+from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.world import World
+from gradherd.flat import FlatSpec, wide_dtype
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.workers import Worker
+
+# What is kept with one setting only, and that setting.
+_OPTIONAL = {
+    "velocity": ("momentum", "Sparsify(momentum=...)"),
+    "outer_momentum": ("outer_momentum", "LocalSteps(outer_momentum=...)"),
+}
+
+
+class Exchange:
+    """What a herd exchanges beside its order. A subclass hooks into the model or its optimizer.
+
+    Args:
+        parameters: The trainable parameters by name, in the order of the model.
+        settings: The method, its density and what else it needs.
+        world: The ranks that train the model together.
+        peers: Those of them that hold the same elements and exchange them.
+        device: Where vectors live.
+    """
+
+    key: ClassVar[str] = "sparsify"
+    """Name of this part in a herd's state."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Sparsify,
+        world: World,
+        peers: World,
+        device: torch.device,
+    ) -> None:
+        self.world, self.peers = world, peers
+        self.parameters = parameters
+        self.layout = FlatSpec.small_last(parameters, settings.dense_below)
+        self._worker = Worker(
+            settings,
+            self.layout.size,
+            rank=peers.rank,
+            size=peers.size,
+            sparse=self.layout.sparse,
+            layers=self.layout.sparse_numels,
+            dtype=wide_dtype(parameters.values()),
+            device=device,
+        )
+        self._metrics: dict[str, Any] = {}
+        self.active = True
+        """Whether it is attached."""
+        self.total_bytes = 0
+        """Bytes that this rank has sent so far."""
+        self.stopwatch = Stopwatch()
+        """Time that training has waited for exchanges."""
+
+    def close(self) -> None:
+        """Leave the model."""
+        self.active = False
+
+    def all_shards_agree(self, here: bool) -> bool:
+        """Return whether something holds for the whole model, of which this rank may have a part.
+
+        A step is taken with all shards or with none, else they would drift apart.
+        """
+        return here
+
+    # Metrics.
+
+    def last_step(self) -> dict[str, Any]:
+        """Return the metrics of the last exchange that need no computation."""
+        return self._metrics
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last exchange, and totals so far."""
+        self._complete()
+        return self.last_step() | {
+            "residual_norm": float(torch.linalg.vector_norm(self._worker.feedback.residual)),
+            **self._counts(),
+            "skipped_steps": self._worker.skipped,
+            "always_sent": self.layout.whole,
+            "total_bytes": self.total_bytes,
+            "exchange_seconds": self.stopwatch.seconds,
+        }
+
+    def _complete(self) -> None:
+        """Wait for what runs beside the training loop: the worker is to be read."""
+
+    def _counts(self) -> dict[str, int]:
+        return {"steps": self._worker.step}
+
+    # States.
+
+    def _vectors(self) -> dict[str, Tensor]:
+        """Return the (D,) vectors that are kept between steps; they are loaded in place."""
+        feedback = self._worker.feedback
+        velocity = {} if feedback.velocity is None else {"velocity": feedback.velocity}
+        return {"residual": feedback.residual, **velocity}
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a (D,) vector as views in the shapes of the parameters."""
+        return self.layout.views(flat)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return copies of a (D,) vector's parts by parameter, in the order of the model."""
+        views = self._views(flat)
+        return {name: views[name].clone() for name in self.parameters}
+
+    def fill(self, flat: Tensor, saved: Mapping[str, Tensor]) -> Tensor:
+        """Copy what `by_name` returned into a (D,) vector, and return it."""
+        for name, view in self._views(flat).items():
+            view.copy_(saved[name])
+        return flat
+
+    def vectors(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of what is kept between steps, by parameter."""
+        self._complete()
+        return {key: self.by_name(flat) for key, flat in self._vectors().items()}
+
+    def state_dict(self, gather: bool = True) -> dict[str, Any]:
+        """Return what this rank keeps: vectors by parameter, and the state of the method.
+
+        Args:
+            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
+        """
+        state = self._own_state()
+        if gather and self.world.size > 1:
+            others = gather_states(state, self.world)
+            if self.world.rank == 0:
+                state["other_ranks"] = others[1:]
+        return state
+
+    def _own_state(self) -> dict[str, Any]:
+        vectors = self.vectors()  # first: it waits for what is under way
+        return self._worker.state_dict() | vectors
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of this model and these settings, and of this rank or merged.
+
+        Raises:
+            ValueError: It is not.
+        """
+        own = self._vectors()
+        for key, (setting, example) in _OPTIONAL.items():
+            if (key in state) != (key in own):
+                way = "with" if key in state else "without"
+                raise ValueError(
+                    f"{self.key} state was saved {way} {setting}: attach {way} {example}, too"
+                )
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        for key in own:
+            saved = {name: tuple(tensor.shape) for name, tensor in state.get(key, {}).items()}
+            if odd := dict(saved.items() ^ shapes.items()):
+                name = min(odd)
+                raise ValueError(
+                    f"{self.key} state is of another model: {key} of {name!r} has shape "
+                    f"{saved.get(name, 'none')}, expected {shapes.get(name, 'none')}"
+                )
+        self._worker.check_state(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was saved, on the same rank, or from a merged state.
+
+        Raises:
+            ValueError: The state is of another model, method or rank.
+        """
+        self.check_state(state)  # before anything changes
+        self._complete()
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        for key, flat in self._vectors().items():
+            self.fill(flat, state[key])
+        self._worker.load_state_dict(state)
+
+
+class ShardedExchange(Exchange):
+    """An exchange of this rank's shards with the ranks that hold the same ones in other replicas.
+
+    A subclass sets `shards`, the ranks that hold the other shards of this replica.
+    """
+
+    shards: World
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """Number of replicas, and of shards of each."""
+        return self.peers.size, self.shards.size
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which replica and which shard this rank holds."""
+        return self.peers.rank, self.shards.rank
+
+    def all_shards_agree(self, here: bool) -> bool:
+        """Return whether something holds for all shards of this replica."""
+        # One integer per step: a rank alone cannot know what has happened to another shard.
+        device = self._worker.feedback.residual.device
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=device)
+        flags, sent = all_gather(flag, self.shards)
+        self.total_bytes += sent
+        return bool(flags.all())
+
+    def state_dict(self, gather: bool = True) -> dict[str, Any]:
+        """Return what this rank keeps of its shards.
+
+        Raises:
+            RuntimeError: `gather` is set: shards of all ranks do not belong on one of them.
+        """
+        if gather and self.world.size > 1:
+            raise RuntimeError(
+                "every rank of a sharded model saves its own shards: use herd.stateful() with "
+                "torch.distributed.checkpoint, or herd.state_dict(gather=False) on each rank"
+            )
+        return self._own_state() | {"mesh": list(self.mesh), "place": list(self.place)}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a state is of this model, method and place in the mesh."""
+        for key, own in (("mesh", self.mesh), ("place", self.place)):
+            if state.get(key) != list(own):
+                raise ValueError(
+                    f"{self.key} state has {key} {state.get(key)}, expected {list(own)}: save and "
+                    "load herd.stateful(saved_by=...) with torch.distributed.checkpoint, which "
+                    "reshards"
+                )
+        super().check_state(state)
