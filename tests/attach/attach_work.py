@@ -24,7 +24,7 @@ from gradherd.attach.layouts import BucketLayout
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.ordering import Ordering, coordination
-from gradherd.ordering.batch_claims import BatchClaim
+from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer
 from tests.ordering.helpers import lists, through_disk
 
@@ -156,7 +156,7 @@ def train(net, model, sampler, loop=None, rows="auto", loader=None, herd=None, a
         if loop.named:
             sampler.set_epoch(epoch)
         last = -(-(len(sampler) - sampler.start) // sampler.batch_size) - 1
-        for number, (x, y) in enumerate(loader):
+        for number, (x, y) in enumerate(herd.batches(loader) if loader.num_workers else loader):
             steps = (number + 1) % loop.accumulate == 0 or number == last
             quiet = loop.no_sync and isinstance(model, DDP) and not steps
             with model.no_sync() if quiet else contextlib.nullcontext():

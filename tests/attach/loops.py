@@ -164,6 +164,8 @@ class Loop:
             self.named_loader = self.loader
         rows = "batch" if self.unit > 1 else ExactRows(batch_dim=0 if self.part else None)
         self.herd = attach(self.model, order=self.sampler, rows=rows, scaler=self.scaler)
+        if workers:  # A loader that fetches ahead is named.
+            self.named_loader = self.herd.batches(self.named_loader)
 
     def gradient(self, indices):
         loss = F.cross_entropy(self.apart(self.dataset.x[indices]), self.dataset.y[indices])

@@ -24,7 +24,7 @@ def made(num_workers=0, method=None, rows="auto"):
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
     method = method or gh.ExDyna(density=0.1)
     herd = gh.attach(ddp, order=sampler, sparsify=method, rows=rows)
-    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers)
+    loader = herd.batches(DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     return net, ddp, herd, loader, optimizer
 

@@ -429,12 +429,12 @@ def test_a_look_at_the_loader_before_a_short_last_batch(peek, workers):
     dataset, net = examples(18), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
     want = orders_from(unit_gradients(net, dataset, sampler), sampler, 1)
-    attach(net, order=sampler, rows="exact")
+    herd = attach(net, order=sampler, rows="exact")
     context = "fork" if workers else None
     loader = DataLoader(
         dataset, batch_size=4, sampler=sampler, num_workers=workers, multiprocessing_context=context
     )
-    for number, (x, y) in enumerate(loader):
+    for number, (x, y) in enumerate(herd.batches(loader) if workers else loader):
         F.cross_entropy(net(x), y).backward()
         torch.optim.SGD(net.parameters(), lr=0.0).step()
         if number in (1, 3):
@@ -448,13 +448,13 @@ def test_early_stop_of_a_loader_that_has_handed_out_everything():
     dataset, net = examples(20), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
     want = orders_from(unit_gradients(net, dataset, sampler), sampler, 1)
-    attach(net, order=sampler, rows="exact")
+    herd = attach(net, order=sampler, rows="exact")
     loader = DataLoader(
         dataset, batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=4,
         multiprocessing_context="fork",
     )  # fmt: skip
     for stop in (2, 9):
-        for number, (x, y) in enumerate(loader):
+        for number, (x, y) in enumerate(herd.batches(loader)):
             if number == stop:
                 break
             F.cross_entropy(net(x), y).backward()
@@ -515,11 +515,12 @@ def test_batches_out_of_order_without_their_indices_are_refused():
         multiprocessing_context="fork",
     )  # fmt: skip
     step = torch.optim.SGD(net.parameters(), lr=0.0).step
+    with pytest.raises(ValueError, match=r"herd.observe\(indices\)"):
+        herd.batches(loader)
     walk = iter(loader)
     x, y, indices = next(walk)
-    F.cross_entropy(net(x), y).backward()
-    with pytest.raises(ValueError, match=r"herd.observe\(indices\)"):
-        step()
+    with pytest.raises(RuntimeError, match=r"herd.batches\(loader\)"):
+        net(x)
     herd.observe(indices.flip(0))
     F.cross_entropy(net(x), y).backward()
     with pytest.raises(ValueError, match="are not consecutive in this rank's order"):
@@ -545,7 +546,7 @@ def test_persistent_workers_begin_anew(stop):
     step = torch.optim.SGD(net.parameters(), lr=0.0).step
     epochs = []
     for _ in range(3):
-        for number, (x, y) in enumerate(loader):
+        for number, (x, y) in enumerate(herd.batches(loader)):
             F.cross_entropy(net(x), y).backward()
             step()
             if number + 1 == stop:

@@ -142,7 +142,7 @@ def a_batch_sampler_that_repeats(one, workers=0):
         one.dataset, batch_sampler=Repeated(one.sampler), num_workers=workers,
         multiprocessing_context="fork" if workers else None,
     )  # fmt: skip
-    for number, batch in enumerate(loader):
+    for number, batch in enumerate(one.herd.batches(loader) if workers else loader):
         if number == EPOCHS * COUNT // BATCH:
             break
         one.train(batch, version=one.sampler.versions[number // (COUNT // BATCH)])

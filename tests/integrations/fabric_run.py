@@ -45,7 +45,7 @@ def train(plan: Plan) -> Trace:
     if plan.resume:
         step = fabric.load(file, state).get("step", 0) or state["step"]
     for _ in range(step // STEPS, EPOCHS):  # Fabric's loader names the epochs to the sampler
-        for number, batch in enumerate(islice(loader, plan.limit)):
+        for number, batch in enumerate(islice(herd.batches(loader), plan.limit)):
             accumulates = (number + 1) % plan.accumulate != 0
             with fabric.no_backward_sync(model, enabled=accumulates):
                 fabric.backward(model(**batch)["loss"] / plan.accumulate)

@@ -47,7 +47,7 @@ def train(plan: Plan, kind: type = DataLoader) -> Trace:
     since = 0
     for current in range(epoch, EPOCHS):
         sampler.set_epoch(current)
-        for batch in islice(loader, plan.limit):
+        for batch in islice(herd.batches(loader), plan.limit):
             since += 1
             if since < plan.accumulate:
                 with ddp.no_sync():

@@ -6,7 +6,7 @@ from gradherd.comm import run_ranks
 from gradherd.comm.script import RankRunner, SharedRunner, run_together
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.ordering import Ordering
-from gradherd.ordering.batch_claims import BatchClaim
+from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer, observe_gathered
 from gradherd.ordering.registry import make_policy
 from tests.attach import attach_work

@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gradherd import POLICIES, CDGraB, OrderedSampler, Walk, World
 from gradherd.comm import run_ranks
+from gradherd.ordering.batches import FollowedLoader
 
 LEARNED = ["grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab"]
 DIM = 5
@@ -195,9 +196,11 @@ def test_dataloader_prefetch_early_stop_and_second_iterator(num_workers):
 def test_a_loader_that_shuffles_batches_is_refused_where_it_matters():
     sampler = make()
     learned = DataLoader(Numbers(24), batch_size=4, sampler=sampler, num_workers=1, in_order=False)
+    with pytest.raises(ValueError, match="in_order=False"):
+        FollowedLoader(learned, sampler)
     running = iter(learned)
     next(running)
-    with pytest.raises(ValueError, match="in_order=False"):
+    with pytest.raises(RuntimeError, match=r"herd.batches\(loader\)"):
         sampler.claim()
     del running
     drawn = DataLoader(

@@ -33,15 +33,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.layouts import BucketLayout, ShardLayout
 from gradherd.attach.parameter_hooks import ParameterHooks
-from gradherd.attach.transports import RowTransport, StepComparison
+from gradherd.attach.transports import RowTransport
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
-from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.coordination import observe_slices
+from gradherd.ordering.batches import BatchClaim
+from gradherd.ordering.coordination import StepComparison, observe_slices
 from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 

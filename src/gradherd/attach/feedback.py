@@ -27,8 +27,8 @@ from gradherd.attach.transports import CountingTransport, GatheringTransport, Ro
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.flat import FlatSpec
-from gradherd.ordering.batch_claims import check_same_version
-from gradherd.ordering.ledger import BatchTicket
+from gradherd.ordering.batches import BatchTicket
+from gradherd.ordering.coordination import check_same_version
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
 from gradherd.rows.settings import RowSettings, row_length

@@ -17,6 +17,7 @@ from gradherd.attach.row_stats import RowStats
 from gradherd.attach.state import NOT_FOR_DCP, RefuseDCP, part_of_rank
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
+from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
@@ -73,6 +74,27 @@ class Herd:
         """
         self._refuse_detached("observe()")
         self._ordered("observe()").observe(indices)
+
+    def batches(self, loader: Any) -> Any:
+        """Return a loader whose batches are counted as the loop receives them.
+
+        For loaders that fetch ahead, by worker processes or in a wrapper of one's own: their
+        sampler is asked for batches long before the loop trains on them. Iterate over what this
+        returns: `for x, y in herd.batches(loader)`. It changes nothing for other loaders, nor
+        without an order.
+
+        Args:
+            loader: The loader with this herd's sampler, or a wrapper of it that delivers its
+                batches in order.
+
+        Raises:
+            ValueError: The loader delivers out of order, shards once more, or has another batch
+                size than the sampler.
+        """
+        self._refuse_detached("batches()")
+        if self._feedback is None:
+            return loader
+        return FollowedLoader(loader, self._feedback.sampler)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

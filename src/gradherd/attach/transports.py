@@ -1,6 +1,5 @@
 """How rows get from a row source to the sampler, those of all workers together."""
 
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,15 +13,13 @@ from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource
 from gradherd.attach.row_stats import GramOnce, RowFigures
 from gradherd.comm.collectives import all_gather
-from gradherd.comm.script import RankRunner, run
+from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
-from gradherd.ordering.batch_claims import BatchClaim, ClaimComparison, compare_claims
-from gradherd.ordering.coordination import EpochGatherer, RowGatherer
+from gradherd.ordering.batches import BatchClaim
+from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
 from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.exact_rows import GroupedRows
-
-log = logging.getLogger("gradherd")
 
 
 class RowTransport(ABC):
@@ -92,54 +89,6 @@ class RowTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove the hooks."""
-
-
-class StepComparison:
-    """Finds out whether all ranks feed back the same batch of the order.
-
-    A rank that skips a batch which the others train on is ahead of them from then on. Nothing is
-    learned from such steps: their units keep their place, on all ranks alike.
-    """
-
-    def __init__(self, sampler: OrderedSampler) -> None:
-        self._sampler = sampler
-        self._warned = False
-
-    def compare(
-        self, claim: BatchClaim | None, world: World, *, finite: bool = True
-    ) -> ClaimComparison:
-        """Return what all ranks feed back. All ranks must call it together.
-
-        Args:
-            claim: This rank's batch; None if its gradient belongs to none.
-            world: The ranks, with a group for tensors on the CPU.
-            finite: Whether this rank knows of nothing in the gradients that is not finite.
-        """
-        comparison: ClaimComparison = run(compare_claims(claim, finite=finite), world).value
-        if not comparison.same and not self._warned:
-            self._warned = True
-            log.warning(
-                "ranks have trained on different batches in the same step (%s), and nothing is "
-                "learned from such steps: skip a batch on all ranks or on none",
-                comparison.text,
-            )
-        return comparison
-
-    def pass_over(self, claim: BatchClaim | None, comparison: ClaimComparison) -> None:
-        """Count what all ranks have visited, although nothing is learned from some of it."""
-        ordering = self._sampler.ordering
-        if claim is not None and claim.epoch == ordering.epoch and comparison.visited is not None:
-            ordering.skip_to(max(ordering.steps, comparison.visited))
-            self._sampler.end_if_complete()
-
-    def check_end(self, world: World) -> None:
-        """Raise unless all ranks want all that was fed to be learned now."""
-        comparison: ClaimComparison = run(compare_claims(None, end=True), world).value
-        if not comparison.same:
-            raise RuntimeError(
-                f"ranks are at different steps where they must meet, as in set_epoch(): "
-                f"{comparison.text}; let all ranks train on as many batches"
-            )
 
 
 class CountingTransport(RowTransport):

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import BatchSampler
 
 from gradherd.attach.herd import Herd
-from gradherd.integrations.loaders import HerdSettings, counted
+from gradherd.integrations.loaders import HerdSettings
+from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
@@ -130,7 +131,7 @@ class OrderedDataLoader(DataLoaderShard):
         self.batch_sampler.drawn_by_loader = True
         try:
             # Accelerate's loader is one batch ahead of the loop, so batches are counted here.
-            yield from counted(super().__iter__(), sampler)
+            yield from FollowedIterator(super().__iter__, sampler)
         finally:
             self.batch_sampler.drawn_by_loader = False
             # Accelerate counts no epoch that was broken off. It would be named to the sampler

@@ -63,7 +63,8 @@ class HerdCallback(HerdCallbackBase, Callback):
                     "Composer cannot resume such an epoch: leave it out"
                 )
             length = state.dataloader_len
-            state.set_dataloader(with_sampler(loader, sampler), state.dataloader_label, length)
+            ordered = with_sampler(loader, sampler, follow=True)
+            state.set_dataloader(ordered, state.dataloader_label, length)
         scaler = state.scaler if state.scaler is not None and state.scaler.is_enabled() else None
         if self._attach(state.model, sampler, scaler) and sampler is not None:
             state.dataset_resumption["train"] = True  # the sampler skips, Composer does not

@@ -65,7 +65,7 @@ class GradherdCallback(HerdCallbackBase, Callback):
                     f"{self._sampler.sharding.examples}: an order needs the same examples in every "
                     "epoch"
                 )
-            return with_sampler(loader, self._sampler)
+            return with_sampler(loader, self._sampler, follow=True)
 
         return ordered
 

@@ -2,13 +2,13 @@
 
 A framework has habits of its own with a loader: it replaces the sampler, shards once more, fetches
 batches ahead or skips some on resume. Whatever would change which examples a rank visits is
-refused here in one sentence. Batches that are fetched ahead are no obstacle: `CountedLoader` tells
-the sampler which batch the loop has received.
+refused here in one sentence. Batches that are fetched ahead are no obstacle: a loader that is
+followed (`ordering.batches`) tells the sampler which batch the loop has received.
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from gradherd.attach.attach import attach
 from gradherd.attach.herd import Herd
-from gradherd.ordering.iterators import CountedPass
+from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
@@ -89,7 +89,10 @@ class HerdSettings:
         """Return the sampler for a data set and the batch size of one rank."""
         assert self.order is not None
         unit = batch_size if isinstance(self.unit, str) else self.unit
-        return OrderedSampler(dataset, self.order, batch_size=batch_size, unit=unit, seed=self.seed)
+        # Frameworks may skip batches; how far their loops are is counted where batches arrive.
+        return OrderedSampler(
+            dataset, self.order, batch_size=batch_size, unit=unit, seed=self.seed, ahead=0
+        )
 
     def attach(
         self, model: nn.Module, sampler: OrderedSampler | None, scaler: GradScaler | None = None
@@ -200,12 +203,14 @@ def check_loader(loader: Any) -> None:
     )
 
 
-def with_sampler(loader: Any, sampler: Sampler[Any]) -> Any:
+def with_sampler(loader: Any, sampler: Sampler[Any], *, follow: bool = False) -> Any:
     """Return a copy of a loader that draws from `sampler`; the rest stays as the user set it.
 
     Args:
         loader: A DataLoader, or an object of a subclass such as StatefulDataLoader.
         sampler: Made by `HerdSettings.make_sampler` for this loader.
+        follow: Whether the copy counts for the sampler how many batches its loop has received. Not
+            where the framework's own loader around it fetches ahead.
     """
     # A copy, not a new object: a subclass may take other arguments than DataLoader does.
     ordered = copy.copy(loader)
@@ -214,38 +219,15 @@ def with_sampler(loader: Any, sampler: Sampler[Any]) -> Any:
     # copy has none yet.
     object.__setattr__(ordered, "sampler", sampler)
     object.__setattr__(ordered, "batch_sampler", batches)
+    if follow:
+        ordered.__class__ = _followed_class(type(loader))
     return ordered
 
 
-class CountedLoader:
-    """A loader that fetches ahead, and tells the sampler which batch the loop has received."""
+def _followed_class(kind: type[Any]) -> type[Any]:
+    """Return a subclass of a loader's class whose loops tell the sampler what they receive."""
 
-    def __init__(self, loader: Any, sampler: OrderedSampler) -> None:
-        """Wrap a framework's loader.
+    def iterate(loader: Any) -> FollowedIterator:
+        return FollowedIterator(partial(kind.__iter__, loader), loader.sampler)
 
-        Args:
-            loader: The loader as the framework has prepared it; it draws from `sampler`.
-            sampler: The sampler that learns.
-        """
-        self._loader, self._sampler = loader, sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from counted(iter(self._loader), self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
-
-
-def counted(batches: Iterator[Any], sampler: OrderedSampler) -> Iterator[Any]:
-    """Yield batches, and count for the sampler how many the loop has received."""
-    sampler.counted_pass = counter = CountedPass()
-    try:
-        for batch in batches:
-            counter.delivered += 1
-            yield batch
-    finally:
-        # Now the loop is over, or was broken off.
-        counter.alive = False
+    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})

@@ -15,7 +15,8 @@ import ray.train.torch
 from torch import nn
 
 from gradherd.attach.herd import Herd
-from gradherd.integrations.loaders import CountedLoader, HerdSettings, with_sampler
+from gradherd.integrations.loaders import HerdSettings, with_sampler
+from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.policy import Policy
 from gradherd.rows.settings import RowSettings
 from gradherd.sparsify.selector import Selector
@@ -63,6 +64,6 @@ def prepare(
         ordered = with_sampler(loader, sampler)
         # Ray's own loader is one batch ahead of the loop, so batches are counted outside of it.
         prepared = ray.train.torch.prepare_data_loader(ordered, add_dist_sampler=False)
-        loader = CountedLoader(prepared, sampler)
+        loader = FollowedLoader(prepared, sampler)
     model = ray.train.torch.prepare_model(model, **model_options)
     return model, loader, settings.attach(model, sampler)

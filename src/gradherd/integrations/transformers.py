@@ -25,7 +25,7 @@ from gradherd.attach.herd import Herd
 from gradherd.attach.state import pack, unpack
 from gradherd.integrations.accelerate import check_accelerator, ordered_shard
 from gradherd.integrations.loaders import HerdSettings
-from gradherd.ordering.iterators import CountedPass
+from gradherd.ordering.batches import LoopCount
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
@@ -72,6 +72,7 @@ class GradherdTrainer(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._settings = HerdSettings(**given, seed=seed)
         self._sampler: OrderedSampler | None = None
+        self._count: LoopCount | None = None  # batches that this epoch has trained on
         self._herd: Herd | None = None  # kept after train(), for its metrics
         self._attached = False
         self._skipped = 0  # batches that the Trainer skips in the first epoch of a resumed training
@@ -161,8 +162,8 @@ class GradherdTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on one batch, which is the next one of the loader."""
         # The Trainer fetches all batches of an update before it trains on the first.
-        if self._sampler is not None and self._sampler.counted_pass is not None:
-            self._sampler.counted_pass.delivered += 1
+        if self._count is not None:
+            self._count.delivered += 1
         if self._herd is None:
             raise RuntimeError("this version of transformers trains without attaching gradherd")
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -210,7 +211,8 @@ class _EpochCallback(TrainerCallback):
                     "resume with the batch size and the gradient_accumulation_steps that the "
                     "checkpoint was saved with"
                 )
-        trainer._sampler.counted_pass = CountedPass(delivered=skipped)
+        trainer._count = LoopCount(delivered=skipped)
+        trainer._sampler.follow(trainer._count)
 
 
 class GradherdSeq2SeqTrainer(GradherdTrainer, Seq2SeqTrainer):

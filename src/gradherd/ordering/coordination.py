@@ -16,15 +16,23 @@ step: signs depend on the rows and their sequence, not on when they arrive.
 Shapes: b units of a batch, R workers, k columns of a row, C columns of this rank's slice.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, DealColumns, Runner, Script
-from gradherd.ordering.batch_claims import BatchClaim
+from gradherd.comm.script import AllGather, DealColumns, Runner, Script, run
+from gradherd.comm.world import World
+from gradherd.ordering.batches import BatchClaim
+from gradherd.ordering.sampler import OrderedSampler
 
+log = logging.getLogger("gradherd")
+
+# In place of a time step: the gradient belongs to no batch of the order; no gradient at all, but
+# the end of what was fed.
+_NO_BATCH, _END = -1, -2
 # Rows that wait to be sent take memory, and R times as much on arrival: no more than this.
 _MAX_WAITING_ELEMENTS = 4_000_000
 # A collective has its latency however little it sends: a few dozen batches share one.
@@ -303,3 +311,122 @@ class EpochGatherer:
         seen = seen.cpu() if self._deals else seen
         self._runner.start(observe_epoch(self._learner, rows, seen, deals=self._deals))
         self._runner.finish()
+
+
+def compare_claims(
+    claim: BatchClaim | None, *, finite: bool = True, end: bool = False
+) -> Script["ClaimComparison"]:
+    """Compare the batches that all ranks feed back at this step of training.
+
+    A rank may have skipped a batch that the others trained on. Their gradients then belong to
+    different time steps, and signs are decided for one time step of all workers at once.
+
+    Args:
+        claim: This rank's batch; None if its gradient belongs to none.
+        finite: Whether this rank knows of nothing in the gradients that is not finite.
+        end: This rank feeds back nothing: it wants all that was fed to be learned.
+
+    Raises:
+        RuntimeError: The ranks hold different orders of an epoch.
+    """
+    if claim is None:
+        own = [_END if end else _NO_BATCH, 0, 0, 0]
+    else:
+        own = [claim.step, claim.units, claim.epoch, int(claim.version or "0", 16) - 2**63]
+    gathered: Tensor = yield AllGather(torch.tensor([*own, finite]))
+    rows: list[list[int]] = gathered.tolist()
+    ranks, all_finite = [row[:-1] for row in rows], all(row[-1] for row in rows)
+    if claim is not None and all(one == own for one in ranks):  # at nearly every step
+        return ClaimComparison(True, all_finite, claim.step + claim.units, "")
+    epochs = [epoch if step >= 0 else None for step, _, epoch, _ in ranks]
+    for epoch in set(epochs) - {None}:
+        versions = [one[3] if one[2] == epoch and one[0] >= 0 else None for one in ranks]
+        check_same_version(versions, int(epoch or 0))
+    visited = min(step + units for step, units, _, _ in ranks)
+    return ClaimComparison(
+        same=all(one == own for one in ranks),
+        finite=all_finite,
+        visited=visited if len(set(epochs)) == 1 and None not in epochs else None,
+        text=", ".join(f"{_named(one)} on rank {rank}" for rank, one in enumerate(ranks)),
+    )
+
+
+def _named(own: list[int]) -> str:
+    step, _, epoch, _ = own
+    if step < 0:
+        return "the end" if step == _END else "none"
+    return f"unit {step} of epoch {epoch}"
+
+
+class ClaimComparison(NamedTuple):
+    """What all ranks feed back at one step of training."""
+
+    same: bool
+    """Whether it is the same on all ranks."""
+    finite: bool
+    """Whether no rank knows of a gradient that is not finite."""
+    visited: int | None
+    """Time steps that all ranks have passed, if they are in one epoch."""
+    text: str
+    """The batches, for a message, if they are not the same."""
+
+
+def check_same_version(versions: Sequence[int | None], epoch: int) -> None:
+    """Raise if ranks hold different orders of an epoch; None for a rank that does not say."""
+    known = [version for version in versions if version is not None]
+    if len(set(known)) > 1:
+        common = max(set(known), key=known.count)
+        others = [rank for rank, held in enumerate(versions) if held not in (common, None)]
+        raise RuntimeError(
+            f"ranks {others} hold another order of epoch {epoch} than the other "
+            f"{len(known) - len(others)}: are dataset length, seed, policy and loaded state "
+            "equal on all ranks?"
+        )
+
+
+class StepComparison:
+    """Finds out whether all ranks feed back the same batch of the order.
+
+    A rank that skips a batch which the others train on is ahead of them from then on. Nothing is
+    learned from such steps: their units keep their place, on all ranks alike.
+    """
+
+    def __init__(self, sampler: OrderedSampler) -> None:
+        self._sampler = sampler
+        self._warned = False
+
+    def compare(
+        self, claim: BatchClaim | None, world: World, *, finite: bool = True
+    ) -> ClaimComparison:
+        """Return what all ranks feed back. All ranks must call it together.
+
+        Args:
+            claim: This rank's batch; None if its gradient belongs to none.
+            world: The ranks, with a group for tensors on the CPU.
+            finite: Whether this rank knows of nothing in the gradients that is not finite.
+        """
+        comparison: ClaimComparison = run(compare_claims(claim, finite=finite), world).value
+        if not comparison.same and not self._warned:
+            self._warned = True
+            log.warning(
+                "ranks have trained on different batches in the same step (%s), and nothing is "
+                "learned from such steps: skip a batch on all ranks or on none",
+                comparison.text,
+            )
+        return comparison
+
+    def pass_over(self, claim: BatchClaim | None, comparison: ClaimComparison) -> None:
+        """Count what all ranks have visited, although nothing is learned from some of it."""
+        ordering = self._sampler.ordering
+        if claim is not None and claim.epoch == ordering.epoch and comparison.visited is not None:
+            ordering.skip_to(max(ordering.steps, comparison.visited))
+            self._sampler.end_if_complete()
+
+    def check_end(self, world: World) -> None:
+        """Raise unless all ranks want all that was fed to be learned now."""
+        comparison: ClaimComparison = run(compare_claims(None, end=True), world).value
+        if not comparison.same:
+            raise RuntimeError(
+                f"ranks are at different steps where they must meet, as in set_epoch(): "
+                f"{comparison.text}; let all ranks train on as many batches"
+            )

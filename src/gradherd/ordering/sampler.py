@@ -8,7 +8,7 @@ observed, or when `set_epoch` names another epoch.
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,19 +19,59 @@ from gradherd.comm.checks import check_state, check_whole
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.balance import ImplicitRows
-from gradherd.ordering.batch_claims import BatchClaim
-from gradherd.ordering.iterators import CountedPass, EpochIterator, EpochPass, LoaderRegistry
-from gradherd.ordering.ledger import (
-    BEFORE_ANY_EXAMPLE,
-    BatchLedger,
+from gradherd.ordering.batches import (
+    BatchClaim,
+    Batches,
     BatchTicket,
-    EpochClaims,
-    cursor_position,
+    EpochPass,
+    LoopCount,
+    has_workers,
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import find_policy
 from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
+
+
+class EpochIterator(Iterator[int]):
+    """Iterates over an epoch. The order is that of the sampler when the pass began."""
+
+    def __init__(self, sampler: "OrderedSampler", epoch_pass: EpochPass) -> None:
+        """Start a pass.
+
+        Args:
+            sampler: What hands out the examples.
+            epoch_pass: How far the pass has come.
+        """
+        self._sampler = sampler
+        self._indices = sampler.indices()
+        self._cursor = sampler.cursor(0)
+        self._pass = epoch_pass
+
+    def __next__(self) -> int:
+        one = self._pass
+        position = one.handed_out
+        # Asked for more than a batch before any forward: the loop skips, or the loader prefetches.
+        second = position - one.begin == self._sampler.batch_size
+        if second and not one.logged and one.count is None:
+            one.fetched_ahead = has_workers()
+        if position >= len(self._indices):
+            one.ended = True
+            raise StopIteration
+        one.handed_out = position + 1
+        return self._indices[position]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a cursor of constant size; see `OrderedSampler.state_dict`."""
+        return {**self._cursor, "position": self._pass.handed_out}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position of `state`."""
+        position = self._sampler.position_of(state)
+        self._indices = self._sampler.indices()
+        self._cursor = self._sampler.cursor(0)
+        self._pass.begin = self._pass.handed_out = position
+        self._pass.version = self._cursor["version"]
 
 
 class OrderedSampler(DistributedSampler[Any]):
@@ -94,32 +134,21 @@ class OrderedSampler(DistributedSampler[Any]):
         )
         self._read_hooks: OrderedDict[int, Callable[[str], None]] = OrderedDict()
         self._ahead = ahead
-        self.counted_pass: CountedPass | None = None  # set by wrappers that count for the loop
-        self._begin_ledger()
+        self._batches = Batches(batch_size, unit, ahead)
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._loader_skips = False  # whether the loader skips to that position by itself
         self._named_epoch: int | None = None  # the last argument of set_epoch
         self._begin_epoch()
 
-    def _begin_ledger(self) -> None:
-        self._ledger = BatchLedger(
-            self.batch_size,
-            self._ahead,
-            lambda it, one: self.counted_pass or self._loaders.find_pass(self, it, one.drawn_by),
-        )
-        self._loaders = LoaderRegistry()
-
     def _begin_epoch(self) -> None:
         self.epoch = self.ordering.epoch
         self.num_samples = len(self)
         self.total_size = self.num_samples * self.world.size
-        self._claims = EpochClaims(
+        self._batches.begin_epoch(
             epoch=self.epoch,
             version=self.ordering.version,
             start=self.start,
             length=len(self),
-            batch_size=self.batch_size,
-            unit=self.unit,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,13 +156,12 @@ class OrderedSampler(DistributedSampler[Any]):
         position = self.state_dict()["position"]
         state = self.__dict__ | {"_read_hooks": OrderedDict()}
         state["_resumed"] = self.ordering.epoch, position
-        for name in ("_ledger", "_loaders", "_claims"):
-            del state[name]
+        del state["_batches"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin_ledger()
+        self._batches = Batches(self.batch_size, self.unit, self._ahead)
         self._begin_epoch()
 
     def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
@@ -163,14 +191,18 @@ class OrderedSampler(DistributedSampler[Any]):
             self.end_epoch()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
         epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped // self.batch_size)
-        iterator = EpochIterator(self, epoch_pass, self.batch_size, self._loaders)
+        iterator = EpochIterator(self, epoch_pass)
         epoch_pass.iterator = weakref.ref(iterator)
-        self._ledger.begin(epoch_pass)
+        self._batches.begin_pass(epoch_pass)
         return iterator
+
+    def follow(self, count: LoopCount) -> None:
+        """Let a loop count the batches it receives; see `Herd.batches`."""
+        self._batches.follow(count)
 
     def _ended_short(self) -> bool:
         """Return whether a loop has ended with less than a batch missing: the loader drops it."""
-        last = self._claims.last_pass or self._ledger.newest
+        last = self._batches.last_pass or self._batches.newest
         if last is None or last.version != self.ordering.version or last.alive:
             return False
         # What all ranks have learned, which is the same on all of them, not what this one fed.
@@ -226,16 +258,16 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _loop_moved_on(self, epoch: int) -> bool:
         """Say whether a loop that names `epoch` has been through the current order."""
-        if self._claims.last_pass is not None:
+        if self._batches.last_pass is not None:
             return True
         # A pass without gradients through an order that is new may be an evaluation.
         begun = epoch != self.ordering.epoch or self.ordering.steps > 0
-        return begun and self._ledger.loop_ran(self.ordering.version)
+        return begun and self._batches.loop_ran(self.ordering.version)
 
     def end_epoch(self, next_epoch: int | None = None) -> None:
         """Adopt the next order."""
         ordering = self.ordering
-        if self.attached and not ordering.steps and self._ledger.loop_ran(ordering.version):
+        if self.attached and not ordering.steps and self._batches.loop_ran(ordering.version):
             warnings.warn(
                 f"epoch {self.epoch} was handed out, but no gradient came back, so nothing was "
                 "learned from it: is the attached model the one that is trained?",
@@ -246,10 +278,10 @@ class OrderedSampler(DistributedSampler[Any]):
         self._begin_epoch()
 
     def current_batch(self) -> BatchTicket | None:
-        """Return the batch that a forward which begins now is for; see `BatchLedger.current`."""
+        """Return the batch that a forward which begins now is for; see `Batches.current`."""
         if not self.ordering.policy.needs_rows:  # Which units count does not matter.
             return None
-        return self._ledger.current()
+        return self._batches.current()
 
     def claim(
         self, ticket: BatchTicket | None = None, indices: Sequence[int] | None = None
@@ -269,13 +301,10 @@ class OrderedSampler(DistributedSampler[Any]):
             ValueError: The examples are not a batch of this epoch, or are needed and not given.
         """
         if indices is not None:
-            return self._claims.by_indices(indices, self.indices)
+            return self._batches.claim_examples(indices, self.indices)
         if not self.ordering.policy.needs_rows:
-            return self._claims.next_units(self._ledger.newest)
-        ticket = ticket or self._ledger.current()
-        if ticket is None:
-            raise RuntimeError(BEFORE_ANY_EXAMPLE.format(epoch=self.epoch))
-        return self._claims.by_ticket(ticket)
+            return self._batches.claim_next()
+        return self._batches.claim(ticket)
 
     def observe(
         self,
@@ -305,7 +334,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def skip_rest(self) -> None:
         """Count the claimed batch of what other ranks left over; after the last the epoch ends."""
-        self.ordering.skip_rest(self._claims.position // self.unit)
+        self.ordering.skip_rest(self._batches.position // self.unit)
         if self.ordering.steps * self.unit == len(self):
             self.end_epoch()
 
@@ -315,7 +344,7 @@ class OrderedSampler(DistributedSampler[Any]):
         What was learned is in `ordering.state_dict()`: load that before the cursor.
         """
         self._call_read_hooks("read")
-        return self.cursor(max(self._claims.position, self.ordering.steps * self.unit))
+        return self.cursor(max(self._batches.position, self.ordering.steps * self.unit))
 
     def cursor(self, position: int) -> dict[str, Any]:
         """Return the cursor of a position in the current order."""
@@ -343,7 +372,32 @@ class OrderedSampler(DistributedSampler[Any]):
             self.end_epoch()
 
     def position_of(self, state: Mapping[str, Any]) -> int:
-        """Return the position of a cursor in the current order; raise if it is of another one."""
+        """Return the position of a cursor in the current order.
+
+        Raises:
+            RuntimeError: The cursor belongs to another order.
+            ValueError: It is out of range, or not where another number of workers saved its order.
+        """
         if not self.ordering.policy.needs_rows:
             self.set_epoch(state["epoch"])
-        return cursor_position(state, self.ordering, unit=self.unit, length=len(self))
+        ordering = self.ordering
+        if ordering.resharded_from is not None and state["version"] == ordering.resharded_from[0]:
+            steps = ordering.resharded_from[1]
+            if state["position"] != steps * self.unit:
+                raise ValueError(
+                    f"position {state['position']} is not where its ordering was saved, "
+                    f"{steps * self.unit}: to continue with another number of workers in "
+                    "mid-epoch, save the state of the attached herd; otherwise save at the start "
+                    "of an epoch"
+                )
+            return 0  # The order no longer contains what comes before it.
+        if (state["epoch"], state["version"]) != (ordering.epoch, ordering.version):
+            raise RuntimeError(
+                f"this position belongs to order {state['version']} of epoch {state['epoch']}, but "
+                f"the sampler holds order {ordering.version} of epoch {ordering.epoch}: load the "
+                "state of its ordering first, sampler.ordering.load_state_dict(...)"
+            )
+        if not 0 <= state["position"] <= len(self):
+            raise ValueError(f"position must be in [0, {len(self)}], got {state['position']}")
+        position: int = state["position"]
+        return position
