@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import ExactRows as ExactRows
     from gradherd.rows.settings import SketchRows as SketchRows
     from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
-    from gradherd.sparsify.cltk import CLTK as CLTK
+    from gradherd.sparsify.basics import CLTK as CLTK
+    from gradherd.sparsify.basics import Dense as Dense
+    from gradherd.sparsify.basics import RandomK as RandomK
+    from gradherd.sparsify.basics import TopK as TopK
     from gradherd.sparsify.deft import Deft as Deft
     from gradherd.sparsify.demo import DeMo as DeMo
-    from gradherd.sparsify.dense import Dense as Dense
     from gradherd.sparsify.gtopk import GTopK as GTopK
     from gradherd.sparsify.outer_optimizer import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
     from gradherd.sparsify.partitioned import Online as Online
-    from gradherd.sparsify.randomk import RandomK as RandomK
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
-    from gradherd.sparsify.sage import Sage as Sage
     from gradherd.sparsify.settings import Sparsify as Sparsify
-    from gradherd.sparsify.sidco import SIDCo as SIDCo
-    from gradherd.sparsify.threshold import Threshold as Threshold
-    from gradherd.sparsify.topk import TopK as TopK
+    from gradherd.sparsify.thresholds import Sage as Sage
+    from gradherd.sparsify.thresholds import SIDCo as SIDCo
+    from gradherd.sparsify.thresholds import Threshold as Threshold
 
 __version__ = "0.1.0"
 
@@ -67,22 +67,22 @@ _HOMES = {
     "ExactRows": "rows.settings",
     "SketchRows": "rows.settings",
     "TwoSidedRows": "rows.settings",
-    "CLTK": "sparsify.cltk",
+    "CLTK": "sparsify.basics",
     "Deft": "sparsify.deft",
-    "Dense": "sparsify.dense",
+    "Dense": "sparsify.basics",
     "Online": "sparsify.partitioned",
     "ExDyna": "sparsify.partitioned",
     "DeMo": "sparsify.demo",
     "GTopK": "sparsify.gtopk",
     "Micro": "sparsify.partitioned",
     "LocalSteps": "sparsify.outer_optimizer",
-    "RandomK": "sparsify.randomk",
+    "RandomK": "sparsify.basics",
     "SPARSIFIERS": "sparsify.registry",
-    "Sage": "sparsify.sage",
+    "Sage": "sparsify.thresholds",
     "Sparsify": "sparsify.settings",
-    "SIDCo": "sparsify.sidco",
-    "Threshold": "sparsify.threshold",
-    "TopK": "sparsify.topk",
+    "SIDCo": "sparsify.thresholds",
+    "Threshold": "sparsify.thresholds",
+    "TopK": "sparsify.basics",
 }
 """Public name -> the module of this package that defines it."""
 _ROOMS = ("comm", "ordering", "rows", "sparsify")

@@ -30,9 +30,9 @@ from gradherd.cli.main import main
 from gradherd.comm.collectives import all_reduce_small_bytes
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
+from gradherd.sparsify.basics import TopK
 from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.topk import TopK
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.launched import printed_under_torchrun
 

@@ -13,7 +13,7 @@ from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.value_sums import sum_over_workers
+from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.workers import Worker
 from tests.sparsify.example_sparsifier import EveryNth
 
@@ -35,11 +35,14 @@ SUMS = [
 ]
 
 
+def sum_as(values, context, wire):
+    """The sum of values that are sent in their own dtype, or as bf16."""
+    return sum_values(values, 0, context, "bf16" if wire == torch.bfloat16 else "fp32", dim=0)
+
+
 def sum_script(case, rank, size):
     length, dtype, wire = case
-    return sum_over_workers(
-        normal(7 * rank + length, length, dtype=dtype), StepContext(0, rank, size), wire
-    )
+    return sum_as(normal(7 * rank + length, length, dtype=dtype), StepContext(0, rank, size), wire)
 
 
 DIM = 200_000

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from gradherd.comm.ranks import run_ranks
-from gradherd.sparsify import cltk
-from gradherd.sparsify.cltk import CLTK
+from gradherd.sparsify import basics
+from gradherd.sparsify.basics import CLTK
 from gradherd.sparsify.selector import StepContext
 from tests.sparsify import one_step
 from tests.sparsify.reference_error_feedback import (
@@ -58,7 +58,7 @@ def test_only_the_leader_searches(monkeypatch):
         searched.append(values)
         return torch.arange(k)
 
-    monkeypatch.setattr(cltk, "topk_indices", counted)
+    monkeypatch.setattr(basics, "topk_indices", counted)
     accs = torch.from_numpy(gradients(4, 31)[0])
     for rank in range(4):
         CLTK(0.1).propose(accs[rank], 3, None, StepContext(step=6, rank=rank, size=4))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradherd.sparsify.residuals import ErrorFeedback, merge_residuals
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.threshold import Threshold
+from gradherd.sparsify.thresholds import Threshold
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.workers import Worker
 from tests.sparsify.rank_work import normal, same

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.sparsify.dense import Dense
-from gradherd.sparsify.sage import Sage, SageState
+from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.thresholds import Sage, SageState
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.sparsify.dense import Dense
+from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.threshold import Threshold, ThresholdState
+from gradherd.sparsify.thresholds import Threshold, ThresholdState
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]
@@ -118,8 +118,8 @@ def test_a_change_of_unit_changes_no_pick(value):
     method, context = Threshold(0.1, value), StepContext(3, 0, 1)
     state = method.begin(50, 1, [50])
     acc = torch.from_numpy(gradients(1, 1, 50, scale=0.3)[0, 0])
-    selections, threshold = method.propose(acc, 5, state, context).local
-    scaled, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), context).local
+    selections, _, threshold = method.propose(acc, 5, state, context).local
+    scaled, _, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), context).local
     assert 0 < len(selections) < 50
     assert scaled.tolist() == selections.tolist()
     assert moved == 8 * threshold

@@ -34,7 +34,7 @@ from gradherd.flat import FlatSpec, exchangeable
 from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import BatchRows, RowSettings, row_length
-from gradherd.sparsify.dense import Dense
+from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.outer_optimizer import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector

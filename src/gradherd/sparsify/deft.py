@@ -28,7 +28,7 @@ from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
 # Squares of norms in this range neither overflow nor underflow in float32.
 _SAFE_MIN, _SAFE_MAX = 1e-15, 1e15
@@ -43,7 +43,7 @@ class DeftState:
 
 
 @dataclass(frozen=True)
-class Deft:
+class Deft(Selector):
     """Send more coordinates of layers with larger norms; workers share out the layers.
 
     Yoon and Oh, ICPP 2023, arXiv:2307.03500. Raises ValueError if the density is out of range.
@@ -73,7 +73,7 @@ class Deft:
     def propose(self, acc: Tensor, k: int, state: DeftState, context: StepContext) -> Proposal:
         """Compute the norms of the pieces; the header is their float32 bits."""
         if k >= len(acc):
-            return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
+            return Proposal.without_header(acc)
         pieces = [acc[begin:end] for begin, end in pairwise(state.bounds)]
         return Proposal(norms(pieces).view(torch.int32))
 
@@ -105,10 +105,6 @@ class Deft:
         )
         common = [torch.arange(*spans[piece], device=acc.device) for piece in plan.whole]
         return Selection(torch.cat([*common, gathered]), plan.totals(spans, leader), state)
-
-    def rescale(self, state: DeftState, factor: float) -> DeftState:
-        """Return the state as it is: nothing in it has a unit."""
-        return state
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ k coefficients that a worker sends.
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.exchange import gather_indices
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
 
 @dataclass(frozen=True)
-class DeMo:
+class DeMo(Selector):
     """Send the largest coefficients of a cosine transform, chunk by chunk.
 
     Peng, Quesnelle, Kingma, arXiv:2411.19870. Raises ValueError if a setting is out of range.
@@ -38,7 +37,6 @@ class DeMo:
     decay: float = 1.0
     """Factor of what is kept from step to step. 1 loses nothing; the paper's momentum has 0.999."""
 
-    exclusive = False
     sums_values = True
     transforms = True
 
@@ -49,17 +47,13 @@ class DeMo:
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> None:
-        """DeMo has no state: its momentum is the residual."""
-
     def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
         """Select the largest coefficients of each chunk; every worker selects k, so no header."""
-        nothing = torch.zeros(0, dtype=torch.int32, device=acc.device)
         if k >= len(acc):
-            return Proposal(nothing)
+            return Proposal.without_header(acc)
         coefficients = transform(acc, self._side(acc))
         own = largest_of_chunks(coefficients, k, context.step)
-        return Proposal(nothing, (own, coefficients.flatten()[own]))
+        return Proposal.without_header(acc, (own, coefficients.flatten()[own]))
 
     def agree(
         self,
@@ -97,9 +91,6 @@ class DeMo:
             kept=kept if self.decay == 1 else kept * self.decay,
             selected=len(indices.unique()),
         )
-
-    def rescale(self, state: None, factor: float) -> None:
-        """DeMo has no state."""
 
     def _side(self, acc: Tensor) -> int:
         # A short vector would be mostly padding.

@@ -14,7 +14,6 @@ was not. Dropped values stay in the residual of the worker that selected them.
 Letters: R workers, k entries of a sparse vector, B bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, SendRecv
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
 
 @dataclass(frozen=True)
-class GTopK:
+class GTopK(Selector):
     """Send the k largest sums, merged pair by pair up a tree of workers.
 
     Shi et al., ICDCS 2019, arXiv:1901.04359. Raises ValueError if the density is out of range.
@@ -36,19 +35,15 @@ class GTopK:
     density: float = 1e-3
     """Share of the coordinates that each worker selects, and that is sent."""
 
-    exclusive = False
     sums_values = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
 
-    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> None:
-        """GTop-k has no state."""
-
     def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
         """Select the k largest; the header is empty, as every worker selects k."""
         own = topk_indices(acc, k) if k < len(acc) else torch.arange(len(acc), device=acc.device)
-        return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device), own)
+        return Proposal.without_header(acc, own)
 
     def agree(
         self,
@@ -69,9 +64,6 @@ class GTopK:
         sent = torch.zeros(k, dtype=torch.bool, device=acc.device)
         sent[torch.searchsorted(result.indices, own[alive])] = True
         return Selection(result.indices, counts, None, sums=result.values, sent=sent)
-
-    def rescale(self, state: None, factor: float) -> None:
-        """GTop-k has no state."""
 
 
 class SparseVector(NamedTuple):

@@ -15,7 +15,7 @@ Letters: D coordinates, R workers, M offers of a worker, K coordinates that all 
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.message_sizes import EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, diffuse
-from gradherd.sparsify.selector import Proposal, Selection, StepContext, check_density
+from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
 Balance = Literal["recut", "diffusive", "none"]
 
@@ -89,10 +89,9 @@ class Online:
 ThresholdRule = Literal["consensus", "online"] | Online
 
 
-class Partitioned(ABC):
+class Partitioned(Selector):
     """A method whose workers select from exclusive partitions; subclasses are dataclasses."""
 
-    density: float
     threshold: ThresholdRule
     capacity: float
 
@@ -122,7 +121,7 @@ class Partitioned(ABC):
         """
         # Nothing to choose. All workers have the same k and D, so all headers are empty.
         if k >= len(acc):
-            return Proposal(torch.zeros(0, dtype=torch.int32, device=acc.device))
+            return Proposal.without_header(acc)
         plan = self._plan(len(acc), k, state, context)
         first, end = plan.spans[context.rank]
         part = acc[first:end]

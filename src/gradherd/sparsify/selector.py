@@ -3,10 +3,12 @@
 Letters: D coordinates, R workers, K coordinates that are sent, H elements of a header.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
@@ -53,6 +55,11 @@ class Proposal:
     local: Any = None
     """Data that this worker needs again in `agree`; it is not sent."""
 
+    @classmethod
+    def without_header(cls, acc: Tensor, local: Any = None) -> "Proposal":
+        """Return a proposal of which the others need to know nothing."""
+        return cls(torch.zeros(0, dtype=torch.int32, device=acc.device), local)
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -79,19 +86,14 @@ class Selection:
     """Weight of the new residual against the old one."""
 
 
-class Selector(Protocol):
+class Selector(ABC):
     """Select which coordinates of residual + gradient are sent.
 
     A sparsifier is a frozen dataclass whose fields are its settings. It never changes itself:
     `agree` returns the state for the next step (a frozen dataclass, or None), so a step can be
     called off by dropping that state. Everything that determines what is communicated must be the
-    same on all workers, otherwise they would wait for each other forever.
-
-    Three optional class attributes, False if missing, describe special methods:
-    `sums_values` (the method reduces the values itself, so `Sparsify.values` does not apply),
-    `uses_layers` (the method reads `layers`) and `transforms` (it selects in another basis, and
-    returns sums of all coordinates). To add a method, write it in a file of its own and
-    add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
+    same on all workers, otherwise they would wait for each other forever. To add a method, write
+    it in a file of its own and add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
 
     A method whose state and selection are the same on all workers may also have
     `select_rows(acc, k, state, context)`, which does `propose` and `agree` of R simulated workers
@@ -99,28 +101,29 @@ class Selector(Protocol):
     the bytes of a header, or None.
     """
 
-    @property
-    def density(self) -> float:
-        """Share of the coordinates to send."""
-        ...
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether a coordinate can be selected by one worker at most."""
-        ...
+    density: float
+    """Share of the coordinates to send."""
+    exclusive: ClassVar[bool] = False
+    """Whether a coordinate can be selected by one worker at most."""
+    sums_values: ClassVar[bool] = False
+    """Whether the method reduces the values itself, so that `Sparsify.values` does not apply."""
+    uses_layers: ClassVar[bool] = False
+    """Whether the method reads `layers`."""
+    transforms: ClassVar[bool] = False
+    """Whether it selects in another basis, and returns sums of all coordinates."""
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> Any:
-        """Return the state before the first step.
+        """Return the state before the first step; None is no state.
 
         Args:
             dim: D.
             workers: R.
             layers: Number of elements of each parameter tensor in the vector; they add up to D.
         """
-        ...
+        return None
 
     def propose(self, acc: Tensor, k: int, state: Any, context: StepContext) -> Proposal:
-        """Compute what needs no communication.
+        """Compute what needs no communication; nothing, unless a method says otherwise.
 
         It must not change `acc`: if the step is called off, nothing has happened.
 
@@ -130,8 +133,9 @@ class Selector(Protocol):
             state: The method's state.
             context: Which worker this is, and in which step.
         """
-        ...
+        return Proposal.without_header(acc)
 
+    @abstractmethod
     def agree(
         self,
         acc: Tensor,
@@ -153,14 +157,13 @@ class Selector(Protocol):
             proposal: What `propose` returned on this worker.
             headers: (R, H) int32 headers of all workers, on the CPU.
         """
-        ...
 
     def rescale(self, state: Any, factor: float) -> Any:
         """Return the state after all values were multiplied by `factor`.
 
         Called when the learning rate changes, if residuals are in the unit of parameters.
         """
-        ...
+        return state
 
 
 def target_count(density: float, dim: int) -> int:

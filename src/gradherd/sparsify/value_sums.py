@@ -3,7 +3,10 @@
 Letters: D coordinates, R workers, K values.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllToAll, Script, run_together
@@ -18,10 +21,92 @@ from gradherd.sparsify.packing import decode_values, encode_values
 from gradherd.sparsify.selector import StepContext
 
 
+@dataclass(frozen=True)
+class ValueCodec:
+    """How the values of one message are written: some in few bits, the others in a dtype.
+
+    Biases and scales of norms, which are always sent, are few and matter much: bf16 costs little
+    there. Besides, they were not selected for being large, so levels would fit them badly.
+    """
+
+    bits: int
+    """Bits of each of the first values."""
+    few: int
+    """How many these are."""
+    rest: int
+    """How many follow."""
+    rest_dtype: torch.dtype
+    """Dtype in which those are written."""
+    dtype: torch.dtype
+    """Dtype of the values."""
+
+    @classmethod
+    def of(cls, values: Tensor, always: int, form: ValueFormat) -> "ValueCodec":
+        """Return how (K,) values are sent, the last of which are always sent."""
+        narrow = values.dtype if form == "fp32" else torch.bfloat16
+        few = len(values) - always if form in VALUE_BITS else 0
+        return cls(VALUE_BITS.get(form, 0), few, len(values) - few, narrow, values.dtype)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values are read as they were written."""
+        return not self.few and self.rest_dtype == self.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a message."""
+        return value_bytes(self.few, self.bits) + self.rest * self.rest_dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Write (..., few + rest) values; those beyond the range of a dtype are clamped."""
+        rest = values[..., self.few :]
+        if self.rest_dtype != self.dtype:
+            limit = torch.finfo(self.rest_dtype).max
+            rest = rest.clamp(-limit, limit).to(self.rest_dtype)
+        if not self.few:
+            return rest
+        code = encode_values(values[..., : self.few], self.bits)
+        if not self.rest:
+            return code
+        return torch.cat([code, rest.contiguous().view(torch.uint8)], dim=-1)
+
+    def decode(self, message: Tensor) -> Tensor:
+        """Return the (..., few + rest) values that `encode` wrote."""
+        if not self.few:
+            return message.to(self.dtype)
+        border = value_bytes(self.few, self.bits)
+        decoded = decode_values(message[..., :border], self.few, self.bits, self.dtype)
+        if not self.rest:
+            return decoded
+        # Cloned, because a view as bf16 needs aligned memory.
+        rest = message[..., border:].clone(memory_format=torch.contiguous_format)
+        return torch.cat([decoded, rest.view(self.rest_dtype).to(self.dtype)], dim=-1)
+
+    def slice_of(self, size: int) -> "ValueCodec":
+        """Return how one of `size` slices is written: all have the same number of bytes."""
+        return replace(self, few=-(-self.few // size), rest=-(-self.rest // size))
+
+    def cut(self, values: Tensor, size: int) -> Tensor:
+        """Cut values into `size` slices with equally many of both kinds, padded with zeros."""
+        one = self.slice_of(size)
+        parts = ((values[: self.few], one.few), (values[self.few :], one.rest))
+        rows = [F.pad(part, (0, n * size - len(part))).view(size, n) for part, n in parts if n]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Return the values that `cut` made slices of."""
+        few = self.slice_of(len(rows)).few
+        first, rest = rows[:, :few].reshape(-1)[: self.few], rows[:, few:].reshape(-1)[: self.rest]
+        return torch.cat([first, rest]) if self.few else rest
+
+
 def sum_values(
     values: Tensor, always: int, context: StepContext, form: ValueFormat, dim: int
 ) -> Script[tuple[Tensor, Tensor | None]]:
-    """Sum `values` over workers in the format in which they are to be sent.
+    """Sum `values` over workers; the result has the same bits on all of them.
+
+    Rows are added in the order of workers, in the dtype of `values`. If values are rounded to be
+    sent, the worker that rounds keeps the rounding error, so that nothing is lost.
 
     Args:
         values: (K,) values of this worker.
@@ -31,97 +116,31 @@ def sum_values(
         dim: D, the length of the vector that the values are taken from.
 
     Returns:
-        As `sum_over_workers`.
-    """
-    # Biases and scales of norms are few and matter much: bf16 costs little there. Besides, they
-    # were not selected for being large, so levels would fit them badly.
-    if form in VALUE_BITS and always < len(values):
-        return sum_few_bits(values, always, context, VALUE_BITS[form], dim)
-    narrow = torch.bfloat16 if form != "fp32" else values.dtype
-    return sum_over_workers(values, context, narrow, dim)
-
-
-def sum_over_workers(
-    values: Tensor, context: StepContext, sent_dtype: torch.dtype, dim: int = 0
-) -> Script[tuple[Tensor, Tensor | None]]:
-    """Sum `values` over workers; the result has the same bits on all of them.
-
-    Rows are added in the order of workers, in the dtype of `values`. If values are sent in a
-    narrower dtype, the worker that rounds keeps the rounding error, so that nothing is lost.
-
-    Args:
-        values: (K,) values of this worker.
-        context: Which worker this is.
-        sent_dtype: Dtype in which values are sent, if it is narrower than theirs.
-        dim: D, the length of the vector that the values are taken from.
-
-    Returns:
         (K,) sums, and (K,) the rounding error that this worker keeps; None is no error.
     """
     if context.size == 1 or not len(values):
         return values, None
-    narrow = sent_dtype.itemsize < values.dtype.itemsize
-    sent = _narrowed(values, sent_dtype) if narrow else values
-    error = values - sent if narrow else None
-    size = sent.numel() * sent.element_size()
-    if _fits_one_round(size, context.size, dim * values.element_size()):
-        rows: Tensor = yield AllGather(sent)
-        return _sum_in_order(rows, values.dtype), error
-    # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
-    # rows in an order of its own, and so give other bits.
-    # Padded with zeros to R equal slices; the padding is cut off the sums.
-    share = -(-len(sent) // context.size)
-    padded = sent.new_zeros(share * context.size)
-    padded[: len(sent)] = sent
-    slices: Tensor = yield AllToAll(padded.view(context.size, share))
-    mine = _sum_in_order(slices, values.dtype)
-    rounded = mine if error is None else _narrowed(mine, sent.dtype)
-    total: Tensor = yield AllGather(rounded)
-    if error is not None:
-        # This worker also rounded its slice of the sum, for everyone.
-        begin = context.rank * share
-        part = error[begin : begin + share]
-        part += (mine - rounded)[: len(part)]
-    return total.view(-1)[: len(values)].to(values.dtype), error
-
-
-def sum_few_bits(
-    values: Tensor, always: int, context: StepContext, bits: int, dim: int = 0
-) -> Script[tuple[Tensor, Tensor | None]]:
-    """Sum values of a few bits each; see `sum_values`, and `packing` for the format."""
-    if context.size == 1:
-        return values, None
-    size, count = context.size, len(values) - always
-    length = value_bytes(count, bits) + 2 * always
-    if _fits_one_round(length, size, dim * values.element_size()):
-        message = _encode(values, count, bits)
+    codec = ValueCodec.of(values, always, form)
+    if _fits_one_round(codec.bytes, context.size, dim * values.element_size()):
+        message = codec.encode(values)
         gathered: Tensor = yield AllGather(message)
         # Decoded as the others do: what differs from the values has not been sent.
-        error = values - _decode(message, count, always, bits, values.dtype)
-        return _sum_in_order(
-            _decode(gathered, count, always, bits, values.dtype), values.dtype
-        ), error
-    # Slices of both kinds for each worker, so that every slice has the same size in bytes.
-    share, tail = -(-count // size), -(-always // size)
-    padded = [
-        torch.nn.functional.pad(part, (0, each * size - len(part))).view(size, each)
-        for part, each in ((values[:count], share), (values[count:], tail))
-    ]
-    rows = torch.cat(padded, dim=1)
-    message = _encode(rows, share, bits)
+        error = None if codec.is_exact else values - codec.decode(message)
+        return _sum_in_order(codec.decode(gathered)), error
+    # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
+    # rows in an order of its own, and so give other bits.
+    rows, part = codec.cut(values, context.size), codec.slice_of(context.size)
+    message = part.encode(rows)
     slices: Tensor = yield AllToAll(message)
-    mine = _sum_in_order(_decode(slices, share, tail, bits, values.dtype), values.dtype)
-    rounded = _encode(mine, share, bits)
+    mine = _sum_in_order(part.decode(slices))
+    rounded = part.encode(mine)
     total: Tensor = yield AllGather(rounded)
-    left = rows - _decode(message, share, tail, bits, values.dtype)
+    if codec.is_exact:
+        return codec.join(total), None
+    left = rows - part.decode(message)
     # This worker also rounded its slice of the sum, for everyone.
-    left[context.rank] += mine - _decode(rounded, share, tail, bits, values.dtype)
-
-    def flat(rows: Tensor) -> Tensor:
-        selected, others = rows[:, :share].reshape(-1), rows[:, share:].reshape(-1)
-        return torch.cat([selected[:count], others[:always]])
-
-    return flat(_decode(total, share, tail, bits, values.dtype)), flat(left)
+    left[context.rank] += mine - part.decode(rounded)
+    return codec.join(part.decode(total)), codec.join(left)
 
 
 def sum_rows(
@@ -148,10 +167,10 @@ def sum_rows(
         errors = None if error is None else torch.stack([one.value[1] for one in results])
         return total, errors, [one.bytes for one in results]
     width = rows.element_size()
-    # What `sum_over_workers` would send, in one round or in two.
+    # What `sum_values` would send, in one round or in two.
     one = _fits_one_round(count * width, size, dim * width)
     elements = count if one else 2 * -(-count // size)
-    return _sum_in_order(rows, rows.dtype), None, [elements * width * (size - 1)] * size
+    return _sum_in_order(rows), None, [elements * width * (size - 1)] * size
 
 
 def _fits_one_round(size: int, ranks: int, dense: int) -> bool:
@@ -161,36 +180,10 @@ def _fits_one_round(size: int, ranks: int, dense: int) -> bool:
     return size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * 2 * dense
 
 
-def _encode(values: Tensor, count: int, bits: int) -> Tensor:
-    """Write the first `count` of (..., n) values in a few bits, the others as bf16."""
-    code = encode_values(values[..., :count], bits)
-    if count == values.shape[-1]:
-        return code
-    others = _narrowed(values[..., count:], torch.bfloat16).contiguous().view(torch.uint8)
-    return torch.cat([code, others], dim=-1)
-
-
-def _decode(message: Tensor, count: int, always: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the (..., count + always) values that `_encode` wrote."""
-    border = value_bytes(count, bits)
-    decoded = decode_values(message[..., :border], count, bits, dtype)
-    if not always:
-        return decoded
-    # Cloned, because a view as bf16 needs aligned memory.
-    others = message[..., border:].clone(memory_format=torch.contiguous_format)
-    return torch.cat([decoded, others.view(torch.bfloat16).to(dtype)], dim=-1)
-
-
-def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert values to a narrower dtype; those beyond its range are clamped, not infinite."""
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)
-
-
-def _sum_in_order(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_in_order(rows: Tensor) -> Tensor:
     """Add rows one by one: `sum(0)` may group them differently for other lengths or devices."""
     # A copy, because virtual workers share `rows`.
-    total = rows[0].to(dtype, copy=True)
+    total = rows[0].clone()
     for row in rows[1:]:
         total += row
     return total
