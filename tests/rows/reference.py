@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from gradherd.rows import FlatSpec, Rows
 from gradherd.rows.sink_capture import SinkCapture
-from gradherd.rows.sketch import sketch_columns
 
 
 def loop_over_examples(
@@ -61,6 +60,5 @@ def mapped(capture: SinkCapture, grads: Tensor) -> Tensor:
             rows += capture.project_rows(index, part)
     if capture._capture is not None:  # modules that are run again: their gradients are sketched
         again = [parts[name].flatten(1) for name in capture._capture.spec.names]
-        seed = capture._settings.seed
-        rows += sketch_columns(torch.cat(again, 1), capture._size, seed, "others")
+        rows += capture._sketch(torch.cat(again, 1), "others")
     return rows

@@ -1,5 +1,6 @@
 """Hashes and the count sketch: by slices, by columns, in every process the same."""
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -8,18 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradherd.attach.row_sources import make_row_source
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.rows import count_sketch
+from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import (
+    CountSketch,
     buckets_and_signs,
     hashed_permutation,
     hashes,
     random_signs,
-    sketch_columns,
-    sketch_vector,
 )
 from tests.rows.reference import close
 
@@ -74,17 +76,47 @@ def test_inner_products_are_right_on_average() -> None:
 
 @pytest.mark.parametrize("examples", [3, 40])  # in blocks, and bucket by bucket
 @pytest.mark.parametrize("size", [1, 63, 64, 200])
-def test_columns_are_sketched_and_scaled(examples: int, size: int) -> None:
-    columns = torch.randn(examples, size, dtype=torch.float64)
-    found = sketch_columns(columns, 16, 3, "w", scale=0.5)
-    close(found, 0.5 * explicit(columns, 16, 3, "w"))
-    close(sketch_columns(columns, 16, 3, "w"), 2 * found)
+def test_columns_are_sketched(examples: int, size: int) -> None:
+    columns, sketch = torch.randn(examples, size, dtype=torch.float64), CountSketch(16, 3)
+    for _ in range(2):  # the second time with hashes that are known
+        close(sketch(columns, "w"), explicit(columns, 16, 3, "w"))
+
+
+class HashedColumns(nn.Module):
+    """A convolution with more columns than a row has, and a module that is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(3, 40, 3), nn.PReLU(40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.conv(x)).mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("unit", [1, 20])
+def test_hashes_are_gone_when_nothing_is_attached(unit: int) -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+    model, x = HashedColumns(), torch.randn(20, 3, 6, 6)
+
+    def step(seed: int) -> None:
+        source = make_row_source(model, SketchRows(size=32, seed=seed), unit, 20)
+        model(x).mean().backward()
+        source.take(20, 1.0)
+        source.close()
+
+    step(0)
+    before = tensors()
+    step(1)
+    assert tensors() == before
 
 
 def test_a_long_vector_is_sketched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[count_sketch.__module__], "_MAX_TEMPORARY", 50)
     vector = torch.randn(333, dtype=torch.float64)
-    close(sketch_vector(vector, 8, 1), count_sketch(vector, 8, 1))
+    close(CountSketch(8, 1).long(vector), count_sketch(vector, 8, 1))
 
 
 def test_equal_seeds_give_equal_sketches_in_every_process() -> None:

@@ -1,10 +1,13 @@
 """Modules that are tapped for rows train, copy and print as they did, and are restored."""
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -261,3 +264,19 @@ def test_a_layer_replaced_by_the_user_is_noticed() -> None:
     assert rows.any()
     capture.remove_hooks()
     assert type(model[2]) is nn.Linear
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_what_was_attached_is_freed_with_its_tensors(restored: bool) -> None:
+    def attach() -> weakref.ref[Any]:
+        model = nn.Sequential(nn.Linear(6, 5), nn.PReLU(5))
+        capture = SinkCapture(model, TwoSidedRows(), batch_size=4)
+        model(torch.randn(4, 6)).sum().backward()
+        capture.pop_sketch(4)
+        if restored:
+            capture.remove_hooks()
+        return weakref.ref(capture)
+
+    freed = attach()
+    gc.collect()
+    assert freed() is None

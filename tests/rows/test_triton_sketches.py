@@ -15,7 +15,7 @@ from gradherd.attach import row_sources, transports
 from gradherd.attach.row_sources import BatchGradientSource
 from gradherd.ordering import device_signs, grab, gram, pair_grab
 from gradherd.rows.settings import SketchRows
-from gradherd.rows.sketch import block_hashes, count_sketch
+from gradherd.rows.sketch import CountSketch, count_sketch
 from gradherd.rows.triton_sketches import GradientSketcher, sketch_columns
 from tests.gpu import DEVICE, MARKS
 
@@ -63,8 +63,8 @@ def test_columns_are_sketched_as_elsewhere(width, size, kind):
     torch.manual_seed(0)
     table = torch.randn(3, width + 5, device=DEVICE).to(kind)
     columns = table[:, 2 : width + 2]  # elements of an example lie side by side, examples need not
-    hashed = block_hashes(3, "w", -(-width // size), size, columns.device, 0.5)
-    want = 0.5 * count_sketch(columns.float(), size, 3, name="w")
+    hashed = CountSketch(size, 3).hashes("w", 0, -(-width // size), columns.device)
+    want = count_sketch(columns.float(), size, 3, name="w")
     torch.testing.assert_close(sketch_columns(columns, size, *hashed), want, atol=1e-4, rtol=1e-5)
 
 

@@ -23,7 +23,7 @@ from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
-from gradherd.rows.sketch import count_sketch, has_kernels, sketch_vector
+from gradherd.rows.sketch import CountSketch, has_kernels
 
 if TYPE_CHECKING:
     from gradherd.rows.triton_sketches import GradientSketcher
@@ -119,7 +119,7 @@ class BatchGradientSource(RowSource):
         self._spec = FlatSpec.of(model)
         self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
         self._lengths = dict(zip(self._spec.names, self._spec.numels, strict=True))
-        self._sketch = sketch
+        self._sketch = None if sketch is None else CountSketch(sketch.size, sketch.seed)
         self._row: Tensor | None = None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         # On a GPU the launches for each parameter would cost more than the rest of the step.
@@ -195,7 +195,7 @@ class BatchGradientSource(RowSource):
                     begin = self._offsets[name]
                     row[begin : begin + self._lengths[name]] = 0
             if self._sketch is not None:
-                row = sketch_vector(row, self._sketch.size, self._sketch.seed)
+                row = self._sketch.long(row)
             return row
 
     def _arrived(self, name: str, grad: Tensor) -> None:
@@ -208,7 +208,7 @@ class BatchGradientSource(RowSource):
         else:
             # A count sketch is linear, so the sketch of the whole gradient is the sum over
             # parameters.
-            self._row += count_sketch(flat, self._sketch.size, self._sketch.seed, offset=offset)
+            self._row += self._sketch(flat, offset=offset)
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return the one row of the batch."""

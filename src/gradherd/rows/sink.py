@@ -17,6 +17,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +185,9 @@ class SinkPool:
 
     def _new_sink(self, key: str, size: int) -> Tensor:
         sink = self.like.new_zeros(self.examples, size).requires_grad_()
-        sink.register_post_accumulate_grad_hook(partial(self._arrive, key))
+        # Python cannot free what such a hook of a tensor holds together with the tensor.
+        hook = partial(_arrive_at, WeakMethod(self._arrive), key)
+        sink.register_post_accumulate_grad_hook(hook)
         return sink
 
     def wait(self, sink: Tensor, one: Map, columns: Tensor) -> Tensor | None:
@@ -244,6 +247,12 @@ class SinkPool:
         """Forget what has arrived."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
         self._waiting, self.differentiated = {}, False
+
+
+def _arrive_at(arrive: "WeakMethod[Callable[[str, Tensor], None]]", key: str, sink: Tensor) -> None:
+    method = arrive()
+    if method is not None:
+        method(key, sink)
 
 
 class WaitingColumns:

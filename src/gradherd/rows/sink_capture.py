@@ -32,7 +32,7 @@ from gradherd.rows.row_check import Registrar, RowCheck, tolerance
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sink import SinkPool, is_spectrum
 from gradherd.rows.sink_layers import DirectLayer, MapSettings
-from gradherd.rows.sketch import hashes, sketch_columns
+from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
 
 # Gradients that `matrix` maps at a time.
@@ -84,6 +84,7 @@ class SinkCapture:
         self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
         tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
         self._size = settings.size_for(self.spec.size)
+        self._sketch = CountSketch(self._size, settings.seed)
         columns = settings.rank_for(looks_up_tokens=tokens)
         self._pool = SinkPool(self._like, batch_size)
         self._handles: list[Any] = []
@@ -488,8 +489,7 @@ class SinkCapture:
                 rows = self._assemble(examples)
                 if self._capture is not None and self._capture.waiting:
                     dense = self._capture.pop_rows(examples, reduction="sum").dense()
-                    seed = self._settings.seed
-                    rows += sketch_columns(dense, self._size, seed, "others")
+                    rows += self._sketch(dense, "others")
         finally:
             self._check.next_batch(self._model.training)
             if self._looks_closer:
@@ -544,7 +544,7 @@ class SinkCapture:
         if is_spectrum(one):
             columns = one.vectors(columns)
         if start is None:
-            total += sketch_columns(columns, self._size, self._settings.seed, key)
+            total += self._sketch(columns, key)
         else:
             total[:, start : start + columns.shape[1]].add_(columns)
 

@@ -12,7 +12,6 @@ whole.
 Shapes: B examples, N coordinates, k buckets.
 """
 
-from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -81,7 +80,6 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and has_triton()
 
 
-@lru_cache(maxsize=1024)
 def buckets_and_signs(
     seed: int, name: str, start: int, count: int, k: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -93,90 +91,101 @@ def buckets_and_signs(
     return torch.from_numpy(buckets).to(device), torch.from_numpy(signs).to(device)
 
 
-def check_size(k: int) -> None:
-    """Raise ValueError unless k is a valid sketch size."""
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-
-
 def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: int = 0) -> Tensor:
-    """Sketch vectors (..., N) by (..., k).
+    """Sketch vectors (..., N) by (..., k), once; see `CountSketch`."""
+    return CountSketch(k, seed)(vectors, name, offset=offset)
 
-    Linear, so a long vector may come in slices: the sketches of the slices, each with its
+
+class CountSketch:
+    """Count sketches of one size and seed; remembers the hashes of what it has sketched.
+
+    They are linear, so a long vector may come in slices: the sketches of the slices, each with its
     `offset` in the vector, add up to the sketch of the vector.
 
-    Args:
-        vectors: (..., N) vectors, or the same slice of several.
-        k: Number of buckets.
-        seed: Seed of the hash.
-        name: Separates independent sketches of one seed, such as those of several parameters.
-        offset: Position of the first coordinate in the whole vector.
-
-    >>> whole = torch.arange(10.0)
-    >>> parts = count_sketch(whole[:4], 3, 0) + count_sketch(whole[4:], 3, 0, offset=4)
-    >>> torch.equal(parts, count_sketch(whole, 3, 0))
+    >>> sketch, whole = CountSketch(3, seed=0), torch.arange(10.0)
+    >>> torch.equal(sketch(whole[:4]) + sketch(whole[4:], offset=4), sketch(whole))
     True
     """
-    check_size(k)
-    if offset < 0:
-        raise ValueError(f"offset must not be negative, got {offset}")
-    if vectors.dim() == 2 and not offset and _fits_bags(vectors):
-        return _sum_buckets(vectors.detach(), k, _count_members(seed, name, vectors.shape[-1], k))
-    first, lead = divmod(offset, k)
-    tail = -(lead + vectors.shape[-1]) % k
-    count = (lead + vectors.shape[-1] + tail) // k
-    if not count:
-        return vectors.new_zeros((*vectors.shape[:-1], k))
-    padded = F.pad(vectors, (lead, tail)) if lead or tail else vectors
-    blocks = padded.reshape(*vectors.shape[:-1], count, k)
-    device = vectors.device
-    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", first, count, k, device)
-    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
-    signed = blocks * block_signs.to(vectors.dtype).unsqueeze(-1)
-    if count > k:
-        # More blocks than possible shifts: add blocks of equal shift before they are rotated.
-        sums = signed.new_zeros((*signed.shape[:-2], k, k))
-        signed = sums.index_add_(-2, shifts, signed)
-        shifts = torch.arange(k, device=device)
-    signed = signed * signs.to(vectors.dtype)
-    # Gathered, not scattered: sums over blocks then have a fixed order.
-    source = (torch.arange(k, device=device) - shifts.unsqueeze(-1)) % k
-    return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 
+    def __init__(self, k: int, seed: int) -> None:
+        """Begin without hashes.
 
-def sketch_columns(columns: Tensor, k: int, seed: int, name: str, *, scale: float = 1.0) -> Tensor:
-    """Return the `count_sketch` of columns (B, N) times `scale`; in one launch on a GPU."""
-    if not has_kernels(columns.device) or columns.dtype != torch.float32 or columns.stride(1) != 1:
-        sketch = count_sketch(columns, k, seed, name=name)
-        return sketch if scale == 1 else sketch * scale
-    from gradherd.rows import triton_sketches
+        Args:
+            k: Number of buckets.
+            seed: Seed of the hash.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        self.size, self.seed = k, seed
+        self._blocks: dict[tuple[str, int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+        self._members: dict[tuple[str, int], _Members] = {}
 
-    count = -(-columns.shape[1] // k)
-    return triton_sketches.sketch_columns(
-        columns, k, *block_hashes(seed, name, count, k, columns.device, scale)
-    )
+    def __call__(self, vectors: Tensor, name: str = "", *, offset: int = 0) -> Tensor:
+        """Sketch vectors (..., N) by (..., k).
 
+        Args:
+            vectors: (..., N) vectors, or the same slice of several.
+            name: Separates independent sketches, such as those of several parameters.
+            offset: Position of the first coordinate in the whole vector.
+        """
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        k, size, device = self.size, vectors.shape[-1], vectors.device
+        if vectors.dim() == 2 and not offset and _fits_bags(vectors):
+            return _sum_buckets(vectors.detach(), k, self._members_of(name, size))
+        first, lead = divmod(offset, k)
+        tail = -(lead + size) % k
+        count = (lead + size + tail) // k
+        if not count:
+            return vectors.new_zeros((*vectors.shape[:-1], k))
+        shifts, block_signs, signs = self.hashes(name, first, count, device)
+        one_launch = vectors.dim() == 2 and vectors.dtype == torch.float32 and not lead
+        if one_launch and has_kernels(device) and vectors.stride(1) == 1:
+            from gradherd.rows import triton_sketches
 
-def sketch_vector(vector: Tensor, k: int, seed: int) -> Tensor:
-    """Return the `count_sketch` (k,) of one long vector, with short temporaries."""
-    total = vector.new_zeros(k)
-    step = max(1, _MAX_TEMPORARY // k) * k  # whole blocks
-    for lo in range(0, len(vector), step):
-        total += count_sketch(vector[lo : lo + step], k, seed, offset=lo)
-    return total
+            return triton_sketches.sketch_columns(vectors, k, shifts, block_signs, signs)
+        padded = F.pad(vectors, (lead, tail)) if lead or tail else vectors
+        blocks = padded.reshape(*vectors.shape[:-1], count, k)
+        signed = blocks * block_signs.to(vectors.dtype).unsqueeze(-1)
+        if count > k:
+            # More blocks than possible shifts: add blocks of equal shift before they are rotated.
+            sums = signed.new_zeros((*signed.shape[:-2], k, k))
+            signed = sums.index_add_(-2, shifts, signed)
+            shifts = torch.arange(k, device=device)
+        signed = signed * signs.to(vectors.dtype)
+        # Gathered, not scattered: sums over blocks then have a fixed order.
+        source = (torch.arange(k, device=device) - shifts.unsqueeze(-1)) % k
+        return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 
+    def long(self, vector: Tensor) -> Tensor:
+        """Return the sketch (k,) of one long vector, with short temporaries."""
+        total = vector.new_zeros(self.size)
+        step = max(1, _MAX_TEMPORARY // self.size) * self.size  # whole blocks
+        for lo in range(0, len(vector), step):
+            total += self(vector[lo : lo + step], offset=lo)
+        return total
 
-@lru_cache(maxsize=1024)
-def block_hashes(
-    seed: int, name: str, count: int, k: int, device: torch.device, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return shifts and signs (count,) of blocks of k coordinates, and signs (k,) within them.
+    def hashes(
+        self, name: str, first: int, count: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return shifts and signs (count,) of blocks of k coordinates, and signs (k,) within."""
+        key = (name, first, count, device)
+        if key not in self._blocks:
+            blocks = buckets_and_signs(self.seed, f"{name}/block", first, count, self.size, device)
+            _, signs = buckets_and_signs(
+                self.seed, f"{name}/column", 0, self.size, self.size, device
+            )
+            self._blocks[key] = (*blocks, signs)
+        return self._blocks[key]
 
-    Signs of blocks are multiplied by `scale`, which then takes no launch of its own in a step.
-    """
-    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
-    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", 0, count, k, device)
-    return shifts, block_signs if scale == 1 else block_signs * scale, signs
+    def _members_of(self, name: str, size: int) -> "_Members":
+        if (name, size) not in self._members:
+            k = self.size
+            shifts, block_signs, signs = self.hashes(name, 0, -(-size // k), torch.device("cpu"))
+            buckets = ((torch.arange(k) + shifts[:, None]) % k).flatten()[:size]
+            signs = (block_signs[:, None] * signs).flatten()[:size]
+            self._members[name, size] = _Members.of(buckets, signs, k)
+        return self._members[name, size]
 
 
 def _fits_bags(vectors: Tensor) -> bool:
@@ -216,19 +225,3 @@ def _sum_buckets(vectors: Tensor, k: int, members: _Members) -> Tensor:
         members.coordinates, table, members.starts, mode="sum", per_sample_weights=signs
     )
     return sums.T.reshape(*vectors.shape[:-1], k)
-
-
-@lru_cache(maxsize=1024)
-def _count_members(seed: int, name: str, size: int, k: int) -> _Members:
-    return _Members.of(*count_buckets(seed, name, size, k, torch.device("cpu")), k)
-
-
-def count_buckets(
-    seed: int, name: str, size: int, k: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the bucket (N,) and the sign (N,) of each coordinate in `count_sketch`."""
-    count = -(-size // k)
-    shifts, block_signs = buckets_and_signs(seed, f"{name}/block", 0, count, k, device)
-    _, signs = buckets_and_signs(seed, f"{name}/column", 0, k, k, device)
-    buckets = (torch.arange(k, device=device) + shifts[:, None]) % k
-    return buckets.flatten()[:size], (block_signs[:, None] * signs).flatten()[:size]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import launch
-from gradherd.rows.sketch import block_hashes
+from gradherd.rows.sketch import CountSketch
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
@@ -156,7 +156,7 @@ class GradientSketcher:
         self._size, self._device = size, parameters[0].device
         self._shapes = [p.shape for p in parameters]
         counts = [p.numel() for p in parameters]
-        hashed = block_hashes(seed, "", -(-sum(counts) // size), size, self._device)
+        hashed = CountSketch(size, seed).hashes("", 0, -(-sum(counts) // size), self._device)
         self._signs = hashed[2].to(torch.int8)  # read for every element, from the cache
         self._pieces = _pieces(counts, size, *(one.cpu().numpy() for one in hashed[:2]))
         # Of parameters without a gradient; the others' are looked up.

@@ -20,7 +20,7 @@ from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
-from gradherd.rows.sketch import count_sketch
+from gradherd.rows.sketch import CountSketch
 
 # Beyond this many parameters a step is bound by arithmetic, not by launches: stacking is no faster.
 _MAX_SIZE = {"cpu": 100_000, "cuda": 20_000_000}
@@ -182,9 +182,12 @@ class RowBuffer:
             sketch: How rows are sketched, or a (D, k) matrix; None stores whole gradients.
             size: D.
         """
-        self.runs, self._sketch, self.columns = list(runs), sketch, size
-        if sketch is not None:
-            self.columns = sketch.shape[1] if isinstance(sketch, Tensor) else sketch.size
+        self.runs, self.columns = list(runs), size
+        self._sketch: CountSketch | Tensor | None = None
+        if isinstance(sketch, Tensor):
+            self._sketch, self.columns = sketch, sketch.shape[1]
+        elif sketch is not None:
+            self._sketch, self.columns = CountSketch(sketch.size, sketch.seed), sketch.size
         self._rows = torch.empty(0)
 
     def select(self, grads: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ class RowBuffer:
             return own
         if isinstance(self._sketch, Tensor):
             return own @ self._sketch
-        return count_sketch(own, self._sketch.size, self._sketch.seed)
+        return self._sketch(own)
 
     def store(self, rows: Tensor, at: int, steps: int) -> None:
         """Store (K, s, G, k) rows as those of K steps from step `at` of `steps` on."""
