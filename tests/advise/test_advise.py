@@ -25,7 +25,7 @@ from gradherd.advise.costs import (
     typical_overheads,
 )
 from gradherd.advise.decide import RIVALS, advise, break_even
-from gradherd.advise.measured import ACCURACY, MODELS
+from gradherd.advise.measured import ACCURACY, MODELS, has_lost
 from gradherd.cli.main import main
 from gradherd.comm.collectives import all_reduce_small_bytes
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
@@ -205,28 +205,46 @@ def test_the_break_even_is_where_the_lines_cross(one):
 def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     small = setting(params=11e6, backward=0.015, forward=0.008)
     fast = advise(replace(small, link=NetworkLink(bandwidth=2.4e12, latency=5e-6)))
-    slow = advise(small)
+    slow = advise(replace(small, link=NetworkLink(bandwidth=1e7, latency=1e-4)))
     assert not fast["pays"] and fast["advice"].startswith("No: over 2.4 Tb/s, ")
     assert "So keep dense: nothing here is more than 10 % faster" in fast["advice"]
-    assert slow["pays"] and slow["advice"].startswith("Yes: over 1 Gb/s, a step takes ")
+    assert slow["pays"] and slow["advice"].startswith("Yes: over 10 Mb/s, a step takes ")
     assert 1e9 < fast["break_even_bandwidth"] < 2.4e12
     # Not compared with plain dense, which is easy to beat, and with what it cost in our records.
-    assert slow["rival"] == "powersgd" and 0.9 < slow["speedup"] < 1.5
+    assert slow["rival"] == "powersgd" and slow["speedup"] > 2
     assert slow["speedup_range"][0] < slow["speedup"] < slow["speedup_range"][1]
     for words in (
-        "So use exdyna",
+        "local steps",
         "as fast as PowerSGD",
-        "50 points below dense",
+        "points below dense",
         "powersgd at density 0.01 ended level with dense",
         "times per step",
+        "has lost accuracy in our records",
     ):
         assert words in slow["advice"]
     lost = [one["points_lost"] for one in slow["accuracy"] if one["metric"] == "accuracy"]
-    assert max(lost) > 40
+    assert max(lost) > 5
     alone = advise(replace(small, workers=1))
     assert not alone["pays"] and alone["advice"].startswith("No: a single worker")
     assert alone["break_even_bandwidth"] is None
     assert {choice["bytes"] for choice in alone["choices"]} == {0}
+
+
+def test_what_has_lost_is_not_recommended_for_a_few_percent():
+    """ResNet-50 at 1 Gb/s: local steps are 1.2 times as fast as PowerSGD, which loses nothing."""
+    figures = MODELS["resnet50"]
+    found = advise(
+        setting(
+            params=figures.params,
+            workers=8,
+            backward=figures.backward,
+            forward=figures.forward,
+            density=0.01,
+        )
+    )
+    assert found["recommended"] == "powersgd" and not found["pays"]
+    assert "local steps (density 0.02) would take" in found["advice"]
+    assert "149 % more perplexity" in found["advice"] and "So use PowerSGD" in found["advice"]
 
 
 @given(some_settings())
@@ -235,7 +253,15 @@ def test_what_is_recommended_is_among_the_fastest(one):
     found = advise(one)
     steps = {c["exchange"]: c["step_seconds"] for c in found["choices"] if c["order"] == "d-rr"}
     allowed = steps if one.params < 2**31 else {name: steps[name] for name in RIVALS}
-    assert 0.9 * steps[found["recommended"]] <= min(allowed.values())
+    densities = {n: one.local_density if n.startswith("local") else one.density for n in allowed}
+    keeping = {n: s for n, s in allowed.items() if not has_lost(n, densities[n])}
+    chosen = found["recommended"]
+    if chosen in keeping:
+        assert 0.9 * steps[chosen] <= min(keeping.values())
+        assert steps[chosen] <= 2 * min(allowed.values()) / 0.9
+    else:  # Twice as fast as the mildest of the others that are within a tenth of the fastest.
+        assert 0.9 * steps[chosen] <= min(allowed.values())
+        assert 2 * steps[chosen] <= min(keeping.values()) / 0.9
     assert found["pays"] == (found["recommended"] not in RIVALS)
     low, high = found["speedup_range"]
     assert low <= found["speedup"] * (1 + 1e-9) and found["speedup"] <= high * (1 + 1e-9)
@@ -339,7 +365,7 @@ def test_the_command_reads_well_for_people(capsys, monkeypatch):
     for width in (50, 80, 160):
         monkeypatch.setenv("COLUMNS", str(width))
         code, out, _ = run(capsys, "--params", "25M", *KNOWN, "--density", 0.001)
-        assert code == 0 and "Yes: over 1 Gb/s" in out and "\nSo use exdyna" in out
+        assert code == 0 and "No: over 1 Gb/s" in out and "\nSo use PowerSGD" in out
         table = out[: out.index("recommended")].splitlines()[:-1]
         assert all(len(line) <= width for line in table[1:])
         # No figure is cut: each of a row ends in its unit.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
 from gradherd.advise.costs import Overheads
-from gradherd.advise.measured import accuracy_records, accuracy_sentence
+from gradherd.advise.measured import accuracy_records, accuracy_sentence, has_lost
 from gradherd.advise.units import format_bytes, format_rate, format_seconds
 from gradherd.sparsify.message_sizes import MAX_COORDINATES
 
@@ -15,6 +15,9 @@ _SLOWEST, _FASTEST, _GRID_POINTS = 1e3, 1e16, 261
 # A step must be a tenth faster to be worth a change of training: less is within the error of a
 # prediction.
 _WORTHWHILE = 0.9
+# And twice as fast to be worth an exchange that has lost accuracy in our own records: twice as many
+# steps in the same time may make up for it, a few more do not.
+_WORTH_A_LOSS = 2.0
 RIVALS = ("dense", "fp16", "powersgd")
 """What torch does without gradherd."""
 _MILDEST_FIRST = (
@@ -73,7 +76,7 @@ def advise(setting: Setting) -> dict[str, object]:
     limit = break_even(setting)
     chosen = recommend(setting, choices)
     rival = _best(choices, RIVALS)
-    density = _density_of(setting, chosen)
+    density = _density_of(setting, chosen.exchange)
     sentences = explain(setting, choices, limit)
     return {
         "choices": [
@@ -115,14 +118,23 @@ def advise(setting: Setting) -> dict[str, object]:
 def recommend(setting: Setting, choices: Sequence[Choice]) -> Choice:
     """Return the exchange that changes training least among those within a tenth of the fastest.
 
+    One that has lost accuracy in our records must be twice as fast as the best that has not.
+
     Args:
         setting: Model, workers and network.
         choices: The predicted steps.
     """
     # gradherd's own messages have indices of 32 bits.
     allowed = _MILDEST_FIRST if setting.params <= MAX_COORDINATES else RIVALS
-    fastest = _best(choices, allowed).step_seconds
-    each = (_best(choices, (name,)) for name in allowed)
+    keeping = [name for name in allowed if not has_lost(name, _density_of(setting, name))]
+    fast, safe = _mildest(choices, allowed), _mildest(choices, keeping)
+    return fast if safe.step_seconds >= _WORTH_A_LOSS * fast.step_seconds else safe
+
+
+def _mildest(choices: Sequence[Choice], exchanges: Sequence[str]) -> Choice:
+    """Return the first exchange within a tenth of the fastest of them."""
+    fastest = _best(choices, exchanges).step_seconds
+    each = (_best(choices, (name,)) for name in exchanges)
     return next(one for one in each if _WORTHWHILE * one.step_seconds <= fastest)
 
 
@@ -174,8 +186,10 @@ def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) ->
         sentences.append(_break_even_sentence(choices, limit))
     sentences.append(_order_sentence(choices, chosen))
     if chosen.exchange not in ("dense", "fp16"):
-        sentences.append(accuracy_sentence(chosen.exchange, _density_of(setting, chosen)))
-    if chosen.exchange not in RIVALS:
+        sentences.append(_accuracy(setting, chosen))
+    if chosen.exchange in RIVALS:
+        sentences += _faster_but_worse(setting, choices, chosen)
+    else:
         # What torch has may be as fast, and cost less.
         if _best(choices, RIVALS).exchange == "powersgd":
             sentences.append(accuracy_sentence("powersgd", setting.density))
@@ -203,10 +217,27 @@ def _answer(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
         f"{label(setting, chosen)}, {format_seconds(waits)} of which does not overlap with the "
         f"backward pass, and {format_seconds(sparse.step_seconds)} with {sparse.name}"
     )
+    if sparse.step_seconds < _WORTHWHILE * chosen.step_seconds:
+        return f"{text}: too small a gain for what it has cost."
     if sparse.step_seconds < chosen.step_seconds:
         return f"{text}: too small a gain to change training for."
     why = f"selecting and exchanging take {format_seconds(extra)}"
     return f"{text}, because {why} and cannot overlap with it."
+
+
+def _accuracy(setting: Setting, choice: Choice) -> str:
+    return accuracy_sentence(choice.exchange, _density_of(setting, choice.exchange))
+
+
+def _faster_but_worse(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> list[str]:
+    """Say what would be faster than an exchange of torch's, and what it has cost."""
+    if setting.params > MAX_COORDINATES:
+        return []
+    fast = _mildest(choices, _MILDEST_FIRST)
+    if not fast.step_seconds < _WORTHWHILE * chosen.step_seconds:
+        return []
+    less = format_seconds(chosen.step_seconds - fast.step_seconds)
+    return [f"{label(setting, fast)} would take {less} less.", _accuracy(setting, fast)]
 
 
 def _caution(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
@@ -236,7 +267,9 @@ def _conclusion(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> 
         f"{'that torch has' if chosen.exchange not in RIVALS else 'of the rest that torch has'} "
         f"({_between(low, high)} {_IF_WRONG})"
     )
-    if low < 1 and chosen.exchange not in RIVALS:
+    if has_lost(chosen.exchange, _density_of(setting, chosen.exchange)):
+        text += "; it has lost accuracy in our records, so compare the losses first"
+    elif low < 1 and chosen.exchange not in RIVALS:
         text += "; that is too close to call, so time a few steps of both, and compare their losses"
     return f"{text}."
 
@@ -273,9 +306,8 @@ def label(setting: Setting, choice: Choice) -> str:
     )
 
 
-def _density_of(setting: Setting, choice: Choice) -> float:
-    local = choice.exchange.startswith("local")
-    return setting.local_density if local else setting.density
+def _density_of(setting: Setting, exchange: str) -> float:
+    return setting.local_density if exchange.startswith("local") else setting.density
 
 
 def _break_even_sentence(choices: Sequence[Choice], limit: float | None) -> str:

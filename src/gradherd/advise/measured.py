@@ -63,8 +63,8 @@ class AccuracyRecord:
     dense: float
     sparse: float
     seeds: int
-    values: str = "fp32"
-    metric: Literal["accuracy", "perplexity"] = "accuracy"
+    values: str
+    metric: Literal["accuracy", "perplexity"]
     """What `dense` and `sparse` are: accuracy in percent, or perplexity."""
 
     @property
@@ -75,146 +75,92 @@ class AccuracyRecord:
         return 100 * (self.sparse / self.dense - 1)
 
 
-_MLP = "an MLP on digits, learning rate tuned"
-_LENET = "LeNet on CIFAR-10, 6 epochs"
-_RESNET = "ResNet-18 on CIFAR-10, 8 epochs"
-_LENET_10 = "LeNet on CIFAR-10, 10 epochs"
-_FASHION = "LeNet on Fashion-MNIST, 5 epochs"
-_RESNET_60 = "ResNet-18 on CIFAR-10, 60 epochs"
-_RESNET_PLAIN = "ResNet-18 on CIFAR-10, 60 epochs, without momentum"
-_SST2 = "a small transformer on SST-2 with AdamW"
-_GPT2 = "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs"
+_LEVEL = 1.0
+"""Points of accuracy: less is level with dense."""
+_LEVEL_PERPLEXITY = 5.0
+"""The same in percent of perplexity."""
 
 
-def _gpt2(method: str, density: float, dense: float, sparse: float, seeds: int) -> AccuracyRecord:
-    """Return a record of the study of GPT-2."""
-    runs = ("dense", method, density, _GPT2, dense, sparse, seeds)
-    return AccuracyRecord("gpt2-sparse", f"{method}-{density:g}", *runs, metric="perplexity")
+def _study(
+    study: str,
+    task: str,
+    *runs: tuple[str, float, str, float, float, int],
+    against: str = "dense",
+    metric: Literal["accuracy", "perplexity"] = "accuracy",
+) -> list[AccuracyRecord]:
+    """Return the records of a study: method, density, arm, dense and sparse result, seeds."""
+    return [
+        AccuracyRecord(
+            study=study, arm=arm, against=against, method=method, density=density, task=task,
+            dense=dense, sparse=sparse, seeds=seeds, metric=metric,
+            values="int2" if arm.endswith("int2") else "fp32",
+        )
+        for method, density, arm, dense, sparse, seeds in runs
+    ]  # fmt: skip
 
 
 ACCURACY = (
-    AccuracyRecord(
+    *_study(
         "local-steps-mlp",
-        "exdyna-0.001_momentum-0_lr-0.3",
-        "dense_lr-0.05",
-        "exdyna",
-        0.001,
-        _MLP,
-        98.3,
-        97.9,
-        3,
+        "an MLP on digits, learning rate tuned",
+        ("exdyna", 0.001, "exdyna-0.001_momentum-0_lr-0.3", 98.3, 97.9, 3),
+        ("local", 0.02, "exdyna-0.02_local_steps-20_lr-0.05", 98.3, 97.9, 3),
+        ("local", 0.02, "exdyna-0.02_local_steps-20_lr-0.05_values-int2", 98.3, 97.9, 3),
+        against="dense_lr-0.05",
     ),
-    AccuracyRecord(
-        "scarce", "exdyna-0.001_without-momentum", "dense", "exdyna", 0.001, _LENET, 56.8, 52, 3
+    *_study(
+        "scarce",
+        "LeNet on CIFAR-10, 6 epochs",
+        ("exdyna", 0.001, "exdyna-0.001_without-momentum", 56.8, 52, 3),
+        ("powersgd", 0.01, "powersgd-0.01", 56.8, 55.9, 3),
+        ("exdyna", 0.01, "exdyna-0.01_without-momentum", 56.8, 54.2, 3),
     ),
-    AccuracyRecord("resnet18", "exdyna-0.001", "dense", "exdyna", 0.001, _RESNET, 80.4, 30.7, 3),
-    AccuracyRecord("resnet18", "topk-0.001", "dense", "topk", 0.001, _RESNET, 80.4, 62.9, 3),
-    AccuracyRecord(
+    *_study(
+        "resnet18",
+        "ResNet-18 on CIFAR-10, 8 epochs",
+        ("exdyna", 0.001, "exdyna-0.001", 80.4, 30.7, 3),
+        ("topk", 0.001, "topk-0.001", 80.4, 62.9, 3),
+    ),
+    *_study(
         "resnet18-long",
-        "exdyna-0.001_without-momentum",
-        "dense",
-        "exdyna",
-        0.001,
-        _RESNET_PLAIN,
-        93.3,
-        92.1,
-        3,
+        "ResNet-18 on CIFAR-10, 60 epochs, without momentum",
+        ("exdyna", 0.001, "exdyna-0.001_without-momentum", 93.3, 92.1, 3),
+        ("exdyna", 0.01, "exdyna-0.01_without-momentum", 93.3, 93.0, 3),
     ),
-    AccuracyRecord(
-        "resnet18-long", "topk-0.001", "dense", "topk", 0.001, _RESNET_60, 93.3, 92.3, 3
-    ),
-    AccuracyRecord(
+    *_study(
         "resnet18-long",
-        "exdyna-0.01_without-momentum",
-        "dense",
-        "exdyna",
-        0.01,
-        _RESNET_PLAIN,
-        93.3,
-        93.0,
-        3,
+        "ResNet-18 on CIFAR-10, 60 epochs",
+        ("topk", 0.001, "topk-0.001", 93.3, 92.3, 3),
+        ("local", 0.015, "exdyna-0.015_every-15-steps", 93.4, 91.2, 2),
     ),
-    AccuracyRecord(
-        "resnet18-long",
-        "exdyna-0.015_every-15-steps",
-        "dense",
-        "local",
-        0.015,
-        _RESNET_60,
-        93.4,
-        91.2,
-        2,
-    ),
-    _gpt2("exdyna", 0.001, 58.87, 140.1, 3),
-    _gpt2("topk", 0.001, 59.12, 70.4, 2),
-    _gpt2("exdyna", 0.01, 58.87, 73.13, 3),
-    AccuracyRecord(
+    *_study(
         "gpt2-sparse",
-        "exdyna-0.015_every-15-steps",
-        "dense",
-        "local",
-        0.015,
-        _GPT2,
-        58.87,
-        146.45,
-        3,
+        "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs",
+        ("exdyna", 0.001, "exdyna-0.001", 58.87, 140.1, 3),
+        ("topk", 0.001, "topk-0.001", 59.12, 70.4, 2),
+        ("exdyna", 0.01, "exdyna-0.01", 58.87, 73.13, 3),
+        ("local", 0.015, "exdyna-0.015_every-15-steps", 58.87, 146.45, 3),
         metric="perplexity",
     ),
-    AccuracyRecord("sst2", "exdyna-0.01", "dense", "exdyna", 0.01, _SST2, 77.6, 78.1, 3),
-    AccuracyRecord("sst2", "topk-0.01", "dense", "topk", 0.01, _SST2, 77.6, 77.6, 3),
-    AccuracyRecord("sst2", "powersgd-0.01", "dense", "powersgd", 0.01, _SST2, 77.6, 77.5, 3),
-    AccuracyRecord("scarce", "powersgd-0.01", "dense", "powersgd", 0.01, _LENET, 56.8, 55.9, 3),
-    AccuracyRecord(
-        "scarce", "exdyna-0.01_without-momentum", "dense", "exdyna", 0.01, _LENET, 56.8, 54.2, 3
+    *_study(
+        "sst2",
+        "a small transformer on SST-2 with AdamW",
+        ("exdyna", 0.01, "exdyna-0.01", 77.6, 78.1, 3),
+        ("topk", 0.01, "topk-0.01", 77.6, 77.6, 3),
+        ("powersgd", 0.01, "powersgd-0.01", 77.6, 77.5, 3),
     ),
-    AccuracyRecord(
-        "together-cnn", "d-rr_topk-0.01", "d-rr_dense", "topk", 0.01, _LENET_10, 53.5, 51.4, 3
+    *_study(
+        "together-cnn",
+        "LeNet on CIFAR-10, 10 epochs",
+        ("topk", 0.01, "d-rr_topk-0.01", 53.5, 51.4, 3),
+        against="d-rr_dense",
     ),
-    AccuracyRecord(
-        "local-steps-mlp",
-        "exdyna-0.02_local_steps-20_lr-0.05",
-        "dense_lr-0.05",
-        "local",
-        0.02,
-        _MLP,
-        98.3,
-        97.9,
-        3,
-    ),
-    AccuracyRecord(
-        "local-steps-mlp",
-        "exdyna-0.02_local_steps-20_lr-0.05_values-int2",
-        "dense_lr-0.05",
-        "local",
-        0.02,
-        _MLP,
-        98.3,
-        97.9,
-        3,
-        "int2",
-    ),
-    AccuracyRecord(
+    *_study(
         "local-steps-cnn",
-        "exdyna-0.08_local_steps-20_lr-0.03",
-        "dense_lr-0.03",
-        "local",
-        0.08,
-        _FASHION,
-        83.6,
-        78.1,
-        3,
-    ),
-    AccuracyRecord(
-        "local-steps-cnn",
-        "exdyna-0.08_local_steps-20_lr-0.03_values-int2",
-        "dense_lr-0.03",
-        "local",
-        0.08,
-        _FASHION,
-        83.6,
-        77.4,
-        3,
-        "int2",
+        "LeNet on Fashion-MNIST, 5 epochs",
+        ("local", 0.08, "exdyna-0.08_local_steps-20_lr-0.03", 83.6, 78.1, 3),
+        ("local", 0.08, "exdyna-0.08_local_steps-20_lr-0.03_values-int2", 83.6, 77.4, 3),
+        against="dense_lr-0.03",
     ),
 )
 """Every task at the best setting that was tried there."""
@@ -249,6 +195,18 @@ def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
     return sorted(same or chosen, key=lambda one: one.lost)
 
 
+def has_lost(exchange: str, density: float) -> bool:
+    """Return whether an exchange ended clearly worse than dense in a record at about a density.
+
+    >>> has_lost("exdyna", 0.01), has_lost("powersgd", 0.01), has_lost("fp16", 1.0)
+    (True, False, False)
+    """
+    return any(
+        one.lost >= (_LEVEL if one.metric == "accuracy" else _LEVEL_PERPLEXITY)
+        for one in accuracy_records(exchange, density)
+    )
+
+
 def accuracy_sentence(exchange: str, density: float) -> str:
     """Say what an exchange cost in accuracy in this repository's own records."""
     records = accuracy_records(exchange, density)
@@ -276,6 +234,6 @@ def _lost(record: AccuracyRecord, first: AccuracyRecord) -> str:
     if not is_accuracy:
         more = "more" if lost > 0 else "less"
         return f"with {abs(lost):.0f} % {more} perplexity than dense {source}"
-    if abs(lost) < 1:
+    if abs(lost) < _LEVEL:
         return f"level with dense {source}"
     return f"{abs(lost):.2g} points {'below' if lost > 0 else 'above'} dense {source}"
