@@ -22,7 +22,7 @@ from gradherd.attach.fsdp_coordination import ShardedCoordination
 from gradherd.attach.fsdp_sparse import ShardedSparseHook
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.herd import Herd
-from gradherd.attach.layouts import DealtColumns
+from gradherd.attach.layouts import BucketLayout
 from gradherd.attach.local_steps import LocalExchange, ShardedLocalExchange
 from gradherd.attach.parameter_usage import check_optimizer, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
@@ -323,5 +323,5 @@ def _make_transport(
     source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(bare.parameters()).device, FlatSpec.of(bare).size
     deals = deals_columns(row_length(settings, size), size, world.size)
-    dealt = DealtColumns(size, world, device) if deals else None
+    dealt = BucketLayout.one_bucket([("row", size)], world) if deals else None
     return GatheringTransport(source, order, world, device, dealt)

@@ -9,7 +9,7 @@ bucket (`exchange`, for which the backward waits).
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.collectives import CollectiveError, all_reduce_start
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+
+_FIRST_LOOKS = 4
+"""Backwards in which buckets are known by their parameters, not by their memory alone."""
 
 
 def world_of(ddp: DDP) -> World:
@@ -89,6 +92,8 @@ class BucketHook(ABC):
         # last bucket has arrived.
         self._collected: list[dist.GradBucket] = []
         self._futures: list[Future[Tensor]] = []
+        self._known: list[Any] = []  # what the buckets of the last backward are known by
+        self._looks = _FIRST_LOOKS
         slot = _slot_of(ddp)
         if slot is None:
             # Once per DDP model: register_comm_hook raises the second time.
@@ -153,6 +158,23 @@ class BucketHook(ABC):
         for one, future in zip(collected, futures, strict=True):
             if not future.done():
                 future.set_result(one.buffer())
+
+    def has_new(self, buckets: Sequence[dist.GradBucket]) -> bool:
+        """Return whether DDP hands out other buckets than at the last call: it rebuilds them once.
+
+        What follows from the buckets is made when they are new, not at every step.
+        """
+        flats = [bucket.buffer() for bucket in buckets]
+        key: list[Any] = [(flat.data_ptr(), flat.numel()) for flat in flats]
+        # New buckets may have the memory of old ones. They come in one of the first backwards;
+        # later, looking at every parameter would take longer than all that is made of them.
+        if self._looks:
+            self._looks -= 1
+            key.append([id(p) for bucket in buckets for p in bucket.parameters()])
+        if key == self._known:
+            return False
+        self._known = key
+        return True
 
     @property
     def position(self) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook
-from gradherd.attach.layouts import BucketLayout, ShardLayout
+from gradherd.attach.layouts import BucketLayout, ShardLayout, gather_state
 from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.transports import RowTransport
 from gradherd.comm.background_thread import BackgroundThread
@@ -42,7 +42,6 @@ from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import StepComparison, observe_slices
-from gradherd.ordering.policy import COLUMNS
 from gradherd.ordering.sampler import OrderedSampler
 
 
@@ -130,6 +129,7 @@ class SlicedTransport(RowTransport):
         super().__init__(sampler)
         self.world = world
         self._spec = FlatSpec.of(model)
+        self._device = next(model.parameters()).device
         self._signer = SliceSigner(sampler, world)
         self._separate: dict[str, Tensor] = {}  # gradient of a backward that is not averaged alone
         # Counted apart from `total_bytes`, which training would have sent without an order, too.
@@ -162,10 +162,6 @@ class SlicedTransport(RowTransport):
     @abstractmethod
     def _drop_slices(self) -> None:
         """Drop slices that were not fed back."""
-
-    @abstractmethod
-    def _columns_of(self, by_name: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's (C,) columns of a row, given by parameter."""
 
     def _arrived(self, name: str, grad: Tensor) -> None:
         # At the first gradient of a backward: nothing is averaged before it, and nothing earlier
@@ -232,26 +228,20 @@ class SlicedTransport(RowTransport):
         Columns are in the order of the model's parameters, so the state depends neither on buckets
         or shards nor on the number of ranks.
         """
-        state = super().ordering_state()
-        balance = state["balance"]
-
-        def whole(row: Tensor) -> Tensor:
-            by_name = self.layout.gather(row, self.world)
-            return torch.cat([by_name[name] for name in self._spec.names])
-
-        for key in COLUMNS:
-            if key in balance:
-                balance[key] = torch.stack([whole(row) for row in balance[key]])
-        return state
+        state, device = super().ordering_state(), self._device
+        return gather_state(state, self.layout, self._spec.names, self.world, device)
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering and cut out this rank's columns."""
         super().load_ordering_state(state)
         spec = self._spec
+
         # The state has whole rows on every rank, so nothing is sent to load it.
-        self._sampler.ordering.map_columns(
-            lambda row: self._columns_of(dict(zip(spec.names, spec.split(row), strict=True)))
-        )
+        def columns(row: Tensor) -> Tensor:
+            by_name = dict(zip(spec.names, spec.split(row), strict=True))
+            return self.layout.columns(by_name, self.world)
+
+        self._sampler.ordering.map_columns(columns)
 
 
 class CoordinatedHook(SlicedTransport, BucketHook):
@@ -286,11 +276,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._one_bucket = spec.size <= ONE_BUCKET_ELEMENTS and len(kinds) == 1
         length = self.layout.lengths()[0] if self._one_bucket else 0
         self._flat = self._parameters[0].detach().new_zeros(length)
-        spans = (slice(at, at + n) for at, n in zip(spec.offsets, spec.numels, strict=True))
-        self._spans = dict(zip(spec.names, spans, strict=True))
-        # DDP's buckets of the last backward. Kept, so that none can take the place of another in
-        # memory unseen: what follows from them is made once, not at every step.
-        self._buckets: list[Tensor] = []
+        self._spans = spec.slices
         self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
         self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
@@ -322,10 +308,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         """Average all buckets and store this rank's slices of all workers' gradients."""
         # Only what this exchange adds: the mean counts over the whole run.
         before = self._mean.bytes
-        flats = [bucket.buffer() for bucket in buckets]
-        known = [flat.data_ptr() for flat in self._buckets] == [flat.data_ptr() for flat in flats]
-        if not known:
-            self._buckets = flats
+        if self.has_new(buckets):
             self._use(buckets)
         if self._one_bucket:
             # Copied into one vector, and the mean back.
@@ -396,13 +379,10 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self.discard()
         self._mean.abandon()
 
-    def _columns_of(self, by_name: Mapping[str, Tensor]) -> Tensor:
-        return self.layout.columns(by_name, self.world)
-
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering and cut out this rank's columns."""
         # DDP's buckets may not be known yet. The next backward converts to them (`_use`).
-        self.layout, self._buckets = self._one_bucket_layout(), []
+        self.layout, self._known = self._one_bucket_layout(), []
         super().load_ordering_state(state)
 
     def close(self) -> None:

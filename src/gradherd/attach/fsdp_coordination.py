@@ -12,7 +12,7 @@ Shapes: R ranks (the workers), C columns of this rank over all parameters.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -131,7 +131,7 @@ class ShardedCoordination(SlicedTransport):
         rows = self._buffers.pop(0)
         if rows is None or rows.dtype != wide:
             device = blocks[0][1].device
-            rows = torch.empty(size, self.layout.columns(size), dtype=wide, device=device)
+            rows = torch.empty(size, self.layout.width(size), dtype=wide, device=device)
         self._buffers.append(rows)
         # Parameters without a gradient in this batch are in no block, and the buffer holds an
         # earlier batch.
@@ -154,9 +154,6 @@ class ShardedCoordination(SlicedTransport):
 
     def _drop_slices(self) -> None:
         self._blocks = []
-
-    def _columns_of(self, by_name: Mapping[str, Tensor]) -> Tensor:
-        return self.layout.cut(by_name, self.world.size)[self.world.rank]
 
     def metrics(self) -> dict[str, Any]:
         """Return what reducing gradients has cost, where ordering shares that exchange."""

@@ -1,38 +1,27 @@
-"""Where the elements of parameters are: in DDP's buckets, in FSDP's shards, in flat vectors.
+"""Which columns of every worker's gradient a rank holds while CD-GraB signs: of buckets, of shards.
 
-`BucketLayout` and `ShardLayout` say which columns of every worker's gradient a rank holds while
-CD-GraB signs whole batches. The state of an ordering outlives a layout: DDP rebuilds its buckets
-after the first step, and another number of ranks may load a checkpoint. So columns can be gathered
-to vectors by parameter, and cut from them again. `BucketMap` leads from coordinates of the flat
-vector of a sparse exchange, which is in the order of the model, back to the buckets.
+The state of an ordering outlives a layout: DDP rebuilds its buckets after the first step, and
+another number of ranks may load a checkpoint. So columns can be gathered to vectors by parameter,
+and cut from them again.
 
-Shapes: R ranks, C columns of this rank over all parameters, D elements of all parameters in the
-flat vector, K of them that are sent.
+Shapes: R ranks, C columns of this rank over all parameters.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.collectives import all_gather
-from gradherd.comm.sliced_mean import column_slices
 from gradherd.comm.world import World
 from gradherd.ordering.policy import COLUMNS
-from gradherd.sparsify import kernels
 
 
 class BucketLayout(NamedTuple):
-    """Which parameters are in which bucket, in order.
-
-    It says what a rank's columns are. The state of the ordering outlives a layout: DDP rebuilds
-    its buckets, and a checkpoint may be loaded by another number of ranks. So columns can be
-    gathered to vectors by parameter, and cut from them again.
-    """
+    """Which parameters are in which bucket, in order; a rank has its slice of each bucket."""
 
     buckets: tuple[tuple[tuple[str, int], ...], ...]
     """(name, elements) of each parameter of each bucket."""
@@ -111,36 +100,6 @@ class BucketLayout(NamedTuple):
         return torch.cat([*body, *(tails if world.rank == world.size - 1 else [])])
 
 
-class DealtColumns(NamedTuple):
-    """The columns of a rank where rows of single examples are dealt (`comm.sliced_mean`)."""
-
-    size: int
-    """Columns of a whole row."""
-    world: World
-    """The ranks that share them."""
-    device: torch.device
-    """Where their group works."""
-
-    def cut(self, row: Tensor) -> Tensor:
-        """Return this rank's (C,) columns of a row.
-
-        >>> dealt = DealtColumns(5, World(rank=2, size=3), torch.device("cpu"))
-        >>> dealt.cut(torch.tensor([1, 2, 3, 4, 5])).tolist()
-        [5, 0]
-        """
-        return column_slices(row.unsqueeze(0), self.world.size)[self.world.rank, 0]
-
-    def joined(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of an ordering with the columns of all ranks. All ranks must call it."""
-        balance = state["balance"]
-        for key in COLUMNS:
-            if key in balance:
-                slices = all_gather(balance[key].to(self.device), self.world).value  # (R, m, C)
-                rows = slices.transpose(0, 1).flatten(1)[:, : self.size]
-                balance[key] = rows.to(balance[key].device)
-        return state
-
-
 class ShardSpan(NamedTuple):
     """A parameter that is cut into equal shards along one dimension."""
 
@@ -189,9 +148,13 @@ class ShardLayout(NamedTuple):
             at += span.width(ranks)
         return found
 
-    def columns(self, ranks: int) -> int:
+    def width(self, ranks: int) -> int:
         """Return C."""
         return sum(span.width(ranks) for span in self.spans)
+
+    def columns(self, by_name: Mapping[str, Tensor], world: World) -> Tensor:
+        """Return this rank's (C,) columns of a vector; zero where a parameter is missing."""
+        return self.cut(by_name, world.size)[world.rank]
 
     def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
         """Return the columns of all ranks, (R, C); zero where a parameter is missing."""
@@ -208,64 +171,29 @@ class ShardLayout(NamedTuple):
         return {span.name: span.join(own) for span, own in zip(self.spans, shards, strict=True)}
 
 
-def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters of a bucket, each with its flat gradient in the bucket."""
-    flat, offset = bucket.buffer(), 0
-    for parameter in bucket.parameters():
-        yield parameter, flat[offset : offset + parameter.numel()]
-        offset += parameter.numel()
+def gather_state(
+    state: dict[str, Any],
+    layout: BucketLayout | ShardLayout,
+    names: Sequence[str],
+    world: World,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the state of an ordering with the columns of all ranks. All ranks must call it.
 
+    Args:
+        state: The state, with this rank's columns.
+        layout: Which columns these are.
+        names: The order of parameters in whole rows.
+        world: The ranks that hold the other columns.
+        device: Where their group works.
+    """
+    balance = state["balance"]
 
-class BucketMap:
-    """Where the buckets of one backward and the flat vector of all parameters correspond."""
+    def whole(row: Tensor) -> Tensor:
+        by_name = layout.gather(row.to(device), world)
+        return torch.cat([by_name[name] for name in names]).to(row.device)
 
-    def __init__(self, buckets: Sequence[dist.GradBucket], slices: Mapping[Tensor, slice]) -> None:
-        """Map all buckets of a backward.
-
-        Args:
-            buckets: DDP's buckets, in the order in which they arrived.
-            slices: Where each parameter is in the flat vector.
-        """
-        self._flats = [bucket.buffer() for bucket in buckets]
-        self.parameters: set[Tensor] = set()
-        """Parameters that the buckets hold."""
-        table = []  # (begin in the flat vector, bucket, begin in the bucket) of each parameter
-        for number, bucket in enumerate(buckets):
-            offset = 0
-            for parameter, piece in pieces(bucket):
-                self.parameters.add(parameter)
-                # An empty parameter begins where the next one does: `put` could not tell them
-                # apart.
-                if parameter in slices and len(piece):
-                    table.append((slices[parameter].start, number, offset))
-                offset += len(piece)
-        # Sorted by where parameters begin, for the binary search in `put`; on the device, so that
-        # indices need not be copied to the host.
-        rows = torch.tensor(sorted(table), dtype=torch.int64).view(-1, 3).T
-        device = self._flats[0].device
-        self._begins, self._numbers, self._offsets = rows.contiguous().to(device)
-
-    def fill(self, value: float) -> None:
-        """Fill all buckets with one value."""
-        for flat in self._flats:
-            flat.fill_(value)
-
-    def put(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Write values into buckets that are zero.
-
-        Args:
-            indices: (K,) positions in the flat vector.
-            values: (K,).
-
-        Returns:
-            (K,) the values as the dtypes of the buckets hold them.
-        """
-        # Parameters are contiguous in the flat vector, so the last one that begins at or before an
-        # index holds it.
-        row = torch.searchsorted(self._begins, indices, right=True) - 1
-        offsets = indices - self._begins[row] + self._offsets[row]
-        buckets = self._numbers[row]
-        written = torch.zeros_like(values)
-        for number, flat in enumerate(self._flats):
-            kernels.scatter_to_bucket(flat, buckets, number, offsets, values, written)
-        return written
+    for key in COLUMNS:
+        if key in balance:
+            balance[key] = torch.stack([whole(row) for row in balance[key]])
+    return state

@@ -10,7 +10,7 @@ those after the first step. `BucketMap` translates between the two.
 Shapes: D elements of all parameters in the flat vector, K of them that are sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.device_exchange import DeviceExchange
 from gradherd.attach.exchange import Exchange
-from gradherd.attach.layouts import BucketMap, pieces
 from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.flat import exchangeable, in_memory_order
+from gradherd.sparsify import kernels
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.gpu_worker import runs_on_device
 from gradherd.sparsify.residuals import clip_together
@@ -35,6 +35,68 @@ from gradherd.sparsify.settings import Sparsify
 
 Spans = list[tuple[int, int]]
 """Ranges (begin, end) of the flat vector."""
+
+
+def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters of a bucket, each with its flat gradient in the bucket."""
+    flat, offset = bucket.buffer(), 0
+    for parameter in bucket.parameters():
+        yield parameter, flat[offset : offset + parameter.numel()]
+        offset += parameter.numel()
+
+
+class BucketMap:
+    """Where buckets and the flat vector of all parameters correspond."""
+
+    def __init__(self, buckets: Sequence[dist.GradBucket], slices: Mapping[Tensor, slice]) -> None:
+        """Map all buckets of a backward.
+
+        Args:
+            buckets: DDP's buckets, in the order in which they arrived.
+            slices: Where each parameter is in the flat vector.
+        """
+        found: set[Tensor] = set()
+        table = []  # (begin in the flat vector, bucket, begin in the bucket) of each parameter
+        for number, bucket in enumerate(buckets):
+            offset = 0
+            for parameter, piece in pieces(bucket):
+                found.add(parameter)
+                # An empty parameter begins where the next one does: `put` could not tell them
+                # apart.
+                if parameter in slices and len(piece):
+                    table.append((slices[parameter].start, number, offset))
+                offset += len(piece)
+        # Sorted by where parameters begin, for the binary search in `put`; on the device, so that
+        # indices need not be copied to the host.
+        rows = torch.tensor(sorted(table), dtype=torch.int64).view(-1, 3).T
+        device = buckets[0].buffer().device
+        self._begins, self._numbers, self._offsets = rows.contiguous().to(device)
+
+        self.missing = [
+            (span.start, span.stop) for parameter, span in slices.items() if parameter not in found
+        ]
+        """Where parameters lie that no bucket holds."""
+
+    def put(self, flats: Sequence[Tensor], indices: Tensor, values: Tensor) -> Tensor:
+        """Write values into buckets that are zero.
+
+        Args:
+            flats: The buckets.
+            indices: (K,) positions in the flat vector.
+            values: (K,).
+
+        Returns:
+            (K,) the values as the dtypes of the buckets hold them.
+        """
+        # Parameters are contiguous in the flat vector, so the last one that begins at or before an
+        # index holds it.
+        row = torch.searchsorted(self._begins, indices, right=True) - 1
+        offsets = indices - self._begins[row] + self._offsets[row]
+        buckets = self._numbers[row]
+        written = torch.zeros_like(values)
+        for number, flat in enumerate(flats):
+            kernels.scatter_to_bucket(flat, buckets, number, offsets, values, written)
+        return written
 
 
 class SparseHook(BucketHook, Exchange):
@@ -63,6 +125,7 @@ class SparseHook(BucketHook, Exchange):
         self._slices: dict[Tensor, slice] = {
             p: self.layout.slices[name] for name, p in parameters.items()
         }
+        self._map: BucketMap | None = None  # of the buckets of the last exchange on the host
         self._device: DeviceExchange | None = None
         # Which parameters a backward has used must be read on the host, once per step.
         if not tracks_usage(ddp) and runs_on_device(self._worker):
@@ -125,18 +188,21 @@ class SparseHook(BucketHook, Exchange):
             if self._usage is not None:
                 self._usage.take()
             return
-        bucket_map = BucketMap(buckets, self._slices)
-        (outcome, unused), sent = run(self._script(bucket_map), self.world)
+        if self._map is None or self.has_new(buckets):
+            self._map = BucketMap(buckets, self._slices)
+        (outcome, unused), sent = run(self._script(self._map), self.world)
+        flats = [bucket.buffer() for bucket in buckets]
         self.total_bytes += sent
         if outcome is None:
             # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
             # skips the step on all of them; the residual stays what it was before the step.
             self._worker.commit(None)
-            bucket_map.fill(torch.nan)
+            for flat in flats:
+                flat.fill_(torch.nan)
             return
         # A narrow dtype rounds or clamps the mean. What the bucket could not hold goes back into
         # the residual, so the optimizer gets it later.
-        written = bucket_map.put(outcome.indices, self._worker.mean_of(outcome))
+        written = self._map.put(flats, outcome.indices, self._worker.mean_of(outcome))
         self._worker.commit(outcome, written=written, excluded=unused)
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
 
@@ -154,15 +220,13 @@ class SparseHook(BucketHook, Exchange):
         DDP leaves the gradients of those as they are, whatever the bucket holds. A residual that
         was sent for them would be lost.
         """
-        unused = [self._slices[p] for p in self._slices if p not in bucket_map.parameters]
+        unused = list(bucket_map.missing)
         if self._usage is not None:
             # Other ranks may have used them: a parameter is left out on all ranks or on none.
             anywhere: Tensor = yield AllGather(self._usage.take())
-            flags = anywhere.any(0).tolist()
-            unused += [
-                span for used, span in zip(flags, self._slices.values(), strict=True) if not used
-            ]
-        return [(span.start, span.stop) for span in unused]
+            spans = zip(anywhere.any(0).tolist(), self._slices.values(), strict=True)
+            unused += [(span.start, span.stop) for used, span in spans if not used]
+        return unused
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last step that need no computation."""

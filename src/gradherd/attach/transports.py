@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.layouts import DealtColumns
+from gradherd.attach.layouts import BucketLayout, gather_state
 from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource
 from gradherd.attach.row_stats import GramOnce, RowFigures
@@ -143,7 +143,7 @@ class GatheringTransport(RowTransport):
         sampler: OrderedSampler,
         world: World,
         device: torch.device,
-        dealt: DealtColumns | None,
+        dealt: BucketLayout | None,
     ) -> None:
         super().__init__(sampler)
         self._source: RowSource = source
@@ -278,13 +278,16 @@ class GatheringTransport(RowTransport):
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with all columns. All ranks must call it."""
         state = super().ordering_state()
-        return state if self._columns is None else self._columns.joined(state)
+        if self._columns is None:
+            return state
+        return gather_state(state, self._columns, ["row"], self._sampler.world, self._device)
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering; the model may have changed as well."""
         super().load_ordering_state(state)
-        if self._columns is not None:
-            self._sampler.ordering.map_columns(self._columns.cut)
+        if (layout := self._columns) is not None:
+            world = self._sampler.world
+            self._sampler.ordering.map_columns(lambda row: layout.columns({"row": row}, world))
         self._source.restart_checks()
 
     def finish(self) -> None:
