@@ -4,7 +4,7 @@ import ast
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,17 @@ from gradherd.advise.costs import (
 )
 from gradherd.advise.decide import RIVALS, advise, break_even
 from gradherd.advise.measured import ACCURACY, MODELS, has_lost
+from gradherd.cli.advise import AdviseCommand
 from gradherd.cli.main import main
+from gradherd.cli.options import density_for
+from gradherd.cli.replay import ReplaySparsifyCommand
 from gradherd.comm.collectives import all_reduce_small_bytes
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.basics import TopK
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitioned import ExDyna
+from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.launched import printed_under_torchrun
@@ -265,6 +270,14 @@ def test_what_is_recommended_is_among_the_fastest(one):
     assert found["pays"] == (found["recommended"] not in RIVALS)
     low, high = found["speedup_range"]
     assert low <= found["speedup"] * (1 + 1e-9) and found["speedup"] <= high * (1 + 1e-9)
+
+
+def test_one_density_is_the_default_everywhere():
+    defaults = {name: method().density for name, method in SPARSIFIERS.items() if name != "dense"}
+    commands = [AdviseCommand().density, ReplaySparsifyCommand(file="x").density]
+    known = {field.name: field.default for field in fields(Setting)}
+    found = {*defaults.values(), *commands, density_for(["exdyna"], None), known["density"]}
+    assert found == {DEFAULT_DENSITY}
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -21,6 +21,7 @@ from gradherd.advise.costs import (
 )
 from gradherd.sparsify.message_sizes import (
     COUNT_BYTES,
+    DEFAULT_DENSITY,
     EXDYNA_CAPACITY,
     FLAG_BYTES,
     INDEX_BYTES,
@@ -63,7 +64,7 @@ class Setting:
     """Seconds of everything else in a step: forward pass, optimizer, data."""
     overheads: Overheads
     """Seconds per step that each method spends computing."""
-    density: float = 0.01
+    density: float = DEFAULT_DENSITY
     """Share of the gradient that a sparse exchange sends."""
     local_density: float = 0.02
     """Share of the difference that an exchange after local steps sends."""

@@ -25,6 +25,7 @@ from gradherd.cli.arguments import (
 )
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.tables import print_advice
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
 # For annotations only: a prediction is arithmetic, and importing torch takes seconds.
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class AdviseCommand:
         MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
     ] = None
     """Time of everything else in a step: forward pass, optimizer, data."""
-    density: float = 0.01
+    density: float = DEFAULT_DENSITY
     """Share of the gradient that a sparse exchange sends, in (0, 1]."""
     local_density: float = 0.02
     """Share of the difference that is sent after local steps, in (0, 1]."""

@@ -32,6 +32,7 @@ from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.registry import SPARSIFIERS, takes_density
 
 if TYPE_CHECKING:
@@ -49,10 +50,9 @@ _BY_TASK = "(default: the task's)"
 IntByTask = Annotated[MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
 FloatByTask = Annotated[MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
 DensityOption = Annotated[
-    MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: 0.001)")
+    MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=f"(default: {DEFAULT_DENSITY:g})")
 ]
 TaskArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
-DEFAULT_DENSITY = 0.001
 
 
 def usable_device(name: str) -> torch.device:

@@ -26,7 +26,7 @@ from gradherd.cli.errors import UsageError
 from gradherd.cli.options import METHODS, ORDERS
 from gradherd.cli.tables import print_sentence, print_table
 from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
-from gradherd.sparsify.message_sizes import ValueFormat
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, ValueFormat
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,
@@ -136,7 +136,7 @@ class ReplaySparsifyCommand:
     file: FileArgument
     """Array (steps, workers, dim) in numpy's .npy format."""
     method: Annotated[str, tyro.conf.arg(help=f"Sparsifier, one of: {METHODS}.")] = "exdyna"
-    density: float = 0.001
+    density: float = DEFAULT_DENSITY
     """Share of the elements to send, in (0, 1]; dense sends all."""
     threshold: Annotated[
         Optional[Literal["consensus", "online"]],  # noqa: UP045

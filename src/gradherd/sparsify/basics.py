@@ -30,6 +30,7 @@ from torch import Tensor
 from gradherd.comm.script import Broadcast, Script
 from gradherd.sparsify.exchange import gather_union
 from gradherd.sparsify.kernels import topk_indices
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
@@ -76,7 +77,7 @@ class TopK(Selector):
     range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates that each worker selects."""
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class CLTK(Selector):
     Chen et al., NeurIPS 2020, arXiv:2104.11125. Raises ValueError if a setting is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
     low_pass: float = 1.0
     """Weight of the new residual against the old one. 1 is plain error feedback; less smooths
@@ -165,7 +166,7 @@ class RandomK(Selector):
     out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
     seed: int = 0
     """Seed of the draws; must be the same on all workers."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import topk_indices
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
@@ -49,7 +50,7 @@ class Deft(Selector):
     Yoon and Oh, ICPP 2023, arXiv:2307.03500. Raises ValueError if the density is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates to send, approximately: every piece sends at least one."""
 
     exclusive = True

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.exchange import gather_indices
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
 
@@ -30,7 +31,7 @@ class DeMo(Selector):
     Peng, Quesnelle, Kingma, arXiv:2411.19870. Raises ValueError if a setting is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coefficients that each worker sends."""
     block: int = 64
     """B: a chunk has B x B consecutive coordinates, and is transformed along both sides."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, SendRecv
 from gradherd.sparsify.kernels import topk_indices
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
 
@@ -32,7 +33,7 @@ class GTopK(Selector):
     Shi et al., ICDCS 2019, arXiv:1901.04359. Raises ValueError if the density is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates that each worker selects, and that is sent."""
 
     sums_values = True

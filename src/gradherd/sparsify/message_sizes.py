@@ -6,6 +6,9 @@ decides what to send. `packing` writes the messages and explains their formats.
 
 from typing import Literal
 
+DEFAULT_DENSITY = 0.01
+"""Share of the coordinates that methods send unless they are told otherwise, everywhere."""
+
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "int2"]
 """How values are sent (`Sparsify.values`)."""
 

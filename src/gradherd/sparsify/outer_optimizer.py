@@ -28,7 +28,7 @@ class LocalSteps:
     """Take steps alone, then exchange the difference: `attach(net, optimizer=opt, local=...)`.
 
     >>> LocalSteps(every=15, method="topk").method
-    TopK(density=0.001)
+    TopK(density=0.01)
     """
 
     every: int = 30

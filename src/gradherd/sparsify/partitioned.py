@@ -31,7 +31,7 @@ from gradherd.sparsify import consensus
 from gradherd.sparsify.consensus import PartitionRule, PartitionState
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.sparsify.message_sizes import EXDYNA_CAPACITY
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, diffuse
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
 
@@ -326,7 +326,7 @@ class ExDyna(Partitioned):
     'recut'
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
     threshold: ThresholdRule = "consensus"
     """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
@@ -384,7 +384,7 @@ class Micro(Partitioned):
     ValueError if a setting is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
     threshold: ThresholdRule = "consensus"
     """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""

@@ -20,7 +20,7 @@ class Sparsify:
     """A sparsifier and how it is run: `attach(model, sparsify=Sparsify(method=ExDyna(1e-3)))`.
 
     >>> Sparsify(method="topk", values="bf16").method
-    TopK(density=0.001)
+    TopK(density=0.01)
     """
 
     method: Selector
@@ -100,7 +100,7 @@ class Sparsify:
 
         >>> settings = Sparsify(method="exdyna", warmup_steps=4, warmup_from=0.1)
         >>> [round(settings.density(step), 5) for step in (0, 2, 4, 100)]
-        [0.1, 0.01, 0.001, 0.001]
+        [0.1, 0.03162, 0.01, 0.01]
         """
         last = self.method.density
         if step >= self.warmup_steps or self.warmup_from <= last:

@@ -38,6 +38,7 @@ from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Script
 from gradherd.sparsify.exchange import gather_union
 from gradherd.sparsify.kernels import indices_above, topk_indices
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import (
     Proposal,
     Selection,
@@ -102,7 +103,7 @@ class Threshold(ByThreshold):
     Sahu et al., NeurIPS 2021, arXiv:2108.00951. Raises ValueError if a setting is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Density that the default threshold is meant for; the actual density may be anything."""
     value: float | None = None
     """The threshold, in the unit of the first step. None is the paper's 1 / (2 sqrt k), which
@@ -175,7 +176,7 @@ class Sage(ByThreshold):
     setting is out of range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates that each worker should select."""
     first: float | Literal["formula", "topk"] = "formula"
     """Threshold of the first step: "formula" is 1 / (2 sqrt k) as published, regardless of the
@@ -309,7 +310,7 @@ class SIDCo(ByThreshold):
     range.
     """
 
-    density: float = 1e-3
+    density: float = DEFAULT_DENSITY
     """Share of the coordinates that each worker should select."""
     distribution: Distribution = "exponential"
     """Distribution of the magnitudes: "exponential" or "pareto" (generalised) in all stages, or

@@ -162,7 +162,7 @@ def test_what_is_compared_by_default(capsys, tmp_path):
     arms = json.loads(told)["arms"]
     assert [(arm["order"], arm["sparsify"], arm["density"]) for arm in arms] == [
         ("d-rr", "dense", None),
-        ("d-rr", "topk", 0.001),
+        ("d-rr", "topk", 0.01),
     ]
 
 
