@@ -28,6 +28,7 @@ from gradherd.attach.parameter_usage import check_optimizer, stepping_optimizer
 from gradherd.attach.row_plan import check_device, plan_rows
 from gradherd.attach.row_sources import make_row_source
 from gradherd.attach.sparse_hook import SparseHook, sparsifiable
+from gradherd.attach.torch_names import uncompiled
 from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable
@@ -93,7 +94,7 @@ def attach(
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise ValueError(f"scaler must be the GradScaler of the loop, got {scaler!r}")
-    bare = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
+    bare = uncompiled(model)
     try:
         _check_order(order)
     except ValueError as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.attach.torch_names import comm_hook_states
 from gradherd.comm.collectives import CollectiveError, all_reduce_start
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
@@ -57,12 +58,12 @@ def hook_is_free(ddp: DDP) -> bool:
     slot = _slot_of(ddp)
     if slot is not None:
         return slot.hook is None
-    return all(isinstance(state, HookSlot) for _, state in ddp._comm_hooks)
+    return all(isinstance(state, HookSlot) for state in comm_hook_states(ddp))
 
 
 def _slot_of(ddp: DDP) -> HookSlot | None:
     """Return the slot that an earlier hook has registered, if there is one."""
-    for _, state in ddp._comm_hooks:
+    for state in comm_hook_states(ddp):
         if isinstance(state, HookSlot) and state.world is not None:
             return state
     return None

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.attach.bucket_hook import BucketHook
 from gradherd.attach.layouts import BucketLayout, ShardLayout, gather_state
 from gradherd.attach.parameter_hooks import ParameterHooks
+from gradherd.attach.torch_names import copy_all
 from gradherd.attach.transports import RowTransport
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
@@ -313,10 +314,10 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         if self._one_bucket:
             # Copied into one vector, and the mean back.
             flat, own = self._pieces
-            torch._foreach_copy_(flat, own)
+            copy_all(flat, own)
             self._mean.start(self._flat)
             self._rows = self._mean.finish(columns=True)
-            torch._foreach_copy_(own, flat)
+            copy_all(own, flat)
         else:
             self._rows = self._mean.finish(columns=True)
         self.total_bytes += self._mean.bytes - before

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.futures import Future
 
+from gradherd.attach.torch_names import scale_on_device
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.gpu import captured
@@ -100,10 +101,7 @@ class DeviceExchange:
         return self._futures[number] if self._futures else None
 
     def _loss_scale(self) -> Tensor | None:
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        # get_scale() would wait for the device.
-        scale = self._scaler._get_scale_async()
+        scale = scale_on_device(self._scaler)
         return None if scale is None else scale.float()
 
     def _is_known(self, number: int, bucket: dist.GradBucket) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.attach.fsdp_torch import fsdp_modules
+from gradherd.attach.torch_names import copy_all
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
@@ -67,7 +68,7 @@ class FlatWeights:
     def read(self) -> Tensor:
         """Return (D,) the parameters."""
         flat = torch.empty(self.layout.size, dtype=self.dtype, device=self.device)
-        torch._foreach_copy_(*self._pairs(flat))
+        copy_all(*self._pairs(flat))
         return flat
 
     def _pairs(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -81,7 +82,7 @@ class FlatWeights:
         for module in self._shardings:
             module.reshard()  # Whole parameters that an evaluation has left would be stale.
         parts, shards = self._pairs(flat)
-        torch._foreach_copy_(shards, parts)
+        copy_all(shards, parts)
 
     def rounded(self, flat: Tensor) -> Tensor:
         """Return a copy of a (D,) vector as the parameters' dtypes can hold it."""

@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gradherd.attach import fsdp_torch
 from gradherd.attach.fsdp_coordination import shares_reduce_scatter
 from gradherd.attach.fsdp_torch import (
     ShardedGroup,
     fsdp_modules,
-    missing_names,
     sharded_groups,
 )
+from gradherd.attach.torch_names import missing_names
 from gradherd.comm.world import World
 from gradherd.ordering.sampler import OrderedSampler
 
@@ -31,8 +32,13 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def check_torch(model: nn.Module) -> None:
-    """Raise ValueError if this version of torch lacks what gradherd uses of FSDP."""
-    if missing := missing_names(model):
+    """Raise ValueError if this version of torch lacks what gradherd uses."""
+    if missing := missing_names():
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs: use a "
+            "version that its metadata names"
+        )
+    if missing := fsdp_torch.missing_names(model):
         raise ValueError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
             "fully_shard: use a version that docs/fsdp.md lists, or DistributedDataParallel"
@@ -71,9 +77,8 @@ def check_sharding(model: nn.Module) -> None:
                 "FullyShardedDataParallel, which reduces gradients before they can be read: use "
                 "torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
             )
-    if fsdp_modules(model):
-        check_torch(model)
-        _check_groups(model, sharded_groups(model))
+    check_torch(model)
+    _check_groups(model, sharded_groups(model))
     tensor = sys.modules.get("torch.distributed.tensor")
     sharded = {name for g in sharded_groups(model) for name in (p.name for p in g.parameters)}
     for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ says which of them another version lacks.
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +19,33 @@ from torch import Tensor, nn
 
 from gradherd.comm.world import World
 
-# Read or replaced on torch's FSDPParamGroup, FSDPParam and FSDPState objects.
-GROUP_NAMES = (
-    "fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads",
-    "gradient_divide_factor", "wait_for_unshard", "post_backward", "_all_reduce_hook",
-)  # fmt: skip
-PARAMETER_NAMES = ("sharded_param", "sharded_size", "unsharded_accumulated_grad", "offload_to_cpu")
-STATE_NAMES = ("_is_root", "_state_ctx", "_root_post_backward_final_callback")
+# Read or replaced on torch's objects, and why.
+GROUP_NAMES = {
+    "fsdp_params": "the parameters that are gathered and reduced together",
+    "mesh_info": "which ranks hold shards, and which replicas",
+    "device": "where whole parameters are computed with",
+    "reduce_grads": "whether a backward reduces: set_requires_gradient_sync",
+    "all_reduce_grads": "whether it averages over replicas: set_requires_all_reduce",
+    "gradient_divide_factor": "what the user has set gradients to be divided by",
+    "wait_for_unshard": "wrapped: whole parameters, and so their hooks, exist only after it",
+    "post_backward": "wrapped: all gradients of the group are there, none is reduced",
+    "_all_reduce_hook": "set: where shards are exchanged between replicas",
+}
+"""Of FSDPParamGroup. `_reduce_scatter_comm`, `reduce_scatter_unused_params` and
+`force_sum_reduction_for_comms` are used where a version has them."""
+PARAMETER_NAMES = {
+    "sharded_param": "the DTensor that the optimizer sees",
+    "sharded_size": "the shape of this rank's shard without padding",
+    "unsharded_accumulated_grad": "a whole gradient that waits to be reduced",
+    "offload_to_cpu": "whether the shard is kept in the memory of the CPU",
+}
+"""Of FSDPParam. `_unsharded_param` is there after the first forward only."""
+STATE_NAMES = {
+    "_is_root": "whether the module has turned out to be part of a larger sharded model",
+    "_state_ctx": "whether a backward is announced to be the last",
+    "_root_post_backward_final_callback": "wrapped: the end of a backward",
+}
+"""Of FSDPState, which a module has by `_get_fsdp_state`."""
 
 GradientHook = Callable[[Tensor], None]
 
@@ -340,7 +360,7 @@ def missing_names(model: nn.Module) -> list[str]:
     return sorted(set(missing))
 
 
-def _lacking(kind: str, item: Any, names: tuple[str, ...]) -> Iterator[str]:
+def _lacking(kind: str, item: Any, names: Iterable[str]) -> Iterator[str]:
     return (f"{kind}.{name}" for name in names if not hasattr(item, name))
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradherd.attach.fsdp_torch import sharded_groups
 from gradherd.rows.parameter_owners import remove_hook
 from gradherd.rows.row_check import Registrar
+from gradherd.rows.torch_names import current_backward
 
 _BACKWARDS_BEFORE_ONE_HOOK = 8
 
@@ -62,7 +62,7 @@ class ParameterHooks:
         def hook(name: str) -> Callable[[Tensor], None]:
             def on_grad(grad: Tensor) -> None:
                 # DDP and FSDP tell backwards apart by this number, too.
-                task = torch._C._current_graph_task_id()
+                task = current_backward()
                 if task != self._graph_task:
                     self._graph_task, self.first = task, name
                     self.began()

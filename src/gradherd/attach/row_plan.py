@@ -10,6 +10,7 @@ from gradherd.attach.bucket_hook import hook_is_free, world_of
 from gradherd.attach.feedback import inner
 from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
 from gradherd.attach.state import check_row_length
+from gradherd.attach.torch_names import uncompiled
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.ordering.sampler import OrderedSampler
@@ -34,8 +35,7 @@ def plan_rows(
     worlds: ShardedWorlds | None,
 ) -> RowSettings:
     """Return how to read rows, or raise if this model cannot be used with this sampler."""
-    # The module inside torch.compile's wrapper.
-    bare = getattr(model, "_orig_mod", model)
+    bare = uncompiled(model)
     here = World.detect()
     # A sampler made before init_process_group() detects one rank and would hand out all the data.
     if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradherd.attach.fsdp_torch import fsdp_modules
 from gradherd.attach.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
+from gradherd.attach.torch_names import call_after_backward
 from gradherd.flat import FlatSpec
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
@@ -24,6 +25,7 @@ from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
 from gradherd.rows.sketch import CountSketch, has_kernels
+from gradherd.rows.torch_names import current_backward
 
 if TYPE_CHECKING:
     from gradherd.rows.triton_sketches import GradientSketcher
@@ -153,7 +155,7 @@ class BatchGradientSource(RowSource):
 
     def _begin(self) -> None:
         """Prepare to read all gradients at once when this backward is over."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task in self._befores:  # a backward inside it (checkpoint) has ended
             return
         grads, before = self._grads(), self._before
@@ -166,7 +168,7 @@ class BatchGradientSource(RowSource):
         self._befores[task] = before
         # Queued callbacks run when the engine has accumulated every gradient, which no hook of a
         # single parameter can tell.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+        call_after_backward(partial(self._end, task))
 
     def _end(self, task: int) -> None:
         # Of backwards inside another, the outer one ends last, and began before all of them.

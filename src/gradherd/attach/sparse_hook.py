@@ -24,6 +24,7 @@ from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.device_exchange import DeviceExchange
 from gradherd.attach.exchange import Exchange
 from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
+from gradherd.attach.torch_names import scale_on_device
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.flat import exchangeable, in_memory_order
@@ -144,7 +145,7 @@ class SparseHook(BucketHook, Exchange):
 
     def _take_clipped(self, buckets: Sequence[dist.GradBucket], clip: float) -> None:
         """Clip this worker's gradient, then add all buckets to the residual."""
-        scale = None if self._scaler is None else self._scaler._get_scale_async()
+        scale = scale_on_device(self._scaler)
         flats = [bucket.buffer() for bucket in buckets]
         clip_together(flats, clip if scale is None else clip * scale.double())
         for number, bucket in enumerate(buckets):
