@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gradherd.comm.script import run_together
-from gradherd.sparsify import kernels
 from gradherd.sparsify.gpu_worker import GpuSteps, has_fixed_shapes
+from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.partitioned import ExDyna, Micro
 from gradherd.sparsify.partitions import recut
 from gradherd.sparsify.residuals import Placement
@@ -207,7 +207,7 @@ def test_coordinates_and_positions_are_each_others_inverse():
     indices = torch.arange(207, device=DEVICE)
     positions = placement.positions(indices)
     assert torch.equal(placement.coordinates(positions), indices)
-    assert placement.size == 3 * kernels.TILE
+    assert placement.size == 3 * TILE
     assert int(placement.coordinates(torch.tensor([40], device=DEVICE))) == -1
     assert placement.coordinates(placement.always).tolist() == list(range(80, 207))
     numbers, offsets = placement.in_buckets(positions[[50, 200, 0, 199]])

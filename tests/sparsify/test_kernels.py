@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradherd.sparsify.kernels import (
-    Marks,
     add,
-    add_marked,
     copy_unless,
     count_marks,
     fill_unless,
     indices_above,
     marked,
+    marks_for,
     scatter_to_bucket,
     topk_indices,
 )
@@ -82,9 +81,9 @@ def test_residual_and_gradient_are_added_checked_and_marked(grads):
         residual, grad = old.clone(), new.clone()
         out = residual if in_place else torch.full_like(residual, torch.nan)
         level, bad = torch.tensor(2.0), torch.zeros(1, dtype=torch.int32)
-        marks = Marks.of(out)
+        marks = marks_for(out)
         scale = torch.tensor(0.5)
-        add_marked(residual, grad, scale, out, threshold=level, bad=bad, marks=marks)
+        add(residual, grad, scale, out, bad=bad, clear=True, threshold=level, marks=marks)
         total = old + 0.5 * new.float()
         assert torch.equal(out, total) and not grad.any() and not bad.any()
         assert in_place or torch.equal(residual, old)

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from gradherd.sparsify import kernels, triton_kernels
-from gradherd.sparsify.kernels import Marks
+from gradherd.sparsify import marks as marks_module
+from gradherd.sparsify.marks import Marks
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 
 pytestmark = MARKS
@@ -169,16 +170,16 @@ def test_a_mean_is_scattered_to_its_bucket(dtype):
 @only_gpu
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_the_gpu_does_what_the_twin_does(dtype):
-    length = 122 * kernels.TILE
+    length = 122 * marks_module.TILE
     old, new = fresh(length), fresh(length).to(dtype)
     results = []
     for device in ("cpu", "cuda", "cuda"):
         residual, grad = old.to(device, copy=True), new.to(device, copy=True)
         threshold, scale = torch.tensor(2.5, device=device), torch.tensor(1.0, device=device)
         bad = torch.zeros(1, dtype=torch.int32, device=device)
-        marks = Marks.of(residual)
-        kernels.add_marked(
-            residual, grad, scale, residual, threshold=threshold, bad=bad, marks=marks
+        marks = kernels.marks_for(residual)
+        kernels.add(
+            residual, grad, scale, residual, bad=bad, clear=True, threshold=threshold, marks=marks
         )
         positions, total = kernels.marked(residual, threshold, marks, 9000)
         count = kernels.count_marks(residual, threshold, marks)

@@ -80,7 +80,7 @@ class GpuSteps:
         residual, acc = feedback.residual, feedback.acc
         worker.decide_on(residual.device)
         self._worker, self._placement, self._rule = worker, placement, method.rule(worker.sparse)
-        self._marks = kernels.Marks.of(residual)
+        self._marks = kernels.marks_for(residual)
         self._bad = torch.zeros(1, dtype=torch.int32, device=residual.device)
         self._threshold = torch.zeros((), device=residual.device)
         self._unit = torch.ones((), device=residual.device)
@@ -133,13 +133,14 @@ class GpuSteps:
         """Add the flat gradients of a bucket to the residual, and set them to zero."""
         parts = self._parts[bucket]
         # Residual and sum change places after each step.
-        kernels.add_marked(
+        kernels.add(
             parts[self.turn],
             grad,
             self._unit,
             parts[1 - self.turn],
-            threshold=self._threshold,
             bad=self._bad,
+            clear=True,
+            threshold=self._threshold,
             marks=self._mark_parts[bucket],
         )
 

@@ -7,112 +7,63 @@ is installed. The torch code here does the same everywhere else.
 Letters: D coordinates, C capacity of a selection, K coordinates that are sent.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradherd.gpu import has_triton
+from gradherd.sparsify.marks import Marks
 
 # Elements that `topk_indices` samples for its first guess of a threshold.
 _SAMPLES = 8192
 # Elements to compare at a time: both buffers fit a core's cache and are allocated once.
 _CHUNK = 131_072
-TILE = 8192
-"""Coordinates whose marks are counted together (`triton_kernels`)."""
 
 
-class Marks(NamedTuple):
-    """Which values reach a threshold: memory that `add_marked` and `mark_if` write.
-
-    Empty where there is no Triton: `marked` then compares again, which is slow on a GPU.
-    """
-
-    words: Tensor
-    """(D / 32,) int32, one bit for each value."""
-    counts: Tensor
-    """(D / TILE,) int32 bits set in each tile."""
-
-    @classmethod
-    def of(cls, values: Tensor) -> "Marks":
-        """Return memory for the marks of (D,) values; D is a multiple of TILE."""
-        size = len(values) if _triton_for(values) else 0
-        words = torch.zeros(size // 32, dtype=torch.int32, device=values.device)
-        return cls(words, torch.zeros(size // TILE, dtype=torch.int32, device=values.device))
-
-    def part(self, begin: int, count: int) -> "Marks":
-        """Return the marks of `count` values from `begin` on, which is a multiple of TILE."""
-        tiles = slice(begin // TILE, -(-(begin + count) // TILE))
-        return Marks(
-            self.words[tiles.start * TILE // 32 : tiles.stop * TILE // 32], self.counts[tiles]
-        )
+def marks_for(values: Tensor) -> Marks:
+    """Return memory for the marks of (D,) values, where kernels make them."""
+    return Marks.of_size(len(values) if _triton_for(values) else 0, values.device)
 
 
 def add(
     residual: Tensor,
     grad: Tensor,
-    scale: float,
+    scale: float | Tensor,
     out: Tensor,
     *,
     bad: Tensor | None = None,
     clear: bool = False,
+    threshold: Tensor | None = None,
+    marks: Marks | None = None,
 ) -> None:
-    """Write residual + scale * grad to `out`; one kernel on a GPU.
+    """Write residual + scale * grad to `out`; in the same pass on a GPU check, mark and clear.
 
     Args:
         residual: (D,), or of any shape that all three have.
         grad: (D,) gradient, of the same or a narrower dtype.
-        scale: Factor of the gradient.
+        scale: Factor of the gradient, a number or a () tensor on the device.
         out: (D,) result, may be `residual`.
         bad: (1,) int32 that becomes 1 if the result is not finite everywhere.
         clear: Whether to set `grad` to zero.
+        threshold: () on the device: values that reach it are marked.
+        marks: Those of `out`; None makes none.
     """
     if triton := _triton_for(residual, grad, out):
-        flat = (tensor.view(-1) for tensor in (residual, grad, out))
-        residual, grad, out = flat
-        triton.add(residual, grad, scale, out, bad=bad, clear=clear)
-        return
-    torch.add(residual, grad, alpha=scale, out=out)
-    _note_bad(out, bad)
-    if clear:
-        grad.zero_()
-
-
-def add_marked(
-    residual: Tensor,
-    grad: Tensor,
-    scale: Tensor,
-    out: Tensor,
-    *,
-    threshold: Tensor,
-    bad: Tensor,
-    marks: Marks,
-) -> None:
-    """Do `add`, clear `grad`, and mark where the result reaches a threshold: one pass on a GPU.
-
-    Args:
-        residual: (D,) float32.
-        grad: (D,) gradient, of the same or a narrower dtype.
-        scale: () factor of the gradient, on the device.
-        out: (D,) result.
-        threshold: () on the device.
-        bad: As in `add`.
-        marks: Those of `out`.
-    """
-    if triton := _triton_for(residual, grad, out):
+        flat = [tensor.view(-1) for tensor in (residual, grad)]
         triton.add(
-            residual, grad, scale, out, bad=bad, clear=True, threshold=threshold, marks=marks
+            *flat, scale, out.view(-1), bad=bad, clear=clear, threshold=threshold, marks=marks
         )
         return
-    torch.add(residual, grad.to(residual.dtype) * scale, out=out)
-    _note_bad(out, bad)
-    grad.zero_()
-
-
-def _note_bad(values: Tensor, bad: Tensor | None) -> None:
+    if isinstance(scale, Tensor):
+        torch.add(residual, grad.to(residual.dtype) * scale, out=out)
+    else:
+        torch.add(residual, grad, alpha=scale, out=out)
     if bad is not None:
-        bad.copy_(torch.maximum(bad, (~values.isfinite().all()).int()))
+        bad.copy_(torch.maximum(bad, (~out.isfinite().all()).int()))
+    if clear:
+        grad.zero_()
 
 
 def mark_if(condition: Tensor, values: Tensor, threshold: Tensor, marks: Marks) -> None:
@@ -134,7 +85,7 @@ def marked(values: Tensor, threshold: Tensor, marks: Marks, capacity: int) -> tu
     Args:
         values: (D,).
         threshold: () with which they were marked.
-        marks: From `add_marked` or `mark_if`.
+        marks: From `add` or `mark_if`.
         capacity: C. If more are marked, the last are left out; if fewer, zeros follow.
 
     Returns:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gradherd.sparsify import kernels
+from gradherd.sparsify.marks import TILE
 
 
 class ErrorFeedback:
@@ -209,7 +210,7 @@ class Placement:
                     self.pieces.append(Piece(begin, at, count))
                 at += count
             # Whole tiles: a kernel marks candidates tile by tile.
-            position += -(-length // kernels.TILE) * kernels.TILE
+            position += -(-length // TILE) * TILE
         self.size = position
         """N."""
         by_begin = sorted(self.pieces)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import launch
-from gradherd.sparsify.kernels import TILE, Marks
+from gradherd.sparsify.marks import TILE, Marks
 
 _GROUP = 2  # Tiles that one program compacts.
 # Elements of a tile that a program holds at a time, and its warps: of 16 choices the fastest on an
@@ -211,12 +211,6 @@ def _spans(size: int) -> list[tuple[int, int, bool]]:
     return [(0, whole, False)] * (whole > 0) + [(whole, 1, True)] * (rest > 0)
 
 
-def _new_marks(like: Tensor) -> Marks:
-    tiles = -(-len(like) // TILE)
-    words = torch.empty(tiles * TILE // 32, dtype=torch.int32, device=like.device)
-    return Marks(words, torch.empty(tiles, dtype=torch.int32, device=like.device))
-
-
 def add(
     residual: Tensor,
     grad: Tensor,
@@ -286,7 +280,9 @@ def indices_above(values: Tensor, threshold: float) -> Tensor:
     """Return where |values| >= threshold: (k,) int64. Waits once for the device, to learn k."""
     # As a tensor, like the thresholds that never leave the device: one kernel serves both.
     as_tensor = torch.full((), threshold, dtype=torch.float32, device=values.device)
-    marks = _new_marks(values)
+    tiles = triton.cdiv(len(values), TILE)
+    memory = torch.empty(tiles * (TILE // 32 + 1), dtype=torch.int32, device=values.device)
+    marks = Marks(memory[tiles:], memory[:tiles])
     mark(values, as_tensor, marks)
     ends = marks.counts.cumsum(0, dtype=torch.int32)
     count = int(ends[-1]) if len(ends) else 0
@@ -297,17 +293,9 @@ def _compact(marks: Marks, ends: Tensor, capacity: int) -> Tensor:
     indices = torch.zeros(capacity, dtype=torch.int64, device=ends.device)
     if len(ends) and capacity:
         launch(
-            _compact_kernel,
-            (triton.cdiv(len(ends), _GROUP),),
-            *marks,
-            ends,
-            indices,
-            len(ends),
-            capacity,
-            TILE=TILE,
-            GROUP=_GROUP,
-            num_warps=4,
-        )
+            _compact_kernel, (triton.cdiv(len(ends), _GROUP),),
+            *marks, ends, indices, len(ends), capacity, TILE=TILE, GROUP=_GROUP, num_warps=4,
+        )  # fmt: skip
     return indices
 
 
@@ -316,15 +304,9 @@ def copy_unless(ok: Tensor, source: Tensor, target: Tensor) -> None:
     blocks = triton.cdiv(len(source), _BLOCK)
     if blocks:
         launch(
-            _copy_unless_kernel,
-            (min(blocks, _few_programs(source.device)),),
-            ok,
-            source,
-            target,
-            blocks,
-            len(source),
-            BLOCK=_BLOCK,
-        )
+            _copy_unless_kernel, (min(blocks, _few_programs(source.device)),),
+            ok, source, target, blocks, len(source), BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 def fill_unless(ok: Tensor, target: Tensor, value: float) -> None:
@@ -332,15 +314,9 @@ def fill_unless(ok: Tensor, target: Tensor, value: float) -> None:
     blocks = triton.cdiv(len(target), _BLOCK)
     if blocks:
         launch(
-            _fill_unless_kernel,
-            (min(blocks, _few_programs(target.device)),),
-            ok,
-            target,
-            value,
-            blocks,
-            len(target),
-            BLOCK=_BLOCK,
-        )
+            _fill_unless_kernel, (min(blocks, _few_programs(target.device)),),
+            ok, target, value, blocks, len(target), BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -365,15 +341,6 @@ def scatter_to_bucket(
         return
     block, limit = 512, torch.finfo(flat.dtype).max
     launch(
-        _scatter_kernel,
-        (triton.cdiv(len(values), block),),
-        flat,
-        buckets,
-        number,
-        offsets,
-        values,
-        written,
-        limit,
-        len(values),
-        BLOCK=block,
-    )
+        _scatter_kernel, (triton.cdiv(len(values), block),),
+        flat, buckets, number, offsets, values, written, limit, len(values), BLOCK=block,
+    )  # fmt: skip

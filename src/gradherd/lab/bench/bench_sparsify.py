@@ -3,7 +3,7 @@
 Selection, on a vector of `dim` elements: `copy` reads and writes every element once; `eager` adds
 the residual, finds what is above a threshold and clears it, as one would write it in torch; `topk`
 does the same with `torch.topk`; `fused` is what gradherd's hook does. On a GPU these are a kernel
-that adds, checks, clears and marks (`kernels.add_marked`), and one that reads the marks. The
+that adds, checks, clears and marks (`kernels.add`), and one that reads the marks. The
 ceiling of all but `copy` is a copy of the bytes they must move: residual and gradient, each read
 and written. What a whole training step with the hook takes is in `bench_hook`.
 
@@ -28,7 +28,8 @@ from gradherd.attach.sparse_hook import SparseHook
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
-from gradherd.sparsify.kernels import TILE, Marks, add_marked, indices_above, marked
+from gradherd.sparsify.kernels import add, indices_above, marked, marks_for
+from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import target_count
@@ -107,12 +108,11 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     # What one launch of the hook does, and how candidates are read off its marks.
     tiles = -(-dim // TILE) * TILE
     padded = torch.zeros(tiles if device.type == "cuda" else 0, device=device)
-    marks = Marks.of(padded)
+    marks = marks_for(padded)
 
     def one_pass() -> None:
-        add_marked(
-            feedback.residual, grad, scale, padded[:dim], threshold=level, bad=bad, marks=marks
-        )
+        out, residual = padded[:dim], feedback.residual
+        add(residual, grad, scale, out, bad=bad, clear=True, threshold=level, marks=marks)
         marked(padded, level, marks, 2 * k)
 
     cases: dict[str, Callable[[], None]] = {"copy": copy, "eager": eager, "topk": topk}

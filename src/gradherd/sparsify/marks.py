@@ -1,0 +1,34 @@
+"""Which values of a vector reach a threshold, as bits that kernels write and read."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE = 8192
+"""Coordinates whose marks are counted together (`triton_kernels`)."""
+
+
+class Marks(NamedTuple):
+    """Memory of the marks of one vector.
+
+    Empty where there is no Triton: `kernels.marked` then compares again, which is slow on a GPU.
+    """
+
+    words: Tensor
+    """(D / 32,) int32, one bit for each value."""
+    counts: Tensor
+    """(D / TILE,) int32 bits set in each tile."""
+
+    @classmethod
+    def of_size(cls, size: int, device: torch.device) -> "Marks":
+        """Return memory for the marks of `size` values, a multiple of TILE."""
+        words = torch.zeros(size // 32, dtype=torch.int32, device=device)
+        return cls(words, torch.zeros(size // TILE, dtype=torch.int32, device=device))
+
+    def part(self, begin: int, count: int) -> "Marks":
+        """Return the marks of `count` values from `begin` on, which is a multiple of TILE."""
+        tiles = slice(begin // TILE, -(-(begin + count) // TILE))
+        return Marks(
+            self.words[tiles.start * TILE // 32 : tiles.stop * TILE // 32], self.counts[tiles]
+        )
