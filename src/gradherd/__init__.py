@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gradherd.sparsify.deft import Deft as Deft
     from gradherd.sparsify.demo import DeMo as DeMo
     from gradherd.sparsify.gtopk import GTopK as GTopK
-    from gradherd.sparsify.outer_optimizer import LocalSteps as LocalSteps
+    from gradherd.sparsify.local import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
     from gradherd.sparsify.partitioned import Online as Online
@@ -75,7 +75,7 @@ _HOMES = {
     "DeMo": "sparsify.demo",
     "GTopK": "sparsify.gtopk",
     "Micro": "sparsify.partitioned",
-    "LocalSteps": "sparsify.outer_optimizer",
+    "LocalSteps": "sparsify.local",
     "RandomK": "sparsify.basics",
     "SPARSIFIERS": "sparsify.registry",
     "Sage": "sparsify.thresholds",

@@ -13,7 +13,7 @@ import gradherd as gh
 from gradherd.attach import local_steps
 from gradherd.attach.state import pack, unpack
 from gradherd.comm.script import AllGather
-from gradherd.sparsify.outer_optimizer import exchange_script
+from gradherd.sparsify.local import exchange_script
 
 CASES = {
     "diloco": gh.LocalSteps(

@@ -14,7 +14,7 @@ from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_values
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Worker
 from tests.sparsify.example_sparsifier import EveryNth
 
 # What contracts hold for: the registry, and a method of a user's own.

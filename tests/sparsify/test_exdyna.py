@@ -17,7 +17,7 @@ from gradherd.sparsify.consensus import leading_bits, smallest_magnitude
 from gradherd.sparsify.partitioned import ExDyna, Micro, Online
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Worker
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import OnlineExDyna
 

@@ -16,11 +16,10 @@ from gradherd.sparsify.gpu_worker import GpuSteps, has_fixed_shapes
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.partitioned import ExDyna, Micro
 from gradherd.sparsify.partitions import recut
-from gradherd.sparsify.residuals import Placement
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Placement, Worker
 from tests.gpu import DEVICE
 from tests.sparsify.rank_work import normal, same
 

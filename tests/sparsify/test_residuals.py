@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.residuals import ErrorFeedback, merge_residuals
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.thresholds import Threshold
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import ErrorFeedback, Worker, merge_residuals
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
 

@@ -36,7 +36,7 @@ from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import BatchRows, RowSettings, row_length
 from gradherd.sparsify.basics import Dense
-from gradherd.sparsify.outer_optimizer import LocalSteps
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify

@@ -26,9 +26,8 @@ from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.gpu import captured
 from gradherd.sparsify.gpu_worker import GpuSteps, StepTensors
-from gradherd.sparsify.residuals import Placement
 from gradherd.sparsify.selector import target_count
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Placement, Worker
 
 # Steps that are launched one by one before anything is captured: Triton compiles and libraries
 # allocate in their first calls, which a capture does not allow.

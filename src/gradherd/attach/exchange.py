@@ -20,7 +20,7 @@ from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Worker
 
 # What is kept with one setting only, and that setting.
 _OPTIONAL = {

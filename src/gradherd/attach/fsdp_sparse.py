@@ -24,8 +24,8 @@ from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, local_shard, plain_name
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.residuals import scale_by
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.worker import scale_by
 
 
 class ShardedSparseHook(ShardedExchange):

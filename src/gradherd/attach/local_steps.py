@@ -1,6 +1,6 @@
 """Local steps on a plain module: a hook of the optimizer counts, and every H-th step exchanges.
 
-The exchange is that of gradients (`sparsify.workers`), with the difference between shared and own
+The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
 weights in the place of the gradient. Then every rank takes over the new shared weights. With
 `overlap` the exchange runs in a thread, and what a rank has learned meanwhile is added to them.
 
@@ -24,7 +24,7 @@ from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import local_shard
-from gradherd.sparsify.outer_optimizer import (
+from gradherd.sparsify.local import (
     LocalOutcome,
     LocalSteps,
     OuterOptimizer,

@@ -31,8 +31,8 @@ from gradherd.flat import exchangeable, in_memory_order
 from gradherd.sparsify import kernels
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.gpu_worker import runs_on_device
-from gradherd.sparsify.residuals import clip_together
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.worker import clip_together
 
 Spans = list[tuple[int, int]]
 """Ranges (begin, end) of the flat vector."""

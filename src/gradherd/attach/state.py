@@ -14,7 +14,7 @@ from gradherd.comm.checks import check_state
 from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
 from gradherd.ordering.policy import COLUMNS
-from gradherd.sparsify.residuals import COMMON_KEYS, MERGED_KEYS, merge_residuals
+from gradherd.sparsify.worker import COMMON_KEYS, MERGED_KEYS, merge_residuals
 
 # What JSON holds without loss.
 _PLAIN = (type(None), bool, int, float, str)

@@ -177,7 +177,7 @@ class ReplaySparsifyCommand:
         """Replay the file."""
         from gradherd.cli.progress import counted_loop
         from gradherd.replay.recorded import open_array, replay_sparsify
-        from gradherd.sparsify.outer_optimizer import LocalSteps
+        from gradherd.sparsify.local import LocalSteps
 
         settings = self._settings()
         try:

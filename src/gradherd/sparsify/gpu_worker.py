@@ -24,10 +24,9 @@ from gradherd.sparsify import consensus, kernels
 from gradherd.sparsify.exchange import padding
 from gradherd.sparsify.message_sizes import VALUE_BITS
 from gradherd.sparsify.partitioned import Partitioned
-from gradherd.sparsify.residuals import Placement
 from gradherd.sparsify.selector import StepContext, target_count
 from gradherd.sparsify.value_sums import sum_values
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Placement, Worker
 
 # Room for candidates, in multiples of k: more than the search is steered to.
 _ROOM = 6

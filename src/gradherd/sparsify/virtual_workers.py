@@ -17,11 +17,10 @@ from torch import Tensor
 from gradherd.comm.script import run_together
 from gradherd.sparsify.exchange import Outcome, select
 from gradherd.sparsify.message_sizes import FLAG_BYTES, MAX_COORDINATES
-from gradherd.sparsify.residuals import ErrorFeedback, clip_factor, clip_together
 from gradherd.sparsify.selector import Selection, target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_rows
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import ErrorFeedback, Worker, clip_factor, clip_together
 
 
 class VirtualWorkers:

@@ -31,9 +31,9 @@ from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.kernels import add, indices_above, marked, marks_for
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.partitioned import ExDyna
-from gradherd.sparsify.residuals import ErrorFeedback
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.worker import ErrorFeedback
 
 _SIDE = 1000  # rows and columns of the matrices that make up the gradient
 _BUCKET_BYTES = 25 * 2**20  # DDP's default

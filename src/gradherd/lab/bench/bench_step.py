@@ -22,7 +22,7 @@ from gradherd.comm.world import World
 from gradherd.lab.bench.bench_rows import mlp
 from gradherd.lab.bench.timing import PeakMemory
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.sparsify.outer_optimizer import LocalSteps
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.settings import make_settings
 
 _BATCHES = 32  # per epoch; even, so that each block of steps holds whole pairs

@@ -13,7 +13,7 @@ from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
 from gradherd.ordering.sharding import UnitSharding
 from gradherd.rows.settings import RowSettings, SketchRows
-from gradherd.sparsify.outer_optimizer import LocalSteps
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.selector import check_density
 from gradherd.sparsify.settings import make_settings
 

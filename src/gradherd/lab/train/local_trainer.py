@@ -44,13 +44,13 @@ from gradherd.lab.train.trainer import (
 )
 from gradherd.lab.train.virtual_exchange import VirtualCoordination
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, make_ordering, row_settings
-from gradherd.sparsify.outer_optimizer import (
+from gradherd.sparsify.local import (
     LocalSteps,
     OuterOptimizer,
     commit_difference,
     exchange_script,
 )
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Worker
 
 
 @dataclass

@@ -20,7 +20,7 @@ from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.workers import Worker
+from gradherd.sparsify.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
