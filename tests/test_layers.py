@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -137,19 +138,19 @@ def test_lazy_names_are_those_that_type_checkers_see(package):
     module = importlib.import_module(package)
     tree = ast.parse(Path(module.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {
-        alias.asname: node.module.removeprefix(f"{package}.")
-        for node in block.body
-        for alias in node.names
-    }
-    assert seen == module._HOMES and set(module.__all__) == set(seen)
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert module.__all__ == list(seen)
     for name, home in seen.items():
-        expected = getattr(importlib.import_module(f"{package}.{home}"), name)
-        assert getattr(module, name) is expected
+        assert getattr(module, name) is getattr(importlib.import_module(home), name)
 
 
 def test_lazy_names_of_gradherd():
     assert set(gradherd.__all__) <= set(dir(gradherd))
+    # Nothing that this package only uses itself.
+    shown = {name for name in dir(gradherd) if not name.startswith("_")}
+    modules = {name for name in shown if isinstance(getattr(gradherd, name), ModuleType)}
+    assert shown - modules - {"TYPE_CHECKING", "lazy_names"} == set(gradherd.__all__)
+    assert not modules & set(sys.stdlib_module_names)
     # The package `attach` is imported by now, and does not hide the function.
     assert gradherd.attach is importlib.import_module("gradherd.attach.attach").attach
     with pytest.raises(AttributeError, match="'gradherd' has no attribute 'atach'"):

@@ -4,12 +4,16 @@ Every name is imported when it is first used. Importing torch takes seconds, and
 imports this package before it knows whether its command needs any of them.
 """
 
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+# Underscores keep these out of what `gradherd.` offers.
+import sys as _sys
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
-# What type checkers and editors see. `_HOMES` says the same at run time; a test compares them.
+from gradherd.lazy import lazy_names
+
+# The public names: type checkers and editors read these lines, and so does `lazy_names`.
 if TYPE_CHECKING:
     from gradherd.attach.attach import attach as attach
     from gradherd.attach.herd import Herd as Herd
@@ -48,66 +52,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "attach": "attach.attach",
-    "Herd": "attach.herd",
-    "merge_states": "attach.state",
-    "World": "comm.world",
-    "CDGraB": "ordering.cd_grab",
-    "GraB": "ordering.grab",
-    "LengthGrouped": "ordering.scored",
-    "PairGraB": "ordering.pair_grab",
-    "POLICIES": "ordering.registry",
-    "make_policy": "ordering.registry",
-    "OrderedSampler": "ordering.sampler",
-    "Greedy": "ordering.sign_rules",
-    "Kernel": "ordering.sign_rules",
-    "Walk": "ordering.sign_rules",
-    "BatchRows": "rows.settings",
-    "ExactRows": "rows.settings",
-    "SketchRows": "rows.settings",
-    "TwoSidedRows": "rows.settings",
-    "CLTK": "sparsify.basics",
-    "Deft": "sparsify.deft",
-    "Dense": "sparsify.basics",
-    "Online": "sparsify.partitioned",
-    "ExDyna": "sparsify.partitioned",
-    "DeMo": "sparsify.demo",
-    "GTopK": "sparsify.gtopk",
-    "Micro": "sparsify.partitioned",
-    "LocalSteps": "sparsify.local",
-    "RandomK": "sparsify.basics",
-    "SPARSIFIERS": "sparsify.registry",
-    "Sage": "sparsify.thresholds",
-    "Sparsify": "sparsify.settings",
-    "SIDCo": "sparsify.thresholds",
-    "Threshold": "sparsify.thresholds",
-    "TopK": "sparsify.basics",
-}
-"""Public name -> the module of this package that defines it."""
+_find, __all__ = lazy_names(__name__)
 _ROOMS = ("comm", "ordering", "rows", "sparsify")
 """Subpackages that `import gradherd` offers as attributes."""
-__all__ = list(_HOMES)
 
 
-class _LazyPackage(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name in _ROOMS:
-            return import_module(f"gradherd.{name}")
-        if name not in _HOMES:
-            raise AttributeError(f"module 'gradherd' has no attribute {name!r}")
-        value = getattr(import_module(f"gradherd.{_HOMES[name]}"), name)
-        self.__dict__[name] = value  # the next use finds it without a call
-        return value
+class _LazyPackage(_ModuleType):
+    def __getattr__(self, name: str) -> _Any:
+        return _import_module(f"gradherd.{name}") if name in _ROOMS else _find(name)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Importing a subpackage also makes it an attribute, and `attach` is the name of both a
         # subpackage and our main function. The attribute is the function.
-        if not (name in _HOMES and isinstance(value, ModuleType)):
+        if not (name in __all__ and isinstance(value, _ModuleType)):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *_HOMES]
+        return [*super().__dir__(), *__all__]
 
 
-sys.modules[__name__].__class__ = _LazyPackage
+_sys.modules[__name__].__class__ = _LazyPackage

@@ -4,6 +4,8 @@ Importing torch takes seconds. The command line shows the names of all orders an
 help, and should not wait for the code behind them.
 """
 
+import ast
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any, TypeVar
@@ -16,28 +18,37 @@ class LazyRegistry(MutableMapping[str, T]):
 
     Keys, their order and their number import nothing. Values can be set as in any dictionary.
 
-    >>> numbers = LazyRegistry("os", {"join": "path:join"})
+    >>> numbers = LazyRegistry("number", {"join": "os.path:join"})
     >>> numbers["two"] = 2
     >>> list(numbers), numbers["join"]("a", "b"), numbers["two"]
     (['join', 'two'], 'a/b', 2)
+    >>> numbers.find("three")
+    Traceback (most recent call last):
+        ...
+    ValueError: unknown number 'three'; known are join, two
     """
 
-    def __init__(self, package: str, homes: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, homes: Mapping[str, str]) -> None:
         """Register names.
 
         Args:
-            package: Package of the modules.
+            kind: What the values are, in a word, for messages.
             homes: Key -> "module:name".
         """
-        self._package = package
-        self._homes = dict(homes)
+        self._kind, self._homes = kind, dict(homes)
         self._values: dict[str, T] = {}
 
     def __getitem__(self, key: str) -> T:
         if key not in self._values:
             module, _, name = self._homes[key].partition(":")
-            self._values[key] = getattr(import_module(f"{self._package}.{module}"), name)
+            self._values[key] = getattr(import_module(module), name)
         return self._values[key]
+
+    def find(self, key: str) -> T:
+        """Return the value of a key; raise ValueError, with all keys, if it is unknown."""
+        if key not in self:
+            raise ValueError(f"unknown {self._kind} {key!r}; known are {', '.join(self)}")
+        return self[key]
 
     def __setitem__(self, key: str, value: T) -> None:
         self._homes.setdefault(key, "")  # which keeps the order of keys
@@ -60,17 +71,26 @@ class LazyRegistry(MutableMapping[str, T]):
         return f"{type(self).__name__}({', '.join(self._homes)})"
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports its names from their modules.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return `__getattr__` and `__all__` of a package whose names are imported when first used.
+
+    The names are those that the package imports under `if TYPE_CHECKING:`, so type checkers and
+    programs read the same lines.
 
     Args:
         package: The package's `__name__`.
-        homes: Name -> the module of the package that defines it.
     """
+    module = sys.modules[package]
+    tree = ast.parse(module.__loader__.get_source(package))  # type: ignore[union-attr]
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: f"{node.module}:{alias.name}" for node in imports for alias in node.names}
+    names = LazyRegistry[Any]("name", homes)
 
     def find(name: str) -> Any:
-        if name not in homes:
+        if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        value = vars(module)[name] = names[name]  # the next use finds it without a call
+        return value
 
-    return find
+    return find, list(names)

@@ -22,21 +22,4 @@ if TYPE_CHECKING:
     from gradherd.ordering.sign_rules import Kernel as Kernel
     from gradherd.ordering.sign_rules import Walk as Walk
 
-_HOMES = {
-    "CDGraB": "cd_grab",
-    "GraB": "grab",
-    "herding_bound": "bounds",
-    "parallel_herding_bound": "bounds",
-    "Ordering": "ordering",
-    "PairGraB": "pair_grab",
-    "Policy": "policy",
-    "POLICIES": "registry",
-    "SIGN_RULES": "registry",
-    "make_policy": "registry",
-    "Greedy": "sign_rules",
-    "Kernel": "sign_rules",
-    "Walk": "sign_rules",
-}
-"""Name -> the module of this package that defines it; says the same as the imports above."""
-__all__ = list(_HOMES)
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __all__ = lazy_names(__name__)

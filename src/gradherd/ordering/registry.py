@@ -17,34 +17,38 @@ if TYPE_CHECKING:
     from gradherd.ordering.sign_rules import SignRule
 
 POLICIES: "LazyRegistry[Callable[..., Policy]]" = LazyRegistry(
-    "gradherd.ordering",
+    "order",
     {
         # The baseline comes first: reports and charts compare the others with it.
-        "d-rr": "shuffles:D_RR",
-        "shuffle-once": "shuffles:SHUFFLE_ONCE",
-        "fixed": "shuffles:FIXED",
-        "flip-flop": "shuffles:FLIP_FLOP",
-        "grab": "grab:GraB",
-        "pair-grab": "pair_grab:PairGraB",
+        "d-rr": "gradherd.ordering.shuffles:D_RR",
+        "shuffle-once": "gradherd.ordering.shuffles:SHUFFLE_ONCE",
+        "fixed": "gradherd.ordering.shuffles:FIXED",
+        "flip-flop": "gradherd.ordering.shuffles:FLIP_FLOP",
+        "grab": "gradherd.ordering.grab:GraB",
+        "pair-grab": "gradherd.ordering.pair_grab:PairGraB",
         # Defined on one stream; with several workers each one has its own.
-        "id-grab": "grab:GraB",
-        "id-pair-grab": "pair_grab:PairGraB",
-        "cd-grab": "cd_grab:CDGraB",
-        "cd-grab-live": "cd_grab_live:CDGraBLive",
+        "id-grab": "gradherd.ordering.grab:GraB",
+        "id-pair-grab": "gradherd.ordering.pair_grab:PairGraB",
+        "cd-grab": "gradherd.ordering.cd_grab:CDGraB",
+        "cd-grab-live": "gradherd.ordering.cd_grab_live:CDGraBLive",
         # A control, not a method: see `shuffles.always_plus`.
-        "always-plus": "shuffles:ALWAYS_PLUS",
-        "block-reshuffling": "shuffles:BLOCK_RESHUFFLING",
+        "always-plus": "gradherd.ordering.shuffles:ALWAYS_PLUS",
+        "block-reshuffling": "gradherd.ordering.shuffles:BLOCK_RESHUFFLING",
         # Scores are gradient norms unless `scores` are given.
-        "curriculum": "scored:CURRICULUM",
-        "stair": "scored:STAIR",
-        "saw": "scored:SAW",
+        "curriculum": "gradherd.ordering.scored:CURRICULUM",
+        "stair": "gradherd.ordering.scored:STAIR",
+        "saw": "gradherd.ordering.scored:SAW",
     },
 )
 """Orders by name; each can be built without arguments."""
 
 SIGN_RULES: "LazyRegistry[Callable[[], SignRule]]" = LazyRegistry(
-    "gradherd.ordering",
-    {"greedy": "sign_rules:Greedy", "walk": "sign_rules:Walk", "kernel": "sign_rules:Kernel"},
+    "sign rule",
+    {
+        "greedy": "gradherd.ordering.sign_rules:Greedy",
+        "walk": "gradherd.ordering.sign_rules:Walk",
+        "kernel": "gradherd.ordering.sign_rules:Kernel",
+    },
 )
 """Sign rules by name, each with its default settings."""
 
@@ -87,17 +91,13 @@ def make_policy(name: str, signs: str = "greedy", **settings: Any) -> "Policy":
     >>> make_policy("cd-grab", "walk")
     CDGraB(rule=Walk(c=30.0))
     """
-    if name not in POLICIES:
-        raise ValueError(f"unknown order {name!r}; known are {', '.join(POLICIES)}")
-    if signs not in SIGN_RULES:
-        raise ValueError(f"unknown sign rule {signs!r}; known are {', '.join(SIGN_RULES)}")
-    make = POLICIES[name]
+    make, rule = POLICIES.find(name), SIGN_RULES.find(signs)
     # Read off the constructor, so that an order needs no second entry that says it has signs.
     fields = inspect.signature(make).parameters
     if unknown := settings.keys() - fields.keys():
         raise ValueError(f"order {name!r} has no setting {', '.join(sorted(unknown))}")
     if "rule" in fields:
-        return make(rule=SIGN_RULES[signs](), **settings)
+        return make(rule=rule(), **settings)
     # Not an error: the order is well defined without it.
     if signs != "greedy":
         warnings.warn(f"order {name!r} has no signs: {signs!r} has no effect", stacklevel=2)

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from gradherd.sparsify.selector import Selector
 
 SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
-    "gradherd.sparsify",
+    "sparsifier",
     {
         # Charts colour methods by their position here, so a new method goes at the end.
-        "dense": "basics:Dense",
-        "exdyna": "partitioned:ExDyna",
-        "micro": "partitioned:Micro",
-        "topk": "basics:TopK",
-        "cltk": "basics:CLTK",
-        "deft": "deft:Deft",
-        "threshold": "thresholds:Threshold",
-        "sidco": "thresholds:SIDCo",
-        "gtopk": "gtopk:GTopK",
-        "randomk": "basics:RandomK",
-        "sage": "thresholds:Sage",
-        "demo": "demo:DeMo",
+        "dense": "gradherd.sparsify.basics:Dense",
+        "exdyna": "gradherd.sparsify.partitioned:ExDyna",
+        "micro": "gradherd.sparsify.partitioned:Micro",
+        "topk": "gradherd.sparsify.basics:TopK",
+        "cltk": "gradherd.sparsify.basics:CLTK",
+        "deft": "gradherd.sparsify.deft:Deft",
+        "threshold": "gradherd.sparsify.thresholds:Threshold",
+        "sidco": "gradherd.sparsify.thresholds:SIDCo",
+        "gtopk": "gradherd.sparsify.gtopk:GTopK",
+        "randomk": "gradherd.sparsify.basics:RandomK",
+        "sage": "gradherd.sparsify.thresholds:Sage",
+        "demo": "gradherd.sparsify.demo:DeMo",
     },
 )
 """Sparsifiers by name; each is a frozen dataclass that can be built without arguments."""
@@ -46,7 +46,7 @@ def sparsifier_summary(name: str) -> str:
     >>> sparsifier_summary("dense")
     'Send all coordinates.'
     """
-    return (_registered(name).__doc__ or "").strip().partition("\n")[0]
+    return (SPARSIFIERS.find(name).__doc__ or "").strip().partition("\n")[0]
 
 
 def takes_density(name: str) -> bool:
@@ -55,7 +55,7 @@ def takes_density(name: str) -> bool:
     >>> takes_density("dense"), takes_density("exdyna")
     (False, True)
     """
-    return _registered(name)().density < 1
+    return SPARSIFIERS.find(name)().density < 1
 
 
 def setting_names(name: str) -> tuple[str, ...]:
@@ -64,18 +64,18 @@ def setting_names(name: str) -> tuple[str, ...]:
     >>> setting_names("cltk"), setting_names("topk")
     (('low_pass',), ())
     """
-    method: Any = _registered(name)
+    method: Any = SPARSIFIERS.find(name)
     return tuple(field.name for field in fields(method) if field.name != "density")
 
 
 def sums_values(name: str) -> bool:
     """Return whether a sparsifier reduces the values itself, so that `values` has no effect."""
-    return bool(getattr(_registered(name), "sums_values", False))
+    return bool(getattr(SPARSIFIERS.find(name), "sums_values", False))
 
 
 def uses_layers(name: str) -> bool:
     """Return whether a sparsifier's choice depends on the sizes of the layers."""
-    return bool(getattr(_registered(name), "uses_layers", False))
+    return bool(getattr(SPARSIFIERS.find(name), "uses_layers", False))
 
 
 def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> "Selector":
@@ -93,7 +93,7 @@ def make_sparsifier(name: str, density: float | None = None, /, **settings: Any)
     ExDyna(density=0.01, threshold='consensus', capacity=1.05, balance='recut', blocks=64, \
 memory=0.9, rotate=True)
     """
-    method, known = _registered(name), setting_names(name)
+    method, known = SPARSIFIERS.find(name), setting_names(name)
     for setting in settings:
         if setting not in known:
             more = f"known are {', '.join(known)}" if known else "it has none but its density"
@@ -103,9 +103,3 @@ memory=0.9, rotate=True)
         return method(**given)
     except TypeError as error:  # Checks compare values, which fails for a str and a number, say.
         raise ValueError(f"{name} cannot have {given}: {error}") from None
-
-
-def _registered(name: str) -> "Callable[..., Selector]":
-    if name not in SPARSIFIERS:
-        raise ValueError(f"unknown sparsifier {name!r}; known are {', '.join(SPARSIFIERS)}")
-    return SPARSIFIERS[name]

@@ -17,15 +17,4 @@ if TYPE_CHECKING:
     from gradherd.lab.tasks.task import Split as Split
     from gradherd.lab.tasks.task import Task as Task
 
-_HOMES = {
-    "MissingData": "data_files",
-    "TASKS": "registry",
-    "find_task": "registry",
-    "DamagedData": "safe_readers",
-    "Defaults": "task",
-    "Split": "task",
-    "Task": "task",
-}
-"""Name -> the module of this package that defines it; says the same as the imports above."""
-__all__ = list(_HOMES)
-__getattr__ = lazy_names(__name__, _HOMES)
+__getattr__, __all__ = lazy_names(__name__)
