@@ -110,7 +110,7 @@ _RANK_MODULES = [
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks() -> None:
     """Let the server that ranks are forked from import the tests' functions."""
-    from gradherd.comm import ranks
+    from gradherd.lab import ranks
 
     ranks._PRELOAD += _RANK_MODULES
     # On a machine that does five other things, what takes half a minute takes several.

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import gradherd as gh
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify.registry import make_sparsifier
 
 

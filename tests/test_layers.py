@@ -19,7 +19,7 @@ ROOT = Path(gradherd.__file__).parent
 # Room -> rooms it may import. The core is rows, comm, ordering, sparsify, attach; the lab measures
 # it and is never imported by it. The two halves, ordering and sparsify, do not know each other.
 CORE = {"rows", "comm", "ordering", "sparsify", "attach"}
-LAB = {"lab.train", "lab.tasks", "lab.bench", "lab.text"}
+LAB = {"lab.train", "lab.tasks", "lab.bench", "lab.text", "lab.ranks"}
 ALLOWED = {
     "comm": {"comm"},
     "rows": {"rows"},
@@ -32,7 +32,8 @@ ALLOWED = {
     "lab": {"lab", "replay", "advise", *CORE},
     "lab.text": {"lab.text"},
     "lab.tasks": {"lab.tasks", "lab.text"},
-    "lab.train": {"lab.train", "lab.tasks", "lab.text", *CORE},
+    "lab.ranks": {"comm"},
+    "lab.train": {"lab.train", "lab.tasks", "lab.text", "lab.ranks", *CORE},
     "lab.bench": {"lab.bench", "lab.train", "lab.tasks", "lab.text", *CORE},
     "lab.study": {"lab.study", *LAB, "replay", "advise", *CORE},
     "lab.report": {"lab.report", "lab.train", "lab.study", "lab.text"},

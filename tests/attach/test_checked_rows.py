@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 
 FEATURES, COUNT, BATCH = 3, 16, 4
 

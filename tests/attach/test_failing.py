@@ -11,7 +11,7 @@ import gradherd as gh
 from gradherd.attach.flat_weights import FlatWeights
 from gradherd.attach.row_plan import check_device
 from gradherd.comm import run_ranks
-from gradherd.comm.ranks import RankError
+from gradherd.lab.ranks import RankError
 from tests.attach import failing_work as work
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradherd as gh
-from gradherd.comm.ranks import RankError, run_ranks
+from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach.local_work import (
     CASES,
     batches,

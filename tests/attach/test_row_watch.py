@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.ordering.bounds import herding_bound
 from gradherd.rows import DenseRows
 from tests.rows.reference import loop_over_examples

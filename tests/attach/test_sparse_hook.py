@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach import ddp_work as work
 

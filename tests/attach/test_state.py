@@ -5,8 +5,8 @@ import torch
 
 from gradherd.attach.checkpoint import HerdState
 from gradherd.attach.state import part_of_rank, unpack
-from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach.stateful_work import (
     bare_herd,
     continued_elsewhere,

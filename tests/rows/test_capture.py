@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.rows import Capture, describe
 from gradherd.rows.forward_replay import skip_on_replay
 from tests.rows.reference import batch_gradient, check_operations, close, loop_over_examples

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify import basics
 from gradherd.sparsify.basics import CLTK
 from gradherd.sparsify.selector import StepContext

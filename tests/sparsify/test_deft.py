@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify.deft import Deft, allocate, assign, norms
 from tests.sparsify import one_step
 from tests.sparsify import reference_deft as reference

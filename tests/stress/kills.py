@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from gradherd.attach.state import unpack
-from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from gradherd.attach.state import unpack
-from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import gradherd as gh
 from gradherd.comm import run_ranks
-from gradherd.comm.ranks import RankError
+from gradherd.lab.ranks import RankError
 from tests.attach import fsdp_sparse_work as work
 from tests.attach.fsdp_work import mesh_of
 

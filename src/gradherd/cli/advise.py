@@ -270,8 +270,8 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
     from gradherd.advise.calibrate import measure_cluster
     from gradherd.cli.launch import join_torchrun, measure_on_ranks
     from gradherd.cli.options import usable_device
-    from gradherd.comm.ranks import RankError
     from gradherd.comm.world import World
+    from gradherd.lab.ranks import RankError
 
     if not under_torchrun():
         if device != "cpu":

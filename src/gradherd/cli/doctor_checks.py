@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from gradherd.cli.data import find_local, tasks_of
 from gradherd.comm.collectives import all_reduce
-from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs
 from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.train.measurements import hardware

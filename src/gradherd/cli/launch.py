@@ -16,8 +16,8 @@ from gradherd.cli.errors import CommandFailed
 from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
 from gradherd.cli.progress import ProgressBar, is_quiet
-from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World, join_torchrun_group
+from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.safe_readers import DamagedData
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import BadStart

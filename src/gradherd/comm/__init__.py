@@ -1,4 +1,11 @@
-"""Communication between ranks: the world, collectives that count bytes, local test ranks."""
+"""Communication between ranks: the world, and collectives that count bytes.
+
+`run_ranks`, which starts local ranks for tests and simulations, belongs to the lab. It can be
+imported from here, too, and only then are processes and their server loaded.
+"""
+
+from importlib import import_module
+from typing import Any
 
 from gradherd.comm.collectives import CollectiveResult as CollectiveResult
 from gradherd.comm.collectives import PendingCollective as PendingCollective
@@ -11,5 +18,10 @@ from gradherd.comm.collectives import all_reduce_start as all_reduce_start
 from gradherd.comm.collectives import all_to_all as all_to_all
 from gradherd.comm.collectives import all_to_all_start as all_to_all_start
 from gradherd.comm.collectives import broadcast as broadcast
-from gradherd.comm.ranks import run_ranks as run_ranks
 from gradherd.comm.world import World as World
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run_ranks":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("gradherd.lab.ranks").run_ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradherd.comm.ranks import RankError, run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.runner import run_all

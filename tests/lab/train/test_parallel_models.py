@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.checkpoint import NoUsableCheckpoint
 from gradherd.lab.train.rank_trainer import RankTrainer

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.comm.ranks import run_ranks
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS as SMALL
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.checkpoint import NoUsableCheckpoint
 from gradherd.lab.train.config import RunConfig

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gradherd.cli.main import main
-from gradherd.comm import ranks
+from gradherd.lab import ranks
 from gradherd.lab.train.record import RECORD_FILE, read_record
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER
 from tests.lab.train.test_checkpoint import all_of

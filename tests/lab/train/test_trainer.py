@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradherd.comm.ranks import run_ranks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.trainer import full_loss
 

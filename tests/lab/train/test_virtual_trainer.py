@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.comm.ranks import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import TASKS, find_task
 from gradherd.lab.train.stacking import why_not_mean_loss
 from gradherd.lab.train.trainer import EpochCounters, EpochExamples, passes

@@ -11,11 +11,11 @@ import torch
 
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
-from gradherd.comm.ranks import run_ranks
 from gradherd.lab.bench.bench_coordination import bench_coordination
 from gradherd.lab.bench.bench_signs import bench_signs
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.study.kinds import (
     NUMBER,
     PlannedRun,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gradherd.comm.ranks import start_fork_server
+from gradherd.lab.ranks import start_fork_server
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress

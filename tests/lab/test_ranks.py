@@ -8,7 +8,7 @@ import time
 import pytest
 
 from gradherd.comm import run_ranks
-from gradherd.comm.ranks import RankError
+from gradherd.lab.ranks import RankError
 from tests.comm import rank_functions
 
 

@@ -27,6 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from gradherd.comm.collectives import all_reduce
+from gradherd.comm.world import World
+
 # A rank notices at once that a peer has failed. This many seconds it gets to report its own error.
 _GRACE = 3.0
 # Imported once by the server instead of once per rank: DDP's constructor needs torch._dynamo (900
@@ -137,7 +140,7 @@ def _rank_main(
         )
         torch.save(fn(*args), folder / f"{rank}.pt")
         # A rank that left early would make the collectives of its peers fail.
-        dist.barrier()
+        all_reduce(torch.zeros(1), World.detect())  # a barrier
         dist.destroy_process_group()
     except BaseException as error:
         # Our own errors are whole sentences; others need the name of their class to make sense.
