@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.ordering.cd_grab_live import CDGraBLive
+from gradherd.ordering.live import CDGraBLive
 
 DATA = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
 
@@ -36,8 +36,8 @@ def twice():
 
 def another_batch_size():
     model, order = net(), sampler()
-    gh.attach(model, order=order)
-    for x, y in DataLoader(DATA, batch_size=8, sampler=order):
+    herd = gh.attach(model, order=order)
+    for x, y in herd.batches(DataLoader(DATA, batch_size=8, sampler=order)):
         nn.functional.cross_entropy(model(x), y).backward()
 
 

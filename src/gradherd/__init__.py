@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gradherd.attach.herd import Herd as Herd
     from gradherd.attach.state import merge_states as merge_states
     from gradherd.comm.world import World as World
-    from gradherd.ordering.cd_grab import CDGraB as CDGraB
     from gradherd.ordering.grab import GraB as GraB
+    from gradherd.ordering.pair_grab import CDGraB as CDGraB
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
     from gradherd.ordering.registry import POLICIES as POLICIES
     from gradherd.ordering.registry import make_policy as make_policy

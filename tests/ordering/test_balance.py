@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from gradherd.comm.script import run, run_together
 from gradherd.comm.world import World
 from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
-from gradherd.ordering.balance import balance, reorder, reorder_all, sequential
-from gradherd.ordering.gram import block_gram, blocks
+from gradherd.ordering.balance import (
+    balance,
+    block_gram,
+    blocks,
+    reorder,
+    reorder_all,
+    sequential,
+    sum_over_shards,
+)
+from gradherd.ordering.policy import ShardedRows
 from tests.ordering import reference
 from tests.ordering.helpers import make, same, visited, whole_vectors
 
@@ -27,7 +35,9 @@ def by_sharded_blocks(block):
     """Return the sharded form, run by a single rank that holds all columns."""
 
     def form(vectors, running, rule, draws, carry):
-        script = blocks(vectors, running.clone(), rule, draws, carry, block=block, sharded=True)
+        script = blocks(
+            vectors, running.clone(), rule, draws, carry, block=block, total=sum_over_shards
+        )
         return run(script, World.single()).value
 
     return form
@@ -217,7 +227,7 @@ def test_three_shards_sign_as_one(name, seed, streams, block):
             draws,
             carry,
             block=block,
-            sharded=True,
+            total=sum_over_shards,
         )
         for cut in cuts
     ]
@@ -241,7 +251,7 @@ def test_three_sharded_orderings_order_as_one(name, rule):
             whole_one.observe(part)
             run_together(
                 [
-                    shard.observe_sharded(part[..., cut])
+                    shard.learn(ShardedRows(part[..., cut]))
                     for shard, cut in zip(shards, cuts, strict=True)
                 ]
             )
@@ -258,7 +268,9 @@ def test_a_shard_may_be_without_columns():
     shards = [make("cd-grab", [6, 6]) for _ in range(2)]
     whole_one.observe(rows)
     cuts = [slice(0, 3), slice(3, 3)]
-    run_together([s.observe_sharded(rows[..., cut]) for s, cut in zip(shards, cuts, strict=True)])
+    run_together(
+        [s.learn(ShardedRows(rows[..., cut])) for s, cut in zip(shards, cuts, strict=True)]
+    )
     for ordering in (whole_one, *shards):
         ordering.end_epoch()
     assert len({ordering.version for ordering in (whole_one, *shards)}) == 1

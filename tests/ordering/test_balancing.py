@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gradherd.ordering import GraB, Kernel, Ordering, PairGraB, Walk, device_signs
 from gradherd.ordering import parallel_herding_bound as bound
-from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.random import SeededRandom
 from tests.ordering import reference
 from tests.ordering.helpers import (
     BALANCING,
@@ -386,7 +386,7 @@ def test_signs_that_stay_on_the_device(policy, monkeypatch):
     epochs[1, 5, 0, 3] = torch.inf
     orders, states = {}, {}
     for stays in (False, True):
-        monkeypatch.setattr(device_signs, "DEVICES_TO_STAY_ON", {"cpu"} if stays else set())
+        monkeypatch.setattr(device_signs, "SIGNING_DEVICES", {"cpu"} if stays else set())
         ordering = Ordering(policy, [12], seed=0)
         orders[stays] = []
         for rows in epochs:

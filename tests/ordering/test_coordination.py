@@ -8,6 +8,7 @@ from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.ordering import Ordering
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer, observe_gathered
+from gradherd.ordering.policy import ShardedRows
 from gradherd.ordering.registry import make_policy
 from tests.attach import attach_work
 from tests.ordering.helpers import lists
@@ -83,8 +84,10 @@ class _Counted:
     def observe(self, rows, seen=None, *, first=None):
         pass
 
-    def observe_sharded(self, rows, seen=None, *, first=None):
-        return self._ordering.observe_sharded(rows[..., :1], seen, first=first)
+    def learn(self, rows, seen=None, *, first=None):
+        if isinstance(rows, ShardedRows):
+            rows = ShardedRows(rows.columns[..., :1])
+            yield from self._ordering.learn(rows, seen, first=first)
 
 
 def test_rows_wait_until_enough_are_together():

@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 import gradherd as gh
 from gradherd.attach import transports
-from gradherd.ordering import coordination, device_signs, gram, triton_gram
-from gradherd.ordering.cd_grab import CDGraB
+from gradherd.ordering import balance, coordination, device_signs, triton_gram
 from gradherd.ordering.grab import GraB
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.pair_grab import PairGraB
+from gradherd.ordering.pair_grab import CDGraB, PairGraB
 from tests.gpu import DEVICE, MARKS, only_gpu
 
 pytestmark = [
@@ -29,8 +28,8 @@ def stay(monkeypatch, *, here: bool) -> None:
     """Sign on the device of the tests, or as if it were none."""
     devices = {DEVICE} if here else set()
     for module in (device_signs, transports):
-        monkeypatch.setattr(module, "DEVICES_TO_STAY_ON", devices)
-    monkeypatch.setattr(gram, "KERNEL_DEVICES", devices)
+        monkeypatch.setattr(module, "SIGNING_DEVICES", devices)
+    monkeypatch.setattr(balance, "KERNEL_DEVICES", devices)
     # Several blocks of a few vectors: the interpreter is slow.
     monkeypatch.setattr(device_signs, "MOST", 64 if DEVICE == "cuda" else 4)
     monkeypatch.setattr(device_signs, "_MOST_ROWS", 128 if DEVICE == "cuda" else 8)
@@ -112,7 +111,7 @@ def test_a_device_that_refuses_kernels(monkeypatch, caplog):
     def refuse(*args):
         raise RuntimeError("out of shared memory")
 
-    monkeypatch.setattr(gram, "_HAS_TRITON", True)  # restored after the test
+    monkeypatch.setattr(balance, "_HAS_TRITON", True)  # restored after the test
     monkeypatch.setattr(triton_gram.BlockMemory, "sign", refuse)
     found, _, ordering = learn(epochs, device=DEVICE)
     assert found == wanted and ordering._state.signer is None
@@ -125,7 +124,7 @@ def test_a_later_part_that_is_refused(monkeypatch):
     stay(monkeypatch, here=False)
     wanted, host, _ = learn(epochs, device="cpu", cuts=(0, 5, 16))
     stay(monkeypatch, here=True)
-    monkeypatch.setattr(gram, "_HAS_TRITON", True)  # restored after the test
+    monkeypatch.setattr(balance, "_HAS_TRITON", True)  # restored after the test
     make = device_signs._Block
 
     def refuse_short(rows):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from gradherd import LengthGrouped, OrderedSampler, World, make_policy
 from gradherd.comm.script import run_together
 from gradherd.ordering import Ordering
+from gradherd.ordering.policy import ShardedRows
 from gradherd.ordering.scored import easy_to_hard, group_by_length, saw, stair
 from tests.ordering.helpers import is_permutation, lists, make, show, whole_vectors
 
@@ -116,7 +117,7 @@ def test_slices_and_unformed_rows_give_the_same_scores():
     whole, halves = make("saw", [6, 6]), [make("saw", [6, 6]) for _ in range(2)]
     whole.observe(rows)
     run_together(
-        [one.observe_sharded(part) for one, part in zip(halves, rows.split(4, -1), strict=True)]
+        [one.learn(ShardedRows(part)) for one, part in zip(halves, rows.split(4, -1), strict=True)]
     )
     alone, unformed = make("saw", [6]), make("saw", [6])
     alone.observe(rows[:, :1])

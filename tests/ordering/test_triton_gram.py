@@ -9,8 +9,13 @@ pytest.importorskip("triton")
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.ordering import triton_gram
-from gradherd.ordering.balance import balance, balance_sharded, sequential
-from gradherd.ordering.gram import block_gram, signs_from_products
+from gradherd.ordering.balance import (
+    balance,
+    balance_sharded,
+    block_gram,
+    sequential,
+    signs_from_products,
+)
 from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from gradherd import OrderedSampler, attach
 from gradherd.attach import row_sources, transports
 from gradherd.attach.row_sources import BatchGradientSource
-from gradherd.ordering import device_signs, grab, gram, pair_grab
+from gradherd.ordering import balance, device_signs, grab, pair_grab
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import CountSketch, count_sketch
 from gradherd.rows.triton_sketches import GradientSketcher, sketch_columns
@@ -137,9 +137,9 @@ def test_whole_batches_are_ordered_without_waiting_for_the_device(policy, monkey
     for here in (set(), {DEVICE}):
         for module, name in (
             (row_sources, "AT_END_DEVICES"),
-            (device_signs, "DEVICES_TO_STAY_ON"),
-            (transports, "DEVICES_TO_STAY_ON"),
-            (gram, "KERNEL_DEVICES"),
+            (device_signs, "SIGNING_DEVICES"),
+            (transports, "SIGNING_DEVICES"),
+            (balance, "KERNEL_DEVICES"),
         ):
             monkeypatch.setattr(module, name, here)
         monkeypatch.setattr(row_sources, "has_kernels", lambda device, here=here: bool(here))

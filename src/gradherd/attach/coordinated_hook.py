@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook
-from gradherd.attach.layouts import BucketLayout, ShardLayout, gather_state
+from gradherd.attach.layouts import BucketLayout, ShardLayout, gather_rows
 from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.torch_names import copy_all
 from gradherd.attach.transports import RowTransport
@@ -229,8 +229,8 @@ class SlicedTransport(RowTransport):
         Columns are in the order of the model's parameters, so the state depends neither on buckets
         or shards nor on the number of ranks.
         """
-        state, device = super().ordering_state(), self._device
-        return gather_state(state, self.layout, self._spec.names, self.world, device)
+        where = (self.layout, self._spec.names, self.world, self._device)
+        return self._sampler.ordering.state_dict(lambda columns: gather_rows(columns, *where))
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering and cut out this rank's columns."""

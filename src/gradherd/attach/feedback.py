@@ -271,7 +271,7 @@ class OrderFeedback:
         self, state: Mapping[str, Any], skipped_by: Literal["sampler", "loader"] = "sampler"
     ) -> None:
         """Continue where `state_dict` was taken; see `Herd.load_state_dict`."""
-        check_row_length(state["ordering"], self._row_length)
+        check_row_length(state["ordering"], self.sampler.ordering.columns, self._row_length)
         self._transport.forget()
         self._transport.finish()  # what was fed before must not be learned after
         self._transport.load_ordering_state(state["ordering"])

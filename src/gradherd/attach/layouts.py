@@ -9,7 +9,7 @@ Shapes: R ranks, C columns of this rank over all parameters.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
-from gradherd.ordering.policy import COLUMNS
 
 
 class BucketLayout(NamedTuple):
@@ -171,29 +170,25 @@ class ShardLayout(NamedTuple):
         return {span.name: span.join(own) for span, own in zip(self.spans, shards, strict=True)}
 
 
-def gather_state(
-    state: dict[str, Any],
+def gather_rows(
+    columns: Tensor,
     layout: BucketLayout | ShardLayout,
     names: Sequence[str],
     world: World,
     device: torch.device,
-) -> dict[str, Any]:
-    """Return the state of an ordering with the columns of all ranks. All ranks must call it.
+) -> Tensor:
+    """Return (m, D) whole rows of an ordering's state. All ranks must call it.
 
     Args:
-        state: The state, with this rank's columns.
+        columns: (m, C) this rank's columns.
         layout: Which columns these are.
         names: The order of parameters in whole rows.
         world: The ranks that hold the other columns.
         device: Where their group works.
     """
-    balance = state["balance"]
 
     def whole(row: Tensor) -> Tensor:
         by_name = layout.gather(row.to(device), world)
         return torch.cat([by_name[name] for name in names]).to(row.device)
 
-    for key in COLUMNS:
-        if key in balance:
-            balance[key] = torch.stack([whole(row) for row in balance[key]])
-    return state
+    return torch.stack([whole(row) for row in columns])

@@ -71,7 +71,7 @@ def plan_rows(
         )
     if order.world.size == 1:  # else sums may be sharded, and the first rows are compared
         length = row_length(settings, FlatSpec.of(bare).size)
-        check_row_length(order.ordering.state_dict(), length)
+        check_row_length(order.ordering.state_dict(), order.ordering.columns, length)
     log.info("ordering %s by %s: %s", order.ordering.policy, settings, why)
     return settings
 

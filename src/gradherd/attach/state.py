@@ -13,7 +13,6 @@ from torch import Tensor
 from gradherd.comm.checks import check_state
 from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
-from gradherd.ordering.policy import COLUMNS
 from gradherd.sparsify.worker import COMMON_KEYS, MERGED_KEYS, merge_residuals
 
 # What JSON holds without loss.
@@ -159,10 +158,16 @@ def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
     return state
 
 
-def check_row_length(ordering: Mapping[str, Any], length: int) -> None:
-    """Raise unless what an ordering has summed up are rows of this many elements."""
-    for name in COLUMNS:
-        saved = ordering["balance"].get(name)
+def check_row_length(state: Mapping[str, Any], columns: Iterable[str], length: int) -> None:
+    """Raise unless what an ordering has summed up are rows of this many elements.
+
+    Args:
+        state: What `Ordering.state_dict` returned.
+        columns: Its tensors with a column for each element of a row.
+        length: Elements of a row.
+    """
+    for name in columns:
+        saved = state["balance"].get(name)
         if isinstance(saved, Tensor) and saved.shape[-1] != length:
             raise ValueError(
                 f"ordering state has {name} of {saved.shape[-1]} elements, expected {length}: was "

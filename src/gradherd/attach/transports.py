@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.layouts import BucketLayout, gather_state
+from gradherd.attach.layouts import BucketLayout, gather_rows
 from gradherd.attach.parameter_hooks import ParameterHooks
 from gradherd.attach.row_sources import CHECK_FAILED, RowSource
 from gradherd.attach.row_stats import GramOnce, RowFigures
@@ -17,7 +17,7 @@ from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
-from gradherd.ordering.device_signs import DEVICES_TO_STAY_ON
+from gradherd.ordering.device_signs import SIGNING_DEVICES
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.exact_rows import GroupedRows
 
@@ -229,8 +229,8 @@ class GatheringTransport(RowTransport):
 
     def _policy_checks(self, rows: Tensor) -> bool:
         """Say whether the policy alone leaves out rows that are not finite, on their device."""
-        policy, here = self._sampler.ordering.policy, rows.device.type in DEVICES_TO_STAY_ON
-        return self._alone and here and getattr(policy, "leaves_out_broken_rows", False)
+        policy, here = self._sampler.ordering.policy, rows.device.type in SIGNING_DEVICES
+        return self._alone and here and policy.leaves_out_broken_rows
 
     def _check(self, claim: BatchClaim) -> None:
         """Check the rows that wait, if that is due, and leave out the same on all ranks."""
@@ -277,10 +277,10 @@ class GatheringTransport(RowTransport):
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with all columns. All ranks must call it."""
-        state = super().ordering_state()
         if self._columns is None:
-            return state
-        return gather_state(state, self._columns, ["row"], self._sampler.world, self._device)
+            return super().ordering_state()
+        where = (self._columns, ["row"], self._sampler.world, self._device)
+        return self._sampler.ordering.state_dict(lambda columns: gather_rows(columns, *where))
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering; the model may have changed as well."""

@@ -10,9 +10,9 @@ from gradherd.lazy import lazy_names
 if TYPE_CHECKING:
     from gradherd.ordering.bounds import herding_bound as herding_bound
     from gradherd.ordering.bounds import parallel_herding_bound as parallel_herding_bound
-    from gradherd.ordering.cd_grab import CDGraB as CDGraB
     from gradherd.ordering.grab import GraB as GraB
     from gradherd.ordering.ordering import Ordering as Ordering
+    from gradherd.ordering.pair_grab import CDGraB as CDGraB
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
     from gradherd.ordering.policy import Policy as Policy
     from gradherd.ordering.registry import POLICIES as POLICIES

@@ -8,14 +8,14 @@ Shapes: M workers, N units of a worker, D columns.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import ImplicitRows
-from gradherd.ordering.policy import BalanceState, Policy, Start
-from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.policy import Policy, Rows, ShardedRows, Start
+from gradherd.ordering.random import SeededRandom
 
 # What is kept of an epoch: so many prefix sums of so many columns, at most 16 MB in float64.
 _PREFIXES, _COLUMNS = 512, 4096
@@ -93,7 +93,7 @@ class PrefixSums:
         self._total: Tensor | None = None  # (c,)
         self._count = 0
 
-    def add(self, step: int, rows: Tensor | ImplicitRows, seen: Tensor) -> None:
+    def add(self, step: int, rows: Rows, seen: Tensor) -> None:
         """Add the rows of the next time steps.
 
         Args:
@@ -103,6 +103,8 @@ class PrefixSums:
         """
         # A slice, not indices: those would have to go to the GPU, which waits for it.
         kept = slice(self._stride - 1 - step % self._stride, None, self._stride)
+        if isinstance(rows, ShardedRows):
+            rows = rows.columns  # the bound over this rank's columns
         if isinstance(rows, Tensor):
             values = rows[..., columns(rows.shape[-1], rows.device)].detach().double()
             if not seen.all():
@@ -142,7 +144,7 @@ def columns(size: int, device: torch.device) -> Tensor | slice:
 
 
 @dataclass
-class WatchedPolicy:
+class WatchedPolicy(Policy):
     """A policy that also measures the order it has given: the herding bound of each epoch."""
 
     policy: Policy
@@ -164,38 +166,30 @@ class WatchedPolicy:
     @property
     def leaves_out_broken_rows(self) -> bool:
         """Whether the policy itself leaves out rows that are not finite."""
-        return bool(getattr(self.policy, "leaves_out_broken_rows", False))
+        return self.policy.leaves_out_broken_rows
 
     @property
     def start(self) -> Start | None:
         """The first order, if the method prescribes one."""
         return self.policy.start
 
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
-        """Prepare the state of a new epoch; keep the sums of the one before."""
+    def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
+        """Return the state of a new epoch; keep the sums of the one before."""
         if previous is not None and self._sums is not None:
             self.last = self._sums
         self._sums = None
-        self.policy.begin(state, previous)
+        return self.policy.new_state(sizes, epoch, previous)
 
-    def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
-    ) -> Script[None]:
+    def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Add up the rows, then let the policy learn from them."""
         if state.steps == 0:
             self._sums = PrefixSums(self.length)
         if self._sums is not None:  # None in an epoch that was begun before
             self._sums.add(state.steps, rows, seen)
-        yield from self.policy.observe(state, rows, seen, random, sharded=sharded)
+        yield from self.policy.observe(state, rows, seen, random)
 
     def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+        self, orders: list[Tensor], state: Any, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Return the policy's orders of `epoch`."""
         return self.policy.reorder(orders, state, epoch, random)

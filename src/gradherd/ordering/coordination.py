@@ -26,6 +26,7 @@ from torch import Tensor
 from gradherd.comm.script import AllGather, DealColumns, Runner, Script, run
 from gradherd.comm.world import World
 from gradherd.ordering.batches import BatchClaim
+from gradherd.ordering.policy import Rows, ShardedRows
 from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
@@ -59,15 +60,15 @@ class Learner(Protocol):
         ...
 
     def observe(
-        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+        self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
     ) -> None:
         """Learn from the rows of all workers."""
         ...
 
-    def observe_sharded(
-        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    def learn(
+        self, rows: Rows, seen: Tensor | None = None, *, first: int | None = None
     ) -> Script[None]:
-        """Learn from this rank's columns of the rows of all workers."""
+        """Learn from the rows of all workers, of which this rank may hold some columns only."""
         ...
 
 
@@ -99,16 +100,8 @@ def observe_gathered(
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
     seen = finite_batches(by_step, batches, finite)
-    yield from _learn(learner, by_step, seen, None if claim is None else claim.step, deals)
-
-
-def _learn(
-    learner: Learner, rows: Tensor, seen: Tensor | None, first: int | None, sharded: bool
-) -> Script[None]:
-    if sharded:
-        yield from learner.observe_sharded(rows, seen, first=first)
-    else:
-        learner.observe(rows, seen, first=first)
+    own = ShardedRows(by_step) if deals else by_step
+    yield from learner.learn(own, seen, first=None if claim is None else claim.step)
 
 
 def observe_epoch(
@@ -125,7 +118,8 @@ def observe_epoch(
     # Which steps a worker has missed is known to that worker only, so it is gathered, too.
     all_rows: Tensor = yield DealColumns(rows) if deals else AllGather(rows)
     all_seen: Tensor = yield AllGather(seen)
-    yield from _learn(learner, all_rows.transpose(0, 1), all_seen.T > 0, 0, deals)
+    by_step = all_rows.transpose(0, 1)
+    yield from learner.learn(ShardedRows(by_step) if deals else by_step, all_seen.T > 0, first=0)
 
 
 def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None) -> Script[None]:
@@ -136,7 +130,7 @@ def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None
         slices: (R, C) every worker's gradient; all columns where one script serves all workers.
         first: Time step of the batch.
     """
-    yield from learner.observe_sharded(slices.unsqueeze(0), first=first)
+    yield from learner.learn(ShardedRows(slices.unsqueeze(0)), first=first)
 
 
 def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 Steps are alike: as many rows of the same length. So everything lies in fixed memory, and after a
 few batches their kernels are a CUDA graph, which is launched in a tenth of the time. The host reads
-the signs at the end of the epoch (`BalanceState.settle`).
+the signs at the end of the epoch (`SignState.sync_sides`).
 
 Shapes: b rows of a worker in a call, M workers, D columns.
 """
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from gradherd.gpu import captured
-from gradherd.ordering.balance import FEW_VECTORS
-from gradherd.ordering.gram import MOST, fast_form, give_up_kernels
+from gradherd.ordering.balance import FEW_VECTORS, MOST, fast_form, give_up_kernels
 from gradherd.ordering.sign_rules import Greedy, SignRule
 
-DEVICES_TO_STAY_ON = {"cuda"}
+SIGNING_DEVICES = {"cuda"}
 """Where rows are signed without waiting for the device; tests add the CPU."""
 _MOST_ELEMENTS = 1 << 24
 """Elements of all rows that are copied at a time: sketches are, whole gradients are not."""
@@ -181,7 +180,7 @@ def sign_on_device(
         (b, M) int8 on the device, overwritten by the next call, 0 where a row is not finite; None
         if it cannot be done here, and then nothing has changed. The new sums, and what signed.
     """
-    here = rows.numel() and rows.device.type in DEVICES_TO_STAY_ON
+    here = rows.numel() and rows.device.type in SIGNING_DEVICES
     if not here or not isinstance(rule, Greedy):
         return None, sums, before
     signer = _signer_for(rows, before)

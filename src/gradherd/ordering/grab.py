@@ -7,8 +7,8 @@ arXiv:2302.00845): its own mean, its own running sum, no communication.
 Shapes: b time steps of a call, M workers, D columns.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,16 +21,40 @@ from gradherd.ordering.balance import (
     balance_implicit,
     balance_sharded,
     draws_for,
-    reorder_all,
 )
 from gradherd.ordering.device_signs import Sums, sign_on_device
-from gradherd.ordering.policy import BalanceState, Start
-from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
+from gradherd.ordering.random import SeededRandom
+
+
+@dataclass
+class MeanState(SignState):
+    """Signs of rows, their sum, and the mean of the epoch before."""
+
+    total: Tensor | None = None
+    """(M, D) sum of the rows seen."""
+    count: Tensor | None = None
+    """(M,) number of rows in `total`."""
+    mean: Tensor | None = None
+    """(M, D) mean row of the previous epoch; outlives the epoch."""
+
+    columns: ClassVar[tuple[str, ...]] = ("running", "total", "mean")
+    others: ClassVar[tuple[str, ...]] = ("count",)
+    lasting: ClassVar[tuple[str, ...]] = ("mean",)
+
+    def adopt(self, other: Self) -> None:
+        """Take over the mean of other workers: units change owner, so one mean serves all."""
+        if other.mean is not None:
+            self.mean = other.mean.mean(0, keepdim=True).repeat(len(self.sizes), 1)
+
+    def count_rows(self, sides: Tensor) -> None:
+        """Count rows whose (b, M) sides came from the GPU."""
+        if self.count is not None:
+            self.count = self.count.cpu() + (sides != 0).sum(0)
 
 
 @dataclass(frozen=True)
-class GraB:
+class GraB(SignPolicy):
     """Mean balance, each worker on its own (GraB, with several workers ID-GraB).
 
     The first epoch has no mean yet and signs raw gradients.
@@ -39,53 +63,42 @@ class GraB:
     GraB(rule=Greedy())
     """
 
-    rule: SignRule = field(default_factory=Greedy)
-    """How signs are decided."""
-
-    needs_rows: ClassVar[bool] = True
-    leaves_out_broken_rows: ClassVar[bool] = True
-    start: ClassVar[Start | None] = None
-
-    def __post_init__(self) -> None:
-        check_rule(self.rule)
-
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+    def new_state(
+        self, sizes: tuple[int, ...], epoch: int, previous: MeanState | None
+    ) -> MeanState:
         """Take over the mean of the rows that the previous epoch observed."""
-        state.carry = self.rule.start(len(state.sizes), len(state.sides), state.epoch)
+        state = MeanState(sizes, epoch)
+        self._begun(state, previous, len(sizes), state.length)
         if previous is None:
-            return
-        state.mean, state.signer = previous.mean, previous.signer
+            return state
+        state.mean = previous.mean
         if previous.total is not None and previous.count is not None:
             count = previous.count.unsqueeze(1).to(previous.total)
             # A worker none of whose rows arrived keeps the mean it had.
             old = torch.zeros_like(previous.total) if previous.mean is None else previous.mean
             state.mean = torch.where(count > 0, previous.total / count.clamp(min=1), old)
+        return state
 
     def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
+        self, state: MeanState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Give a side to each of the (b, M, D) rows; arguments as in `Policy.observe`."""
-        if not isinstance(rows, Tensor):
+        if not isinstance(rows, Tensor | ShardedRows):
             self._observe_implicit(state, rows, random)
             return
-        steps, workers, dim = rows.shape
+        own = rows if isinstance(rows, Tensor) else rows.columns
+        steps, workers, dim = own.shape
         if state.running is None or state.total is None or state.count is None:
-            state.running = rows.new_zeros((workers, dim))
-            state.total = rows.new_zeros((workers, dim))
+            state.running = own.new_zeros((workers, dim))
+            state.total = own.new_zeros((workers, dim))
             state.count = torch.zeros(workers, dtype=torch.int64)
-        if not sharded and self._observe_on_device(state, rows, seen):
+        if isinstance(rows, Tensor) and self._observe_on_device(state, rows, seen):
             return
-        centred = _masked(rows if state.mean is None else rows - state.mean, seen)
+        centred = _masked(own if state.mean is None else own - state.mean, seen)
         span = slice(state.steps, state.steps + steps)
-        draws = draws_for(self.rule, random, state.epoch, len(state.sides), workers)[span]
+        draws = draws_for(self.rule, random, state.epoch, state.length, workers)[span]
         vectors = centred.transpose(0, 1)  # (M, b, D): each worker is a stream of its own
-        if sharded:
+        if isinstance(rows, ShardedRows):
             # A stream has one vector per time step, so a block is one step.
             signed = yield from balance_sharded(
                 vectors, state.running, self.rule, draws.T, state.carry, step=1
@@ -96,12 +109,12 @@ class GraB:
         state.running, state.carry = signed.running, signed.carry
         # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
         # place first; its mean is then the change of the mean, about zero every second epoch.
-        state.total = state.total + _masked(rows, sides != 0).sum(0)
+        state.total = state.total + _masked(own, sides != 0).sum(0)
         state.count = state.count.cpu() + (sides != 0).sum(0)
         state.sides[span] = sides
         state.steps += steps
 
-    def _observe_on_device(self, state: BalanceState, rows: Tensor, seen: Tensor) -> bool:
+    def _observe_on_device(self, state: MeanState, rows: Tensor, seen: Tensor) -> bool:
         """Sign on the GPU if that can be done without the host waiting; say whether it was."""
         assert state.running is not None and state.total is not None
         if not seen.all():
@@ -112,13 +125,11 @@ class GraB:
         if sides is None:
             return False
         count = rows.shape[0]
-        state.late(state.steps, count, sides.device).copy_(sides)
+        state.on_device(state.steps, count, sides.device).copy_(sides)
         state.steps += count
         return True
 
-    def _observe_implicit(
-        self, state: BalanceState, rows: ImplicitRows, random: SeededRandom
-    ) -> None:
+    def _observe_implicit(self, state: MeanState, rows: ImplicitRows, random: SeededRandom) -> None:
         """Do the same for one worker whose rows are not formed."""
         count = len(rows)
         total = rows.combine(torch.ones(1, count))
@@ -131,7 +142,7 @@ class GraB:
             rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean))
         )
         span = slice(state.steps, state.steps + count)
-        draws = draws_for(self.rule, random, state.epoch, len(state.sides), 1)[span]
+        draws = draws_for(self.rule, random, state.epoch, state.length, 1)[span]
         signed = balance_implicit(vectors, state.running, self.rule, draws.T, state.carry)
         state.running, state.carry = signed.running, signed.carry
         if signed.signs.all():  # all rows are signed, or none
@@ -139,13 +150,6 @@ class GraB:
             state.count = state.count.cpu() + count
         state.sides[span] = signed.signs.T
         state.steps += count
-
-    def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
-    ) -> list[Tensor]:
-        """Move each unit to its side."""
-        state.settle()
-        return reorder_all(orders, state.sides)
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:

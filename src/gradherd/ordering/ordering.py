@@ -17,9 +17,8 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, run
 from gradherd.comm.world import World
-from gradherd.ordering.balance import ImplicitRows
-from gradherd.ordering.policy import COLUMNS, BalanceState, Policy, Start, all_seen
-from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start, all_seen
+from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sharding import can_reshard, check_orders, own_units, sequence
 
 # Layout of a saved state; states of another one are refused.
@@ -101,6 +100,11 @@ class Ordering:
         return self._state.steps
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the state's tensors that have one column for each column of a row."""
+        return self._state.columns
+
+    @property
     def version(self) -> str:
         """Short hash of epoch and orders, equal on two ranks if and only if their orders are."""
         if self._version is None:  # read for every batch, changes once an epoch
@@ -113,11 +117,7 @@ class Ordering:
         return self._version
 
     def observe(
-        self,
-        rows: Tensor | ImplicitRows | None,
-        seen: Tensor | None = None,
-        *,
-        first: int | None = None,
+        self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
     ) -> None:
         """Learn from the next b time steps.
 
@@ -131,25 +131,21 @@ class Ordering:
         """
         # The state outlives the block that this may be called in.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            run(self._observe(rows, seen, first, sharded=False), _ALONE)
+            run(self._learn(rows, seen, first), _ALONE)
 
-    def observe_sharded(
-        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    def learn(
+        self, rows: Rows, seen: Tensor | None = None, *, first: int | None = None
     ) -> Script[None]:
-        """Learn from rows of which every rank holds a shard of the columns.
+        """Learn from rows that may be sharded: ranks then exchange something.
 
-        Arguments as in `observe`, D this rank's columns; `seen` is the same on all ranks.
+        Arguments as in `observe`; with `ShardedRows`, `seen` is the same on all ranks.
         """
-        return self._observe(rows, seen, first, sharded=True)
+        if isinstance(rows, ShardedRows):
+            yield from self._learn(rows, seen, first)
+        else:
+            self.observe(rows, seen, first=first)
 
-    def _observe(
-        self,
-        rows: Tensor | ImplicitRows | None,
-        seen: Tensor | None,
-        first: int | None,
-        *,
-        sharded: bool,
-    ) -> Script[None]:
+    def _learn(self, rows: Rows | None, seen: Tensor | None, first: int | None) -> Script[None]:
         seen = self._checked(rows, seen)
         if first is not None and first != self.steps:
             # An epoch that starts over visits the same order again, so what was learned from its
@@ -170,32 +166,37 @@ class Ordering:
         if rows is None:
             rows = torch.empty((*seen.shape, 0))
         elif isinstance(rows, Tensor):
-            # Half precision would lose the small differences that signs depend on. Detached, since
-            # a running sum with a graph would keep every backward alive.
-            exact = rows.dtype in (torch.float32, torch.float64)
-            rows = self._state.align(rows.detach() if exact else rows.detach().float())
+            rows = self._aligned(rows)
+        elif isinstance(rows, ShardedRows):
+            rows = ShardedRows(self._aligned(rows.columns))
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         if self.steps + len(seen) > min(self.sizes):
             seen = seen & self._state.valid(self.steps, len(seen))
         self._state.orders = self._orders
-        yield from self.policy.observe(self._state, rows, seen, self.random, sharded=sharded)
+        yield from self.policy.observe(self._state, rows, seen, self.random)
 
-    def _checked(self, rows: Tensor | ImplicitRows | None, seen: Tensor | None) -> Tensor:
+    def _aligned(self, rows: Tensor) -> Tensor:
+        # Half precision would lose the small differences that signs depend on. Detached, since a
+        # running sum with a graph would keep every backward alive.
+        exact = rows.dtype in (torch.float32, torch.float64)
+        return self._state.align(rows.detach() if exact else rows.detach().float())
+
+    def _checked(self, rows: Rows | None, seen: Tensor | None) -> Tensor:
         """Return (b, M) which rows are real, or raise if rows and `seen` do not fit."""
         workers, state = len(self.sizes), self._state
         if rows is None:
             if self.policy.needs_rows or seen is None:
                 raise ValueError(f"{self.policy} needs rows, got None")
             return seen.cpu()
-        if not isinstance(rows, Tensor):
+        if not isinstance(rows, Tensor | ShardedRows):
             if workers > 1 or seen is not None:
                 raise ValueError(f"rows that are not formed need a single worker, got {workers}")
             return all_seen(len(rows), 1)
-        shape = rows.shape
+        shape = rows.shape if isinstance(rows, Tensor) else rows.columns.shape
         if len(shape) != 3 or shape[1] != workers:
             raise ValueError(f"rows must be (steps, {workers} workers, dim), got {tuple(shape)}")
-        # Mean and recent rows are left from the epoch before, so they are compared as well.
-        for known in (state.running, state.mean, state.recent):
+        # Also those that are left from the epoch before.
+        for known in (getattr(state, name) for name in state.columns):
             if known is not None and known.shape[-1] != shape[-1]:
                 raise ValueError(f"rows must keep their dim {known.shape[-1]}, got {shape[-1]}")
         if seen is None:
@@ -218,10 +219,7 @@ class Ordering:
                 f"{self.length}, the steps of an epoch"
             )
         if step > self.steps:
-            # Half a pair has lost its partner. Pairs are tied to time steps, so the next one
-            # begins at the next even step.
-            self._state.pending = self._state.pending_seen = None
-            self._state.steps = step
+            self._state.skip_to(step)
 
     def skip_rest(self, step: int) -> None:
         """Count `step` rounds of the rest as visited: nothing is learned from them."""
@@ -231,7 +229,8 @@ class Ordering:
         """Forget what was observed in this epoch; its orders stay."""
         # What was learned in the epoch before is not in doubt.
         before, self._state = self._state, self._new_state(self.epoch, previous=None)
-        self._state.mean, self._state.recent = before.mean, before.recent
+        for name in before.lasting:
+            setattr(self._state, name, getattr(before, name))
 
     @torch.inference_mode(False)
     def end_epoch(self, next_epoch: int | None = None, *, rest_follows: bool = False) -> None:
@@ -259,9 +258,8 @@ class Ordering:
         self._state = self._new_state(following, previous=self._state)
         self._version = self.rest = self.resharded_from = None
 
-    def _new_state(self, epoch: int, previous: BalanceState | None) -> BalanceState:
-        state = BalanceState.empty(self.sizes, epoch)
-        self.policy.begin(state, previous)
+    def _new_state(self, epoch: int, previous: EpochState | None) -> EpochState:
+        state: EpochState = self.policy.new_state(self.sizes, epoch, previous)
         return state
 
     def map_columns(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -270,13 +268,20 @@ class Ordering:
         Args:
             change: Takes one (D,) row of the state and returns it with the new columns.
         """
-        for name in COLUMNS:
-            value = getattr(self._state, name)
-            if value is not None:
-                setattr(self._state, name, torch.stack([change(row) for row in value]))
+        self._state.map_columns(lambda rows: torch.stack([change(row) for row in rows]))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that determines later orders, as tensors, integers and strings."""
+    def state_dict(self, whole: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
+        """Return everything that determines later orders, as tensors, integers and strings.
+
+        Args:
+            whole: Where rows are sharded: takes (m, C) columns of this rank and returns (m, D)
+                whole rows.
+        """
+        balance = self._state.state_dict()
+        if whole is not None:
+            for name in self._state.columns:
+                if name in balance:
+                    balance[name] = whole(balance[name])
         state: dict[str, Any] = {
             "format": _FORMAT,
             "policy": repr(self.policy),
@@ -284,7 +289,7 @@ class Ordering:
             "length": self.length,
             "orders": torch.cat(self._orders),
             "visits": torch.cat(self._visits),
-            "balance": self._state.state_dict(),
+            "balance": balance,
         }
         return state if self.rest is None else state | {"rest": self.rest.clone()}
 
@@ -304,7 +309,11 @@ class Ordering:
             )
         if missing := {"policy", "seed", "orders", "visits", "balance"} - state.keys():
             raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
-        balance = BalanceState.from_state_dict(state["balance"])
+        saved = state["balance"]
+        if missing := {"sizes", "epoch"} - saved.keys():
+            raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
+        balance: EpochState = self.policy.new_state(tuple(saved["sizes"]), saved["epoch"], None)
+        balance.load(saved)
         movable = can_reshard(balance.sizes, self.sizes)
         sizes = ((), ()) if movable else (balance.sizes, self.sizes)
         for name, theirs, ours in (
@@ -329,7 +338,7 @@ class Ordering:
             self._adopt(orders, balance, rest, state.get("length", max(balance.sizes)))
 
     def _adopt(
-        self, orders: list[Tensor], balance: BalanceState, rest: Tensor | None, length: int
+        self, orders: list[Tensor], balance: EpochState, rest: Tensor | None, length: int
     ) -> None:
         """Take over the orders of another number of workers."""
         theirs = Ordering(self.policy, balance.sizes, seed=self.random.seed, length=length)
@@ -344,7 +353,6 @@ class Ordering:
         self._orders = own_units(sequence(theirs.orders), mine)
         # Running sums and half pairs belong to the old workers' streams: pairs restart.
         self._state = self._new_state(balance.epoch, previous=None)
-        if theirs._state.mean is not None:  # Units change owner: one mean serves all workers.
-            self._state.mean = theirs._state.mean.mean(0, keepdim=True).repeat(mine, 1)
+        self._state.adopt(theirs._state)
         self.rest = left if steps or rest is not None else None
         self._version, self.resharded_from = None, (version, steps, workers)

@@ -3,14 +3,23 @@
 The mean cancels in the difference, so no mean of the previous epoch is needed, and the two units of
 pair k always go to slots k and n-1-k, so workers stay aligned in time. Lu et al., "Coordinating
 Distributed Example Orders for Provably Accelerated Training" (arXiv:2302.00845), Algorithms 2
-and 3. Here every worker has its own running sum (ID-GraB with pair balance); `cd_grab` shares one.
+and 3. `PairGraB` has a running sum for every worker (ID-GraB with pair balance). `CDGraB` has one
+for all: at each pair of time steps the workers' differences are signed one after the other against
+the same sum, so that the gradients of all workers together stay balanced. The bound on the prefix
+sums then does not grow with the number of workers; with independent balancing it grows like its
+root.
+
 The paper needs an even number of units and the same number on all workers, and published code drops
 the rest of the data. Odd and unequal numbers, missed units and unformed rows are additions.
+
+The paper's order server collects gradients, decides signs and sends out orders. Here, as in the
+published code, every rank plays that server and computes the orders of all workers. Unlike there,
+no rank needs all gradients for it: inner products of shards are summed (see `balance`).
 
 Shapes: b time steps of a call, M workers, K pairs, D columns.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
@@ -25,12 +34,34 @@ from gradherd.ordering.balance import (
     balance_implicit,
     balance_sharded,
     draws_for,
-    reorder_all,
 )
 from gradherd.ordering.device_signs import Sums, sign_on_device
-from gradherd.ordering.policy import BalanceState, Start, all_seen
-from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
+from gradherd.ordering.random import SeededRandom
+from gradherd.ordering.sign_rules import SignRule
+
+
+@dataclass
+class PairState(SignState):
+    """Signs of pairs, and the first half of a pair whose second half is yet to come."""
+
+    # The first half must be a copy. Published CD-GraB code stores a reference to the gather buffer,
+    # which the next step overwrites: every difference is then zero, every sign is plus, and the
+    # order no longer depends on gradients (the `always-plus` order).
+    pending: Tensor | None = None
+    """(M, D) rows of the first half of a pair."""
+    pending_seen: Tensor | None = None
+    """(M,) workers that have such a row."""
+    pending_buffer: Tensor | None = None
+    """Memory of `pending`, reused from pair to pair; not part of the saved state."""
+
+    columns: ClassVar[tuple[str, ...]] = ("running", "pending")
+    others: ClassVar[tuple[str, ...]] = ("pending_seen",)
+
+    def skip_to(self, step: int) -> None:
+        """Skip time steps. Half a pair loses its partner: the next begins at an even step."""
+        super().skip_to(step)
+        self.pending = self.pending_seen = None
 
 
 class Pairs(NamedTuple):
@@ -44,7 +75,7 @@ class Pairs(NamedTuple):
     """(K, M) whether both rows were seen."""
 
 
-def take_pairs(state: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
+def take_pairs(state: PairState, rows: Tensor, seen: Tensor) -> Pairs:
     """Advance the state by (b, M, D) rows and return the pairs they complete.
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
@@ -90,7 +121,7 @@ def take_pairs(state: BalanceState, rows: Tensor, seen: Tensor) -> Pairs:
     return Pairs(first, diffs, both)
 
 
-def _copied(state: BalanceState, row: Tensor, *, fresh: bool) -> Tensor:
+def _copied(state: PairState, row: Tensor, *, fresh: bool) -> Tensor:
     """Return a copy of the (M, D) row, in the buffer of the pending rows before unless `fresh`.
 
     A difference that this call completes still lives in that buffer. Otherwise it is free, and
@@ -108,7 +139,7 @@ def _copied(state: BalanceState, row: Tensor, *, fresh: bool) -> Tensor:
     return buffer.copy_(row)
 
 
-def _place_odd_units(state: BalanceState, seen: Tensor) -> None:
+def _place_odd_units(state: PairState, seen: Tensor) -> None:
     """Send the last of an odd number of units, which has no partner, to the middle.
 
     Its row does not matter: the middle is the only slot left, whatever its sign would be. Without
@@ -117,11 +148,11 @@ def _place_odd_units(state: BalanceState, seen: Tensor) -> None:
     for worker, size in enumerate(state.sizes):
         step = size - 1 - state.steps
         if size % 2 and 0 <= step < len(seen) and seen[step, worker]:
-            # +1: last among the fronts, which is the middle (see `permute.reorder`).
+            # +1: last among the fronts, which is the middle (see `balance.reorder`).
             state.sides[size - 1, worker] = 1
 
 
-def place_pairs(state: BalanceState, pairs: Pairs, signs: Tensor) -> None:
+def place_pairs(state: PairState, pairs: Pairs, signs: Tensor) -> None:
     """Write the signs of pairs as sides: + sends the first of the two to the front.
 
     Args:
@@ -140,7 +171,7 @@ def place_pairs(state: BalanceState, pairs: Pairs, signs: Tensor) -> None:
 
 
 def sign_implicit_pairs(
-    state: BalanceState, rows: ImplicitRows, rule: SignRule, random: SeededRandom
+    state: PairState, rows: ImplicitRows, rule: SignRule, random: SeededRandom
 ) -> None:
     """Sign the pairs that the rows of one worker complete, without forming the rows.
 
@@ -191,14 +222,13 @@ def sign_implicit_pairs(
 
 
 def sign_pairs(
-    state: BalanceState,
-    rows: Tensor | ImplicitRows,
+    state: PairState,
+    rows: Rows,
     seen: Tensor,
     rule: SignRule,
     random: SeededRandom,
     *,
     shared: bool,
-    sharded: bool,
 ) -> Script[None]:
     """Sign the pairs that the (b, M, D) rows complete.
 
@@ -210,18 +240,18 @@ def sign_pairs(
         random: Draws for randomized rules.
         shared: One running sum serves all workers: pair after pair, and within a pair worker
             after worker. Otherwise each worker is a stream of its own.
-        sharded: D is this rank's shard of the columns.
     """
-    if not isinstance(rows, Tensor):
+    if not isinstance(rows, Tensor | ShardedRows):
         sign_implicit_pairs(state, rows, rule, random)
         return
-    workers, columns = rows.shape[1:]
+    own = rows if isinstance(rows, Tensor) else rows.columns
+    workers, columns = own.shape[1:]
     if state.running is None:
-        state.running = rows.new_zeros((1 if shared else workers, columns))
-    pairs = take_pairs(state, rows, seen)
+        state.running = own.new_zeros((1 if shared else workers, columns))
+    pairs = take_pairs(state, own, seen)
     if not len(pairs.diffs):  # the first halves of pairs: every second step of training
         return
-    if not sharded and _sign_on_device(state, pairs, rule, shared=shared):
+    if isinstance(rows, Tensor) and _sign_on_device(state, pairs, rule, shared=shared):
         return
     span = slice(pairs.first, pairs.first + len(pairs.diffs))
     draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, workers)[span]
@@ -229,7 +259,7 @@ def sign_pairs(
     # their ranks, as the paper's server does it; or to (M, K, D).
     vectors = pairs.diffs.flatten(0, 1).unsqueeze(0) if shared else pairs.diffs.transpose(0, 1)
     draws = draws.reshape(1, -1) if shared else draws.T
-    if sharded:
+    if isinstance(rows, ShardedRows):
         signed = yield from balance_sharded(
             vectors, state.running, rule, draws, state.carry, step=workers if shared else 1
         )
@@ -239,7 +269,7 @@ def sign_pairs(
     place_pairs(state, pairs, signed.signs.view(-1, workers) if shared else signed.signs.T)
 
 
-def _sign_on_device(state: BalanceState, pairs: Pairs, rule: SignRule, *, shared: bool) -> bool:
+def _sign_on_device(state: PairState, pairs: Pairs, rule: SignRule, *, shared: bool) -> bool:
     """Sign pairs on the GPU without the host waiting, if that can be done; say whether it was."""
     assert state.running is not None
     diffs = pairs.diffs
@@ -251,9 +281,9 @@ def _sign_on_device(state: BalanceState, pairs: Pairs, rule: SignRule, *, shared
     if signs is None:
         return False
     count, workers = diffs.shape[:2]
-    late = state.late(2 * pairs.first, 2 * count, signs.device).view(count, 2, workers)
+    sides = state.on_device(2 * pairs.first, 2 * count, signs.device).view(count, 2, workers)
     # The second of a pair has the other side. In one launch, as at every step.
-    torch.mul(signs.reshape(count, 1, workers), _both_sides(signs.device), out=late)
+    torch.mul(signs.reshape(count, 1, workers), _both_sides(signs.device), out=sides)
     return True
 
 
@@ -263,43 +293,45 @@ def _both_sides(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PairGraB:
+class PairGraB(SignPolicy):
     """Pair balance, each worker on its own (with several workers ID-GraB with pair balance).
 
     >>> PairGraB()
     PairGraB(rule=Greedy())
     """
 
-    rule: SignRule = field(default_factory=Greedy)
-    """How signs are decided."""
-
-    needs_rows: ClassVar[bool] = True
-    leaves_out_broken_rows: ClassVar[bool] = True
-    start: ClassVar[Start | None] = None
-
-    def __post_init__(self) -> None:
-        check_rule(self.rule)
-
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+    def new_state(
+        self, sizes: tuple[int, ...], epoch: int, previous: PairState | None
+    ) -> PairState:
         """Start from zero: nothing of the previous epoch is used."""
-        state.carry = self.rule.start(len(state.sizes), len(state.sides) // 2, state.epoch)
-        state.signer = None if previous is None else previous.signer
+        state = PairState(sizes, epoch)
+        return self._begun(state, previous, len(sizes), state.length // 2)
 
     def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
+        self, state: PairState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
-        return sign_pairs(state, rows, seen, self.rule, random, shared=False, sharded=sharded)
+        return sign_pairs(state, rows, seen, self.rule, random, shared=False)
 
-    def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
-    ) -> list[Tensor]:
-        """Move each unit to its side."""
-        state.settle()
-        return reorder_all(orders, state.sides)
+
+@dataclass(frozen=True)
+class CDGraB(SignPolicy):
+    """Pair balance, all workers together (CD-GraB). With one worker it is plain pair balance.
+
+    >>> CDGraB()
+    CDGraB(rule=Greedy())
+    """
+
+    def new_state(
+        self, sizes: tuple[int, ...], epoch: int, previous: PairState | None
+    ) -> PairState:
+        """Start from zero: nothing of the previous epoch is used."""
+        # One stream, on which the pairs of all workers are signed.
+        pairs = sum(size // 2 for size in sizes)
+        return self._begun(PairState(sizes, epoch), previous, 1, pairs)
+
+    def observe(
+        self, state: PairState, rows: Rows, seen: Tensor, random: SeededRandom
+    ) -> Script[None]:
+        """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
+        return sign_pairs(state, rows, seen, self.rule, random, shared=True)

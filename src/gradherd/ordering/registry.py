@@ -29,8 +29,8 @@ POLICIES: "LazyRegistry[Callable[..., Policy]]" = LazyRegistry(
         # Defined on one stream; with several workers each one has its own.
         "id-grab": "gradherd.ordering.grab:GraB",
         "id-pair-grab": "gradherd.ordering.pair_grab:PairGraB",
-        "cd-grab": "gradherd.ordering.cd_grab:CDGraB",
-        "cd-grab-live": "gradherd.ordering.cd_grab_live:CDGraBLive",
+        "cd-grab": "gradherd.ordering.pair_grab:CDGraB",
+        "cd-grab-live": "gradherd.ordering.live:CDGraBLive",
         # A control, not a method: see `shuffles.always_plus`.
         "always-plus": "gradherd.ordering.shuffles:ALWAYS_PLUS",
         "block-reshuffling": "gradherd.ordering.shuffles:BLOCK_RESHUFFLING",
@@ -61,7 +61,7 @@ def order_names() -> tuple[str, ...]:
 def find_policy(policy: "str | Policy") -> "Policy":
     """Return the order of a name, or the order that is given.
 
-    >>> from gradherd.ordering.cd_grab import CDGraB
+    >>> from gradherd.ordering.pair_grab import CDGraB
     >>> find_policy(CDGraB)
     Traceback (most recent call last):
         ...
@@ -69,7 +69,7 @@ def find_policy(policy: "str | Policy") -> "Policy":
     """
     if isinstance(policy, str):
         return make_policy(policy)
-    if isinstance(policy, type) or not hasattr(policy, "begin"):
+    if isinstance(policy, type) or not hasattr(policy, "new_state"):
         got = policy.__name__ if isinstance(policy, type) else repr(policy)
         raise ValueError(
             f"policy must be the name of an order or an order such as CDGraB(), got {got}"

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from gradherd.comm.checks import check_state, check_whole
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
-from gradherd.ordering.balance import ImplicitRows
 from gradherd.ordering.batches import (
     BatchClaim,
     Batches,
@@ -28,7 +27,7 @@ from gradherd.ordering.batches import (
     has_workers,
 )
 from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.policy import Policy
+from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
 from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
 
@@ -307,11 +306,7 @@ class OrderedSampler(DistributedSampler[Any]):
         return self._batches.claim(ticket)
 
     def observe(
-        self,
-        rows: Tensor | ImplicitRows | None,
-        seen: Tensor | None = None,
-        *,
-        first: int | None = None,
+        self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
     ) -> None:
         """Learn from the next units; arguments as in `Ordering.observe`.
 
@@ -320,11 +315,11 @@ class OrderedSampler(DistributedSampler[Any]):
         self.ordering.observe(rows, seen, first=first)
         self.end_if_complete()
 
-    def observe_sharded(
-        self, rows: Tensor, seen: Tensor | None = None, *, first: int | None = None
+    def learn(
+        self, rows: Rows, seen: Tensor | None = None, *, first: int | None = None
     ) -> Script[None]:
-        """Learn from this rank's columns of the next units; see `Ordering.observe_sharded`."""
-        yield from self.ordering.observe_sharded(rows, seen, first=first)
+        """Learn from the next units, on all ranks together; see `Ordering.learn`."""
+        yield from self.ordering.learn(rows, seen, first=first)
         self.end_if_complete()
 
     def end_if_complete(self) -> None:

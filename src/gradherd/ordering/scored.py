@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllReduceSmall, Script
-from gradherd.ordering.balance import ImplicitRows
-from gradherd.ordering.policy import BalanceState, Start
-from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start
+from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.shuffles import WithoutGradients
 
 
@@ -126,8 +125,18 @@ def _around_borders(
     return torch.cat([*pieces, units[done:]])
 
 
+@dataclass
+class ScoreState(EpochState):
+    """The score of every unit visited."""
+
+    scores: Tensor | None = None
+    """(T, M) score of the unit visited at a step, NaN where unknown; None if scores are given."""
+
+    others: ClassVar[tuple[str, ...]] = ("scores",)
+
+
 @dataclass(frozen=True)
-class ScoreOrder:
+class ScoreOrder(Policy):
     """Sort each worker's units by a score, then arrange them.
 
     >>> ScoreOrder("curriculum", easy_to_hard)
@@ -157,38 +166,37 @@ class ScoreOrder:
         """Scores that are given order the first epoch, too."""
         return None if self.scores is None else "computed"
 
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+    def new_state(
+        self, sizes: tuple[int, ...], epoch: int, previous: ScoreState | None
+    ) -> ScoreState:
         """Start without scores: what an epoch does not see is not sorted."""
+        state = ScoreState(sizes, epoch)
         if self.scores is None:
-            state.scores = torch.full(state.sides.shape, torch.nan, dtype=torch.float64)
+            shape = (state.length, len(sizes))
+            state.scores = torch.full(shape, torch.nan, dtype=torch.float64)
+        return state
 
     def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
+        self, state: ScoreState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Note the norms of the (b, M, D) rows; arguments as in `Policy.observe`."""
         first = state.steps
         state.steps += len(seen)
         if state.scores is None or not len(seen):
             return
-        if isinstance(rows, Tensor):
-            squares = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square()
+        if isinstance(rows, ShardedRows):
+            squares = yield AllReduceSmall(_squares(rows.columns))  # with other ranks' columns
+        elif isinstance(rows, Tensor):
+            squares = _squares(rows)
         else:
             squares = rows.gram().diagonal().unsqueeze(1).double()
-        if sharded:  # the columns of the other ranks
-            squares = yield AllReduceSmall(squares)
         # Where a gradient is not finite nothing is known, as where none came.
         known = seen & squares.cpu().isfinite()
         span = state.scores[first : state.steps]
         span.copy_(torch.where(known, squares.cpu().sqrt(), torch.nan))
 
     def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+        self, orders: list[Tensor], state: ScoreState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Sort every worker's units; a unit without a score keeps its position."""
         if isinstance(self.scores, UnitValues):
@@ -208,6 +216,12 @@ class ScoreOrder:
         following = order.clone()
         following[known] = self.arrange(order[known][scores[known].argsort(stable=True)])
         return following
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Return the (b, M) squared norms of (b, M, D) rows."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return norms.square()
 
 
 # What the registry names.
@@ -270,7 +284,7 @@ class LengthGrouped(WithoutGradients):
             object.__setattr__(self, "lengths", UnitValues("lengths", self.lengths))
 
     def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+        self, orders: list[Tensor], state: EpochState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Return the orders of `epoch`."""
         assert isinstance(self.lengths, UnitValues)

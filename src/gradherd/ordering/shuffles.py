@@ -14,30 +14,21 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import ImplicitRows, reorder
-from gradherd.ordering.policy import BalanceState, Start
-from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.balance import reorder
+from gradherd.ordering.policy import EpochState, Policy, Rows, Start
+from gradherd.ordering.random import SeededRandom
 
 NextOrders = Callable[[list[Tensor], Sequence[int], int, SeededRandom], list[Tensor]]
 """(orders of the epoch before, units of each worker, epoch, random) -> orders of `epoch`."""
 
 
-class WithoutGradients:
+class WithoutGradients(Policy):
     """What policies that ignore gradients have in common."""
 
     needs_rows: ClassVar[bool] = False
 
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
-        """Nothing to prepare."""
-
     def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
+        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Count the steps; gradients are ignored."""
         state.steps += len(seen)
@@ -61,7 +52,7 @@ class Shuffle(WithoutGradients):
     """The first order, if the method prescribes one."""
 
     def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
+        self, orders: list[Tensor], state: EpochState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Return the orders of `epoch`."""
         return self.next_orders(orders, state.sizes, epoch, random)

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import launch
-from gradherd.ordering.gram import MOST
 
 # Columns of a program of `_sum_kernel`, and vectors that it loads at once.
 _BLOCK, _UNROLL = 1024, 8
@@ -114,7 +113,7 @@ def _product_kernel(
 
 @triton.jit
 def _greedy_kernel(products, signs, stride, count, P: tl.constexpr):
-    """Run the recursion on scalars, as `gram.signs_from_products` does."""
+    """Run the recursion on scalars, as `balance.signs_from_products` does."""
     products += tl.program_id(0) * count * (count + 1)
     p = tl.arange(0, P)
     line = products + p * (count + 1)
@@ -204,7 +203,7 @@ def products(z: Tensor, running: Tensor) -> Tensor:
     """Return the inner products of a block of vectors.
 
     Args:
-        z: (W, P, D) float32, contiguous along D; P is at most `MOST`.
+        z: (W, P, D) float32, contiguous along D; P is at most 64.
         running: (W, D) float32 running sums, contiguous along D.
 
     Returns:
@@ -325,18 +324,18 @@ class BlockMemory:
 
 
 def balance_greedy(vectors: Tensor, running: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Sign vectors by the greedy rule, at most `MOST` at a time.
+    """Sign vectors by the greedy rule, a block at a time.
 
     Args:
         vectors: (W, P, D) float32 in visiting order, contiguous along D.
         running: (W, D) float32 sums before the first vector; not modified.
-        block: Vectors of a stream in one Gram matrix.
+        block: Vectors of a stream in one Gram matrix, at most 64.
 
     Returns:
         (W, P) int8 signs and the new (W, D) running sums, both on the device.
     """
     total, signs = running, []
-    for z in vectors.split(min(block, MOST), dim=1):
+    for z in vectors.split(block, dim=1):
         signs.append(greedy(products(z, total)))
         # New memory for the first block only; the caller's sums are not modified.
         out = torch.empty_like(running) if total is running else total

@@ -21,9 +21,9 @@ from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
 from gradherd.lab.bench.bench_signs import published_loop
 from gradherd.lab.bench.timing import PeakMemory
-from gradherd.ordering.cd_grab import CDGraB
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.pair_grab import CDGraB
 
 _PAIR = 2  # steps timed together: signs are computed at every second one
 _WARMUP_DIM = 1000

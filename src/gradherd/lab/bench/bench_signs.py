@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
-from gradherd.ordering.balance import balance
-from gradherd.ordering.gram import block_gram
+from gradherd.ordering.balance import balance, block_gram
 from gradherd.ordering.sign_rules import Greedy
 
 

@@ -14,7 +14,7 @@ Shapes: b time steps of a call, M workers, N units of all workers, D columns.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
@@ -23,11 +23,9 @@ from torch import Tensor
 
 from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import ImplicitRows, reorder_all
-from gradherd.ordering.pair_grab import sign_pairs
-from gradherd.ordering.policy import BalanceState, Start
-from gradherd.ordering.seeded_random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
+from gradherd.ordering.pair_grab import PairState, sign_pairs
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy
+from gradherd.ordering.random import SeededRandom
 
 
 def rows_of_units(orders: Sequence[Tensor], first: int, steps: int) -> Tensor:
@@ -60,31 +58,45 @@ def predict(rows: Tensor, last: Tensor, weight: float) -> Tensor:
     return torch.where(known, rows + weight * (rows - last), rows)
 
 
+@dataclass
+class LiveState(PairState):
+    """Signs of pairs, and the last row of every unit."""
+
+    fresh: Tensor | None = None
+    """(N, D) this epoch's row of every unit, worker after worker; infinite where there is none."""
+    recent: Tensor | None = None
+    """(N, D) the same of earlier epochs; outlives the epoch."""
+
+    columns: ClassVar[tuple[str, ...]] = ("running", "pending", "fresh", "recent")
+    lasting: ClassVar[tuple[str, ...]] = ("recent",)
+
+
 @dataclass(frozen=True)
-class CDGraBLive:
+class CDGraBLive(SignPolicy):
     """CD-GraB on gradients that are corrected by their last change. Experimental.
 
     >>> CDGraBLive()
     CDGraBLive(rule=Greedy(), weight=1.0)
     """
 
-    rule: SignRule = field(default_factory=Greedy)
-    """How signs are decided."""
     weight: float = 1.0
     """How much of a gradient's last change is added to it; 0 makes this CD-GraB."""
 
-    needs_rows: ClassVar[bool] = True
-    start: ClassVar[Start | None] = None
+    # Rows are kept beyond the step, so a broken one is looked for by the host.
+    leaves_out_broken_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_rule(self.rule)
+        super().__post_init__()
         check_numbers(weight=self.weight)
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(f"weight must be a finite number, at least 0, got {self.weight}")
 
-    def begin(self, state: BalanceState, previous: BalanceState | None) -> None:
+    def new_state(
+        self, sizes: tuple[int, ...], epoch: int, previous: LiveState | None
+    ) -> LiveState:
         """Sign from zero, as CD-GraB, and remember the rows of the epoch before."""
-        state.carry = self.rule.start(1, sum(size // 2 for size in state.sizes), state.epoch)
+        pairs = sum(size // 2 for size in sizes)
+        state = self._begun(LiveState(sizes, epoch), None, 1, pairs)
         if previous is None or previous.fresh is None:
             state.recent = None if previous is None else previous.recent
         elif previous.recent is None:
@@ -93,35 +105,32 @@ class CDGraBLive:
             state.recent = torch.where(
                 previous.fresh.isfinite(), previous.fresh, previous.recent.to(previous.fresh)
             )
+        return state
 
     def observe(
-        self,
-        state: BalanceState,
-        rows: Tensor | ImplicitRows,
-        seen: Tensor,
-        random: SeededRandom,
-        *,
-        sharded: bool = False,
+        self, state: LiveState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Sign the pairs that the predicted rows complete; arguments as in `Policy.observe`."""
-        if not isinstance(rows, Tensor):
+        if isinstance(rows, ShardedRows):
+            # A shard at a time is enough: predictions are linear, so all ranks agree on their
+            # products.
+            rows = ShardedRows(self._predicted(state, rows.columns, seen))
+        elif isinstance(rows, Tensor):
+            rows = self._predicted(state, rows, seen)
+        else:
             # They must be remembered beyond the step, which rows that are not formed do not last.
-            rows = rows.combine(torch.eye(len(rows))).unsqueeze(1)
-            rows = state.align(rows)
+            formed = state.align(rows.combine(torch.eye(len(rows))).unsqueeze(1))
+            rows = self._predicted(state, formed, seen)
+        return sign_pairs(state, rows, seen, self.rule, random, shared=True)
+
+    def _predicted(self, state: LiveState, rows: Tensor, seen: Tensor) -> Tensor:
+        """Return the rows as they will be, and remember them as they are."""
         if state.fresh is None:
             # Not in `recent` itself: an epoch may be started over, and then must find it unchanged.
             state.fresh = rows.new_full((sum(state.sizes), rows.shape[-1]), torch.inf)
         places = rows_of_units(state.orders, state.steps, len(rows)).to(rows.device)
-        # A shard at a time is enough: predictions are linear, so all ranks agree on their products.
         kept = seen.to(rows.device) & rows.isfinite().all(-1)
         state.fresh[places[kept]] = rows[kept]
-        if state.recent is not None:
-            rows = predict(rows, state.recent[places], self.weight)
-        return sign_pairs(state, rows, seen, self.rule, random, shared=True, sharded=sharded)
-
-    def reorder(
-        self, orders: list[Tensor], state: BalanceState, epoch: int, random: SeededRandom
-    ) -> list[Tensor]:
-        """Move each unit to its side."""
-        state.settle()
-        return reorder_all(orders, state.sides)
+        if state.recent is None:
+            return rows
+        return predict(rows, state.recent[places], self.weight)

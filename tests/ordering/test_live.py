@@ -12,7 +12,8 @@ import gradherd as gh
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
 from gradherd.ordering import CDGraB, Ordering, parallel_herding_bound
-from gradherd.ordering.cd_grab_live import CDGraBLive
+from gradherd.ordering.live import CDGraBLive
+from gradherd.ordering.policy import ShardedRows
 from tests.ordering.helpers import lists, visited, whole_vectors
 
 
@@ -72,7 +73,7 @@ def test_shards_of_columns_give_the_same_orders():
         rows = visited(whole_vectors(epoch, [6, 6], dim=5), whole.orders)
         whole.observe(rows)
         run_together(
-            [s.observe_sharded(rows[..., c]) for s, c in zip(shards, COLUMNS, strict=True)]
+            [s.learn(ShardedRows(rows[..., c])) for s, c in zip(shards, COLUMNS, strict=True)]
         )
         for ordering in (whole, *shards):
             ordering.end_epoch()

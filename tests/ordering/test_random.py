@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.ordering.seeded_random import SeededRandom
+from gradherd.ordering.random import SeededRandom
 
 
 def test_seed_must_not_be_negative():
