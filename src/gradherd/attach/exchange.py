@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.attach.state import gather_states
-from gradherd.comm.collectives import all_gather
+from gradherd.comm.collectives import all_gather, all_reduce
+from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
+from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker
 
@@ -190,6 +192,65 @@ class Exchange:
         for key, flat in self._vectors().items():
             self.fill(flat, state[key])
         self._worker.load_state_dict(state)
+
+
+class GradientExchange(Exchange):
+    """An exchange of gradients at every step, with error feedback."""
+
+    def _average_whole(self, piece: Tensor) -> None:
+        """Average (n,) elements in place: of a parameter that was frozen when this was attached."""
+        mean, sent = all_reduce(piece / self.peers.size, self.peers)
+        piece.copy_(mean)
+        self.total_bytes += sent
+
+    def _run(self, present: set[str], flags: Tensor | None) -> tuple[Outcome | None, set[str]]:
+        """Exchange the gradient that was added to the worker.
+
+        Args:
+            present: Names of the parameters that have a gradient on all ranks or on some.
+            flags: (P,) which parameters this rank has used, as uint8, where ranks may differ.
+
+        Returns:
+            The outcome; None if some rank had a gradient that is not finite. All ranks then take
+            NaN, so that a GradScaler skips the step on all of them, and residuals stay what they
+            were. And the names of the parameters that any rank has used.
+        """
+        (outcome, used), sent = run(self._script(present, flags), self.peers)
+        self.total_bytes += sent
+        if not self.all_shards_agree(outcome is not None):
+            outcome = None
+        if outcome is None:
+            self._worker.commit(None)
+        else:
+            self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        return outcome, used
+
+    def _script(
+        self, present: set[str], flags: Tensor | None
+    ) -> Script[tuple[Outcome | None, set[str]]]:
+        used = present
+        if flags is not None:
+            # A parameter is left out on all ranks or on none. What this rank has not used then has
+            # the mean of the others.
+            anywhere: Tensor = yield AllGather(flags)
+            pairs = zip(self.parameters, anywhere.any(0).tolist(), strict=True)
+            used = {name for name, is_used in pairs if is_used and name in present}
+        for begin, end in self._spans_without(used):
+            self._worker.feedback.exclude(begin, end)
+        outcome = yield from self._worker.script()
+        return outcome, used
+
+    def _spans_without(self, used: set[str]) -> list[tuple[int, int]]:
+        """Return where parameters are that nobody has used.
+
+        Their gradients stay as they are: a residual that was sent for them would be lost.
+        """
+        spans = self.layout.slices.items()
+        return [(span.start, span.stop) for name, span in spans if name not in used]
+
+    def _keep(self, outcome: Outcome, written: Tensor, used: set[str]) -> None:
+        """Keep what was not sent, and what the dtype of gradients could not hold of the mean."""
+        self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
 
 
 class ShardedExchange(Exchange):

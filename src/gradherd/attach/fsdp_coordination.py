@@ -12,7 +12,7 @@ Shapes: R ranks (the workers), C columns of this rank over all parameters.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -86,12 +86,11 @@ class ShardedCoordination(SlicedTransport):
         )
         self.total_bytes, self.stopwatch = 0, Stopwatch()
         self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
-        self._present: dict[int, Sequence[ShardedParameter]] = {}
         # Two sets: signs are computed from one beside the training loop while the other is filled.
         self._buffers: list[Tensor | None] = [None, None]
         self._handles: list[Any] = []
         for group in self._groups if self._replaces else []:
-            self._handles.append(group.before_reduce(self._noting(group)))
+            self._handles.append(group.note_present())
             self._handles.append(
                 group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
             )
@@ -106,21 +105,13 @@ class ShardedCoordination(SlicedTransport):
         alone = all(group.reduces and not group.accumulates for group in self._groups)
         return self._replaces and alone
 
-    def _noting(self, group: ShardedGroup) -> Callable[[], None]:
-        """Return a hook that notes which parameters the next reduce-scatter contains."""
-
-        def note() -> None:
-            self._present[id(group)] = group.present()
-
-        return note
-
     def keep(self, group: ShardedGroup, block: Tensor) -> None:
         """Keep the (R, n) slices of one reduce-scatter until the batch is fed back."""
         if self._decided and self._shares:
             # What FSDP has divided by before the reduction (half precision) is multiplied back:
             # rows are plain gradients.
             factor, _ = group.divide_factors(block.dtype)
-            self._blocks.append((self._present[id(group)], block, factor))
+            self._blocks.append((group.noted, block, factor))
 
     def _take_slices(self) -> Tensor:
         """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""

@@ -9,26 +9,24 @@ whole vector, so it cannot begin earlier.
 Shapes: D elements of this rank's shards, K of them that are sent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from gradherd.attach.exchange import ShardedExchange
+from gradherd.attach.exchange import GradientExchange, ShardedExchange
 from gradherd.attach.fsdp_checks import ShardedWorlds
-from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, is_inner, on_backward_end
-from gradherd.comm.collectives import all_gather, all_reduce
-from gradherd.comm.script import AllGather, Script, run
+from gradherd.attach.fsdp_torch import ShardedGroup, is_inner, on_backward_end
+from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, local_shard, plain_name
-from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import scale_by
 
 
-class ShardedSparseHook(ShardedExchange):
+class ShardedSparseHook(ShardedExchange, GradientExchange):
     """Exchanges a sharded model's gradients sparsely between its replicas."""
 
     def __init__(
@@ -61,19 +59,10 @@ class ShardedSparseHook(ShardedExchange):
         self._grad = torch.zeros_like(self._worker.feedback.residual)
         self._touched: set[str] = set()
         self._averages = True
-        self._present: dict[int, Sequence[ShardedParameter]] = {}
         self._handles: list[Any] = [on_backward_end(model, self._end_of_backward)]
         for group in worlds.groups:
-            self._handles.append(group.before_reduce(self._noting(group)))
+            self._handles.append(group.note_present())
             self._handles.append(group.set_all_reduce_hook(self._collecting(group)))
-
-    def _noting(self, group: ShardedGroup) -> Callable[[], None]:
-        """Return a hook that notes which parameters the next reduce-scatter contains."""
-
-        def note() -> None:
-            self._present[id(group)] = group.present()
-
-        return note
 
     def _collecting(self, group: ShardedGroup) -> Callable[[Tensor], None]:
         """Return FSDP's all-reduce hook for a group."""
@@ -95,16 +84,14 @@ class ShardedSparseHook(ShardedExchange):
         # Torch divides after this hook, but what is cleared here never gets there.
         _, divisor = group.divide_factors(reduced.dtype)
         at = 0
-        for parameter in self._present[id(group)]:
+        for parameter in group.noted:
             piece, name = reduced[at : at + parameter.local_numel], plain_name(parameter.name)
             if name in self._slices:
                 self._grad[self._slices[name]].add_(piece, alpha=1 / divisor)
                 self._touched.add(name)
                 piece.zero_()
             else:  # It was frozen when the hook was attached, so it has no residual.
-                mean, sent = all_reduce(piece / self.peers.size, self.peers)
-                piece.copy_(mean)
-                self.total_bytes += sent
+                self._average_whole(piece)
             at += parameter.padded_numel(self.shards.size)
 
     def _end_of_backward(self) -> None:
@@ -131,38 +118,17 @@ class ShardedSparseHook(ShardedExchange):
         self._worker.add(0, self._grad, clear=True)
         if self._worker.lr_is_zero:  # The learning rate is zero: nothing to add, nothing to send.
             return
-        (outcome, touched), sent = run(self._script(touched), self.peers)
-        self.total_bytes += sent
-        if not self.all_shards_agree(outcome is not None):
-            # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
-            # skips the step on all of them; residuals stay what they were before the step.
-            self._worker.commit(None)
-            for name in touched:
+        # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
+        # fail. Replicas may differ.
+        flags = [name in touched for name in self.parameters]
+        on_device = torch.tensor(flags, dtype=torch.uint8, device=self._grad.device)
+        outcome, used = self._run(set(self.parameters), on_device)
+        if outcome is None:
+            for name in used:
                 self._local_grad(name).fill_(torch.nan)
             return
-        written = self._write(outcome.indices, self._worker.mean_of(outcome), touched)
-        self._worker.commit(outcome, written=written, excluded=self._spans_without(touched))
-        self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-
-    def _script(self, touched: set[str]) -> Script[tuple[Outcome | None, set[str]]]:
-        """Exchange the gradient; return the outcome, and what any replica has used."""
-        # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
-        # fail. Replicas may differ: what one of them has not used then has the others' mean.
-        flags = [name in touched for name in self._slices]
-        used: Tensor = yield AllGather(
-            torch.tensor(flags, dtype=torch.uint8, device=self._grad.device)
-        )
-        anywhere = zip(self._slices, used.any(0).tolist(), strict=True)
-        touched = {name for name, is_used in anywhere if is_used}
-        for begin, end in self._spans_without(touched):
-            self._worker.feedback.exclude(begin, end)
-        outcome = yield from self._worker.script()
-        return outcome, touched
-
-    def _spans_without(self, touched: set[str]) -> list[tuple[int, int]]:
-        """Return where parameters are that were not used: their gradients stay as they are."""
-        spans = self._slices.items()
-        return [(span.start, span.stop) for name, span in spans if name not in touched]
+        written = self._write(outcome.indices, self._worker.mean_of(outcome), used)
+        self._keep(outcome, written, used)
 
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""
@@ -171,10 +137,10 @@ class ShardedSparseHook(ShardedExchange):
             parameter.grad = torch.zeros_like(parameter)
         return local_shard(parameter.grad).view(-1)
 
-    def _write(self, indices: Tensor, mean: Tensor, touched: set[str]) -> Tensor:
+    def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
         """Add the (K,) mean to p.grad; return (K,) what the dtypes of the gradients could hold."""
         self._grad.index_copy_(0, indices, mean)  # it was cleared, and is again below
-        for name in touched:
+        for name in used:
             part, grad = self._grad[self._slices[name]], self._local_grad(name)
             if grad.dtype != part.dtype:
                 limit = torch.finfo(grad.dtype).max

@@ -128,6 +128,8 @@ class ShardedGroup:
             if handle.sharded_param.requires_grad and id(handle.sharded_param) in names
         ]
         """Those that were trainable when this was made."""
+        self.noted: list[ShardedParameter] = []
+        """What the last reduce-scatter contained; see `note_present`."""
         self._known = {id(p._handle): p for p in self.parameters}
 
     @property
@@ -165,7 +167,15 @@ class ShardedGroup:
         """Whether gradients of earlier backwards wait to be reduced."""
         return any(p.has_gradient for p in self.parameters)
 
-    def present(self) -> list[ShardedParameter]:
+    def note_present(self) -> Handle:
+        """Note before each reduce-scatter which parameters it contains, in `noted`."""
+
+        def note() -> None:
+            self.noted = self._present()
+
+        return self.before_reduce(note)
+
+    def _present(self) -> list[ShardedParameter]:
         """Return the parameters that the next reduce-scatter contains; new ones have no name."""
         zeros = getattr(self._group, "reduce_scatter_unused_params", False)
         found = []

@@ -22,20 +22,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.attach.bucket_hook import BucketHook, world_of
 from gradherd.attach.device_exchange import DeviceExchange
-from gradherd.attach.exchange import Exchange
+from gradherd.attach.exchange import GradientExchange
 from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.attach.torch_names import scale_on_device
-from gradherd.comm.collectives import all_reduce
-from gradherd.comm.script import AllGather, Script, run
 from gradherd.flat import exchangeable, in_memory_order
 from gradherd.sparsify import kernels
-from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.gpu_worker import runs_on_device
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import clip_together
-
-Spans = list[tuple[int, int]]
-"""Ranges (begin, end) of the flat vector."""
 
 
 def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
@@ -49,12 +43,18 @@ def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
 class BucketMap:
     """Where buckets and the flat vector of all parameters correspond."""
 
-    def __init__(self, buckets: Sequence[dist.GradBucket], slices: Mapping[Tensor, slice]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[dist.GradBucket],
+        slices: Mapping[Tensor, slice],
+        named: Mapping[str, Tensor],
+    ) -> None:
         """Map all buckets of a backward.
 
         Args:
             buckets: DDP's buckets, in the order in which they arrived.
             slices: Where each parameter is in the flat vector.
+            named: The parameters by name.
         """
         found: set[Tensor] = set()
         table = []  # (begin in the flat vector, bucket, begin in the bucket) of each parameter
@@ -73,10 +73,8 @@ class BucketMap:
         device = buckets[0].buffer().device
         self._begins, self._numbers, self._offsets = rows.contiguous().to(device)
 
-        self.missing = [
-            (span.start, span.stop) for parameter, span in slices.items() if parameter not in found
-        ]
-        """Where parameters lie that no bucket holds."""
+        self.present = {name for name, parameter in named.items() if parameter in found}
+        """Names of the parameters that the buckets hold."""
 
     def put(self, flats: Sequence[Tensor], indices: Tensor, values: Tensor) -> Tensor:
         """Write values into buckets that are zero.
@@ -100,7 +98,7 @@ class BucketMap:
         return written
 
 
-class SparseHook(BucketHook, Exchange):
+class SparseHook(BucketHook, GradientExchange):
     """Exchanges a DDP model's gradients sparsely, with error feedback."""
 
     # They hold a few rows each, and the sum of some rows is exact: nothing to select or to keep.
@@ -119,7 +117,7 @@ class SparseHook(BucketHook, Exchange):
         """
         parameters, world = sparsifiable(ddp), world_of(ddp)
         device = next(iter(parameters.values())).device
-        Exchange.__init__(self, parameters, settings, world, world, device)
+        GradientExchange.__init__(self, parameters, settings, world, world, device)
         # After the checks: registering a hook with DDP cannot be undone.
         BucketHook.__init__(self, ddp, world)
         self._scaler, self._clip = scaler, settings.clip
@@ -163,12 +161,6 @@ class SparseHook(BucketHook, Exchange):
             else:  # It was frozen when the hook was attached, so it has no residual.
                 self._average_whole(piece)
 
-    def _average_whole(self, piece: Tensor) -> None:
-        """Average the (n,) elements of one parameter over ranks, in place and all of them."""
-        mean, sent = all_reduce(piece / self.world.size, self.world)
-        piece.copy_(mean)
-        self.total_bytes += sent
-
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Exchange what the method selects, and write the mean into the buckets."""
         if self._clip is not None:
@@ -183,51 +175,23 @@ class SparseHook(BucketHook, Exchange):
             self._device = None
             for bucket in buckets:
                 self._add(bucket, first=bucket is buckets[0])
+        flags = None if self._usage is None else self._usage.take()
         if self._worker.lr_is_zero:
             # The learning rate is zero: residuals are in the unit of parameters, so this gradient
             # adds nothing to them. The buckets are zero, as `add` has left them.
-            if self._usage is not None:
-                self._usage.take()
             return
         if self._map is None or self.has_new(buckets):
-            self._map = BucketMap(buckets, self._slices)
-        (outcome, unused), sent = run(self._script(self._map), self.world)
+            self._map = BucketMap(buckets, self._slices, self.parameters)
         flats = [bucket.buffer() for bucket in buckets]
-        self.total_bytes += sent
+        outcome, used = self._run(self._map.present, flags)
         if outcome is None:
-            # Some rank had a gradient that is not finite. NaN on all ranks, so that a GradScaler
-            # skips the step on all of them; the residual stays what it was before the step.
-            self._worker.commit(None)
             for flat in flats:
                 flat.fill_(torch.nan)
             return
         # A narrow dtype rounds or clamps the mean. What the bucket could not hold goes back into
         # the residual, so the optimizer gets it later.
         written = self._map.put(flats, outcome.indices, self._worker.mean_of(outcome))
-        self._worker.commit(outcome, written=written, excluded=unused)
-        self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-
-    def _script(self, bucket_map: BucketMap) -> Script[tuple[Outcome | None, Spans]]:
-        """Exchange the gradient; return the outcome and the ranges that were left out."""
-        unused = yield from self._unused_spans(bucket_map)
-        for begin, end in unused:
-            self._worker.feedback.exclude(begin, end)
-        outcome = yield from self._worker.script()
-        return outcome, unused
-
-    def _unused_spans(self, bucket_map: BucketMap) -> Script[Spans]:
-        """Return where the parameters are that no rank has used.
-
-        DDP leaves the gradients of those as they are, whatever the bucket holds. A residual that
-        was sent for them would be lost.
-        """
-        unused = list(bucket_map.missing)
-        if self._usage is not None:
-            # Other ranks may have used them: a parameter is left out on all ranks or on none.
-            anywhere: Tensor = yield AllGather(self._usage.take())
-            spans = zip(anywhere.any(0).tolist(), self._slices.values(), strict=True)
-            unused += [(span.start, span.stop) for used, span in spans if not used]
-        return unused
+        self._keep(outcome, written, used)
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last step that need no computation."""
