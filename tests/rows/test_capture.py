@@ -432,6 +432,25 @@ def test_time_major_model_with_as_many_steps_as_examples() -> None:
     check_operations(capture.pop_rows(BATCH), expected)
 
 
+def test_a_model_that_cannot_run_without_gradients() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 4), nn.PReLU(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            y = self.layer(x)
+            self.slope = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+            return self.head(y.tanh())
+
+    model, x = Watched().double(), values(BATCH + 1, 3)
+    expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH + 1)
+    capture = Capture(model, strict=True)
+    per_example(model(x)).mean().backward()
+    check_operations(capture.pop_rows(BATCH + 1), expected)
+
+
 def test_errors_say_what_is_wrong() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.PReLU(2))
     capture = Capture(model)

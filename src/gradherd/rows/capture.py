@@ -77,16 +77,20 @@ class _Use:
     owner: ParameterOwner
     wanted: dict[str, nn.Parameter]
     """Parameters whose rows are wanted, by their local names."""
-    dims: dict[int, int | None]
-    """Batch dimensions of the outputs by their position, or of INPUT for a module with a rule."""
     outputs: tuple[int, ...]
     """Positions of the outputs that are tapped."""
-    shape: torch.Size
-    """Of the input, or of the first output."""
-    examples: int | None
-    """B, if there is a batch dimension."""
     call: ModuleCall | None
     """How to run a module without a rule again; its tensors are empty and their values saved."""
+    shapes: dict[int, torch.Size]
+    """Of these outputs by their position; of the INPUT of a module with a rule."""
+    dims: dict[int, int | None]
+    """Batch dimensions of the same; None without one."""
+
+    @property
+    def examples(self) -> int | None:
+        """B; None if it is not the same everywhere."""
+        sizes = {self.shapes[i][dim] for i, dim in self.dims.items() if dim is not None}
+        return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def label(self) -> str:
@@ -238,12 +242,19 @@ class Capture:
     def _probe(self, args: Any, kwargs: Any, examples: int) -> None:
         """Find batch dimensions: run the model as it is and with one more example."""
         args, kwargs = detach_all((args, kwargs))
-        call = ModuleCall("", self._model, args, kwargs, ForwardContext.save(self._model))
+        call = ModuleCall(self._model, args, kwargs, ForwardContext.save(self._model))
         with self._silently(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
             calls: dict[str, list[Shapes]] = {}
-            for name, shapes in self._shapes_of(call, args, kwargs):
-                calls.setdefault(name, []).append(shapes)
+            try:
+                for name, shapes in self._shapes_of(call, args, kwargs):
+                    calls.setdefault(name, []).append(shapes)
+            except Exception as error:
+                if self._dims.sharded:  # parameters may have stayed gathered
+                    raise
+                # It needs gradients, say. Then sizes decide which dimensions hold examples.
+                log.debug("the model cannot be run without gradients: %s", error)
+                return
             self._dims.probe(call, examples, calls, self._shapes_of)
 
     def _shapes_of(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
@@ -288,11 +299,21 @@ class Capture:
         wanted = self._wanted(owner)
         if not tapped or not wanted:
             return None
-        if owner.rule is not None:
-            use, saved = self._ruled(owner, wanted, args, kwargs, tapped)
+        given = tuple(leaves[index] for index in tapped)
+        call, shapes = None, dict(zip(tapped, (out.shape for out in given), strict=True))
+        if owner.rule is None:
+            bare, named = map_tensors(lambda one: one.new_empty(0), (args, kwargs))
+            call = ModuleCall(module, bare, named, self._contexts.pop(owner.name))
+            # Detached: references to the graph would keep the activations of layers below alive.
+            given += tuple(one.detach() for one in tensor_leaves((args, kwargs)))
         else:
-            use, saved = self._replayed(owner, wanted, args, kwargs, leaves, tapped)
-        given = (*(leaves[index] for index in tapped), *saved)
+            # The input comes first, whatever its name.
+            inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
+            shapes = {INPUT: inputs.shape}
+            # What a bias needs is the gradient alone; the input may be changed then.
+            held = inputs.detach() if "weight" in wanted else self._like
+            given += (held, *statistics_of(module))
+        use = _Use(owner, wanted, tapped, call, shapes, self._find_dims(owner, shapes))
         passed = iter(_ModuleTap.apply(partial(self._arrived, use), len(tapped), *given))  # type: ignore[no-untyped-call]
         return map_tensors(lambda out: next(passed) if out.requires_grad else out, outputs)
 
@@ -317,49 +338,15 @@ class Capture:
                 name,
             )
 
-    def _ruled(
-        self,
-        owner: ParameterOwner,
-        wanted: dict[str, nn.Parameter],
-        args: Any,
-        kwargs: dict[str, Any],
-        tapped: tuple[int, ...],
-    ) -> tuple[_Use, tuple[Tensor, ...]]:
-        """Return the use of a module with a rule, and what to save for it."""
-        # The input comes first, whatever its name.
-        inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
-        candidates = leading_dims(owner.module, inputs.dim())
-        dim = self._dims.find(owner.name, INPUT, inputs.shape, candidates, self._batch_now())
-        examples = None if dim is None else inputs.shape[dim]
-        use = _Use(owner, wanted, {INPUT: dim}, tapped, inputs.shape, examples, None)
-        # What a bias needs is the gradient alone; the input may be changed then.
-        held = inputs.detach() if "weight" in wanted else self._like
-        return use, (held, *statistics_of(owner.module))
-
-    def _replayed(
-        self,
-        owner: ParameterOwner,
-        wanted: dict[str, nn.Parameter],
-        args: Any,
-        kwargs: dict[str, Any],
-        leaves: list[Tensor],
-        tapped: tuple[int, ...],
-    ) -> tuple[_Use, tuple[Tensor, ...]]:
-        """Return the use of a module that is run again, and what to save for it."""
-        batch = self._batch_now()
-        dims = {
-            index: self._dims.find(owner.name, index, out.shape, out.dim(), batch)
-            for index, out in enumerate(leaves)
-            if index in tapped
-        }
-        sizes = {leaves[index].shape[dim] for index, dim in dims.items() if dim is not None}
-        examples = sizes.pop() if len(sizes) == 1 else None
-        empty_args, empty_kwargs = map_tensors(lambda one: one.new_empty(0), (args, kwargs))
-        context = self._contexts.pop(owner.name)
-        call = ModuleCall(owner.name, owner.module, empty_args, empty_kwargs, context)
-        use = _Use(owner, wanted, dims, tapped, leaves[tapped[0]].shape, examples, call)
-        # Detached: a reference to the graph would keep the activations of all layers below alive.
-        return use, tuple(one.detach() for one in tensor_leaves((args, kwargs)))
+    def _find_dims(
+        self, owner: ParameterOwner, shapes: dict[int, torch.Size]
+    ) -> dict[int, int | None]:
+        """Return the batch dimensions of a module's outputs, or of its INPUT, by its shapes."""
+        batch, dims = self._batch_now(), {}
+        for index, shape in shapes.items():
+            leading = leading_dims(owner.module, len(shape)) if index == INPUT else len(shape)
+            dims[index] = self._dims.find(owner.name, index, shape, leading, batch)
+        return dims
 
     def _batch_now(self) -> int | None:
         """Return the examples of the forward that runs; None outside of forwards."""
@@ -412,10 +399,10 @@ class Capture:
         self, use: _Use, grads: dict[int, Tensor], saved: tuple[Tensor, ...]
     ) -> Iterator[tuple[str, Term | None]]:
         """Yield the terms of the wanted parameters, None for those without a batch dimension."""
-        used = (INPUT,) if use.call is None else grads
+        used, examples = (INPUT,) if use.call is None else tuple(grads), use.examples
         dims = {index: dim for index in used if (dim := use.dims[index]) is not None}
         owner, names = use.owner, use.wanted
-        if use.examples is None or len(dims) < len(used):
+        if examples is None or len(dims) < len(used):
             yield from ((local, None) for local in names)
         elif owner.rule is not None:
             inputs, *statistics = saved
@@ -426,7 +413,7 @@ class Capture:
             tensors = iter(saved)
             args, kwargs = map_tensors(lambda _: next(tensors), (use.call.args, use.call.kwargs))
             call = replace(use.call, args=args, kwargs=kwargs)
-            rows = replay(call, grads, dims, list(names.values()), use.examples)
+            rows = replay(call, grads, dims, list(names.values()), examples)
             for local, row in zip(names, rows, strict=True):
                 yield local, DenseTerm(at_least_float32(row))
 
@@ -497,8 +484,9 @@ class Capture:
             if task not in self._check.tasks[index]:
                 continue
             if term is None:
+                shape = tuple(next(iter(use.shapes.values())))
                 unbatched[self.spec.names[index]] = (
-                    f"module '{use.label}' sees a tensor of shape {tuple(use.shape)}, of which no "
+                    f"module '{use.label}' sees a tensor of shape {shape}, of which no "
                     f"dimension holds the {examples} examples of the batch"
                 )
             elif use.examples != examples:

@@ -85,7 +85,6 @@ def _buffers_in_use(module: nn.Module) -> dict[Tensor, Tensor]:
 class ModuleCall:
     """One call of a module, which can be repeated."""
 
-    name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

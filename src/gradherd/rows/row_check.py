@@ -86,8 +86,6 @@ class RowCheck:
         self._noted: list[set[int]] = []  # those of `tasks` that are not empty
         self.reached = False
         """Whether a backward has reached any parameter since the last `clear`."""
-        self.all_tasks: set[int] = set()
-        """The backwards that reached any parameter."""
         self._spec = spec
         self._strict = strict
         self._project = project
@@ -120,7 +118,6 @@ class RowCheck:
             if not tasks:
                 self._noted.append(tasks)
             tasks.add(task)
-            self.all_tasks.add(task)
             if self.due:
                 self._receive(index, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
@@ -173,10 +170,6 @@ class RowCheck:
     def reference(self, index: int) -> Tensor | None:
         """Return the gradient of a parameter in this batch, as projected; None without one."""
         return self._references[index]
-
-    def name(self, index: int) -> str:
-        """Return the name of a parameter."""
-        return self._spec.names[index]
 
     def is_left_out(self, index: int) -> bool:
         """Say whether a parameter is left out."""
@@ -248,7 +241,6 @@ class RowCheck:
         """Forget the gradients of the current batch."""
         if self.reached:
             self.reached = False
-            self.all_tasks.clear()
             for tasks in self._noted:
                 tasks.clear()
             self._noted.clear()

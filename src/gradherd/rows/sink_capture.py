@@ -212,7 +212,7 @@ class SinkCapture:
         """Find the batch dimension of every layer: run the model as it is and with one more."""
         pool = self._pool
         args, kwargs = detach_all((args, kwargs))
-        call = ModuleCall("", self._model, args, kwargs, ForwardContext.save(self._model))
+        call = ModuleCall(self._model, args, kwargs, ForwardContext.save(self._model))
         ignored = nullcontext() if self._capture is None else self._capture.ignored()
         with ignored, torch.no_grad(), _eagerly(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
