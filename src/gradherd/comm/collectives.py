@@ -72,6 +72,10 @@ class PendingCollective(NamedTuple):
             raise CollectiveError(str(error)) from error
         return self.value
 
+    def finished(self) -> CollectiveResult:
+        """Wait, and return the result with its bytes."""
+        return CollectiveResult(self.wait(), self.bytes)
+
 
 def nbytes(tensor: Tensor) -> int:
     """Return the size of a tensor's elements in bytes; of a sparse one, its indices and values."""
@@ -119,10 +123,7 @@ def all_reduce_small_bytes(tensor: Tensor, size: int) -> int:
 
 def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
     """Sum `tensor` over all ranks, in place. The result has the same bits on every rank."""
-    if world.size == 1:
-        return CollectiveResult(tensor, 0)
-    dist.all_reduce(tensor, group=world.group)
-    return CollectiveResult(tensor, all_reduce_bytes(tensor, world.size))
+    return all_reduce_start(tensor, world).finished()
 
 
 def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
@@ -157,8 +158,7 @@ def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
 
 def all_gather(tensor: Tensor, world: World) -> CollectiveResult:
     """Stack the tensors of all ranks, which must have the same shape: (...) to (R, ...)."""
-    pending = all_gather_start(tensor, world)
-    return CollectiveResult(pending.wait(), pending.bytes)
+    return all_gather_start(tensor, world).finished()
 
 
 def all_gather_start(
@@ -185,12 +185,8 @@ def all_gather_start(
         return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
     if world.backend(tensor.device) == "gloo" and tensor.numel() and out.is_contiguous():
-        flat = tensor.reshape(-1)
-        if nbytes(tensor) * world.size <= _COPIED_BYTES:
-            # To gather is to send everybody the same.
-            work = _all_to_all(out.view(-1), flat.repeat(world.size), group=world.group)
-            return PendingCollective(out, sent, (work,))
-        works = _exchange_pairwise([flat] * world.size, list(out.view(world.size, -1)), world)
+        sizes = [tensor.numel()] * world.size
+        works = _gather_over_gloo(tensor.reshape(-1), sizes, out.view(-1), world)
         return PendingCollective(out, sent, works)
     # Flat views: gloo requires as many dimensions in the output as in the input, and at least one.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
@@ -218,16 +214,9 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
     if world.size == 1:
         return CollectiveResult(tensor, 0)
     if world.backend(tensor.device) == "gloo":
-        out = tensor.new_empty(sum(sizes))
-        # All ranks must take the same way, so the longest message decides.
-        if max(sizes) * tensor.element_size() * world.size <= _COPIED_BYTES:
-            copies, lengths = tensor.repeat(world.size), [len(tensor)] * world.size
-            _all_to_all(out, copies, list(sizes), lengths, group=world.group).wait()
-        else:
-            inputs, outputs = [tensor] * world.size, list(torch.split(out, list(sizes)))
-            for work in _exchange_pairwise(inputs, outputs, world):
-                work.wait()
-        return CollectiveResult(out, all_gather_bytes(tensor, world.size))
+        out, sent = tensor.new_empty(sum(sizes)), all_gather_bytes(tensor, world.size)
+        works = _gather_over_gloo(tensor.contiguous(), sizes, out, world)
+        return PendingCollective(out, sent, works).finished()
     # One tensor of equal rows is gathered in one call; of rows of different lengths, nccl would
     # broadcast each. The padding is sent, so its bytes count; zeros, so that they are the same.
     padded = tensor.new_zeros(max(sizes))
@@ -239,8 +228,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> Col
 
 def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
     """Send row r of `tensor` (R, ...) to rank r; row i of the result comes from rank i."""
-    pending = all_to_all_start(tensor, world)
-    return CollectiveResult(pending.wait(), pending.bytes)
+    return all_to_all_start(tensor, world).finished()
 
 
 def all_to_all_start(
@@ -335,26 +323,34 @@ def send_recv(
     return received, sent
 
 
-def _exchange_pairwise(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], world: World
+def _gather_over_gloo(
+    message: Tensor, sizes: Sequence[int], out: Tensor, world: World
 ) -> tuple[dist.Work, ...]:
-    """Start to send inputs[r] to every rank r and to receive outputs[r] from it, all at once."""
-    # gloo's own all-gather goes round a ring and through a buffer, and takes half as long again.
+    """Start to send `message` to every rank and to receive theirs, of `sizes` elements, in `out`.
+
+    gloo's own all-gather goes round a ring and through a buffer, and takes half as long again.
+    """
+    # All ranks must take the same way, so the longest message decides.
+    if max(sizes) * message.element_size() * world.size <= _COPIED_BYTES:
+        # To gather is to send everybody the same.
+        own = [len(message)] * world.size
+        # Equal parts are not named: gloo's all-to-all of those needs no tables of lengths.
+        theirs, own_parts = (None, None) if own == list(sizes) else (list(sizes), own)
+        copies = message.repeat(world.size)
+        return (_all_to_all(out, copies, theirs, own_parts, group=world.group),)
+    outputs = out.split(list(sizes))
     works: list[dist.Work | None] = []  # None: this process is outside of the group
     # Each rank starts with its own neighbour, so that no rank is everybody's first peer.
     for distance in range(1, world.size):
         peer = (world.rank - distance) % world.size
         # Both sides know all lengths, so both leave out an empty message.
-        if outputs[peer].numel():
+        if sizes[peer]:
             works.append(dist.irecv(outputs[peer], group=world.group, group_src=peer, tag=_TAG))
     # After all receives: a gloo send is held up until its peer has posted the receive.
-    for distance in range(1, world.size):
+    for distance in range(1, world.size if len(message) else 1):
         peer = (world.rank + distance) % world.size
-        message = inputs[peer].contiguous().view(-1)
-        if message.numel():
-            works.append(dist.isend(message, group=world.group, group_dst=peer, tag=_TAG))
+        works.append(dist.isend(message, group=world.group, group_dst=peer, tag=_TAG))
     # An all-gather in place has its own shard in `out` already.
-    own_output, own_input = outputs[world.rank], inputs[world.rank].reshape(-1)
-    if own_output.data_ptr() != own_input.data_ptr():
-        own_output.copy_(own_input)
+    if outputs[world.rank].data_ptr() != message.data_ptr():
+        outputs[world.rank].copy_(message)
     return tuple(work for work in works if work is not None)

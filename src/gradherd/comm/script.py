@@ -101,17 +101,17 @@ class ScriptResult(NamedTuple):
     bytes: int
 
 
-def run(script: Script[Any], world: World) -> ScriptResult:
+def run(script: Script[Any], world: World, *, answer: Any = None) -> ScriptResult:
     """Run the script of this rank. All ranks must call it at the same point.
 
     Args:
-        script: A generator that has not been started.
+        script: A generator.
         world: The ranks that take part.
+        answer: To the request that the script has made, if it was started already.
 
     Returns:
         What the script returned, and the bytes this rank sent.
     """
-    answer: Any = None
     total = 0
     while True:
         try:
@@ -133,8 +133,7 @@ def _run_collective(request: Request, world: World) -> tuple[Any, int]:
         case AllToAll(tensor):
             return collectives.all_to_all(tensor, world)
         case DealColumns(tensor):
-            dealt = sliced_mean.deal_columns_start(tensor, world)
-            return dealt.wait(), dealt.bytes
+            return sliced_mean.deal_columns_start(tensor, world).finished()
         case Broadcast(tensor, src):
             # A broadcast writes into its tensor; that of a request belongs to the script.
             return collectives.broadcast(tensor.clone(), world, src=src)
@@ -195,17 +194,7 @@ class RankRunner:
             return
         # Cleared first: after an error, `finish` must not wait for the same collective again.
         (script, pending), self._pending = self._pending, None
-        self.bytes += run(_resumed(script, pending.wait()), self._later).bytes
-
-
-def _resumed(script: Script[None], answer: Any) -> Script[None]:
-    """Return the rest of a script whose first request was answered."""
-    try:
-        request = script.send(answer)
-        while True:
-            request = script.send((yield request))
-    except StopIteration:
-        return
+        self.bytes += run(script, self._later, answer=pending.wait()).bytes
 
 
 class SharedRunner:
@@ -319,8 +308,8 @@ def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
             src = requests[0].src
             if not 0 <= src < size:
                 raise RuntimeError(f"src must be in [0, {size}), got {src}")
-            sent = [collectives.broadcast_bytes(tensors[src], size)] * size
-            return [ScriptResult(tensors[src], one) for one in sent]
+            sent_once = collectives.broadcast_bytes(tensors[src], size)
+            return [ScriptResult(tensors[src], sent_once)] * size
         case _:
             return _send_recv_all(requests)
 
