@@ -98,6 +98,11 @@ class PartitionState:
         start = torch.tensor(_NO_START, dtype=torch.float64)
         return cls(start, torch.tensor(even_cuts(count, workers)), loads)
 
+    @property
+    def is_first(self) -> Tensor:
+        """() bool, whether there was no step yet."""
+        return self.start[0] <= 0
+
     def rescaled(self, factor: float) -> "PartitionState":
         """Return the state after all values were multiplied by `factor`."""
         return replace(self, start=self.start * self.start.new_tensor([factor, 1.0]))
@@ -339,29 +344,33 @@ def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
     return Accepted(chosen, accepted.view(bits.shape).sum(1), smallest_magnitude(kth))
 
 
-def learn(
-    state: PartitionState,
-    accepted: Accepted,
-    candidates: Tensor,
-    offered: int | Tensor,
-    *,
-    exact: bool,
-) -> tuple[PartitionState, Tensor]:
-    """Return the state with the start of the next search, and the (R,) loads of the workers.
+def with_next_start(
+    state: PartitionState, accepted: Accepted, candidates: Tensor, *, exact: bool
+) -> PartitionState:
+    """Return the state with a start that leaves a few times as many candidates as are wanted.
 
     Args:
         state: Of this step.
         accepted: What all workers send.
         candidates: (R,) int32, as in `Offers`.
-        offered: How many offers each worker made; (R,) if they differ.
         exact: Whether the offers are the largest of each partition, not evenly spaced ones.
     """
-    k = len(accepted.indices)
+    threshold, total, k = accepted.threshold.double(), candidates.sum(), len(accepted.indices)
     # A first step had no start; what it searched from says nothing.
-    first = state.start[0] <= 0
-    start = _next_start(state.start, accepted.threshold, candidates, k, first, exact)
-    loads = estimate_loads(accepted.counts, offered, candidates * ~first)
-    return replace(state, start=start), loads
+    first, ratio = state.is_first, state.start[1]
+    # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
+    # and from 1, where the threshold of the next step may be below the start.
+    few, many = total < _MIN_CANDIDATES * k, total > _MAX_CANDIDATES * k
+    ratio = torch.where(few, (ratio * 0.97).clamp(min=0.3), ratio)
+    ratio = torch.where(many, (ratio * 1.02).clamp(max=0.995), ratio)
+    ratio = torch.where(first, _NO_START[1], ratio)
+    magnitude = threshold * ratio
+    if not exact:
+        # Far off, the accepted offers include some that are merely evenly spaced, and their
+        # smallest says nothing. Then go up or down until enough, but not too many, reach the start.
+        magnitude = torch.where(~first & (total < k), state.start[0] * 0.5, magnitude)
+        magnitude = torch.where(~first & (candidates < 0).any(), state.start[0] * 2, magnitude)
+    return replace(state, start=torch.stack([magnitude, ratio]))
 
 
 def moved(
@@ -423,23 +432,3 @@ def estimate_loads(counts: Tensor, offered: int | Tensor, candidates: Tensor) ->
     known = (had * below).sum()
     share = (counts * below).sum().double() / known.clamp(min=1)
     return torch.maximum(counts.double(), torch.where(counts == offered, share * had, 0.0))
-
-
-def _next_start(
-    start: Tensor, threshold: Tensor, candidates: Tensor, k: int, first: Tensor, exact: bool
-) -> Tensor:
-    """Return a start that leaves a few times as many candidates as are wanted: (2,) float64."""
-    threshold, total, ratio = threshold.double(), candidates.sum(), start[1]
-    # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
-    # and from 1, where the threshold of the next step may be below the start.
-    few, many = total < _MIN_CANDIDATES * k, total > _MAX_CANDIDATES * k
-    ratio = torch.where(few, (ratio * 0.97).clamp(min=0.3), ratio)
-    ratio = torch.where(many, (ratio * 1.02).clamp(max=0.995), ratio)
-    ratio = torch.where(first, _NO_START[1], ratio)
-    magnitude = threshold * ratio
-    if not exact:
-        # Far off, the accepted offers include some that are merely evenly spaced, and their
-        # smallest says nothing. Then go up or down until enough, but not too many, reach the start.
-        magnitude = torch.where(~first & (total < k), start[0] * 0.5, magnitude)
-        magnitude = torch.where(~first & (candidates < 0).any(), start[0] * 2, magnitude)
-    return torch.stack([magnitude, ratio])

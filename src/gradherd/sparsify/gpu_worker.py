@@ -168,9 +168,12 @@ class GpuSteps:
             candidates = headers[:, 1]
             indices, bits = consensus.unpack(headers[:, 2:], count, reach, compact)
         accepted = consensus.accept_largest(indices, bits, k)
-        new, loads = consensus.learn(state, accepted, candidates, count, exact=False)
-        least = self._rule.least(k, worker.size)
-        new = consensus.moved(self._rule, new, accepted.indices, accepted.counts, loads, least)
+        new = consensus.with_next_start(state, accepted, candidates, exact=False)
+        if self._rule.memory is not None and worker.size > 1:
+            known = candidates * ~state.is_first
+            loads = consensus.estimate_loads(accepted.counts, count, known)
+            least = self._rule.least(k, worker.size)
+            new = consensus.moved(self._rule, new, accepted.indices, accepted.counts, loads, least)
         always = self._placement.always
         at = torch.cat([self._placement.positions(accepted.indices), always])
         total, error = yield from sum_values(acc[at], len(always), context, form, len(acc))
