@@ -1,4 +1,4 @@
-"""The exchange of one step: headers, indices and values, as scripts for real or virtual workers.
+"""What workers agree on in a step, as scripts for real or virtual workers: headers and indices.
 
 Letters: D coordinates, of which the first S are sparsified and the others are always sent; R
 workers; K coordinates that are sent, K_r those that worker r selected. Sizes are in bytes.
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, Script
-from gradherd.sparsify.message_sizes import ValueFormat, index_bytes
+from gradherd.sparsify.message_sizes import index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, target_count
-from gradherd.sparsify.value_sums import sum_values
+from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext
 
 # --- One step ----------------------------------------------------------------------------------
 
@@ -61,56 +60,6 @@ def padding(counts: Sequence[int]) -> float:
     return len(counts) * max(counts) / total if total else 1.0
 
 
-def exchange_step(
-    acc: Tensor,
-    sparse: int,
-    finite: bool,
-    method: Selector,
-    density: float,
-    state: Any,
-    context: StepContext,
-    values: ValueFormat = "fp32",
-) -> Script[Outcome | None]:
-    """Average the selected coordinates over workers.
-
-    Args:
-        acc: (D,) residual + gradient of this worker; not changed.
-        sparse: S, how many coordinates are sparsified; the others are always sent.
-        finite: Whether all of `acc` is finite.
-        method: Selects the coordinates.
-        density: Share of the S coordinates to send.
-        state: State of the method.
-        context: Which worker this is.
-        values: How values are sent.
-
-    Returns:
-        The outcome; None, on all workers, if a value of any worker or a sum is not finite.
-    """
-    # Of S, not of D: what is always sent does not use up the density.
-    k = target_count(density, sparse)
-    selection = yield from select(acc[:sparse], finite, method, k, state, context)
-    if selection is None:
-        return None
-    # Small parameters are sent together with the selected values, in the same rounds.
-    always = torch.arange(sparse, len(acc), device=acc.device)
-    indices = torch.cat([selection.indices, always])
-    if selection.sums is None:
-        total, remainder = yield from sum_values(
-            acc[indices], len(always), context, values, len(acc)
-        )
-        sent = None
-    else:
-        rest, error = yield from sum_values(acc[sparse:], len(always), context, values, len(acc))
-        total = torch.cat([selection.sums, rest])
-        sent, remainder = _partly_sent(acc, selection, rest, error)
-    # Finite values may have a sum that overflows. All workers have the same bits of it, so all
-    # of them call the step off, without another round.
-    if not bool(total.isfinite().all()):
-        return None
-    # Divided once, after the sum: dividing every summand would round R times.
-    return Outcome(indices, total / context.size, remainder, sent, selection)
-
-
 def select(
     part: Tensor, finite: bool, method: Selector, k: int, state: Any, context: StepContext
 ) -> Script[Selection | None]:
@@ -129,19 +78,6 @@ def select(
     if not len(part):
         return Selection(flag[:0].long(), [0] * context.size, state)
     return (yield from method.agree(part, k, state, context, proposal, headers[:, 1:]))
-
-
-def _partly_sent(
-    acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """Return which own values were sent and what stays, for a method that sums values itself."""
-    error = torch.zeros_like(rest) if error is None else error
-    if selection.kept is not None:
-        return None, torch.cat([selection.kept, error])
-    assert selection.sent is not None
-    sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
-    unsent = acc[selection.indices].masked_fill(selection.sent, 0)
-    return sent, torch.cat([unsent, error])
 
 
 # --- Indices -----------------------------------------------------------------------------------

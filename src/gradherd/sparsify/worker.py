@@ -23,11 +23,12 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify import kernels
-from gradherd.sparsify.exchange import Outcome, exchange_step
+from gradherd.sparsify.exchange import Outcome, select
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
-from gradherd.sparsify.selector import StepContext
+from gradherd.sparsify.selector import Selection, StepContext, target_count
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.value_sums import sum_values
 
 # --- Residuals --------------------------------------------------------------------------------
 
@@ -378,17 +379,36 @@ class Worker:
         return StepContext(self.step, self.rank, self.size, compact=compact)
 
     def script(self) -> Script[Outcome | None]:
-        """Return this worker's script of the step."""
-        return exchange_step(
-            self.feedback.acc,
-            self.sparse,
-            self.feedback.finite(),
-            self.settings.method,
-            self.settings.density(self.step),
-            self.state,
-            self.context,
-            self.settings.values,
-        )
+        """Average the selected coordinates over workers.
+
+        Returns:
+            The outcome; None, on all workers, if a value of any worker or a sum is not finite.
+        """
+        settings, context, sparse = self.settings, self.context, self.sparse
+        acc, form = self.feedback.acc, settings.values
+        # Of S, not of D: what is always sent does not use up the density.
+        k = target_count(settings.density(context.step), sparse)
+        finite = self.feedback.finite()
+        selection = yield from select(acc[:sparse], finite, settings.method, k, self.state, context)
+        if selection is None:
+            return None
+        # Small parameters are sent together with the selected values, in the same rounds.
+        always = torch.arange(sparse, len(acc), device=acc.device)
+        indices = torch.cat([selection.indices, always])
+        sent = None
+        if selection.sums is None:
+            values = acc[indices]
+            total, remainder = yield from sum_values(values, len(always), context, form, len(acc))
+        else:
+            rest, error = yield from sum_values(acc[sparse:], len(always), context, form, len(acc))
+            total = torch.cat([selection.sums, rest])
+            sent, remainder = _partly_sent(acc, selection, rest, error)
+        # Finite values may have a sum that overflows. All workers have the same bits of it, so all
+        # of them call the step off, without another round.
+        if not bool(total.isfinite().all()):
+            return None
+        # Divided once, after the sum: dividing every summand would round R times.
+        return Outcome(indices, total / context.size, remainder, sent, selection)
 
     def mean_of(self, outcome: Outcome) -> Tensor:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""
@@ -513,6 +533,19 @@ class Worker:
             self.state = type(self.state)(**saved)
         if not self.counters.is_cpu:
             self.decide_on(self.counters.device)
+
+
+def _partly_sent(
+    acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Return which own values were sent and what stays, for a method that sums values itself."""
+    error = torch.zeros_like(rest) if error is None else error
+    if selection.kept is not None:
+        return None, torch.cat([selection.kept, error])
+    assert selection.sent is not None
+    sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
+    unsent = acc[selection.indices].masked_fill(selection.sent, 0)
+    return sent, torch.cat([unsent, error])
 
 
 def _is_merged(state: Mapping[str, Any]) -> bool:
