@@ -76,10 +76,12 @@ class Setting:
     """Share of the backward pass that a dense exchange can overlap with."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.params < math.inf:
-            raise ValueError(f"params must be at least 1 and finite, got {self.params}")
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        for name in ("params", "side"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 1 and finite, got {getattr(self, name)}")
+        for name in ("workers", "rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("backward", "forward"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
@@ -87,10 +89,6 @@ class Setting:
             if not 0 < getattr(self, name) <= 1:
                 option = name.replace("_", "-")
                 raise ValueError(f"{option} must be in (0, 1], got {getattr(self, name)}")
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        if not 1 <= self.side < math.inf:
-            raise ValueError(f"side must be at least 1 and finite, got {self.side}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
 
@@ -192,14 +190,6 @@ def _all_reduced(setting: Setting, width: int) -> tuple[float, float]:
     return exposed_seconds(setting, whole, last, count), 2 * size * (ranks - 1) / ranks
 
 
-def _dense(setting: Setting) -> tuple[float, float]:
-    return _all_reduced(setting, 4)
-
-
-def _fp16(setting: Setting) -> tuple[float, float]:
-    return _all_reduced(setting, 2)
-
-
 def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
     """Predict CD-GraB on a dense exchange.
 
@@ -217,7 +207,7 @@ def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
         size / ranks, ranks, link
     )
     # Direct messages may take fewer hops than a ring, but do not count on it.
-    seconds = max(seconds, _dense(setting)[0])
+    seconds = max(seconds, _all_reduced(setting, _VALUE_BYTES)[0])
     products = 2 * ranks * (ranks + 3)  # bytes per step
     background = products * (ranks - 1) * (1 if ranks <= _FEW_RANKS else 2 / ranks)
     return seconds, 2 * size * (ranks - 1) / ranks + background
@@ -323,8 +313,8 @@ def _gathered_sketches(setting: Setting) -> tuple[float, float]:
 
 
 EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
-    "dense": _dense,
-    "fp16": _fp16,
+    "dense": partial(_all_reduced, width=_VALUE_BYTES),
+    "fp16": partial(_all_reduced, width=2),
     "powersgd": _powersgd,
     "topk": _topk,
     "exdyna": _exdyna,

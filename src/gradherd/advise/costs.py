@@ -24,47 +24,29 @@ Ethernet, IP and TCP, and gaps between frames."""
 
 # Named as options are, such as --order-overhead: "order" is CD-GraB on top of a dense exchange,
 # "sketch" CD-GraB beside any other.
-_PER_PARAMETER = {
+_OVERHEADS = {
     "cpu": {
-        "fp16": 19e-9,
-        "powersgd": 7e-9,
-        "topk": 3.5e-9,
-        "exdyna": 2e-9,
-        "local": 6e-9,
-        "order": 1.4e-9,
-        "sketch": 2.4e-9,
+        "fp16": (19e-9, 0.0),
+        "powersgd": (7e-9, 1e-3),
+        "topk": (3.5e-9, 1e-3),
+        "exdyna": (2e-9, 1e-3),
+        "local": (6e-9, 2e-3),
+        "order": (1.4e-9, 0.2e-3),
+        "sketch": (2.4e-9, 0.2e-3),
     },
     "cuda": {
-        "fp16": 6e-12,
-        "powersgd": 20e-12,
-        "topk": 1e-12,
-        "exdyna": 8e-12,
-        "local": 20e-12,
-        "order": 16e-12,
-        "sketch": 16e-12,
+        "fp16": (6e-12, 0.0),
+        "powersgd": (20e-12, 1e-3),
+        "topk": (1e-12, 3.6e-3),
+        "exdyna": (8e-12, 0.5e-3),
+        "local": (20e-12, 1e-3),
+        "order": (16e-12, 0.2e-3),
+        "sketch": (16e-12, 0.2e-3),
     },
 }
-"""Device -> method -> seconds per parameter."""
-_FIXED = {
-    "cpu": {
-        "powersgd": 1e-3,
-        "topk": 1e-3,
-        "exdyna": 1e-3,
-        "local": 2e-3,
-        "order": 0.2e-3,
-        "sketch": 0.2e-3,
-    },
-    "cuda": {
-        "powersgd": 1e-3,
-        "topk": 3.6e-3,
-        "exdyna": 0.5e-3,
-        "local": 1e-3,
-        "order": 0.2e-3,
-        "sketch": 0.2e-3,
-    },
-}
-"""Device -> method -> seconds per step (local: per exchange), whatever the size of the model."""
-DEVICES = tuple(_PER_PARAMETER)
+"""Device -> method -> seconds per parameter, and seconds per step (local: per exchange), whatever
+the size of the model."""
+DEVICES = tuple(_OVERHEADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,5 +187,5 @@ def typical_overheads(device: str, params: float) -> Overheads:
     >>> round(1e3 * typical_overheads("cpu", 10e6).exdyna)  # milliseconds
     21
     """
-    fixed, rates = _FIXED[device], _PER_PARAMETER[device]
-    return Overheads(**{name: fixed.get(name, 0.0) + rate * params for name, rate in rates.items()})
+    known = _OVERHEADS[device].items()
+    return Overheads(**{name: fixed + rate * params for name, (rate, fixed) in known})

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
 from gradherd.advise.costs import Overheads
@@ -26,6 +26,7 @@ _MILDEST_FIRST = (
 )
 """Exchanges by how much they change training. topk sends up to R times what exdyna sends at the
 same density; local steps let the workers' weights drift apart."""
+_RECORD_KEYS = ("study", "task", "density", "metric", "dense", "sparse")
 # How wrong inputs may be: links and passes by a quarter (the largest error of a prediction on
 # bandwidth-limited links was 21 %), what a method computes by a factor of two.
 _INPUT_ERROR, _OVERHEAD_ERROR = 1.25, 2.0
@@ -79,18 +80,7 @@ def advise(setting: Setting) -> dict[str, object]:
     density = _density_of(setting, chosen.exchange)
     sentences = explain(setting, choices, limit)
     return {
-        "choices": [
-            {
-                "name": choice.name,
-                "step_seconds": choice.step_seconds,
-                "bytes": choice.bytes,
-                "exchange": choice.exchange,
-                "order": choice.order,
-                "exchange_seconds": choice.exchange_seconds,
-                "overhead_seconds": choice.overhead_seconds,
-            }
-            for choice in choices
-        ],
+        "choices": [{"name": choice.name, **asdict(choice)} for choice in choices],
         "break_even_bandwidth": limit,
         "break_even_bandwidth_fp16": break_even(setting, "fp16"),
         "pays": chosen.exchange not in RIVALS,
@@ -99,15 +89,8 @@ def advise(setting: Setting) -> dict[str, object]:
         "speedup": rival.step_seconds / chosen.step_seconds,
         "speedup_range": list(speedup_range(setting, chosen.exchange, rival.exchange)),
         "accuracy": [
-            {
-                "study": one.study,
-                "task": one.task,
-                "density": one.density,
-                "metric": one.metric,
-                "dense": one.dense,
-                "sparse": one.sparse,
-                "points_lost": one.lost if one.metric == "accuracy" else None,
-            }
+            {key: getattr(one, key) for key in _RECORD_KEYS}
+            | {"points_lost": one.lost if one.metric == "accuracy" else None}
             for one in accuracy_records(chosen.exchange, density)
         ],
         "advice": " ".join(sentences),
