@@ -29,7 +29,7 @@ from gradherd.comm.stopwatch import Stopwatch
 from gradherd.flat import FlatSpec
 from gradherd.ordering.batches import BatchTicket
 from gradherd.ordering.coordination import check_same_version
-from gradherd.ordering.sampler import OrderedSampler
+from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
 from gradherd.rows.settings import RowSettings, row_length
 from gradherd.rows.torch_names import current_backward
@@ -53,7 +53,7 @@ def refuse_attached(model: nn.Module) -> None:
         )
 
 
-class OrderFeedback:
+class OrderFeedback(Feeder):
     """Feeds a model's gradients back to its sampler."""
 
     def __init__(
@@ -98,11 +98,10 @@ class OrderFeedback:
             register_optimizer_step_pre_hook(_around_step_of(model, self)),
             # A closure (Lightning, L-BFGS) runs its backward inside the step, after the hook above.
             register_optimizer_step_post_hook(_around_step_of(model, self)),
-            sampler.register_read_hook(_before_read_of(self)),
         ]
-        # A model that is dropped without detach() leaves optimizers and sampler free, too.
-        remove_after(self, self._handles[1:3])
-        weakref.finalize(self, self._handles[3].remove)
+        # A model that is dropped without detach() leaves optimizers free, too.
+        remove_after(self, self._handles[1:])
+        sampler.fed_by(self)
         transport.on_backward(self.before_backward)
 
     @skip_on_replay
@@ -145,13 +144,17 @@ class OrderFeedback:
             return
         self._feed_back()
 
-    def before_read(self, what: str) -> None:
-        """Feed back what is under way before the sampler's order is read or advanced."""
-        if what == "end":
-            self.finish()
-            return
-        if what == "iterate":
-            self._feed_back()
+    def before_iterating(self) -> None:
+        """Feed back what is waiting before an iterator of the sampler starts."""
+        self._feed_back()
+        self.before_reading()
+
+    def before_end(self) -> None:
+        """Let the sampler learn everything before its epoch may end."""
+        self.finish()
+
+    def before_reading(self) -> None:
+        """Wait for what runs beside the training loop before the order is read."""
         with self._stopwatch:
             self._transport.wait()
 
@@ -249,7 +252,7 @@ class OrderFeedback:
     def watch(self) -> RowWatch:
         """Return what is known of rows; the first call has them measured from then on."""
         if self._watch is None:
-            self.before_read("read")  # a thread may be learning
+            self.before_reading()  # a thread may be learning
             self._watch = RowWatch(self.sampler)
             # Slices of gradients (whole batches of several ranks) have no rows of one rank.
             if isinstance(self._transport, GatheringTransport):
@@ -288,6 +291,7 @@ class OrderFeedback:
                 self._watch.close()
             for handle in self._handles:
                 handle.remove()
+            self.sampler.fed_by(None)
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -333,15 +337,3 @@ def _around_step_of(model: nn.Module, feedback: OrderFeedback) -> Callable[[Any,
             target.around_step()
 
     return around_step
-
-
-def _before_read_of(feedback: OrderFeedback) -> Callable[[str], None]:
-    """Return a hook for the sampler, which must not keep the model alive."""
-    alive = weakref.ref(feedback)
-
-    def before_read(what: str) -> None:
-        target = alive()
-        if target is not None:
-            target.before_read(what)
-
-    return before_read

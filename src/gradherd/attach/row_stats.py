@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.ordering.bounds import WatchedPolicy
+from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.exact_rows import Rows
 
@@ -156,19 +156,19 @@ class RowWatch:
             sampler: The sampler.
         """
         self.figures = RowFigures(sampler.unit)
-        self._ordering = ordering = sampler.ordering
-        self._policy = WatchedPolicy(ordering.policy, ordering.length)
+        self._ordering = sampler.ordering
+        self._epochs = HerdingWatch(sampler.ordering.length)
         # An order without gradients has no prefix sums to watch.
-        if ordering.policy.needs_rows:
-            ordering.policy = self._policy
+        if sampler.ordering.policy.needs_rows:
+            sampler.ordering.watch = self._epochs
 
     def scalars(self) -> dict[str, float]:
         """Return what can be logged so far."""
         scalars = self.figures.scalars()
-        if self._policy.last is not None:
-            scalars["herding_bound"] = float(self._policy.last.bound())
+        if self._epochs.last is not None:
+            scalars["herding_bound"] = float(self._epochs.last.bound())
         return scalars
 
     def close(self) -> None:
         """Leave the sampler as it was."""
-        self._ordering.policy = self._policy.policy
+        self._ordering.watch = None

@@ -142,18 +142,9 @@ def balance_sharded(
 ) -> Script[Signed]:
     """Sign vectors of which every rank holds a shard of the columns.
 
-    A script (`comm.script`): all ranks run it together and get the same signs.
-
-    Args:
-        vectors: (W, P, D) in visiting order, D this rank's columns.
-        running: (W, D) sums before the first vector; may be overwritten.
-        rule: Decides the signs.
-        draws: (W, P) uniform numbers in [-1, 1), one per vector.
-        carry: (C, W) what the rule carries from vector to vector.
-        step: How many vectors of a stream belong to one time step.
-
-    Returns:
-        The (W, P) signs, this rank's columns of the new sums, and the new carry.
+    A script (`comm.script`): all ranks run it together and get the same signs. Arguments and result
+    as in `balance`, but D is this rank's columns, `running` may be overwritten, and `step` vectors
+    of a stream belong to one time step.
     """
     # If one vector of a time step is not finite, so is the mean gradient of the step, and the
     # optimizer skips it on every rank: no worker may learn from it. That is how whole batches come.
@@ -263,16 +254,7 @@ def block_gram(
 ) -> Signed:
     """Sign the vectors block by block from their inner products.
 
-    Args:
-        vectors: (W, P, D) in visiting order.
-        running: (W, D) sums before the first vector; not modified.
-        rule: Decides the signs.
-        draws: (W, P) uniform numbers in [-1, 1), one per vector.
-        carry: (C, W) what the rule carries from vector to vector.
-        block: Vectors of a stream in one Gram matrix.
-
-    Returns:
-        The (W, P) signs, the new sums and the new carry.
+    Arguments and result as in `balance`; `block` vectors of a stream are in one Gram matrix.
     """
     fast = fast_form(vectors, running)
     if fast and isinstance(rule, Greedy):
@@ -337,11 +319,11 @@ def blocks(
     """Sign all streams together, with one host sync per block; add into `running`.
 
     Args:
-        vectors: (W, P, D) in visiting order.
+        vectors: As in `balance`, and so are rule, draws and carry.
         running: (W, D) sums before the first vector; overwritten.
         rule: Decides the signs.
-        draws: (W, P) uniform numbers in [-1, 1), one per vector.
-        carry: (C, W) what the rule carries from vector to vector.
+        draws: (W, P) one per vector.
+        carry: (C, W) what the rule carries on.
         block: Vectors of a stream in one Gram matrix.
         total: If D is this rank's shard of the columns: adds up products over ranks.
         all_or_none: Leave out the whole block if one of its vectors is not finite.

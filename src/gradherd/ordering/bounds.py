@@ -7,15 +7,11 @@ Shapes: M workers, N units of a worker, D columns.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Script
-from gradherd.ordering.policy import Policy, Rows, ShardedRows, Start
-from gradherd.ordering.random import SeededRandom
+from gradherd.ordering.policy import Rows, ShardedRows
 
 # What is kept of an epoch: so many prefix sums of so many columns, at most 16 MB in float64.
 _PREFIXES, _COLUMNS = 512, 4096
@@ -143,53 +139,29 @@ def columns(size: int, device: torch.device) -> Tensor | slice:
     return torch.arange(_COLUMNS, device=device) * size // _COLUMNS
 
 
-@dataclass
-class WatchedPolicy(Policy):
-    """A policy that also measures the order it has given: the herding bound of each epoch."""
+class HerdingWatch:
+    """Measures the orders of an `Ordering` while it learns: the herding bound of each epoch."""
 
-    policy: Policy
-    """What decides on the orders."""
-    length: int
-    """Time steps of an epoch."""
-    last: PrefixSums | None = None
-    """Sums of the last epoch that was watched from its first step."""
-    _sums: PrefixSums | None = field(default=None, init=False)
+    def __init__(self, length: int) -> None:
+        """Watch from the next epoch on.
 
-    def __repr__(self) -> str:
-        return repr(self.policy)  # a saved state names the policy
+        Args:
+            length: Time steps of an epoch.
+        """
+        self._length = length
+        self._sums: PrefixSums | None = None  # None in an epoch that was begun before
+        self.last: PrefixSums | None = None
+        """Sums of the last epoch that was watched from its first step."""
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether the policy uses gradients."""
-        return self.policy.needs_rows
+    def add(self, step: int, rows: Rows, seen: Tensor) -> None:
+        """Add the rows of the next time steps; arguments as in `PrefixSums.add`."""
+        if step == 0:
+            self._sums = PrefixSums(self._length)
+        if self._sums is not None:
+            self._sums.add(step, rows, seen)
 
-    @property
-    def leaves_out_broken_rows(self) -> bool:
-        """Whether the policy itself leaves out rows that are not finite."""
-        return self.policy.leaves_out_broken_rows
-
-    @property
-    def start(self) -> Start | None:
-        """The first order, if the method prescribes one."""
-        return self.policy.start
-
-    def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
-        """Return the state of a new epoch; keep the sums of the one before."""
-        if previous is not None and self._sums is not None:
+    def end(self, *, complete: bool) -> None:
+        """Begin another epoch, or the same one anew, whose sums are then dropped."""
+        if complete and self._sums is not None:
             self.last = self._sums
         self._sums = None
-        return self.policy.new_state(sizes, epoch, previous)
-
-    def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
-        """Add up the rows, then let the policy learn from them."""
-        if state.steps == 0:
-            self._sums = PrefixSums(self.length)
-        if self._sums is not None:  # None in an epoch that was begun before
-            self._sums.add(state.steps, rows, seen)
-        yield from self.policy.observe(state, rows, seen, random)
-
-    def reorder(
-        self, orders: list[Tensor], state: Any, epoch: int, random: SeededRandom
-    ) -> list[Tensor]:
-        """Return the policy's orders of `epoch`."""
-        return self.policy.reorder(orders, state, epoch, random)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradherd.comm.script import Script, run
 from gradherd.comm.world import World
+from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start, all_seen
 from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sharding import can_reshard, check_orders, own_units, sequence
@@ -64,6 +65,8 @@ class Ordering:
         if not sizes or min(sizes) < 0:
             raise ValueError(f"sizes must hold at least one worker, none below 0, got {sizes}")
         self.policy = policy
+        self.watch: HerdingWatch | None = None
+        """Measures the orders, if somebody wants to know."""
         self.random = SeededRandom(seed)
         self.sizes = tuple(int(size) for size in sizes)
         self.length = max(sizes) if length is None else length
@@ -173,6 +176,8 @@ class Ordering:
         if self.steps + len(seen) > min(self.sizes):
             seen = seen & self._state.valid(self.steps, len(seen))
         self._state.orders = self._orders
+        if self.watch is not None:
+            self.watch.add(self.steps, rows, seen)
         yield from self.policy.observe(self._state, rows, seen, self.random)
 
     def _aligned(self, rows: Tensor) -> Tensor:
@@ -259,6 +264,8 @@ class Ordering:
         self._version = self.rest = self.resharded_from = None
 
     def _new_state(self, epoch: int, previous: EpochState | None) -> EpochState:
+        if self.watch is not None:
+            self.watch.end(complete=previous is not None)
         state: EpochState = self.policy.new_state(self.sizes, epoch, previous)
         return state
 

@@ -7,13 +7,11 @@ observed, or when `set_epoch` names another epoch.
 
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
-from torch.utils.hooks import RemovableHandle
 
 from gradherd.comm.checks import check_state, check_whole
 from gradherd.comm.script import Script
@@ -30,6 +28,22 @@ from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
 from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
+
+
+class Feeder:
+    """Feeds gradients back to a sampler, and hands in what is under way when that is needed."""
+
+    def before_iterating(self) -> None:
+        """An iterator starts."""
+
+    def before_end(self) -> None:
+        """The epoch may end, on all ranks at the same point."""
+
+    def before_reading(self) -> None:
+        """The order or its position is read, perhaps on this rank only."""
+
+
+_NOBODY = Feeder()
 
 
 class EpochIterator(Iterator[int]):
@@ -131,7 +145,7 @@ class OrderedSampler(DistributedSampler[Any]):
             seed=seed,
             length=self.sharding.length,
         )
-        self._read_hooks: OrderedDict[int, Callable[[str], None]] = OrderedDict()
+        self._feeder: weakref.ref[Feeder] | None = None
         self._ahead = ahead
         self._batches = Batches(batch_size, unit, ahead)
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
@@ -153,7 +167,7 @@ class OrderedSampler(DistributedSampler[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but the herd and the open iterators."""
         position = self.state_dict()["position"]
-        state = self.__dict__ | {"_read_hooks": OrderedDict()}
+        state = self.__dict__ | {"_feeder": None}
         state["_resumed"] = self.ordering.epoch, position
         del state["_batches"]
         return state
@@ -163,29 +177,24 @@ class OrderedSampler(DistributedSampler[Any]):
         self._batches = Batches(self.batch_size, self.unit, self._ahead)
         self._begin_epoch()
 
-    def register_read_hook(self, hook: Callable[[str], None]) -> RemovableHandle:
-        """Call `hook(what)` before the order is read or advanced.
+    def fed_by(self, feeder: Feeder | None) -> None:
+        """Let somebody feed gradients back, who is told before the order is read or advanced."""
+        # Weak: it holds the model, which may be dropped before the sampler.
+        self._feeder = None if feeder is None else weakref.ref(feeder)
 
-        Whoever feeds gradients back hands in what is under way. `what` is "iterate" before an
-        iterator starts, "end" before the epoch may end (on all ranks at the same point), and "read"
-        before the order or its position is read, perhaps on this rank only.
-        """
-        handle = RemovableHandle(self._read_hooks)
-        self._read_hooks[handle.id] = hook
-        return handle
+    @property
+    def _told(self) -> Feeder:
+        """Who is told before the order is read or advanced."""
+        return (self._feeder and self._feeder()) or _NOBODY
 
     @property
     def attached(self) -> bool:
         """Whether somebody feeds gradients back."""
-        return bool(self._read_hooks)
-
-    def _call_read_hooks(self, what: str) -> None:
-        for hook in list(self._read_hooks.values()):
-            hook(what)
+        return self._told is not _NOBODY
 
     def __iter__(self) -> EpochIterator:
         """Return an iterator over this rank's examples in the current order."""
-        self._call_read_hooks("iterate")
+        self._told.before_iterating()
         if self._ended_short():
             self.end_epoch()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
@@ -231,7 +240,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def indices(self) -> list[int]:
         """Return the examples this rank visits in the current epoch, in order."""
-        self._call_read_hooks("read")
+        self._told.before_reading()
         rank, units = self.world.rank, self._rest
         if units is not None:
             return list(self.sharding.examples_of(units).tolist())
@@ -245,7 +254,7 @@ class OrderedSampler(DistributedSampler[Any]):
         over (frameworks count from 0 after a restart) only tells that the loop has moved on.
         """
         check_whole("epoch", epoch, 0)
-        self._call_read_hooks("end")
+        self._told.before_end()
         named, self._named_epoch = self._named_epoch, epoch
         if not self.ordering.policy.needs_rows:
             if epoch != self.ordering.epoch:
@@ -338,7 +347,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
         What was learned is in `ordering.state_dict()`: load that before the cursor.
         """
-        self._call_read_hooks("read")
+        self._told.before_reading()
         return self.cursor(max(self._batches.position, self.ordering.steps * self.unit))
 
     def cursor(self, position: int) -> dict[str, Any]:
