@@ -307,15 +307,9 @@ class BlockMemory:
         _write_products(z, running, self._parts, self._span)
         torch.sum(self._parts, 1, dtype=torch.float64, out=self._products)
         launch(
-            _greedy_kernel,
-            (streams,),
-            self._products,
-            signs,
-            signs.stride(0),
-            count,
-            P=_padded(count),
-            num_warps=1,
-        )
+            _greedy_kernel, (streams,),
+            self._products, signs, signs.stride(0), count, P=_padded(count), num_warps=1,
+        )  # fmt: skip
         launch(
             _commit_kernel, (triton.cdiv(columns, _COMMIT_BLOCK), streams),
             z, signs, mean, running, total, z.stride(0), z.stride(1), signs.stride(0),

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradherd.gpu import launch
+
 _MOST_CHANNELS = 4096
 """Channels of a position that one program holds."""
 _PROGRAMS = 512
@@ -114,14 +116,15 @@ def batch_norm_rows(inputs: Tensor, grads: Tensor, eps: float) -> Tensor:
     out = torch.empty(examples, 2 * channels, device=inputs.device)
     block = min(1024, max(16, triton.next_power_of_2(positions)))
     per = max(1, 2048 // block)
-    with torch.cuda.device_of(inputs):
-        _channel_sums_kernel[(triton.cdiv(rows, per),)](
-            flat, wide, sums, rows, channels, positions, *flat.stride(), *wide.stride(),
-            ROWS=per, BLOCK=block,
-        )  # fmt: skip
-        _channel_rows_kernel[(triton.cdiv(channels, 16),)](
-            sums, out, examples, channels, examples * positions, eps, BN=64, BC=16
-        )
+    launch(
+        _channel_sums_kernel, (triton.cdiv(rows, per),),
+        flat, wide, sums, rows, channels, positions, *flat.stride(), *wide.stride(),
+        ROWS=per, BLOCK=block,
+    )  # fmt: skip
+    launch(
+        _channel_rows_kernel, (triton.cdiv(channels, 16),),
+        sums, out, examples, channels, examples * positions, eps, BN=64, BC=16,
+    )  # fmt: skip
     return out
 
 
@@ -137,12 +140,12 @@ def position_norm_rows(
     shares = max(1, min(triton.cdiv(positions, per), _PROGRAMS // examples))
     width = 2 * channels if shift else channels
     out = torch.empty(shares, examples, width, device=inputs.device)
-    with torch.cuda.device_of(inputs):
-        _position_kernel[(examples, shares)](
-            inputs, grads, out, positions, channels, shares, eps, width,
-            inputs.stride(0), inputs.stride(1), grads.stride(0), grads.stride(1),
-            RMS=rms, SHIFT=shift, BT=per, BC=triton.next_power_of_2(channels),
-        )  # fmt: skip
+    launch(
+        _position_kernel, (examples, shares),
+        inputs, grads, out, positions, channels, shares, eps, width,
+        inputs.stride(0), inputs.stride(1), grads.stride(0), grads.stride(1),
+        RMS=rms, SHIFT=shift, BT=per, BC=triton.next_power_of_2(channels),
+    )  # fmt: skip
     return out[0] if shares == 1 else out.sum(0)
 
 
