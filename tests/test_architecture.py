@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
 def listed(title: str) -> tuple[list[str], set[str]]:
     """Return the numbered files of a section of the page, and all files that it names."""
     section = re.split(rf"^## {title}$", PAGE, flags=re.M)[1].split("\n## ")[0]
-    files = r"`((?:(?:attach|comm|ordering|sparsify|rows)/)?\w+\.py)`"
+    files = r"`((?:(?:hooks|comm|ordering|sparsify|rows)/)?\w+\.py)`"
     return re.findall(rf"^\d+\. {files}", section, re.M), set(re.findall(files, section))
 
 

@@ -69,7 +69,7 @@ def test_files_named_in_pages_exist(page):
     folders = r"\b(?:src|tests|docs|benchmarks|examples|studies)/[\w./-]+\.(?:py|md|toml)\b"
     for path in re.findall(folders, page.read_text()):
         assert (ROOT / path).exists() or Path(path).stem.endswith(EXAMPLES), f"{page.name}: {path}"
-    rooms = r"`((?:attach|comm|rows|ordering|sparsify|replay|advise|lab|cli)/[\w/]+\.py)"
+    rooms = r"`((?:hooks|comm|rows|ordering|sparsify|replay|advise|lab|cli)/[\w/]+\.py)"
     for path in re.findall(rooms, page.read_text()):
         assert (ROOT / "src" / "gradherd" / path).exists(), f"{page.name}: {path}"
 

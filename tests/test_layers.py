@@ -16,16 +16,16 @@ from gradherd.cli.main import COMMANDS
 
 ROOT = Path(gradherd.__file__).parent
 
-# Room -> rooms it may import. The core is rows, comm, ordering, sparsify, attach; the lab measures
+# Room -> rooms it may import. The core is rows, comm, ordering, sparsify, hooks; the lab measures
 # it and is never imported by it. The two halves, ordering and sparsify, do not know each other.
-CORE = {"rows", "comm", "ordering", "sparsify", "attach"}
+CORE = {"rows", "comm", "ordering", "sparsify", "hooks"}
 LAB = {"lab.train", "lab.tasks", "lab.bench", "lab.text", "lab.ranks"}
 ALLOWED = {
     "comm": {"comm"},
     "rows": {"rows"},
     "ordering": {"ordering", "comm"},
     "sparsify": {"sparsify", "comm"},
-    "attach": CORE,
+    "hooks": CORE,
     "integrations": {"integrations", *CORE},
     "replay": {"replay", "ordering", "sparsify", "lab.text"},
     "advise": {"advise", "comm", "sparsify", "ordering"},
@@ -104,7 +104,7 @@ def modules_after(code: str) -> set[str]:
 
 def test_importing_gradherd_loads_nothing_of_the_lab():
     names = modules_after("import gradherd; [getattr(gradherd, name) for name in dir(gradherd)]")
-    assert "gradherd.attach.attach" in names
+    assert "gradherd.hooks.attach" in names
     assert not [name for name in names if name.startswith(("gradherd.lab", "gradherd.cli"))]
 
 
@@ -152,8 +152,7 @@ def test_lazy_names_of_gradherd():
     modules = {name for name in shown if isinstance(getattr(gradherd, name), ModuleType)}
     assert shown - modules - {"TYPE_CHECKING", "lazy_names"} == set(gradherd.__all__)
     assert not modules & set(sys.stdlib_module_names)
-    # The package `attach` is imported by now, and does not hide the function.
-    assert gradherd.attach is importlib.import_module("gradherd.attach.attach").attach
+    assert gradherd.attach is importlib.import_module("gradherd.hooks.attach").attach
     with pytest.raises(AttributeError, match="'gradherd' has no attribute 'atach'"):
         gradherd.atach  # noqa: B018
 

@@ -5,9 +5,7 @@ imports this package before it knows whether its command needs any of them.
 """
 
 # Underscores keep these out of what `gradherd.` offers.
-import sys as _sys
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -15,10 +13,10 @@ from gradherd.lazy import lazy_names
 
 # The public names: type checkers and editors read these lines, and so does `lazy_names`.
 if TYPE_CHECKING:
-    from gradherd.attach.attach import attach as attach
-    from gradherd.attach.herd import Herd as Herd
-    from gradherd.attach.state import merge_states as merge_states
     from gradherd.comm.world import World as World
+    from gradherd.hooks.attach import attach as attach
+    from gradherd.hooks.herd import Herd as Herd
+    from gradherd.hooks.state import merge_states as merge_states
     from gradherd.ordering.grab import GraB as GraB
     from gradherd.ordering.pair_grab import CDGraB as CDGraB
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
@@ -57,18 +55,9 @@ _ROOMS = ("comm", "ordering", "rows", "sparsify")
 """Subpackages that `import gradherd` offers as attributes."""
 
 
-class _LazyPackage(_ModuleType):
-    def __getattr__(self, name: str) -> _Any:
-        return _import_module(f"gradherd.{name}") if name in _ROOMS else _find(name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # Importing a subpackage also makes it an attribute, and `attach` is the name of both a
-        # subpackage and our main function. The attribute is the function.
-        if not (name in __all__ and isinstance(value, _ModuleType)):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *__all__]
+def __getattr__(name: str) -> _Any:
+    return _import_module(f"gradherd.{name}") if name in _ROOMS else _find(name)
 
 
-_sys.modules[__name__].__class__ = _LazyPackage
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import gradherd as gh
-from gradherd.attach.agreement import RankAgreement, _readable
+from gradherd.hooks.agreement import RankAgreement, _readable
 from tests.attach.attach_work import examples, network
 
 SAME = {"policy": "cd-grab", "examples": 24, "batch": 4, "unit": 4, "seed": 0}

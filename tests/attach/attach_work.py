@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import OrderedSampler, World, attach
-from gradherd.attach import coordinated_hook
-from gradherd.attach.layouts import BucketLayout
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
+from gradherd.hooks import coordinated_hook
+from gradherd.hooks.layouts import BucketLayout
 from gradherd.ordering import Ordering, coordination
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer

@@ -11,7 +11,7 @@ import gradherd as gh
 from gradherd.comm import World, all_reduce_small, collectives
 
 # By name: the package has a function `attach`, too.
-sparse_hook = importlib.import_module("gradherd.attach.sparse_hook")
+sparse_hook = importlib.import_module("gradherd.hooks.sparse_hook")
 gpu_worker = importlib.import_module("gradherd.sparsify.gpu_worker")
 
 

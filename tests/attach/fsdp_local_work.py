@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradherd as gh
-from gradherd.attach.local_steps import LocalExchange
+from gradherd.hooks.local_steps import LocalExchange
 from tests.attach.fsdp_sparse_work import batch, model_of
 from tests.attach.fsdp_work import Net, mesh_of
 

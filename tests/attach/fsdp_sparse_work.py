@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradherd as gh
-from gradherd.attach.fsdp_torch import sharded_groups
+from gradherd.hooks.fsdp_torch import sharded_groups
 from tests.attach.fsdp_work import Net, mesh_of
 
 DENSITY = 0.2

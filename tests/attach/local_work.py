@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.attach import local_steps
-from gradherd.attach.state import pack, unpack
 from gradherd.comm.script import AllGather
+from gradherd.hooks import local_steps
+from gradherd.hooks.state import pack, unpack
 from gradherd.sparsify.local import exchange_script
 
 CASES = {

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.attach.state import pack, unpack
+from gradherd.hooks.state import pack, unpack
 
 STEPS, SAVED = 23, 11
 

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gradherd.attach.device_exchange import DeviceExchange
 from gradherd.comm import World, run_ranks
+from gradherd.hooks.device_exchange import DeviceExchange
 from tests.attach import device_work
 
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradherd.attach import fsdp_torch
-from gradherd.attach.fsdp_checks import check_parameters
-from gradherd.attach.layouts import ShardLayout, ShardSpan
 from gradherd.comm import run_ranks
+from gradherd.hooks import fsdp_torch
+from gradherd.hooks.fsdp_checks import check_parameters
+from gradherd.hooks.layouts import ShardLayout, ShardSpan
 
 
 def on_one_rank():
@@ -51,7 +51,7 @@ def test_this_torch_has_every_private_name(rank):
     lacks, _, _ = rank
     assert not lacks, (
         f"torch {torch.__version__} has no {', '.join(lacks)}: find out what has taken their "
-        "place, and change src/gradherd/attach/fsdp_torch.py"
+        "place, and change src/gradherd/hooks/fsdp_torch.py"
     )
 
 

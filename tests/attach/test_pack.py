@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.attach.state import pack, unpack
+from gradherd.hooks.state import pack, unpack
 
 STATE = {"a": torch.arange(5), "b": [1, None, 2.5, "x"], 3: (True, {"c": torch.zeros(0)})}
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradherd.attach import parameter_hooks, row_sources
-from gradherd.attach.row_sources import BatchGradientSource
+from gradherd.hooks import parameter_hooks, row_sources
+from gradherd.hooks.row_sources import BatchGradientSource
 from gradherd.rows.settings import SketchRows
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from gradherd.attach.row_stats import RowFigures, row_stats
+from gradherd.hooks.row_stats import RowFigures, row_stats
 from gradherd.rows.exact_rows import DenseRows, GroupedRows
 
 POPULATION = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, 0.0]], dtype=torch.float64)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gradherd.attach.checkpoint import HerdState
-from gradherd.attach.state import part_of_rank, unpack
 from gradherd.comm.world import World
+from gradherd.hooks.checkpoint import HerdState
+from gradherd.hooks.state import part_of_rank, unpack
 from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach.stateful_work import (
     bare_herd,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gradherd as gh
-from gradherd.attach import fsdp_torch, torch_names
+from gradherd.hooks import fsdp_torch, torch_names
 
 FOLDER = Path(torch_names.__file__).parent
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "torch_names.py")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.attach.row_sources import BatchGradientSource
+from gradherd.hooks.row_sources import BatchGradientSource
 from tests.rows.zoo import TRANSFORMERS, ZOO, losses
 
 EXAMPLES, BATCH = 12, 4

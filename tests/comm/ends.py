@@ -55,7 +55,7 @@ def _main() -> None:
     # Once, before the forks. Neither starts a thread.
     import torch._dynamo  # noqa: F401
 
-    import gradherd.attach.attach  # noqa: F401
+    import gradherd.hooks.attach  # noqa: F401
 
     codes: collections.Counter[int] = collections.Counter()
     folder = tempfile.mkdtemp()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("triton")
 
 import gradherd as gh
-from gradherd.attach import transports
+from gradherd.hooks import transports
 from gradherd.ordering import balance, coordination, device_signs, triton_gram
 from gradherd.ordering.grab import GraB
 from gradherd.ordering.ordering import Ordering

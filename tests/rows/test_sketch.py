@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradherd.attach.row_sources import make_row_source
+from gradherd.hooks.row_sources import make_row_source
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.rows import count_sketch

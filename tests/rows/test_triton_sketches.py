@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("triton")
 
 from gradherd import OrderedSampler, attach
-from gradherd.attach import row_sources, transports
-from gradherd.attach.row_sources import BatchGradientSource
+from gradherd.hooks import row_sources, transports
+from gradherd.hooks.row_sources import BatchGradientSource
 from gradherd.ordering import balance, device_signs, grab, pair_grab
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import CountSketch, count_sketch

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from gradherd.attach.state import unpack
 from gradherd.comm.world import World
+from gradherd.hooks.state import unpack
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradherd.attach.state import pack, unpack
 from gradherd.comm.world import World
+from gradherd.hooks.state import pack, unpack
 from gradherd.lab.report.arms import find_records
 from gradherd.lab.report.page import render
 from gradherd.lab.study.file import read_study

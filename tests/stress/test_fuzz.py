@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.attach.state import unpack
 from gradherd.cli.main import main
 from gradherd.comm.world import World
+from gradherd.hooks.state import unpack
 from gradherd.lab.report.arms import find_records
 from gradherd.lab.tasks.cifar10 import load_cifar10
 from gradherd.lab.tasks.data_files import MissingData, find_dataset

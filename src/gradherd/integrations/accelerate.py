@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import BatchSampler
 
-from gradherd.attach.herd import Herd
+from gradherd.hooks.herd import Herd
 from gradherd.integrations.loaders import HerdSettings
 from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy

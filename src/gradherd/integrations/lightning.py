@@ -15,8 +15,8 @@ from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from gradherd.attach.attach import attach
-from gradherd.attach.herd import Herd
+from gradherd.hooks.attach import attach
+from gradherd.hooks.herd import Herd
 from gradherd.integrations.loaders import HerdCallbackBase, with_sampler
 from gradherd.ordering.sampler import OrderedSampler
 

@@ -22,8 +22,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from gradherd.attach.attach import attach
-from gradherd.attach.herd import Herd
+from gradherd.hooks.attach import attach
+from gradherd.hooks.herd import Herd
 from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler

@@ -14,7 +14,7 @@ from typing import Any
 import ray.train.torch
 from torch import nn
 
-from gradherd.attach.herd import Herd
+from gradherd.hooks.herd import Herd
 from gradherd.integrations.loaders import HerdSettings, with_sampler
 from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.policy import Policy

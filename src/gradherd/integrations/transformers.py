@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
-from gradherd.attach.herd import Herd
-from gradherd.attach.state import pack, unpack
+from gradherd.hooks.herd import Herd
+from gradherd.hooks.state import pack, unpack
 from gradherd.integrations.accelerate import check_accelerator, ordered_shard
 from gradherd.integrations.loaders import HerdSettings
 from gradherd.ordering.batches import LoopCount

@@ -34,7 +34,7 @@ from gradherd.comm.world import World
 _GRACE = 3.0
 # Imported once by the server instead of once per rank: DDP's constructor needs torch._dynamo (900
 # modules, 2 s), and most ranks need what attach imports (0.25 s).
-_PRELOAD = ["torch._dynamo", "gradherd.attach.attach"]
+_PRELOAD = ["torch._dynamo", "gradherd.hooks.attach"]
 
 
 class RankError(RuntimeError):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.attach import attach
+from gradherd.hooks.attach import attach
 from gradherd.lab.bench.timing import PeakMemory
 from gradherd.sparsify.registry import make_sparsifier
 

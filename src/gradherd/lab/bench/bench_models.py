@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradherd.attach.attach import attach
-from gradherd.attach.herd import Herd
-from gradherd.attach.row_sources import ExampleRowSource
+from gradherd.hooks.attach import attach
+from gradherd.hooks.herd import Herd
+from gradherd.hooks.row_sources import ExampleRowSource
 from gradherd.lab.bench.bench_rows import mlp
 from gradherd.lab.bench.timing import PeakMemory
 from gradherd.lab.tasks.lenet import lenet

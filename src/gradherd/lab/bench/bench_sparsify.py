@@ -24,9 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.sparse_hook import SparseHook
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.world import World
+from gradherd.hooks.sparse_hook import SparseHook
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
 from gradherd.sparsify.kernels import add, indices_above, marked, marks_for
 from gradherd.sparsify.marks import TILE

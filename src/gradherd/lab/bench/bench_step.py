@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradherd.attach.attach import attach
-from gradherd.attach.herd import Herd
 from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
+from gradherd.hooks.attach import attach
+from gradherd.hooks.herd import Herd
 from gradherd.lab.bench.bench_rows import mlp
 from gradherd.lab.bench.timing import PeakMemory
 from gradherd.ordering.sampler import OrderedSampler

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from gradherd.attach.state import pack, unpack
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
+from gradherd.hooks.state import pack, unpack
 from gradherd.lab.train.record import short_repr
 
 log = logging.getLogger("gradherd")

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradherd.attach.flat_weights import FlatWeights
-from gradherd.attach.local_steps import MAX_CALLED_OFF
-from gradherd.attach.row_sources import make_row_source
 from gradherd.comm.script import run_together
 from gradherd.comm.world import World
+from gradherd.hooks.flat_weights import FlatWeights
+from gradherd.hooks.local_steps import MAX_CALLED_OFF
+from gradherd.hooks.row_sources import make_row_source
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.attach import attach
-from gradherd.attach.bucket_hook import BucketHook
-from gradherd.attach.herd import Herd
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean, padded_length
 from gradherd.comm.world import World
+from gradherd.hooks.attach import attach
+from gradherd.hooks.bucket_hook import BucketHook
+from gradherd.hooks.herd import Herd
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.trainer import broadcast_buffers
 from gradherd.ordering.sampler import OrderedSampler

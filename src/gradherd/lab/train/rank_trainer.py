@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gradherd.attach.herd import Herd
-from gradherd.attach.local_steps import TrainingDiverged
-from gradherd.attach.state import EXCHANGES, merge_states
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
+from gradherd.hooks.herd import Herd
+from gradherd.hooks.local_steps import TrainingDiverged
+from gradherd.hooks.state import EXCHANGES, merge_states
 from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.checkpoint import LoadedCheckpoint, NoUsableCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer

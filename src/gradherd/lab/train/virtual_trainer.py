@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.row_sources import RowSource, make_row_source
 from gradherd.comm.world import World
+from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradherd.attach.exchange import Exchange, ShardedExchange
-from gradherd.attach.flat_weights import FlatWeights
-from gradherd.attach.fsdp_checks import ShardedWorlds
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import local_shard
+from gradherd.hooks.exchange import Exchange, ShardedExchange
+from gradherd.hooks.flat_weights import FlatWeights
+from gradherd.hooks.fsdp_checks import ShardedWorlds
 from gradherd.sparsify.local import (
     LocalOutcome,
     LocalSteps,

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.state import gather_states
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
+from gradherd.hooks.state import gather_states
 from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker

@@ -20,12 +20,12 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.bucket_hook import BucketHook, world_of
-from gradherd.attach.device_exchange import DeviceExchange
-from gradherd.attach.exchange import GradientExchange
-from gradherd.attach.parameter_usage import ParameterUsage, tracks_usage
-from gradherd.attach.torch_names import scale_on_device
 from gradherd.flat import exchangeable, in_memory_order
+from gradherd.hooks.bucket_hook import BucketHook, world_of
+from gradherd.hooks.device_exchange import DeviceExchange
+from gradherd.hooks.exchange import GradientExchange
+from gradherd.hooks.parameter_usage import ParameterUsage, tracks_usage
+from gradherd.hooks.torch_names import scale_on_device
 from gradherd.sparsify import kernels
 from gradherd.sparsify.gpu_worker import runs_on_device
 from gradherd.sparsify.settings import Sparsify

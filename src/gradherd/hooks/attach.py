@@ -11,27 +11,27 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from gradherd.attach.agreement import RankAgreement
-from gradherd.attach.bucket_hook import hook_is_free, world_of
-from gradherd.attach.coordinated_hook import CoordinatedHook
-from gradherd.attach.exchange import Exchange
-from gradherd.attach.feedback import OrderFeedback, inner, refuse_attached
-from gradherd.attach.flat_weights import float_buffers
-from gradherd.attach.fsdp_checks import ShardedWorlds, check_parameters
-from gradherd.attach.fsdp_coordination import ShardedCoordination
-from gradherd.attach.fsdp_sparse import ShardedSparseHook
-from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.attach.herd import Herd
-from gradherd.attach.layouts import BucketLayout
-from gradherd.attach.local_steps import LocalExchange, ShardedLocalExchange
-from gradherd.attach.parameter_usage import check_optimizer, stepping_optimizer
-from gradherd.attach.row_plan import check_device, plan_rows
-from gradherd.attach.row_sources import make_row_source
-from gradherd.attach.sparse_hook import SparseHook, sparsifiable
-from gradherd.attach.torch_names import uncompiled
-from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable
+from gradherd.hooks.agreement import RankAgreement
+from gradherd.hooks.bucket_hook import hook_is_free, world_of
+from gradherd.hooks.coordinated_hook import CoordinatedHook
+from gradherd.hooks.exchange import Exchange
+from gradherd.hooks.feedback import OrderFeedback, inner, refuse_attached
+from gradherd.hooks.flat_weights import float_buffers
+from gradherd.hooks.fsdp_checks import ShardedWorlds, check_parameters
+from gradherd.hooks.fsdp_coordination import ShardedCoordination
+from gradherd.hooks.fsdp_sparse import ShardedSparseHook
+from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.herd import Herd
+from gradherd.hooks.layouts import BucketLayout
+from gradherd.hooks.local_steps import LocalExchange, ShardedLocalExchange
+from gradherd.hooks.parameter_usage import check_optimizer, stepping_optimizer
+from gradherd.hooks.row_plan import check_device, plan_rows
+from gradherd.hooks.row_sources import make_row_source
+from gradherd.hooks.sparse_hook import SparseHook, sparsifiable
+from gradherd.hooks.torch_names import uncompiled
+from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.ordering.coordination import deals_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import BatchRows, RowSettings, row_length

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gradherd.attach.checkpoint import HerdState, ShardedHerdState
-from gradherd.attach.exchange import Exchange, ShardedExchange
-from gradherd.attach.feedback import OrderFeedback, attached_models, inner
-from gradherd.attach.local_steps import LocalExchange
-from gradherd.attach.row_stats import RowStats
-from gradherd.attach.state import NOT_FOR_DCP, RefuseDCP, part_of_rank
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
+from gradherd.hooks.checkpoint import HerdState, ShardedHerdState
+from gradherd.hooks.exchange import Exchange, ShardedExchange
+from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
+from gradherd.hooks.local_steps import LocalExchange
+from gradherd.hooks.row_stats import RowStats
+from gradherd.hooks.state import NOT_FOR_DCP, RefuseDCP, part_of_rank
 from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.sampler import OrderedSampler
 

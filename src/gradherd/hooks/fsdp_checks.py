@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gradherd.attach import fsdp_torch
-from gradherd.attach.fsdp_coordination import shares_reduce_scatter
-from gradherd.attach.fsdp_torch import (
+from gradherd.comm.world import World
+from gradherd.hooks import fsdp_torch
+from gradherd.hooks.fsdp_coordination import shares_reduce_scatter
+from gradherd.hooks.fsdp_torch import (
     ShardedGroup,
     fsdp_modules,
     sharded_groups,
 )
-from gradherd.attach.torch_names import missing_names
-from gradherd.comm.world import World
+from gradherd.hooks.torch_names import missing_names
 from gradherd.ordering.sampler import OrderedSampler
 
 WHOLE_ROWS_BELOW = 2**28

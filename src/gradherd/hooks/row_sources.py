@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.attach.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
-from gradherd.attach.torch_names import call_after_backward
 from gradherd.flat import FlatSpec
+from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
+from gradherd.hooks.torch_names import call_after_backward
 from gradherd.rows.capture import Capture
 from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.parameter_owners import unwrap_model

@@ -20,13 +20,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gradherd.attach.parameter_usage import remove_after
-from gradherd.attach.row_stats import RowWatch
-from gradherd.attach.state import check_row_length
-from gradherd.attach.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.flat import FlatSpec
+from gradherd.hooks.parameter_usage import remove_after
+from gradherd.hooks.row_stats import RowWatch
+from gradherd.hooks.state import check_row_length
+from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.ordering.batches import BatchTicket
 from gradherd.ordering.coordination import check_same_version
 from gradherd.ordering.sampler import Feeder, OrderedSampler

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from gradherd.attach.exchange import GradientExchange, ShardedExchange
-from gradherd.attach.fsdp_checks import ShardedWorlds
-from gradherd.attach.fsdp_torch import ShardedGroup, is_inner, on_backward_end
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, local_shard, plain_name
+from gradherd.hooks.exchange import GradientExchange, ShardedExchange
+from gradherd.hooks.fsdp_checks import ShardedWorlds
+from gradherd.hooks.fsdp_torch import ShardedGroup, is_inner, on_backward_end
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import scale_by
 

@@ -6,13 +6,13 @@ import logging
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.bucket_hook import hook_is_free, world_of
-from gradherd.attach.feedback import inner
-from gradherd.attach.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
-from gradherd.attach.state import check_row_length
-from gradherd.attach.torch_names import uncompiled
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
+from gradherd.hooks.bucket_hook import hook_is_free, world_of
+from gradherd.hooks.feedback import inner
+from gradherd.hooks.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
+from gradherd.hooks.state import check_row_length
+from gradherd.hooks.torch_names import uncompiled
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.parameter_owners import describe, refuse_compiled
 from gradherd.rows.settings import (

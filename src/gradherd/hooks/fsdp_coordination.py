@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradherd.attach.coordinated_hook import SlicedTransport
-from gradherd.attach.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
-from gradherd.attach.layouts import ShardLayout, ShardSpan
 from gradherd.comm.collectives import all_to_all
 from gradherd.comm.sliced_mean import mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+from gradherd.hooks.coordinated_hook import SlicedTransport
+from gradherd.hooks.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
+from gradherd.hooks.layouts import ShardLayout, ShardSpan
 from gradherd.ordering.sampler import OrderedSampler
 
 

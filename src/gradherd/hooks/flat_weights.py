@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.fsdp_torch import fsdp_modules
-from gradherd.attach.torch_names import copy_all
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
+from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.torch_names import copy_all
 
 
 class FlatWeights:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.attach.layouts import BucketLayout, gather_rows
-from gradherd.attach.parameter_hooks import ParameterHooks
-from gradherd.attach.row_sources import CHECK_FAILED, RowSource
-from gradherd.attach.row_stats import GramOnce, RowFigures
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
+from gradherd.hooks.layouts import BucketLayout, gather_rows
+from gradherd.hooks.parameter_hooks import ParameterHooks
+from gradherd.hooks.row_sources import CHECK_FAILED, RowSource
+from gradherd.hooks.row_stats import GramOnce, RowFigures
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
 from gradherd.ordering.device_signs import SIGNING_DEVICES

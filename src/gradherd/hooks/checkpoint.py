@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradherd.attach.exchange import ShardedExchange
-from gradherd.attach.state import merge_states, pack, unpack
 from gradherd.comm.world import World
+from gradherd.hooks.exchange import ShardedExchange
+from gradherd.hooks.state import merge_states, pack, unpack
 
 
 class Saveable(Protocol):

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.torch_names import comm_hook_states
 from gradherd.comm.collectives import CollectiveError, all_reduce_start
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
+from gradherd.hooks.torch_names import comm_hook_states
 
 _FIRST_LOOKS = 4
 """Backwards in which buckets are known by their parameters, not by their memory alone."""

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.futures import Future
 
-from gradherd.attach.torch_names import scale_on_device
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.gpu import captured
+from gradherd.hooks.torch_names import scale_on_device
 from gradherd.sparsify.gpu_worker import GpuSteps, StepTensors
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.worker import Placement, Worker

@@ -30,17 +30,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.attach.bucket_hook import BucketHook
-from gradherd.attach.layouts import BucketLayout, ShardLayout, gather_rows
-from gradherd.attach.parameter_hooks import ParameterHooks
-from gradherd.attach.torch_names import copy_all
-from gradherd.attach.transports import RowTransport
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
+from gradherd.hooks.bucket_hook import BucketHook
+from gradherd.hooks.layouts import BucketLayout, ShardLayout, gather_rows
+from gradherd.hooks.parameter_hooks import ParameterHooks
+from gradherd.hooks.torch_names import copy_all
+from gradherd.hooks.transports import RowTransport
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import StepComparison, observe_slices
 from gradherd.ordering.sampler import OrderedSampler

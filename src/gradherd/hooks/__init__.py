@@ -1,0 +1,1 @@
+"""What touches a user's model: hooks, exchanges, feedback to the sampler, saved state."""
