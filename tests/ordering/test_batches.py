@@ -166,6 +166,17 @@ def test_a_named_loop_that_is_looked_into():
     assert sampler.current_batch().number == 2
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_loop_is_not_forgotten_while_somebody_looks(named):
+    sampler = make()
+    loader = loader_of(sampler)
+    for batch, _ in enumerate(FollowedLoader(loader, sampler) if named else loader):
+        assert sampler.current_batch().number == batch
+        for _ in range(5):
+            next(iter(loader))
+            assert sampler.current_batch().number == batch
+
+
 @pytest.mark.parametrize("ahead", [None, 0, 1])
 def test_a_loader_that_prefetches_without_a_name_is_refused(ahead):
     sampler = make(ahead=ahead)

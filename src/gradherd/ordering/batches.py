@@ -205,7 +205,10 @@ class Batches:
 
     def begin_pass(self, one: EpochPass) -> None:
         """Track a new pass."""
-        self._passes = [*self._passes[1 - _REMEMBERED_PASSES :], one]
+        recent = self._passes[1 - _REMEMBERED_PASSES :]
+        # A loop that goes on is never forgotten, however often somebody looks at the data.
+        running = [other for other in self._passes if other.alive and other not in recent]
+        self._passes = [*running, *recent, one]
         count = self._count
         if count is None or not count.alive:
             return
