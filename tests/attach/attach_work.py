@@ -258,8 +258,8 @@ def resumed(policy, count, batch, unit, rows, at, together=True):
     return straight[at[0] :], elsewhere, back
 
 
-def dealt(calls, at):
-    """Return what loops learn whose rows are dealt to ranks, and a state of both ways.
+def scattered(calls, at):
+    """Return what loops learn whose rows are scattered to ranks, and a state of both ways.
 
     The rows of these small models would be gathered otherwise.
     """

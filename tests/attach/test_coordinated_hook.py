@@ -61,7 +61,7 @@ def test_four_ranks_find_the_orders_of_their_examples():
         check(ranks)
 
 
-def test_ranks_that_deal_columns_find_the_orders_of_their_examples():
+def test_ranks_that_scatter_columns_find_the_orders_of_their_examples():
     # 119 columns: 40, 40 and 39 with one of padding
     bad = Loop(epochs=2, scale=64.0, bad=((0, 1, 1), (1, 0, 0)))
     calls = [
@@ -71,7 +71,7 @@ def test_ranks_that_deal_columns_find_the_orders_of_their_examples():
         ("id-pair-grab", 31, 4, 1, "exact", Loop(epochs=2, named=False)),
         ("cd-grab", 31, 4, 1, "exact", bad),
     ]
-    ranks = run_ranks(attach_work.dealt, 3, calls, (1, 1))
+    ranks = run_ranks(attach_work.scattered, 3, calls, (1, 1))
     for histories, again, states, by_index in ranks:
         assert all(found == want for found, want in histories)
         assert histories[0][0][:2] != histories[-1][0]
@@ -80,10 +80,10 @@ def test_ranks_that_deal_columns_find_the_orders_of_their_examples():
         found, want = by_index
         assert found == want
         # What is saved does not tell how rows came, so any number of ranks can load it.
-        (gathered, sent), (dealt, sent_dealt) = states
-        assert sent_dealt < 0.6 * sent
-        ours, theirs = dealt["ordering"].pop("balance"), gathered["ordering"].pop("balance")
-        assert same(dealt["ordering"], gathered["ordering"])
+        (gathered, sent), (scattered, sent_scattered) = states
+        assert sent_scattered < 0.6 * sent
+        ours, theirs = scattered["ordering"].pop("balance"), gathered["ordering"].pop("balance")
+        assert same(scattered["ordering"], gathered["ordering"])
         assert {"running", "sides"} <= ours.keys() == theirs.keys()
         for key in ours:
             torch.testing.assert_close(ours[key], theirs[key])

@@ -34,7 +34,7 @@ def test_how_many_are_gathered_at_once_does_not_matter():
 
 
 @pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab", "curriculum"])
-def test_dealt_columns_give_the_orders_of_whole_rows(name):
+def test_scattered_columns_give_the_orders_of_whole_rows(name):
     """Workers that share a process, and workers with a script each, one of 7 columns of 3."""
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(3, 11, 7, dtype=torch.float64, generator=generator)
@@ -48,10 +48,10 @@ def test_dealt_columns_give_the_orders_of_whole_rows(name):
         seen = torch.ones(11, 3, dtype=torch.bool)
         seen[4:8] = False
         want.observe(rows.transpose(0, 1), seen)
-        runner.start(observe_gathered(together, rows, [4, 4, 3], deals=True))
+        runner.start(observe_gathered(together, rows, [4, 4, 3], scatters=True))
         results = run_together(
             [
-                observe_gathered(one, own, [4, 4, 3], deals=True)
+                observe_gathered(one, own, [4, 4, 3], scatters=True)
                 for one, own in zip(apart, rows, strict=True)
             ]
         )
@@ -62,15 +62,15 @@ def test_dealt_columns_give_the_orders_of_whole_rows(name):
     assert runner.bytes == sent
 
 
-def test_dealt_columns_take_a_third_of_the_step_of_16_workers():
+def test_scattered_columns_take_a_third_of_the_step_of_16_workers():
     """LeNet, 16 workers with 4 examples each: three times the bytes of d-rr, not 33 times."""
     gradient = 62_006
     averaged = mean_bytes(gradient, 16)
     rows, factors = torch.zeros(1).expand(16, 128, gradient), []
-    for deals in (False, True):
+    for scatters in (False, True):
         # What is sent depends on shapes alone; the values of these rows are never read.
         ordering, runner = Ordering(CDGraB(), [128] * 16), SharedRunner(16)
-        runner.start(observe_gathered(_Counted(ordering), rows, [4] * 32, deals=deals))
+        runner.start(observe_gathered(_Counted(ordering), rows, [4] * 32, scatters=scatters))
         factors.append(1 + runner.bytes / 32 / averaged)
     assert factors == pytest.approx([33, 3.02], rel=1e-3)
 

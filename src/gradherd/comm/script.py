@@ -59,7 +59,7 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
-class DealColumns:
+class ScatterColumns:
     """Send each rank C = D / R columns of `tensor` (n, D), padded: results in (R, n, C)."""
 
     tensor: Tensor
@@ -88,7 +88,7 @@ class SendRecv:
 
 
 Request: TypeAlias = (
-    AllGather | AllGatherUneven | AllReduceSmall | AllToAll | DealColumns | Broadcast | SendRecv
+    AllGather | AllGatherUneven | AllReduceSmall | AllToAll | ScatterColumns | Broadcast | SendRecv
 )
 T = TypeVar("T")
 Script: TypeAlias = Generator[Request, Any, T]
@@ -132,8 +132,8 @@ def _run_collective(request: Request, world: World) -> tuple[Any, int]:
             return collectives.all_reduce_small(tensor, world)
         case AllToAll(tensor):
             return collectives.all_to_all(tensor, world)
-        case DealColumns(tensor):
-            return sliced_mean.deal_columns_start(tensor, world).finished()
+        case ScatterColumns(tensor):
+            return sliced_mean.scatter_columns_start(tensor, world).finished()
         case Broadcast(tensor, src):
             # A broadcast writes into its tensor; that of a request belongs to the script.
             return collectives.broadcast(tensor.clone(), world, src=src)
@@ -173,13 +173,13 @@ class RankRunner:
         self.bytes = 0
 
     def start(self, script: Script[None]) -> None:
-        """Finish the script before, then begin this one, which must gather or deal first."""
+        """Finish the script before, then begin this one, which must gather or scatter first."""
         # First the script before, on all ranks: collectives must be issued in the same order.
         self.finish()
         request = next(script)
-        assert isinstance(request, AllGather | DealColumns), request
-        if isinstance(request, DealColumns):
-            pending = sliced_mean.deal_columns_start(request.tensor, self._world)
+        assert isinstance(request, AllGather | ScatterColumns), request
+        if isinstance(request, ScatterColumns):
+            pending = sliced_mean.scatter_columns_start(request.tensor, self._world)
         elif self._world.size == 1:
             # Without a copy of what may be a whole gradient: scripts do not write to answers.
             pending = collectives.PendingCollective(request.tensor.unsqueeze(0), 0)
@@ -202,7 +202,7 @@ class SharedRunner:
 
     For state that all ranks hold alike, such as orders: one copy of it serves all workers. So a
     request already holds the contribution of every worker: an `AllGather` the stacked (R, ...)
-    tensors, `DealColumns` all (R, n, D) columns, an `AllReduceSmall` the total. It is its own
+    tensors, `ScatterColumns` all (R, n, D) columns, an `AllReduceSmall` the total. It is its own
     answer; bytes are those of one rank.
     """
 
@@ -216,7 +216,7 @@ class SharedRunner:
             request = next(script)
             while True:
                 self.bytes += self._bytes(request)
-                assert isinstance(request, AllGather | AllReduceSmall | DealColumns)
+                assert isinstance(request, AllGather | AllReduceSmall | ScatterColumns)
                 request = script.send(request.tensor)
         except StopIteration:
             return
@@ -227,8 +227,8 @@ class SharedRunner:
                 return collectives.all_gather_bytes(tensor[0], self._size)
             case AllReduceSmall(tensor):
                 return collectives.all_reduce_small_bytes(tensor, self._size)
-            case DealColumns(tensor):
-                return sliced_mean.deal_columns_bytes(tensor[0], self._size)
+            case ScatterColumns(tensor):
+                return sliced_mean.scatter_columns_bytes(tensor[0], self._size)
         raise RuntimeError(f"a script for all workers cannot ask for {type(request).__name__}")
 
     def finish(self) -> None:
@@ -280,7 +280,7 @@ def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
     size = len(requests)
     tensors = [request.tensor for request in requests]
     match requests[0]:
-        case DealColumns():
+        case ScatterColumns():
             slices = [sliced_mean.column_slices(tensor, size) for tensor in tensors]
             return _run_all([AllToAll(each) for each in slices])
         case AllGather():

@@ -9,7 +9,8 @@ bytes as an all-reduce, and no rank ever holds the whole vectors of all ranks.
 Vectors come in buckets, as they become ready. What is left of a bucket when its length does not
 divide by R (fewer than R elements) is gathered whole; the last rank owns those columns.
 
-Rows of single examples have no mean to share: `deal_columns_start` only deals their slices, padded.
+Rows of single examples have no mean to share: `scatter_columns_start` only sends their slices,
+padded.
 
 Shapes: R ranks, N elements of a bucket, C columns of this rank over all buckets; n rows of D
 columns.
@@ -78,10 +79,10 @@ def mean_bytes(elements: int, ranks: int, element_size: int = 4) -> int:
     return 2 * length * element_size * (ranks - 1) // ranks
 
 
-def deal_columns_bytes(rows: Tensor, ranks: int) -> int:
-    """Return the bytes that a rank sends to deal the columns of (n, D) rows.
+def scatter_columns_bytes(rows: Tensor, ranks: int) -> int:
+    """Return the bytes that a rank sends to scatter the columns of (n, D) rows.
 
-    >>> deal_columns_bytes(torch.zeros(2, 5), 4)  # slices of 2 columns, to 3 ranks
+    >>> scatter_columns_bytes(torch.zeros(2, 5), 4)  # slices of 2 columns, to 3 ranks
     48
     """
     columns = padded_length(rows.shape[1], ranks) // ranks
@@ -103,7 +104,7 @@ def column_slices(rows: Tensor, ranks: int) -> Tensor:
     return slices
 
 
-def deal_columns_start(rows: Tensor, world: World) -> PendingCollective:
+def scatter_columns_start(rows: Tensor, world: World) -> PendingCollective:
     """Start to send every rank its slice of the columns of all ranks' (n, D) rows: (R, n, C)."""
     return all_to_all_start(column_slices(rows, world.size), world)
 

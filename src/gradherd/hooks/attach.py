@@ -32,7 +32,7 @@ from gradherd.hooks.row_sources import make_row_source
 from gradherd.hooks.sparse_hook import SparseHook, sparsifiable
 from gradherd.hooks.torch_names import uncompiled
 from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
-from gradherd.ordering.coordination import deals_columns
+from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import BatchRows, RowSettings, row_length
 from gradherd.sparsify.basics import Dense
@@ -323,6 +323,6 @@ def _make_transport(
     read = bare if called is model else called
     source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(bare.parameters()).device, FlatSpec.of(bare).size
-    deals = deals_columns(row_length(settings, size), size, world.size)
-    dealt = BucketLayout.one_bucket([("row", size)], world) if deals else None
-    return GatheringTransport(source, order, world, device, dealt)
+    scatters = scatters_columns(row_length(settings, size), size, world.size)
+    scattered = BucketLayout.one_bucket([("row", size)], world) if scatters else None
+    return GatheringTransport(source, order, world, device, scattered)

@@ -143,19 +143,19 @@ class GatheringTransport(RowTransport):
         sampler: OrderedSampler,
         world: World,
         device: torch.device,
-        dealt: BucketLayout | None,
+        scattered: BucketLayout | None,
     ) -> None:
         super().__init__(sampler)
         self._source: RowSource = source
         self._device = device  # where the group of the ranks works
-        self._columns = dealt  # None where whole rows are gathered
+        self._columns = scattered  # None where whole rows are gathered
         # On the CPU, so that a GPU need not catch up with the host at every step.
         self._side = world.side_channel()
         # A model that is dropped without detach() gives it back, too.
         weakref.finalize(self, self._side.close_side_channel).atexit = False
         self._runner = RankRunner(world, later=self._side)
         self._gatherer = RowGatherer(
-            sampler, self._runner, policy_checks=self._policy_checks, deals=dealt is not None
+            sampler, self._runner, policy_checks=self._policy_checks, scatters=scattered is not None
         )
         self._epoch_gatherer: EpochGatherer | None = None
         self._in_step = StepComparison(sampler)
@@ -266,8 +266,8 @@ class GatheringTransport(RowTransport):
             sampler = self._sampler
             batches = -(-len(sampler) // sampler.batch_size)
             steps = (sampler.ordering.length, batches)
-            deals = self._columns is not None
-            self._epoch_gatherer = EpochGatherer(sampler, self._runner, *steps, deals=deals)
+            scatters = self._columns is not None
+            self._epoch_gatherer = EpochGatherer(sampler, self._runner, *steps, scatters=scatters)
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out, and the time rows took in backwards."""

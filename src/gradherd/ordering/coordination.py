@@ -7,7 +7,7 @@ Two ways, both as scripts (`comm.script`):
   dozen batches have accumulated and are sent in one all-gather that nobody waits for.
 * Every rank holds a slice of the columns of every worker's gradient, and only partial inner
   products are exchanged. Of whole batches the averaging of gradients has already delivered the
-  slices (`comm.sliced_mean`): `observe_slices`. Long rows of single examples are dealt by
+  slices (`comm.sliced_mean`): `observe_slices`. Long rows of single examples are scattered by
   `observe_gathered`, in the same rhythm as short ones are gathered, for one R-th of the bytes.
 
 Both give the same signs as CD-GraB's server (arXiv:2302.00845), which sees every gradient at every
@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, DealColumns, Runner, Script, run
+from gradherd.comm.script import AllGather, Runner, ScatterColumns, Script, run
 from gradherd.comm.world import World
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.policy import Rows, ShardedRows
@@ -41,14 +41,14 @@ BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered in one collective."""
 ROWS_PER_BLOCK = 64
 """Rows that a GPU signs together."""
-# From this many columns on, whole gradients are dealt. Shorter ones, and sketches, are gathered in
-# a single message, without one for the products of every few vectors.
-_DEAL_COLUMNS = 1024
+# From this many columns on, whole gradients are scattered. Shorter ones, and sketches, are gathered
+# in a single message, without one for the products of every few vectors.
+_SCATTERED_COLUMNS = 1024
 
 
-def deals_columns(columns: int, parameters: int, workers: int) -> bool:
-    """Return whether ranks deal the columns of rows, given the number of parameters."""
-    return workers > 1 and columns == parameters >= _DEAL_COLUMNS
+def scatters_columns(columns: int, parameters: int, workers: int) -> bool:
+    """Return whether ranks scatter the columns of rows, given the number of parameters."""
+    return workers > 1 and columns == parameters >= _SCATTERED_COLUMNS
 
 
 class Learner(Protocol):
@@ -78,34 +78,34 @@ def observe_gathered(
     batches: Sequence[int],
     claim: BatchClaim | None = None,
     *,
-    deals: bool = False,
+    scatters: bool = False,
 ) -> Script[None]:
-    """Gather or deal the rows of some batches of all workers and learn from them.
+    """Gather or scatter the rows of some batches of all workers and learn from them.
 
     Args:
         learner: What learns.
         rows: (steps, k) this worker's rows; (R, steps, k) where one script serves all workers.
         batches: Units of each batch.
         claim: The units of the first batch; the next ones by default.
-        deals: Give every rank a slice of the columns instead of gathering whole rows.
+        scatters: Give every rank a slice of the columns instead of gathering whole rows.
     """
     # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
     # all ranks, and so are the signs: no order is ever sent.
-    answer: Tensor = yield DealColumns(rows) if deals else AllGather(rows)
+    answer: Tensor = yield ScatterColumns(rows) if scatters else AllGather(rows)
     by_step, finite = answer.transpose(0, 1), None  # (steps, R, k or C)
-    if deals:
+    if scatters:
         # A slice does not tell whether the rest of its row is finite; who has sent it knows.
         told: Tensor = yield AllGather(rows.sum(-1).isfinite().cpu())
         finite = told.all(0)
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
     seen = finite_batches(by_step, batches, finite)
-    own = ShardedRows(by_step) if deals else by_step
+    own = ShardedRows(by_step) if scatters else by_step
     yield from learner.learn(own, seen, first=None if claim is None else claim.step)
 
 
 def observe_epoch(
-    learner: Learner, rows: Tensor, seen: Tensor, *, deals: bool = False
+    learner: Learner, rows: Tensor, seen: Tensor, *, scatters: bool = False
 ) -> Script[None]:
     """Learn from a whole epoch of which workers may have missed different steps.
 
@@ -113,13 +113,13 @@ def observe_epoch(
         learner: What learns.
         rows: (steps, k) this worker's rows by time step; zero where it has none.
         seen: (steps,) int64, which of them are real.
-        deals: As in `observe_gathered`.
+        scatters: As in `observe_gathered`.
     """
     # Which steps a worker has missed is known to that worker only, so it is gathered, too.
-    all_rows: Tensor = yield DealColumns(rows) if deals else AllGather(rows)
+    all_rows: Tensor = yield ScatterColumns(rows) if scatters else AllGather(rows)
     all_seen: Tensor = yield AllGather(seen)
     by_step = all_rows.transpose(0, 1)
-    yield from learner.learn(ShardedRows(by_step) if deals else by_step, all_seen.T > 0, first=0)
+    yield from learner.learn(ShardedRows(by_step) if scatters else by_step, all_seen.T > 0, first=0)
 
 
 def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None) -> Script[None]:
@@ -165,7 +165,7 @@ class RowGatherer:
         *,
         every: int = BATCHES_PER_GATHER,
         policy_checks: Callable[[Tensor], bool] = lambda rows: False,
-        deals: bool = False,
+        scatters: bool = False,
     ) -> None:
         """Start empty.
 
@@ -176,9 +176,9 @@ class RowGatherer:
             policy_checks: Says whether the policy leaves out rows that are not finite by itself,
                 without waiting for the device. Only for the rows of a single worker, which are
                 then sent as soon as they fill a block of signs.
-            deals: As in `observe_gathered`.
+            scatters: As in `observe_gathered`.
         """
-        self._deals = deals
+        self._scatters = scatters
         self._policy_checks = policy_checks
         self._learner = learner
         self._runner = runner
@@ -230,7 +230,9 @@ class RowGatherer:
                 return
             batches = [part.shape[-2] for part in parts]
             self._runner.start(
-                observe_gathered(self._learner, rows, batches, waiting[0][0], deals=self._deals)
+                observe_gathered(
+                    self._learner, rows, batches, waiting[0][0], scatters=self._scatters
+                )
             )
         else:  # The last gather may still be under way.
             self._runner.finish()
@@ -261,7 +263,7 @@ class EpochGatherer:
     """
 
     def __init__(
-        self, learner: Learner, runner: Runner, length: int, batches: int, *, deals: bool = False
+        self, learner: Learner, runner: Runner, length: int, batches: int, *, scatters: bool = False
     ) -> None:
         """Start empty.
 
@@ -270,9 +272,9 @@ class EpochGatherer:
             runner: Runs the script.
             length: Time steps of an epoch.
             batches: Batches of an epoch.
-            deals: As in `observe_gathered`.
+            scatters: As in `observe_gathered`.
         """
-        self._deals = deals
+        self._scatters = scatters
         self._learner = learner
         self._runner = runner
         self._length = length
@@ -301,9 +303,9 @@ class EpochGatherer:
             # Here a worker leaves out its own batch only: workers' batches of one step need not
             # have come from the same step of training.
             seen[span] = int(own.sum().isfinite())
-        # On the host, where a rank that deals exchanges what is small.
-        seen = seen.cpu() if self._deals else seen
-        self._runner.start(observe_epoch(self._learner, rows, seen, deals=self._deals))
+        # On the host, where a rank that scatters exchanges what is small.
+        seen = seen.cpu() if self._scatters else seen
+        self._runner.start(observe_epoch(self._learner, rows, seen, scatters=self._scatters))
         self._runner.finish()
 
 

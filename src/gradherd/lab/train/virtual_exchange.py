@@ -27,9 +27,9 @@ from gradherd.lab.train.powersgd import LowRankWorkers, matrix_shape
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.ordering.coordination import (
     RowGatherer,
-    deals_columns,
     observe_gathered,
     observe_slices,
+    scatters_columns,
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.rows.settings import RowSettings, row_length
@@ -168,15 +168,15 @@ class VirtualCoordination:
         Args:
             ordering: The orders of all workers.
             workers: Number of workers.
-            rows: How rows are read, if they are: real ranks deal whole gradients.
+            rows: How rows are read, if they are: real ranks scatter whole gradients.
             parameters: Number of parameters, D.
         """
         self._ordering = ordering
         self._workers = workers
         self._runner = SharedRunner(workers)
         length = 0 if rows is None else row_length(rows, parameters)
-        self._deals = deals_columns(length, parameters, workers)
-        self._gatherer = RowGatherer(ordering, self._runner, deals=self._deals)
+        self._scatters = scatters_columns(length, parameters, workers)
+        self._gatherer = RowGatherer(ordering, self._runner, scatters=self._scatters)
 
     @property
     def bytes(self) -> int:
@@ -194,7 +194,7 @@ class VirtualCoordination:
             rows: (R, units, k) rows of all workers, step after step.
             batches: Number of units in each step.
         """
-        self._runner.start(observe_gathered(self._ordering, rows, batches, deals=self._deals))
+        self._runner.start(observe_gathered(self._ordering, rows, batches, scatters=self._scatters))
 
     def exchange(self, grads: Tensor) -> None:
         """Learn from the (R, D) gradients of whole batches, exchanged by slices."""
