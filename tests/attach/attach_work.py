@@ -265,7 +265,7 @@ def scattered(calls, at):
     """
     policy, *rest = calls[0]
     states = [_stopped(policy, *rest, at)]
-    coordination._DEAL_COLUMNS = 1
+    coordination._SCATTERED_COLUMNS = 1
     states.append(_stopped(policy, *rest, at))
     histories = [learned(*call) for call in calls]
     again = [resumed(*call[:5], at) for call in calls[:2]]
