@@ -16,7 +16,7 @@ from gradherd.flat import FlatSpec, exchangeable
 from gradherd.hooks.agreement import RankAgreement
 from gradherd.hooks.bucket_hook import hook_is_free, world_of
 from gradherd.hooks.coordinated_hook import CoordinatedHook
-from gradherd.hooks.exchange import Exchange
+from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, inner, refuse_attached
 from gradherd.hooks.flat_weights import float_buffers
 from gradherd.hooks.fsdp_checks import ShardedWorlds, check_parameters
@@ -166,7 +166,7 @@ def _make_exchange(
     worlds: ShardedWorlds | None,
     world: World,
     scaler: GradScaler | None,
-) -> Exchange | None:
+) -> ModelExchange | None:
     """Return what exchanges gradients or local steps, hooked into the model; None if neither."""
     if local is not None and optimizer is not None:
         log.info("local steps: %s", local)

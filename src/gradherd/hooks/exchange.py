@@ -31,7 +31,7 @@ _OPTIONAL = {
 }
 
 
-class Exchange:
+class ModelExchange:
     """What a herd exchanges beside its order. A subclass hooks into the model or its optimizer.
 
     Args:
@@ -194,7 +194,7 @@ class Exchange:
         self._worker.load_state_dict(state)
 
 
-class GradientExchange(Exchange):
+class GradientExchange(ModelExchange):
     """An exchange of gradients at every step, with error feedback."""
 
     def _average_whole(self, piece: Tensor) -> None:
@@ -253,7 +253,7 @@ class GradientExchange(Exchange):
         self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
 
 
-class ShardedExchange(Exchange):
+class ShardedExchange(ModelExchange):
     """An exchange of this rank's shards with the ranks that hold the same ones in other replicas.
 
     A subclass sets `shards`, the ranks that hold the other shards of this replica.

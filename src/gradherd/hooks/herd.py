@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
 from gradherd.hooks.checkpoint import HerdState, ShardedHerdState
-from gradherd.hooks.exchange import Exchange, ShardedExchange
+from gradherd.hooks.exchange import ModelExchange, ShardedExchange
 from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
 from gradherd.hooks.local_steps import LocalExchange
 from gradherd.hooks.row_stats import RowStats
@@ -30,7 +30,7 @@ class Herd:
         self,
         model: nn.Module,
         feedback: OrderFeedback | None,
-        exchange: Exchange | None,
+        exchange: ModelExchange | None,
     ) -> None:
         self._feedback = feedback
         self._exchange = exchange

@@ -21,7 +21,7 @@ from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import local_shard
-from gradherd.hooks.exchange import Exchange, ShardedExchange
+from gradherd.hooks.exchange import ModelExchange, ShardedExchange
 from gradherd.hooks.flat_weights import FlatWeights
 from gradherd.hooks.fsdp_checks import ShardedWorlds
 from gradherd.sparsify.local import (
@@ -52,7 +52,7 @@ class _Arrival:
     metrics: dict[str, Any]
 
 
-class LocalExchange(Exchange):
+class LocalExchange(ModelExchange):
     """Exchanges what the local steps of each rank have changed."""
 
     key = "local"
