@@ -156,8 +156,8 @@ def test_one_file_and_one_line_each_are_enough_for_real_ranks(tmp_path):
     for file, text in FILES.items():
         (package / file).write_text(text)
     for room, entry, last in (
-        ("sparsify", f'"{SPARSIFIER}": "cyclic:CyclicK"', "SPARSIFIERS"),
-        ("ordering", f'"{ORDER}": "learn_once:LearnOnce"', "POLICIES"),
+        ("sparsify", f'"{SPARSIFIER}": "gradherd.sparsify.cyclic:CyclicK"', "SPARSIFIERS"),
+        ("ordering", f'"{ORDER}": "gradherd.ordering.learn_once:LearnOnce"', "POLICIES"),
     ):
         assert f"{entry},\n" in PAGE
         registry = package / room / "registry.py"
