@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradherd as gh
 from gradherd.hooks.fsdp_torch import sharded_groups
+from gradherd.hooks.state import pack
 from tests.attach.fsdp_work import Net, mesh_of
 
 DENSITY = 0.2
@@ -197,6 +198,38 @@ def continued(folder, momentum=0.0):
     return weights
 
 
+def own_states(local):
+    """Load what each rank has saved; return both states, and what another place's state is told."""
+    mesh, states = mesh_of((2, 2)), []
+
+    def attached():
+        model = model_of(mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how = {"optimizer": optimizer, "local": local} if local else {"sparsify": settings("topk")}
+        return model, optimizer, gh.attach(model, mesh=mesh, **how)
+
+    model, optimizer, herd = attached()
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    states.append(herd.state_dict(gather=False))
+    herd.detach()
+    *_, herd = attached()
+    every = [None] * 4
+    dist.all_gather_object(every, states[0])
+    said = []
+    for other in {0, 1, 2, 3} - {dist.get_rank()}:
+        try:
+            herd.load_state_dict(every[other])
+        except ValueError as error:
+            said.append(str(error))
+    herd.load_state_dict(states[0])
+    states.append(herd.state_dict(gather=False))
+    herd.detach()
+    return [pack(state) for state in states], said
+
+
 def whole_residual(herd):
     """Return the mean over replicas of the whole residual, by parameter."""
     state = herd.stateful().state_dict()
@@ -290,6 +323,7 @@ def everything(folder):
         "not finite": not_finite(),
         "continued": continued(folder / "same"),
         "with momentum": continued(folder / "momentum", 0.9),
+        "own states": [own_states(None), own_states(gh.LocalSteps(every=3, method=gh.TopK(0.2)))],
         "saved": saved(folder / "moved"),
         "refused": refused(),
     }

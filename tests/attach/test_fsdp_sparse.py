@@ -73,6 +73,14 @@ def test_a_loaded_run_continues_to_the_bit(ranks, name):
         assert torch.equal(straight, resumed)
 
 
+def test_every_rank_loads_what_it_has_saved_and_nothing_else(ranks):
+    for rank in ranks:
+        for (before, after), said in rank["own states"]:
+            assert before == after
+            assert len(said) == 3
+            assert all("place" in one or "rank" in one for one in said)
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (1, 2)])
 def test_another_mesh_loads_all_residuals(ranks, folder, shape):
     others = [rank["loaded"] for rank in ranks]
