@@ -361,8 +361,7 @@ def with_next_start(
     # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
     # and from 1, where the threshold of the next step may be below the start.
     few, many = total < _MIN_CANDIDATES * k, total > _MAX_CANDIDATES * k
-    ratio = torch.where(few, (ratio * 0.97).clamp(min=0.3), ratio)
-    ratio = torch.where(many, (ratio * 1.02).clamp(max=0.995), ratio)
+    ratio = (ratio * (1 - 0.03 * few + 0.02 * many)).clamp(0.3, 0.995)
     ratio = torch.where(first, _NO_START[1], ratio)
     magnitude = threshold * ratio
     if not exact:

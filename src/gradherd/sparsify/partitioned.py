@@ -213,11 +213,13 @@ class Partitioned(Selector):
     ) -> Selection:
         """Accept the largest of (R, M) offers on the CPU; the selection is for another device."""
         offered = torch.tensor(plan.offered)
-        bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
+        if min(plan.offered) < plan.most:
+            bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
         accepted = consensus.accept_largest(indices, bits, plan.k)
-        loads = consensus.estimate_loads(accepted.counts, offered, candidates)
         state = consensus.with_next_start(state, accepted, candidates, exact=True)
-        state = self._moved(plan, state, accepted.indices, accepted.counts, loads)
+        if len(offered) > 1:
+            loads = consensus.estimate_loads(accepted.counts, offered, candidates)
+            state = self._moved(plan, state, accepted.indices, accepted.counts, loads)
         chosen = accepted.indices.to(device, non_blocking=True)
         return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
 
