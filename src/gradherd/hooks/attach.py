@@ -248,6 +248,7 @@ def _sparsify_settings(
         return None
     if worlds is not None:
         worlds.check_exchange(model, mesh, "sparsify")
+        exchangeable(model.named_parameters())
         check_device(model, worlds.replicate)
         return _as_settings(sparsify)
     if not isinstance(model, DDP):
