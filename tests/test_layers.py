@@ -261,3 +261,47 @@ def test_nobody_looks_at_the_frames_of_callers():
         used = {n.attr for n in tree if isinstance(n, ast.Attribute)}
         used |= {a.name for n in tree if isinstance(n, ast.ImportFrom) for a in n.names}
         assert not used & frames, path
+
+
+def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Return the modules of gradherd that a file imports, anywhere but for type checkers alone."""
+    tree = nodes(path.read_text())
+    checked = {
+        id(inner)
+        for node in tree
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found = set()
+    for node in tree:
+        if id(node) in checked:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else str(node.module) for name in names}
+    return found & modules.keys()
+
+
+def test_no_imports_go_in_a_circle():
+    modules = {}
+    for path in ROOT.rglob("*.py"):
+        names = path.relative_to(ROOT.parent).with_suffix("").parts
+        modules[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    needs = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
+    assert sum(map(len, needs.values())) > 500  # they were found
+    while done := [name for name, needed in needs.items() if not needed & needs.keys()]:
+        for name in done:
+            del needs[name]
+    assert not needs, f"modules in a circle, and those that import them: {sorted(needs)}"
+
+
+def test_a_class_has_one_name_and_a_name_one_class():
+    places: dict[str, list[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

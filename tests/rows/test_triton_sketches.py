@@ -68,6 +68,12 @@ def test_columns_are_sketched_as_elsewhere(width, size, kind):
     torch.testing.assert_close(sketch_columns(columns, size, *hashed), want, atol=1e-4, rtol=1e-5)
 
 
+def gradient_sketcher(parameters, size, seed):
+    blocks = -(-sum(p.numel() for p in parameters) // size)
+    hashed = CountSketch(size, seed).hashes("", 0, blocks, parameters[0].device)
+    return GradientSketcher(parameters, hashed)
+
+
 @pytest.mark.parametrize("size", [100, 1500])
 def test_sketch_is_the_count_sketch_of_the_flat_gradient(size):
     torch.manual_seed(0)
@@ -77,7 +83,7 @@ def test_sketch_is_the_count_sketch_of_the_flat_gradient(size):
         torch.zeros(shape, dtype=dtype, device=DEVICE)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    sketcher = GradientSketcher(parameters, size, 3)
+    sketcher = gradient_sketcher(parameters, size, 3)
     for case in CASES:  # one after the other: addresses and layouts change from step to step
         grads = untidy([torch.randn_like(p) for p in parameters], case)
         got = sketcher.sketch(grads)
@@ -87,7 +93,7 @@ def test_sketch_is_the_count_sketch_of_the_flat_gradient(size):
 
 
 def test_gradient_of_another_shape_is_refused():
-    sketcher = GradientSketcher([torch.zeros(4, 3, device=DEVICE)], 8, 0)
+    sketcher = gradient_sketcher([torch.zeros(4, 3, device=DEVICE)], 8, 0)
     with pytest.raises(RuntimeError, match=r"shape \(2, 3\), but its parameter had \(4, 3\)"):
         sketcher.sketch([torch.zeros(2, 3, device=DEVICE)])
 

@@ -111,7 +111,9 @@ def _sketcher_for(
 
     if not triton_sketches.can_sketch(parameters):
         return None
-    return triton_sketches.GradientSketcher(parameters, sketch.size, sketch.seed)
+    blocks = -(-sum(p.numel() for p in parameters) // sketch.size)
+    hashed = CountSketch(sketch.size, sketch.seed).hashes("", 0, blocks, parameters[0].device)
+    return triton_sketches.GradientSketcher(parameters, hashed)
 
 
 class BatchGradientSource(RowSource):

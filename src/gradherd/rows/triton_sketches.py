@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import launch
-from gradherd.rows.sketch import CountSketch
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
@@ -145,18 +144,17 @@ class _Launch:
 class GradientSketcher:
     """Sketches the gradients of some parameters as one vector, in the order of the parameters."""
 
-    def __init__(self, parameters: Sequence[Tensor], size: int, seed: int) -> None:
-        """Hash the blocks.
+    def __init__(self, parameters: Sequence[Tensor], hashed: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Cut the parameters into pieces.
 
         Args:
             parameters: The parameters, all on one device.
-            size: k.
-            seed: Seed of the hash.
+            hashed: `CountSketch.hashes` of all blocks that the flat vector of them has.
         """
-        self._size, self._device = size, parameters[0].device
+        size = self._size = len(hashed[2])
+        self._device = parameters[0].device
         self._shapes = [p.shape for p in parameters]
         counts = [p.numel() for p in parameters]
-        hashed = CountSketch(size, seed).hashes("", 0, -(-sum(counts) // size), self._device)
         self._signs = hashed[2].to(torch.int8)  # read for every element, from the cache
         self._pieces = _pieces(counts, size, *(one.cpu().numpy() for one in hashed[:2]))
         # Of parameters without a gradient; the others' are looked up.

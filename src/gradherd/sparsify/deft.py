@@ -96,7 +96,7 @@ class Deft(Selector):
             counts = [len(acc) * (rank == leader) for rank in range(context.size)]
             return Selection(torch.arange(len(acc), device=acc.device), counts, state)
         spans = list(pairwise(state.bounds))
-        plan = _Plan.of(headers.view(torch.float32), spans, k, context)
+        plan = _LayerPlan.of(headers.view(torch.float32), spans, k, context)
         selected = [torch.zeros(0, dtype=torch.int64, device=acc.device)]
         for piece in plan.pieces[context.rank]:
             begin, end = spans[piece]
@@ -109,7 +109,7 @@ class Deft(Selector):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LayerPlan:
     """Who selects how many coordinates of which pieces: what all workers find from all norms."""
 
     shares: list[list[int]]
@@ -122,7 +122,7 @@ class _Plan:
     @classmethod
     def of(
         cls, norms: Tensor, spans: Sequence[tuple[int, int]], k: int, context: StepContext
-    ) -> "_Plan":
+    ) -> "_LayerPlan":
         """Plan a step, given the (R, L) norms on each worker, on the CPU."""
         sizes = [end - begin for begin, end in spans]
         # The same float32 bits on all workers and arithmetic on the CPU: all of them compute the

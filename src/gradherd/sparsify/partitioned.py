@@ -207,7 +207,7 @@ class Partitioned(Selector):
         indices: Tensor,
         bits: Tensor,
         candidates: Tensor,
-        plan: "_Plan",
+        plan: "_PartitionPlan",
         state: PartitionState,
         device: torch.device,
     ) -> Selection:
@@ -224,7 +224,12 @@ class Partitioned(Selector):
         return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
 
     def _moved(
-        self, plan: "_Plan", state: PartitionState, indices: Tensor, counts: Tensor, loads: Tensor
+        self,
+        plan: "_PartitionPlan",
+        state: PartitionState,
+        indices: Tensor,
+        counts: Tensor,
+        loads: Tensor,
     ) -> PartitionState:
         """Return the state with new borders."""
         return consensus.moved(plan.rule, state, indices, counts, loads)
@@ -238,10 +243,12 @@ class Partitioned(Selector):
         start = float(state.start[0])
         return start if start > 0 or self.threshold == "consensus" else self._online.first(k)
 
-    def _plan(self, dim: int, k: int, state: PartitionState, context: StepContext) -> "_Plan":
+    def _plan(
+        self, dim: int, k: int, state: PartitionState, context: StepContext
+    ) -> "_PartitionPlan":
         rule, bounds = self.rule(dim), self.bounds(dim, state)
         partitions = context.partitions if rule.rotate else range(context.size)
-        return _Plan(rule, k, [(bounds[part], bounds[part + 1]) for part in partitions])
+        return _PartitionPlan(rule, k, [(bounds[part], bounds[part + 1]) for part in partitions])
 
     def rescale(self, state: PartitionState, factor: float) -> PartitionState:
         """Multiply the start of the search by `factor`."""
@@ -249,7 +256,7 @@ class Partitioned(Selector):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _PartitionPlan:
     """What all workers know of a step beforehand."""
 
     rule: PartitionRule
@@ -369,7 +376,12 @@ class ExDyna(Partitioned):
         return self.balance != "diffusive" and super().has_fixed_shapes(dim, k, workers)
 
     def _moved(
-        self, plan: "_Plan", state: PartitionState, indices: Tensor, counts: Tensor, loads: Tensor
+        self,
+        plan: "_PartitionPlan",
+        state: PartitionState,
+        indices: Tensor,
+        counts: Tensor,
+        loads: Tensor,
     ) -> PartitionState:
         if self.balance != "diffusive":
             return super()._moved(plan, state, indices, counts, loads)
