@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradherd.sparsify.consensus import (
+    PartitionRule,
     accept_largest,
     capacity,
     leading_bits,
@@ -18,6 +20,7 @@ from gradherd.sparsify.consensus import (
     smallest_magnitude,
     unpack,
 )
+from gradherd.sparsify.partitions import Blocks, recut
 from tests.sparsify.rank_work import normal
 
 TOP = int(leading_bits(torch.tensor(math.inf)))
@@ -162,3 +165,15 @@ def test_capacity_is_the_fair_share_and_makes_room_for_k(lengths, factor, data):
     wanted = k if math.isinf(factor) else math.ceil(Fraction(str(factor)) * share)
     assert room(most) >= k
     assert most == wanted or (most > wanted and room(most - 1) < k)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 16])
+def test_partitions_have_room_for_all_offers_where_the_last_block_is_short(workers):
+    blocks = Blocks.of(11_173_962, 1024)
+    rule, k = PartitionRule(1.05, blocks, memory=0.9), 111_740
+    assert blocks.dim % blocks.size == 74 and rule.fits(k, workers)
+    loads = torch.zeros(blocks.count, dtype=torch.float64)
+    loads[-2] = 1  # all of it in front of the short block: borders move there
+    bounds = blocks.bounds(recut(loads, workers, rule.least(k, workers)).tolist())
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    assert min(sizes) >= rule.offers(k, workers)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable
+from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
 from gradherd.hooks.bucket_hook import hook_is_free, world_of
 from gradherd.hooks.coordinated_hook import CoordinatedHook
@@ -225,6 +226,9 @@ def _shared_settings(
         "order": "none" if order is None else order.ordering.policy,
         "sparsify": "none" if sparsify is None else sparsify,
     }
+    if sparsify is not None and trained and trained[0].is_cuda:
+        # With kernels, a step runs on the GPU and sends other messages.
+        shared["Triton"] = "installed" if has_triton() else "missing"
     if order is not None:
         shared |= {
             "batch_size": order.batch_size,

@@ -67,8 +67,8 @@ class SliceSigner:
         """Start to sign a batch, after the one before it is done.
 
         Args:
-            rows: (R, C) columns of every worker's gradient. They are changed, and must stay as they
-                are until the next but one batch.
+            rows: (R, C) columns of every worker's gradient. Scaled in place here; the caller must
+                not write to them until the second call after this one.
             claim: The units that the gradient belongs to; None if it counts for nothing.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
@@ -82,9 +82,11 @@ class SliceSigner:
             self.cpu_seconds += time.thread_time() - begin
 
         def learn() -> None:
-            # Here, not in the training loop, which never waits for a message of this size. A last
-            # unit without a partner is not signed, so nobody would notice that it is not finite.
-            last = claim is not None and claim.step + claim.units == self._sampler.ordering.length
+            # Compared in the thread, so that training does not wait for it. A worker's last unit
+            # may have no partner and is not signed then: nobody else would notice that it is not
+            # finite. Workers may have different numbers of units.
+            ordering = self._sampler.ordering
+            last = claim is not None and claim.step + claim.units >= min(ordering.sizes)
             finite = not last or bool(rows.sum().isfinite())
             comparison = self._in_step.compare(claim, self._side, finite=finite)
             if not comparison.same or not comparison.finite:

@@ -117,12 +117,14 @@ class DeviceExchange:
         return True
 
     def takes(self, buckets: Sequence[dist.GradBucket]) -> bool:
-        """Return whether it can exchange these buckets: all parameters known, of one dtype."""
+        """Return whether it can exchange these buckets: the parameters of the residual, one dtype.
+
+        DDP and the residual differ in parameters that were frozen when the one was made and not
+        when the other was.
+        """
         if not self._late:
             return True
-        # A parameter that was frozen at attach has no place in the residual, and one residual
-        # cannot hold two dtypes.
-        known = all(p in self._slices for bucket in buckets for p in bucket.parameters())
+        known = {p for bucket in buckets for p in bucket.parameters()} == self._slices.keys()
         return known and len({bucket.buffer().dtype for bucket in buckets}) == 1
 
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> int:
@@ -132,12 +134,13 @@ class DeviceExchange:
         late, self._late = self._late, []
         for number, bucket in late:
             steps.add(number, bucket.buffer())
-        self._unfinished = False
         if self._worker.lr_is_zero:
             steps.clear()
+            self._unfinished = False
             return 0  # The buckets are zero, as `add` has left them.
         sent = self._tail(steps, target_count(self._density(), self._worker.sparse), buckets)
         steps.commit()
+        self._unfinished = False  # After an error, the next step begins with `clear`.
         return sent
 
     def _density(self) -> float:

@@ -77,7 +77,7 @@ def plan_rows(
 
 
 def _share_group(order: OrderedSampler, world: World) -> None:
-    """Refuse a sampler of other ranks than the model's; let it use the model's own group.
+    """Refuse a sampler of other ranks than the model's; give one that has a group the model's.
 
     Coordination averages gradients itself, so the sampler's ranks must be those of the model.
     """

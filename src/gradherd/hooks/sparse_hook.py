@@ -180,7 +180,7 @@ class SparseHook(BucketHook, GradientExchange):
             # The learning rate is zero: residuals are in the unit of parameters, so this gradient
             # adds nothing to them. The buckets are zero, as `add` has left them.
             return
-        if self._map is None or self.has_new(buckets):
+        if self.has_new(buckets) or self._map is None:
             self._map = BucketMap(buckets, self._slices, self.parameters)
         flats = [bucket.buffer() for bucket in buckets]
         outcome, used = self._run(self._map.present, flags)

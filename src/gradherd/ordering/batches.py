@@ -6,8 +6,8 @@ back later, without a name on them. `Batches` answers both questions:
 * Which batches has the loop received? Without worker processes those that were handed out. A loader
   that fetches ahead is named by its loop (`FollowedLoader`, which `Herd.batches` returns), and the
   loop's iterator counts. A loader that fetches ahead and is not named is refused.
-* The forward that begins now is for the newest of them, however many were skipped, broken off or
-  only looked at in between; its gradient belongs to the units of that batch, once.
+* The forward that begins now is for the newest of them, even if the loop skipped batches or broke
+  off in between; its gradient belongs to the units of that batch, once.
 """
 
 import multiprocessing

@@ -2,7 +2,7 @@
 
 The state is global: every rank holds the same orders and updates them in the same way, so any rank
 can save them and any number of ranks can load them. There is no collective that distributes orders;
-what keeps ranks equal is that they see the same bits (`version` is compared once an epoch).
+what keeps ranks equal is that they see the same bits (`version` is compared with every batch).
 
 Shapes: b time steps of a call, M workers, n_i units of worker i, D columns of a row.
 """
@@ -30,7 +30,7 @@ _ALONE = World.single()
 class Ordering:
     """Every worker's order of its own units, learned from the gradients it observes.
 
-    Reading changes nothing; `observe`, `skip_to` and `end_epoch` advance the state.
+    Reading changes nothing; `observe`, `learn`, `skip_to` and `end_epoch` advance the state.
 
     >>> from gradherd.ordering.pair_grab import PairGraB
     >>> ordering = Ordering(PairGraB(), sizes=[4], start="identity")

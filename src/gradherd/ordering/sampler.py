@@ -1,8 +1,8 @@
 """The sampler for a DataLoader: torch's DistributedSampler with a learned order.
 
-Iterating changes nothing. The order of an epoch is fixed when `iter()` is called, so loader workers
-may prefetch as they like. The next order is adopted when the last gradient of the epoch has been
-observed, or when `set_epoch` names another epoch.
+The order of an epoch is fixed when `iter()` is called, so loader workers may prefetch as they like.
+The next order is adopted when the last gradient of the epoch has been observed, when `set_epoch`
+names another epoch, or when a loop that has gone through the epoch begins again.
 """
 
 import warnings

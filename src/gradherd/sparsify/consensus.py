@@ -61,7 +61,9 @@ class PartitionRule:
 
     def least(self, k: int, workers: int) -> int:
         """Return how many blocks each partition keeps, so that it has room for M offers."""
-        return -(-self.offers(k, workers) // self.blocks.size)
+        # The last block may be short, and a partition may end with it.
+        missing = -self.blocks.dim % self.blocks.size
+        return -(-(self.offers(k, workers) + missing) // self.blocks.size)
 
     def fits(self, k: int, workers: int) -> bool:
         """Return whether every worker can always make its M offers."""

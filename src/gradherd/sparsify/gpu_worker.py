@@ -176,7 +176,9 @@ class GpuSteps:
             new = consensus.moved(self._rule, new, accepted.indices, accepted.counts, loads, least)
         always = self._placement.always
         at = torch.cat([self._placement.positions(accepted.indices), always])
-        total, error = yield from sum_values(acc[at], len(always), context, form, len(acc))
+        # D, not N: how many messages there are must not depend on how buckets are padded.
+        dim = sum(self._placement.lengths)
+        total, error = yield from sum_values(acc[at], len(always), context, form, dim)
         ok = finite & total.isfinite().all()
         self._finish(at, total / worker.size, error, ok, flats)
         state.update(ok, new)
