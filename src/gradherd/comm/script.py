@@ -101,6 +101,15 @@ class ScriptResult(NamedTuple):
     bytes: int
 
 
+def check_script(returned: object, method: object, name: str) -> None:
+    """Raise ValueError unless what a user's `method.name(...)` returned is a script."""
+    if not isinstance(returned, Generator):
+        raise ValueError(
+            f"{type(method).__name__}.{name} must be a generator: add `yield from ()`, got "
+            f"{type(returned).__name__}"
+        )
+
+
 def run(script: Script[Any], world: World, *, answer: Any = None) -> ScriptResult:
     """Run the script of this rank. All ranks must call it at the same point.
 

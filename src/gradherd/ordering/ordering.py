@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Script, run
+from gradherd.comm.script import Script, check_script, run
 from gradherd.comm.world import World
 from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start, all_seen
 from gradherd.ordering.random import SeededRandom
-from gradherd.ordering.sharding import can_reshard, check_orders, own_units, sequence
+from gradherd.ordering.sharding import (
+    can_reshard,
+    check_orders,
+    check_reordered,
+    own_units,
+    sequence,
+)
 
 # Layout of a saved state; states of another one are refused.
 _FORMAT = 2
@@ -78,7 +84,7 @@ class Ordering:
             self._orders = self.random.permutations(sizes, epoch=0)
         self._state = self._new_state(epoch=0, previous=None)
         if policy.start == "computed":
-            self._orders = policy.reorder(self._orders, self._state, 0, self.random)
+            self._orders = self._reordered(0)
         self._version: str | None = None
         # Visits of each unit. Only differences matter, and only after epochs that ended early.
         self._visits = [torch.zeros(size, dtype=torch.int32) for size in self.sizes]
@@ -178,7 +184,15 @@ class Ordering:
         self._state.orders = self._orders
         if self.watch is not None:
             self.watch.add(self.steps, rows, seen)
-        yield from self.policy.observe(self._state, rows, seen, self.random)
+        state, first = self._state, self.steps
+        script = self.policy.observe(state, rows, seen, self.random)
+        check_script(script, self.policy, "observe")
+        yield from script
+        if state.steps != first + len(seen):
+            raise ValueError(
+                f"{self.policy}.observe must add len(seen) = {len(seen)} to state.steps, which is "
+                f"{state.steps} after {first}"
+            )
 
     def _aligned(self, rows: Tensor) -> Tensor:
         # Half precision would lose the small differences that signs depend on. Detached, since a
@@ -252,7 +266,7 @@ class Ordering:
         following = self.epoch + 1 if next_epoch is None else next_epoch
         visited = self.length if rest_follows else self.steps if self.rest is None else 0
         before = self._orders
-        self._orders = self.policy.reorder(before, self._state, following, self.random)
+        self._orders = self._reordered(following)
         if self.policy.needs_rows and visited:
             for worker, order in enumerate(self._orders):
                 self._visits[worker][before[worker][:visited]] += 1
@@ -262,6 +276,11 @@ class Ordering:
                 self._orders[worker] = order
         self._state = self._new_state(following, previous=self._state)
         self._version = self.rest = self.resharded_from = None
+
+    def _reordered(self, epoch: int) -> list[Tensor]:
+        orders = self.policy.reorder(self._orders, self._state, epoch, self.random)
+        # A wrong order would train on some units twice and on others never, without an error.
+        return check_reordered(orders, self.sizes, self.policy)
 
     def _new_state(self, epoch: int, previous: EpochState | None) -> EpochState:
         if self.watch is not None:

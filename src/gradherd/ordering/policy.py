@@ -254,7 +254,7 @@ class Policy(ABC):
         """Learn from the next b time steps.
 
         A generator: it yields a collective of `comm.script` where ranks must exchange something,
-        which is the case only with `ShardedRows`.
+        which is the case only with `ShardedRows`. It must add len(seen) to state.steps.
 
         Args:
             state: Made by `new_state`; advanced by b steps.
@@ -277,7 +277,8 @@ class Policy(ABC):
             random: For orders that are drawn.
 
         Returns:
-            (n_i,) unit ids of each worker. The tensors of `orders` are not modified.
+            (n_i,) int64 unit ids of each worker, on the CPU, each unit once. The tensors of
+            `orders` are not modified.
         """
 
 

@@ -13,7 +13,7 @@ worker's new order lists the units that it owns from now on in the order of the 
 Shapes: n units. All functions are pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -216,6 +216,43 @@ def stripe(units: Tensor, worker: int, workers: int, drop_last: bool) -> Tensor:
     return torch.cat([units, units.repeat(spare)[:spare]])[worker::workers]
 
 
+def is_permutation(order: Tensor) -> bool:
+    """Return whether (n,) int64 `order` has each of 0 to n - 1 once."""
+    return torch.equal(order.sort().values, torch.arange(len(order)))
+
+
+def check_reordered(orders: object, sizes: Sequence[int], policy: object) -> list[Tensor]:
+    """Return the orders that a policy's `reorder` returned, as a list.
+
+    Args:
+        orders: What it returned.
+        sizes: Number of units of each worker.
+        policy: For the message.
+
+    Raises:
+        ValueError: They are not one permutation for each worker.
+    """
+    must = f"{policy}.reorder must return a permutation of the units of each worker, got"
+    if not isinstance(orders, Iterable):
+        raise ValueError(f"{must} {type(orders).__name__}")
+    found = list(orders)
+    if len(found) != len(sizes):
+        raise ValueError(f"{must} {len(found)} orders for {len(sizes)} workers")
+    for worker, (order, size) in enumerate(zip(found, sizes, strict=True)):
+        if not isinstance(order, Tensor):
+            raise ValueError(f"{must} a {type(order).__name__} for worker {worker}, not a tensor")
+        if order.dtype != torch.int64 or not order.is_cpu:
+            kind = f"{order.dtype} on {order.device.type}"
+            raise ValueError(f"{must} {kind} for worker {worker}, not torch.int64 on cpu")
+        if order.shape != (size,) or not is_permutation(order):
+            shape, different = tuple(order.shape), len(order.unique())
+            raise ValueError(
+                f"{must} {shape} with {different} different ones for worker {worker}, which has "
+                f"the units from 0 to {size - 1}"
+            )
+    return found
+
+
 def check_orders(orders: Sequence[Tensor], rest: Tensor | None) -> None:
     """Check orders that were read from somewhere.
 
@@ -229,7 +266,7 @@ def check_orders(orders: Sequence[Tensor], rest: Tensor | None) -> None:
         ValueError: An order is not a permutation, or the rest is not a set of units.
     """
     for worker, order in enumerate(orders):
-        if not torch.equal(order.sort().values, torch.arange(len(order))):
+        if not is_permutation(order):
             raise ValueError(f"state is damaged: worker {worker}'s order is not a permutation")
     if rest is None:
         return

@@ -130,7 +130,7 @@ class _LayerPlan:
         shares = allocate(norms, sizes, k)
         # Bins follow the leader's norms, but each worker selects by its own shares, as published.
         whole, bins = assign(shares[context.step % context.size], sizes, context.size)
-        # Sorted, because gather_indices needs each worker's indices in ascending order.
+        # Sorted, so that each worker's indices ascend and gather_indices need not sort them.
         return cls(shares, whole, [sorted(bins[part]) for part in context.partitions])
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, AllGatherUneven, Script
+from gradherd.comm.script import AllGather, AllGatherUneven, Script, check_script
 from gradherd.sparsify.message_sizes import index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext
@@ -77,7 +77,17 @@ def select(
         return None
     if not len(part):
         return Selection(flag[:0].long(), [0] * context.size, state)
-    return (yield from method.agree(part, k, state, context, proposal, headers[:, 1:]))
+    script = method.agree(part, k, state, context, proposal, headers[:, 1:])
+    check_script(script, method, "agree")
+    selection = yield from script
+    # A worker loads a saved state only if `begin` makes one to compare it with.
+    if (selection.state is None) != (state is None):
+        kinds = [type(one).__name__ for one in (state, selection.state)]
+        raise ValueError(
+            f"{type(method).__name__}.begin returned {kinds[0]}, but agree {kinds[1]}: both must "
+            "return a state, or both None"
+        )
+    return selection
 
 
 # --- Indices -----------------------------------------------------------------------------------
@@ -93,14 +103,16 @@ def gather_indices(
     without a flag.
 
     Args:
-        own: (K_r,) int64 ascending indices of this worker.
+        own: (K_r,) int64 indices of this worker, without repeats. They are sorted here: values
+            that are sent in their order must come from ascending ones.
         counts: K_r of each worker.
         spans: Coordinates [first, end) that each worker selects from.
         context: Which worker this is.
 
     Returns:
-        (K,) int64, in the order of workers.
+        (K,) int64, in the order of workers; those of each are ascending.
     """
+    own = _ascending(own)
     # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
@@ -117,13 +129,20 @@ def gather_indices(
     return torch.cat([unpack_indices(part, count, span, bits) for part, count, span in parts])
 
 
+def _ascending(own: Tensor) -> Tensor:
+    """Return indices in ascending order, as most methods have them."""
+    if own.is_cpu and bool((own[1:] > own[:-1]).all()):
+        return own
+    return own.sort().values  # On a GPU at once: the host would wait for the comparison.
+
+
 def gather_union(
     own: Tensor, counts: Sequence[int], dim: int, context: StepContext
 ) -> Script[Tensor]:
     """Return the union of the indices that all workers selected.
 
     Args:
-        own: (K_r,) int64 ascending indices of this worker.
+        own: (K_r,) int64 indices of this worker, without repeats; best in ascending order.
         counts: K_r of each worker.
         dim: Number of coordinates that workers select from.
         context: Which worker this is.

@@ -1,0 +1,162 @@
+"""Mistakes in methods of one's own: a sentence names the method, or the mistake does no harm."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gradherd import Sparsify
+from gradherd.comm.script import run_together
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.policy import Policy
+from gradherd.ordering.shuffles import WithoutGradients
+from gradherd.sparsify.exchange import gather_indices, gather_union
+from gradherd.sparsify.selector import Selection, Selector, StepContext
+from gradherd.sparsify.virtual_workers import VirtualWorkers
+
+SIZES = [4, 3]
+RETURNED = {
+    "all zeros": [torch.zeros(4, dtype=torch.int64), torch.arange(3)],
+    "too short": [torch.arange(4), torch.arange(2)],
+    "too few workers": [torch.arange(4)],
+    "too many workers": [torch.arange(4), torch.arange(3), torch.arange(3)],
+    "a unit of nobody": [torch.tensor([0, 1, 2, 4]), torch.arange(3)],
+    "no integers": [torch.arange(4.0), torch.arange(3)],
+    "lists": [[3, 2, 1, 0], [2, 1, 0]],
+    "nothing": None,
+}
+
+
+@dataclass(frozen=True)
+class Returning(WithoutGradients):
+    """Return one of the above, as the first order or as the second."""
+
+    case: str = ""
+    start: str | None = None
+
+    def reorder(self, orders, state, epoch, random):
+        return RETURNED[self.case]
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_orders_that_are_no_permutations_are_refused(case):
+    ordering = Ordering(Returning(case), SIZES)
+    before = ordering.orders
+    ordering.observe(None, torch.ones(4, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=rf"Returning\(case='{case}'.*reorder must return"):
+        ordering.end_epoch()
+    assert ordering.epoch == 0 and all(map(torch.equal, ordering.orders, before))
+    with pytest.raises(ValueError, match="reorder must return"):
+        Ordering(Returning(case, start="computed"), SIZES)
+
+
+@dataclass(frozen=True)
+class Turned(Policy):
+    """Visit units in the opposite order, as a tuple."""
+
+    advances: bool = True
+
+    def observe(self, state, rows, seen, random):
+        yield from ()
+        state.steps += len(seen) if self.advances else 0
+
+    def reorder(self, orders, state, epoch, random):
+        return tuple(order.flip(0) for order in orders)
+
+
+def test_orders_may_be_a_tuple():
+    ordering = Ordering(Turned(), SIZES, start="identity")
+    for _ in range(2):
+        ordering.observe(torch.ones(4, 2, 1))
+        ordering.end_epoch()
+    assert [order.tolist() for order in ordering.orders] == [[0, 1, 2, 3], [0, 1, 2]]
+
+
+def test_an_order_that_does_not_count_its_steps_is_refused():
+    ordering = Ordering(Turned(advances=False), SIZES)
+    with pytest.raises(ValueError, match=r"Turned.* must add len.seen. = 2 to state.steps"):
+        ordering.observe(torch.ones(2, 2, 1))
+
+
+@dataclass(frozen=True)
+class Immediate(Policy):
+    """Learn without a yield, so not in a generator."""
+
+    def observe(self, state, rows, seen, random):
+        state.steps += len(seen)
+
+    def reorder(self, orders, state, epoch, random):
+        return orders
+
+
+def test_an_order_that_is_no_generator_is_refused():
+    with pytest.raises(ValueError, match=r"^Immediate.observe must be a generator: add `yield"):
+        Ordering(Immediate(), SIZES).observe(torch.ones(2, 2, 1))
+
+
+@dataclass(frozen=True)
+class Told:
+    """A state."""
+
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Unfinished(Selector):
+    """Send the first coordinates, with states before and after a step as told."""
+
+    density: float = 0.5
+    before: Told | None = None
+    after: Told | None = None
+
+    def begin(self, dim, workers, layers):
+        return self.before
+
+    def agree(self, acc, k, state, context, proposal, headers):
+        yield from ()
+        return Selection(torch.arange(k), [k] * context.size, self.after)
+
+
+@dataclass(frozen=True)
+class Hasty(Unfinished):
+    """Agree without a yield, so not in a generator."""
+
+    def agree(self, acc, k, state, context, proposal, headers):
+        return Selection(torch.arange(k), [k] * context.size, None)
+
+
+def step(method):
+    """Return a step of two workers by each way that virtual workers have."""
+    for stacked in (None, False):
+        VirtualWorkers(Sparsify(method=method), 4, 2, stacked=stacked).step(torch.ones(2, 4))
+
+
+def test_a_sparsifier_that_is_no_generator_is_refused():
+    with pytest.raises(ValueError, match=r"^Hasty.agree must be a generator: add `yield"):
+        step(Hasty())
+
+
+@pytest.mark.parametrize("states", [(None, Told()), (Told(), None)], ids=["begin", "agree"])
+def test_a_state_that_only_begin_or_only_agree_returns_is_refused(states):
+    with pytest.raises(ValueError, match=r"^Unfinished.begin returned .*, but agree "):
+        step(Unfinished(before=states[0], after=states[1]))
+    step(Unfinished())
+    step(Unfinished(before=Told(), after=Told(1)))
+
+
+def test_indices_need_not_ascend():
+    dim = 400_000
+    values = torch.randn(2, dim, generator=torch.Generator().manual_seed(0)).abs()
+    own = list(values.topk(500).indices)  # the largest first
+    contexts = [StepContext(0, rank, 2) for rank in range(2)]
+    scripts = [gather_union(one, [500, 500], dim, c) for one, c in zip(own, contexts, strict=True)]
+    union = torch.cat(own).unique()
+    assert all(torch.equal(found.value, union) for found in run_together(scripts))
+    spans = [(0, dim)] * 2
+    scripts = [
+        gather_indices(one, [500, 500], spans, c) for one, c in zip(own, contexts, strict=True)
+    ]
+    joined = torch.cat([one.sort().values for one in own])
+    assert all(torch.equal(found.value, joined) for found in run_together(scripts))
+    alone = run_together([gather_union(own[0], [500], dim, StepContext(0, 0, 1))])
+    assert torch.equal(alone[0].value, own[0].sort().values)
