@@ -78,6 +78,7 @@ def test_files_named_in_pages_exist(page):
 def test_python_names_in_pages_exist(page):
     text = page.read_text()
     names = re.findall(r"`(gradherd(?:\.\w+)+)", text)
+    names += re.findall(r"^::: (\S+)", text, re.M)
     for module, imported in re.findall(r"^from (gradherd[\w.]*) import ([^#\n]+)", text, re.M):
         names += [f"{module}.{name.strip()}" for name in imported.split(",")]
     for name in names:

@@ -15,14 +15,17 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import gradherd
 from gradherd.cli.main import main
 from gradherd.ordering.registry import POLICIES
+from gradherd.ordering.shuffles import Shuffle
 from gradherd.sparsify.registry import SPARSIFIERS
 from tests.contracts import test_policies, test_sparsifiers
 from tests.sparsify.rank_work import METHODS
@@ -100,6 +103,23 @@ def test_the_sparsifier_keeps_the_contracts_of_sparsifiers(test):
             own = [dataclasses.replace(case, name=SPARSIFIER) for case in arguments["cases"]]
             arguments = {**arguments, "cases": own}
         function(**{**arguments, "name": SPARSIFIER})
+
+
+def test_contracts_of_orders_hold_no_list_that_must_be_edited(monkeypatch):
+    # An order unlike the published ones: sizes and epoch determine it, whatever the seed.
+    turn = partial(Shuffle, "turn", lambda orders, sizes, epoch, random: [
+        torch.arange(size).roll(epoch) for size in sizes
+    ])  # fmt: skip
+    monkeypatch.setitem(POLICIES, "turn", turn)
+    spec = importlib.util.spec_from_file_location("policies_again", test_policies.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    again.test_all_published_names_are_there()
+    cases = contracts(again, "turn")
+    assert len(cases) >= 12
+    for function, arguments in cases.values():
+        for one in arguments:
+            function(**one)
 
 
 def test_there_are_contracts_to_keep():

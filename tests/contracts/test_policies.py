@@ -33,6 +33,14 @@ CASES = [
 ]
 every_policy = pytest.mark.parametrize(("name", "rule"), CASES)
 
+SIGNING = {"grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab", "cd-grab-live"}
+SCORED = {"curriculum", "stair", "saw"}
+DRAWN = {"d-rr", "shuffle-once", "flip-flop", "block-reshuffling"}
+PUBLISHED = SIGNING | SCORED | DRAWN | {"fixed", "always-plus"}
+published = pytest.mark.parametrize(
+    ("name", "rule"), [case for case in CASES if case.values[0] in PUBLISHED]
+)
+
 SHAPES = [[8, 8], [7, 12, 4], [5], [1], [1, 1, 1], [2], [0], [0, 3], [6, 0, 5], [0, 0], [1, 16]]
 
 
@@ -53,24 +61,11 @@ def run(ordering, epochs, vectors):
 
 
 def test_all_published_names_are_there():
-    assert set(BALANCING) == {
-        "grab",
-        "pair-grab",
-        "id-grab",
-        "id-pair-grab",
-        "cd-grab",
-        "cd-grab-live",
-    }
-    assert set(LEARNING) - set(BALANCING) == {"curriculum", "stair", "saw"}
-    assert set(POLICIES) - set(LEARNING) == {
-        "d-rr",
-        "shuffle-once",
-        "fixed",
-        "flip-flop",
-        "always-plus",
-        "block-reshuffling",
-    }
-    assert set(SIGN_RULES) == {"greedy", "walk", "kernel"}
+    # At least these: who registers another order changes nothing here.
+    assert set(BALANCING) >= SIGNING
+    assert set(LEARNING) - set(BALANCING) >= SCORED
+    assert set(POLICIES) - set(LEARNING) >= DRAWN | {"fixed", "always-plus"}
+    assert set(SIGN_RULES) >= {"greedy", "walk", "kernel"}
 
 
 @every_policy
@@ -114,14 +109,14 @@ def test_the_global_generator_plays_no_part(name, rule):
     assert a.version == b.version
 
 
-@every_policy
+@published  # of another one it is not known where chance plays a part
 @pytest.mark.parametrize("start", ["random", "identity"])
 def test_another_seed_gives_other_orders_where_chance_plays_a_part(name, rule, start):
     sizes = [30, 30]
     a, b = (run(make(name, rule, sizes, seed, start), 2, drawn(sizes)) for seed in (1, 2))
     # A score order sorts: where it started from no longer matters.
-    by_start = start == "random" and name not in ("fixed", "curriculum", "stair", "saw")
-    by_policy = name in ("d-rr", "shuffle-once", "flip-flop", "block-reshuffling")
+    by_start = start == "random" and name not in SCORED | {"fixed"}
+    by_policy = name in DRAWN
     by_rule = balances(name) and SIGN_RULES[rule]().randomized
     assert (a.version != b.version) == (by_start or by_policy or by_rule)
 
