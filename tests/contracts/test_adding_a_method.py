@@ -1,9 +1,9 @@
 """A new sparsifier and a new order need one file and one registry line, as CONTRIBUTING.md shows.
 
 The two examples are read from that page, registered, and sent through everything that reads the
-registries: the contracts, replay, compare and the report. Only the last test starts real ranks:
-they are separate processes that import gradherd afresh, so it adds the two files and the two
-lines to a copy of the package.
+registries: the contracts, replay, compare and the report. Only the last two tests start real ranks:
+they are separate processes that import gradherd afresh, so one adds the two files and the two
+lines to a copy of the package, and one registers the two classes at the top of a program.
 """
 
 import dataclasses
@@ -210,4 +210,28 @@ def test_one_file_and_one_line_each_are_enough_for_real_ranks(tmp_path):
             *("--workers", "2", "--epochs", "1", "--limit", "40", "--out", "out", "--json"),
         )
     )
+    assert (result["order"], result["sparsify"], result["status"]) == (ORDER, SPARSIFIER, "done")
+
+
+def test_real_ranks_know_what_a_program_registers_at_its_top(tmp_path):
+    for file, text in FILES.items():
+        (tmp_path / Path(file).name).write_text(text)
+    words = f"train digits --order {ORDER} --sparsify {SPARSIFIER} --workers 2 --epochs 1"
+    (tmp_path / "program.py").write_text(f"""
+import gradherd as gh
+from cyclic import CyclicK
+from gradherd.cli.main import main
+from learn_once import LearnOnce
+
+gh.SPARSIFIERS["{SPARSIFIER}"] = CyclicK
+gh.POLICIES["{ORDER}"] = LearnOnce
+
+if __name__ == "__main__":
+    main("{words} --limit 40 --out out --json".split())
+""")
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     assert (result["order"], result["sparsify"], result["status"]) == (ORDER, SPARSIFIER, "done")
