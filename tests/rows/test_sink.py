@@ -642,3 +642,27 @@ def test_columns_do_not_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> N
     expected = rows()
     monkeypatch.setattr(sink, "MOST_WAITING", 40)  # about one layer
     torch.testing.assert_close(rows(), expected)
+
+
+def test_a_model_that_cannot_run_without_gradients() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            y = self.layer(x)
+            self.slope = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+            return self.head(y.tanh())
+
+    torch.manual_seed(0)
+    model, x = Watched().double(), torch.randn(5, 3, dtype=torch.float64)
+    capture = SinkCapture(model, SketchRows(size=64))
+    model(x).square().sum(1).mean().backward()
+    rows = capture.pop_sketch(5)
+    capture.remove_hooks()
+    exact = Capture(model)
+    model(x).square().sum(1).mean().backward()
+    gram = exact.pop_rows(5).gram()
+    torch.testing.assert_close(rows @ rows.T, gram)  # nothing is lost in rows that are long enough

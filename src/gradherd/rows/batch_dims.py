@@ -40,6 +40,9 @@ class BatchDims:
     """The user's setting for all tensors of the model."""
     sharded: bool = False
     """Whether modules hold shards of their parameters between passes (FSDP)."""
+    batch_size: int | None = None
+    """Examples in a full batch of the loader, if they are known."""
+    _probed: set[tuple[int, ...]] = field(default_factory=set)
     _model_dim: int | None = None
     _guessed: bool = False
     """Whether only the size of a batch speaks for that dimension so far."""
@@ -73,6 +76,28 @@ class BatchDims:
         least = 2 if index == INPUT else 1
         is_given = self.given is not None and self.given < candidates and len(shape) >= least
         return self.given if is_given else None
+
+    def look_at(self, args: Any, kwargs: Any, probe: Callable[[Any, Any, int], None]) -> int | None:
+        """Return the examples of a batch that the model is about to take; None without tensors.
+
+        Args:
+            args: The model's arguments.
+            kwargs: The same.
+            probe: Called with both and the number of examples if their kind is new; finds batch
+                dimensions by `probe`.
+        """
+        leaves = [tensor for tensor in tensor_leaves((args, kwargs)) if tensor.dim()]
+        shapes = tuple(tensor.shape for tensor in leaves)
+        if leaves and self.batch_size is not None:
+            self.expect(leaves[0].shape, self.batch_size)
+        examples = self.model_examples(shapes)
+        # Once for every number of dimensions: other paths may come with other inputs.
+        kind = tuple(map(len, shapes))
+        if kind not in self._probed and examples is not None:
+            probe(args, kwargs, examples)
+            self._probed.add(kind)
+            examples = self.model_examples(shapes)  # what was guessed may be known now
+        return examples
 
     @property
     def model_dim(self) -> int:

@@ -166,9 +166,7 @@ class Capture:
         if parameters:
             first = parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._dims = BatchDims(batch_dim, sharded=sharded is not None)
-        self._batch_size = batch_size
-        self._probed: set[tuple[int, ...]] = set()
+        self._dims = BatchDims(batch_dim, sharded=sharded is not None, batch_size=batch_size)
         # Examples of the forward that runs, None outside of forwards, and of the last one.
         self._batch: int | None = None
         self._last_batch: int | None = None
@@ -222,18 +220,7 @@ class Capture:
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or self._silent:
             return
-        leaves = [tensor for tensor in tensor_leaves((args, kwargs)) if tensor.dim()]
-        shapes = tuple(tensor.shape for tensor in leaves)
-        if leaves and self._batch_size is not None:
-            self._dims.expect(leaves[0].shape, self._batch_size)
-        examples = self._dims.model_examples(shapes)
-        # Once for every number of dimensions: other paths may come with other inputs.
-        kind = tuple(map(len, shapes))
-        if kind not in self._probed and examples is not None:
-            self._probe(args, kwargs, examples)
-            self._probed.add(kind)
-            examples = self._dims.model_examples(shapes)
-        self._batch = self._last_batch = examples
+        self._batch = self._last_batch = self._dims.look_at(args, kwargs, self._probe)
 
     def _after_model(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if not self._silent:

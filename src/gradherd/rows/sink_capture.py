@@ -3,6 +3,7 @@
 Shapes: B examples, N elements of a sink, k elements of a row, D elements of all parameters.
 """
 
+import logging
 import math
 import sys
 import warnings
@@ -34,6 +35,8 @@ from gradherd.rows.sink import SinkPool, is_spectrum
 from gradherd.rows.sink_layers import DirectLayer, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
+
+log = logging.getLogger("gradherd")
 
 # Gradients that `matrix` maps at a time.
 _MATRIX_ROWS = 1024
@@ -131,9 +134,9 @@ class SinkCapture:
         self._pool.is_apart = self._check.due
         if batch_size is not None:
             self._pool.make_sinks(batch_size)
-        self._dims = BatchDims(settings.batch_dim, sharded=sharded is not None)
-        self._batch_size = batch_size
-        self._probed: set[tuple[int, ...]] = set()
+        self._dims = BatchDims(
+            settings.batch_dim, sharded=sharded is not None, batch_size=batch_size
+        )
         self._dtypes = {p.dtype for p in self._parameters}  # and that of autocast
         self._pool.given_dim = settings.batch_dim
         self._task = -1
@@ -189,16 +192,7 @@ class SinkCapture:
 
     def _look_at(self, args: Any, kwargs: Any) -> int | None:
         """Return the examples of a batch; find batch dimensions if its kind is new."""
-        leaves = [t for t in tensor_leaves((args, kwargs)) if t.dim()]
-        shapes = tuple(t.shape for t in leaves)
-        if leaves and self._batch_size is not None:
-            self._dims.expect(leaves[0].shape, self._batch_size)
-        examples = self._dims.model_examples(shapes)
-        # Once for every number of dimensions: other paths may come with other inputs.
-        kind = tuple(map(len, shapes))
-        if kind not in self._probed and examples is not None:
-            self._probe(args, kwargs, examples)
-            self._probed.add(kind)
+        examples = self._dims.look_at(args, kwargs, self._probe)
         kind_of_device = self._like.device.type
         if torch.is_autocast_enabled(kind_of_device):
             self._dtypes.add(torch.get_autocast_dtype(kind_of_device))
@@ -218,7 +212,14 @@ class SinkCapture:
             warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
             pool.shares = False
             calls: dict[str, list[Shapes]] = {}
-            recorded, outputs = self._run(examples, call, args, kwargs)
+            try:
+                recorded, outputs = self._run(examples, call, args, kwargs)
+            except Exception as error:
+                if self._dims.sharded:  # parameters may have stayed gathered
+                    raise
+                # It needs gradients, say. Then sizes decide which dimensions hold examples.
+                log.debug("the model cannot be run without gradients: %s", error)
+                return
             for name, shapes in recorded:
                 calls.setdefault(name, []).append(shapes)
 
