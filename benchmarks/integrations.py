@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradherd as gh
-from gradherd.integrations.loaders import CountedLoader
+from gradherd.ordering.batches import FollowedLoader
 
 BATCH, WARM = 32, 32
 Arm = Callable[[bool, "Clock"], None]
@@ -114,7 +114,7 @@ def accelerate(integrated: bool, clock: Clock) -> None:
         # At one rank Accelerate does not shard again. Its loader is one batch ahead of the loop.
         sampler, plain = ordered(data)
         model, optimizer, loader = accelerator.prepare(model, optimizer, plain)
-        loader = CountedLoader(loader, sampler)
+        loader = FollowedLoader(loader, sampler)
         herd = gh.attach(model, order=sampler)
 
     def step(batch: Any) -> None:
@@ -137,7 +137,7 @@ def counted_loader(integrated: bool, clock: Clock) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    loop(CountedLoader(loader, sampler) if integrated else loader, clock, step)
+    loop(FollowedLoader(loader, sampler) if integrated else loader, clock, step)
     herd.detach()
 
 
@@ -200,7 +200,7 @@ def transformers(integrated: bool, clock: Clock) -> None:
         def get_train_dataloader(self) -> Any:
             sampler, loader = ordered(data)
             self.herd = gh.attach(self.model, order=sampler)
-            return CountedLoader(self.accelerator.prepare(loader), sampler)
+            return FollowedLoader(self.accelerator.prepare(loader), sampler)
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
