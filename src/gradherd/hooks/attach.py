@@ -316,18 +316,18 @@ def _make_transport(
         order: The sampler.
         settings: How rows are read.
     """
-    bare, world = inner(model), order.world
+    module, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
         # Nothing is read off the model but that a backward has happened.
-        return CountingTransport(bare, order)
+        return CountingTransport(module, order)
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
         return CoordinatedHook(model, order, world)
     if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):
         return ShardedCoordination(model, order, world)
     # A hook on the wrapper runs before the graph, one on what it wraps is part of it.
-    read = bare if called is model else called
+    read = module if called is model else called
     source = make_row_source(read, settings, order.unit, order.batch_size)
-    device, size = next(bare.parameters()).device, FlatSpec.of(bare).size
+    device, size = next(module.parameters()).device, FlatSpec.of(module).size
     scatters = scatters_columns(row_length(settings, size), size, world.size)
     scattered = BucketLayout.one_bucket([("row", size)], world) if scatters else None
     return GatheringTransport(source, order, world, device, scattered)

@@ -31,7 +31,7 @@ from gradherd.sparsify.worker import Placement, Worker
 
 # Steps that are launched one by one before anything is captured: Triton compiles and libraries
 # allocate in their first calls, which a capture does not allow.
-_WARMUP_STEPS = 3
+_LAUNCHED_FIRST = 3
 # Backwards in which parameters are compared one by one. DDP rebuilds its buckets once; from then on
 # a bucket is known by its memory.
 _CHECKED_STEPS = 3
@@ -67,7 +67,7 @@ class DeviceExchange:
         self._checked = 0
         self._warm = False
         self._tails: dict[Any, tuple[torch.cuda.CUDAGraph, StepTensors]] = {}
-        """What follows the last bucket; a replay overwrites the tensors that tell of it."""
+        """What follows the last bucket; a replay overwrites its metrics."""
         self._adds: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         """The pass over each bucket, by where the residual is (`GpuSteps.turn`)."""
         self._futures: list[Future[Tensor]] = []
@@ -160,7 +160,7 @@ class DeviceExchange:
         flats = [bucket.buffer() for bucket in buckets]
         if key not in self._tails and self._warm and flats[0].is_cuda:
             self._launched += 1
-            if self._launched > _WARMUP_STEPS:
+            if self._launched > _LAUNCHED_FIRST:
                 self._capture_adds(steps, flats)
                 self._capture_tail(steps, key, k, flats)
         if key in self._tails:

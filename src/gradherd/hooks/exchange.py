@@ -88,7 +88,7 @@ class ModelExchange:
     # Metrics.
 
     def last_step(self) -> dict[str, Any]:
-        """Return the metrics of the last exchange that need no computation."""
+        """Return the metrics of the last exchange that need no computation; waits for a GPU."""
         return self._metrics
 
     def metrics(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class SparseHook(BucketHook, GradientExchange):
         self._keep(outcome, written, used)
 
     def last_step(self) -> dict[str, Any]:
-        """Return the metrics of the last step that need no computation."""
+        """Return the metrics of the last step that need no computation; waits for a GPU."""
         on_device = {} if self._device is None else self._device.metrics()
         return on_device | self._metrics
 

@@ -334,13 +334,12 @@ def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
     above, tied = flat > kth, flat == kth
     need, ties = k - above.sum(), tied.sum()
     # Sixteen bits leave many ties. Taking them evenly spaced over all workers' offers keeps the
-    # loads equal; taking the first ones would favour the first workers. Of `ties`, number r is the
-    # i-th of `need` where i * ties // need is r, and the only i that can be is the r * need / ties
-    # rounded up.
+    # loads equal; taking the first ones would favour the first workers. Tie r is accepted if it is
+    # i * ties // need for some i below `need`; the only i to try is r * need / ties, rounded up.
     number = tied.cumsum(0) - 1
     i = (number * need + ties - 1) // ties
     accepted = above | (tied & (i < need) & (i * ties // need == number))
-    # One place more than there are: all that is not accepted goes there.
+    # Place k takes all that is not accepted.
     place = torch.where(accepted, accepted.cumsum(0) - 1, k)
     chosen = indices.new_zeros(k + 1).scatter_(0, place, indices.reshape(-1))[:k]
     return Accepted(chosen, accepted.view(bits.shape).sum(1), smallest_magnitude(kth))

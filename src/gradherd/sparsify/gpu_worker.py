@@ -53,7 +53,7 @@ def has_fixed_shapes(worker: Worker) -> bool:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """Tensors that tell of a step; they are read when somebody asks."""
+    """Metrics of a step, still on the device; they are read when somebody asks."""
 
     counts: Tensor
     threshold: Tensor

@@ -89,7 +89,7 @@ def _add_tile(
         tl.store(tile_counts + tile, tally & 0xFFFF)
     if CHECK:
         if (tally >> 16) > 0:
-            tl.store(bad, 1)  # Whoever stores it, it is the same number.
+            tl.store(bad, 1)  # All writers store 1.
 
 
 # Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.

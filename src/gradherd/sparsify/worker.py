@@ -63,7 +63,7 @@ class ErrorFeedback:
         self._next_velocity = torch.zeros_like(self.residual) if momentum else None
 
     def rows(self) -> list["ErrorFeedback"]:
-        """Return the feedback of each of R workers; `commit` of the whole makes new ones due."""
+        """Return the feedback of each of R workers; call it again after `commit` of the whole."""
         pairs = [
             [None] * len(self.residual) if rows is None else list(rows)
             for rows in (self.residual, self.acc, self.velocity, self._next_velocity)
@@ -215,7 +215,7 @@ class Placement:
             self.begins.append(position)
             at = position
             for begin, count in bucket:
-                # An empty parameter begins where the next one does; none could tell them apart.
+                # An empty parameter begins where the next one does, so it has no piece.
                 if count:
                     self.pieces.append(Piece(begin, at, count))
                 at += count
