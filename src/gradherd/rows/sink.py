@@ -13,6 +13,7 @@ a compiled model notices that, while it ignores hooks that are set later.
 Shapes: B examples of a full batch, N elements of a sink.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -289,7 +290,7 @@ class WaitingColumns:
         return total
 
 
-class SketchedLayer:
+class SketchedLayer(ABC):
     """A module whose parameters have rows, and their places in the sinks."""
 
     def __init__(self, name: str, pool: SinkPool) -> None:
@@ -337,11 +338,11 @@ class SketchedLayer:
 
     # What subclasses define.
 
+    @abstractmethod
     def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the columns of weight and vector for n examples; None for what is not wanted."""
-        raise NotImplementedError
 
     def matrix_map(self, use: Any) -> Any:
         """Return the map that the columns of the weight belong to."""

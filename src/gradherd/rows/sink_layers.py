@@ -4,6 +4,7 @@ Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, 
 """
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -260,9 +261,9 @@ class NormLayer(SketchedLayer):
         """Which of scale and shift have rows, in this order."""
         self.eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
 
+    @abstractmethod
     def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Return what the scale is multiplied with."""
-        raise NotImplementedError
 
     def columns(
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
@@ -306,9 +307,9 @@ class NormLayer(SketchedLayer):
         over = self.summed_dims(moved)
         return (moved.sum(over, dtype=dtype) if over else moved.to(dtype)).flatten(1)
 
+    @abstractmethod
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return the dimensions of a tensor (n, ...) that are positions."""
-        raise NotImplementedError
 
 
 class LastDimsNorm(NormLayer):
