@@ -41,7 +41,7 @@ def check_torch(model: nn.Module) -> None:
     if missing := fsdp_torch.missing_names(model):
         raise ValueError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
-            "fully_shard: use a version that docs/fsdp.md lists, or DistributedDataParallel"
+            "fully_shard: use a version that docs/sharded.md lists, or DistributedDataParallel"
         )
 
 

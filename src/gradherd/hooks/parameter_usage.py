@@ -125,7 +125,7 @@ def check_optimizer(model: nn.Module, owner: Any, momentum: float, *, warns: boo
                 _refuse_second(optimizer, own or (betas or (0.0,))[0], momentum)
             elif (own or betas) and not warned:
                 warned = True
-                log.warning("%s %s (docs/sparsify.md)", type(optimizer).__name__, _cost(own))
+                log.warning("%s %s (docs/few_bytes.md)", type(optimizer).__name__, _cost(own))
 
     # Global, because attach does not know the optimizer; so it must not keep the model alive.
     remove_after(owner, [register_optimizer_step_pre_hook(before_step)])

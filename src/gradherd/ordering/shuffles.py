@@ -94,7 +94,7 @@ def block_reshuffling(
     """Reshuffle blocks, and units within them, in even epochs; reverse the order in odd ones.
 
     After Nguyen, Phan, Kalagnanam, "Learning to Shuffle" (arXiv:2604.00260), whose two components
-    are block reshuffling and paired reversal; docs/cards/block-reshuffling.md says what is ours.
+    are block reshuffling and paired reversal; docs/orders.md says what is ours.
     Depends on seed and epoch only, so a run may go to any epoch directly.
     """
     even = epoch - epoch % 2

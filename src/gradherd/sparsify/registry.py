@@ -1,8 +1,8 @@
 """All sparsifiers by name, and what the command line and reports need to know about them.
 
-To add a sparsifier: one file here, one test, one card in docs/cards, one line in `SPARSIFIERS`.
-Everything else (help texts, error messages, colours of charts, the contract tests) reads this
-registry. It imports no torch: an entry is imported when it is looked up.
+To add a sparsifier: one file here, one test, its rows in docs/few_bytes.md, one line in
+`SPARSIFIERS`. Everything else (help texts, error messages, colours of charts, the contract
+tests) reads this registry. It imports no torch: an entry is imported when it is looked up.
 """
 
 from collections.abc import Callable
