@@ -240,7 +240,7 @@ bench step --params 0 | --params: '0' is not a positive whole number
 bench virtual --workers 0 | --workers must be at least 1, got 0
 bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
-advise --params 1M --backward | --backward needs a value
+advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
 advise --model resnet50 --order-overhead -1 | : --order-overhead: '-1' must be above 0
 advise --params 1e99 --backward 1s | --params: '1e99' must be at most 1e+15 parameters

@@ -137,3 +137,18 @@ def test_a_single_run_says_what_survives(capsys, monkeypatch):
     for kind in (CommandFailed, UsageError):
         with pytest.raises(kind, match=r"^x$"), folders.telling_survivors(Path("away"), 1):
             raise kind("x")
+
+
+def test_a_damaged_record_does_not_hide_an_interrupt(capsys, monkeypatch):
+    run_all = launch.run_all
+
+    def stops(configs, *args, out, **options):
+        run_all(configs[:2], *args, out=out, **options)
+        Path(out, "damaged").mkdir()
+        Path(out, "damaged", RECORD_FILE).write_text('{"format": 1, "epo')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "run_all", stops)
+    code, out, err = call(capsys, *COMPARE, "--seeds", 2, "--out", "a")
+    assert (code, out) == (130, "") and err.endswith("gradherd: interrupted\n"), err
+    assert "report so far: a/report.html" in err

@@ -107,7 +107,7 @@ def test_bench_signs_json(capsys):
         (["train", "digits", "--lr", "fast"], "--lr must be a number, got 'fast' (see"),
         (["train", "digits", "--seed", "1.5"], "--seed must be a whole number, got '1.5' (see"),
         (["advise"], "--params is missing: the number of parameters"),
-        (["train", "digits", "--order"], "--order needs a value (see"),
+        (["train", "digits", "--order"], "--order: expected one argument (see"),
         (["replay", "ordre"], "unknown command 'replay ordre'; choose from: replay order"),
         (["replay", "order"], "FILE"),
         (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; choose from d-rr"),
@@ -180,7 +180,26 @@ def test_a_reader_that_leaves_early_is_no_error(tiny):
 
 def test_only_rank_0_speaks_under_torchrun(capsys, tiny, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert run(capsys, "replay", "order", tiny, "--json") == (0, "", "")
+
+
+@pytest.mark.parametrize("size", [None, "2"])
+def test_variables_that_a_shell_has_kept_silence_nothing(capsys, monkeypatch, tmp_path, size):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    for wrong in (["report", "nowhere"], ["demo", "--workers", "0"], ["herding", "--units", "0"]):
+        code, out, err = run(capsys, *wrong)
+        assert (code, out) == (2, "") and err.startswith("gradherd: ")
+    train = ["train", "digits", "--virtual", "--workers", 2, "--epochs", 1, "--limit", 16]
+    code, out, _ = run(capsys, *train, "--json", "--out", "a")
+    assert code == 0 and json.loads(out)["status"] == "done"
+    # The folder is in use by one command, and it is tidied up after a failure.
+    code, _, err = run(capsys, *train, "--out", "a")
+    assert code == 2 and "is not empty" in err
 
 
 @pytest.mark.parametrize("command", ["bench rows", "advise", "train"])

@@ -9,29 +9,26 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Optional
-
-import tyro
+from typing import Annotated, Any
 
 from gradherd.cli.errors import UsageError
+from gradherd.cli.parser import Arg
 
-# Not `int | None` and so on: to check a default of that form tyro imports typeguard, which takes a
-# third of the time of a --help.
-MaybeInt = Optional[int]  # noqa: UP045
-MaybeFloat = Optional[float]  # noqa: UP045
-MaybeStr = Optional[str]  # noqa: UP045
-MaybePath = Optional[Path]  # noqa: UP045
-FolderOption = Annotated[MaybePath, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
-FileArgument = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+MaybeInt = int | None
+MaybeFloat = float | None
+MaybeStr = str | None
+MaybePath = Path | None
+FolderOption = Annotated[Path | None, Arg(metavar="DIR")]
+FileArgument = Annotated[Path, Arg(metavar="FILE", positional=True)]
 MAX_PROCESSES = 256
 """Most worker processes on one machine. Each takes some 300 MB, and a slip starts thousands."""
 MAX_SEEDS = 10_000
-Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+Flag = bool
 
 
 def json_help(text: str) -> Any:
-    """Return the help of --json. A docstring would keep its line breaks, which reads badly."""
-    return tyro.conf.arg(help=text, help_behavior_hint="")
+    """Return the help of --json."""
+    return Arg(help=text)
 
 
 def check_at_least(option: str, value: int, least: int, most: int | None = None) -> None:
@@ -109,6 +106,11 @@ def under_torchrun() -> bool:
     """Return whether torchrun started this process."""
     # RANK and WORLD_SIZE prove nothing: other launchers set them, and shells keep them.
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def torchrun_rank() -> int:
+    """Return the rank that torchrun gave this process; 0 without torchrun."""
+    return int(os.environ["RANK"]) if under_torchrun() else 0
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +20,7 @@ from gradherd.cli.arguments import (
     json_help,
     parse_names,
     print_json,
+    torchrun_rank,
 )
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.options import (
@@ -115,18 +114,19 @@ class CompareCommand:
         configs = self._configs()
         if self.resume and self.training.out is None:
             raise UsageError("--resume needs --out, the folder of the comparison to continue")
-        from gradherd.cli.folders import PAGE_FILE, output_folder
+        # All before any training, so that a missing package is reported at once.
+        from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
         from gradherd.cli.launch import train_missing
-        from gradherd.comm.world import World
+        from gradherd.lab.report import page as _  # noqa: F401
 
         name = f"compare-{named_task(self.task).name}"
         with output_folder(self.training.out, name, resume=self.resume, many=True) as out:
             if rates:
                 configs = self._tuned(configs, rates, out)
-            with reporting_what_is_left(out, len(configs)):
+            with telling_survivors(out, len(configs)):
                 records = train_missing(configs, out, self.training, resume=self.resume)
             # All ranks have the records, one prints them.
-            if World.detect().rank == 0:
+            if torchrun_rank() == 0:
                 self._print(records, out / PAGE_FILE)
 
     def _check_tunable(self) -> None:
@@ -142,7 +142,6 @@ class CompareCommand:
     def _tuned(self, configs: list[RunConfig], rates: list[float], out: Path) -> list[RunConfig]:
         """Return the runs with the best rate of each arm."""
         from gradherd.cli.launch import train_runs
-        from gradherd.comm.world import World
         from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
 
         runs = tuning_runs(configs, rates)
@@ -155,7 +154,7 @@ class CompareCommand:
             best = best_rates(runs, records)
         except ValueError as error:
             raise CommandFailed(str(error)) from None
-        if World.detect().rank == 0:
+        if torchrun_rank() == 0:
             _keep_tuning(runs, records, best, out)
         return with_rates(configs, best)
 
@@ -269,30 +268,3 @@ def _keep_tuning(
         at_edge = rate in (min(c.lr for c in runs), max(c.lr for c in runs))
         hint = " (at the edge of the grid: a wider one may be better)" if at_edge else ""
         print(f"gradherd: {arm[0]} with {arm[1]}: lr {rate:g}{hint}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def reporting_what_is_left(out: Path, planned: int) -> Iterator[None]:
-    """If training is interrupted or fails, write a page about what there is, and say so.
-
-    Args:
-        out: Folder with the records.
-        planned: Number of runs there would have been.
-    """
-    from gradherd.cli.folders import PAGE_FILE, telling_survivors
-    from gradherd.comm.world import World
-    from gradherd.lab.report.arms import find_records
-    from gradherd.lab.report.page import write_report
-    from gradherd.lab.train.record import RECORD_FILE
-
-    with telling_survivors(out, planned):
-        try:
-            yield
-        except KeyboardInterrupt:
-            # The arms of a seed run next to each other, so the finished runs can be compared. A run
-            # that was stopped within its first epoch has no point on any curve.
-            if World.detect().rank == 0 and any(out.rglob(RECORD_FILE)):
-                records = [record for _, record in find_records([out]) if record.epochs]
-                if records:
-                    write_report(records, out / PAGE_FILE)
-            raise

@@ -16,7 +16,6 @@ from gradherd.cli.arguments import (
     json_help,
     print_json,
 )
-from gradherd.cli.compare import reporting_what_is_left
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import TrainingOptions
 
@@ -72,7 +71,7 @@ class DemoCommand:
         from rich.console import Console
         from rich.markup import escape
 
-        from gradherd.cli.folders import PAGE_FILE
+        from gradherd.cli.folders import PAGE_FILE, telling_survivors
         from gradherd.cli.launch import train_missing
         from gradherd.cli.tables import print_comparison
         from gradherd.lab.report.comparison import compare
@@ -87,7 +86,7 @@ class DemoCommand:
         for part in _PARTS:
             console.print(f"[bold]{part.title}[/bold] ({self.workers} worker processes)")
             configs = part.configs(self.workers, self.seeds)
-            with reporting_what_is_left(out, len(_PARTS) * len(configs)):
+            with telling_survivors(out, len(_PARTS) * len(configs)):
                 # Each part in a folder of its own: both parts have an arm of d-rr and dense.
                 part_records = train_missing(
                     configs, out / part.task, TrainingOptions(quiet=self.quiet), resume=self.resume

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from gradherd.cli.arguments import torchrun_rank
 from gradherd.cli.errors import CommandFailed, UsageError, reason_of
-from gradherd.comm.world import World
 from gradherd.lab.text import printable
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
@@ -46,7 +46,7 @@ def output_folder(
     # Noted before anything is created: only these may be removed again.
     created = [folder for folder in (out, *out.parents) if not folder.exists()]
     # Ranks share the folder, so one of them locks it and cleans up.
-    first = World.detect().rank == 0
+    first = torchrun_rank() == 0
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = _lock(out) if first else None
@@ -158,6 +158,9 @@ def finished_record(
 def telling_survivors(out: Path, planned: int) -> Iterator[None]:
     """If the work inside is interrupted or fails, also say what is left and how to continue.
 
+    Several runs that are interrupted get a page about what there is: the arms of a seed run next
+    to each other, so the finished runs can be compared.
+
     Args:
         out: Folder of the command.
         planned: Number of runs that it trains.
@@ -165,15 +168,34 @@ def telling_survivors(out: Path, planned: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        left = describe_survivors(out, planned)
-        if left and World.detect().rank == 0:
-            print(f"gradherd: {printable(left)}", file=sys.stderr)
+        if torchrun_rank() == 0:
+            if planned > 1:
+                _write_page_so_far(out)
+            if left := describe_survivors(out, planned):
+                print(f"gradherd: {printable(left)}", file=sys.stderr)
         raise
     except (CommandFailed, OSError) as error:
         left = describe_survivors(out, planned)
         if not left or os.environ.get("GRADHERD_TRACEBACK"):
             raise
         raise CommandFailed(f"{reason_of(error)}; {left}") from error
+
+
+def intact_records(out: Path) -> list[tuple[Path, RunRecord]]:
+    """Return the records below a folder that can be read, by the time their runs started."""
+    found = []
+    for path in out.rglob(RECORD_FILE):
+        with contextlib.suppress(ValueError):  # damaged: what has stopped the work says more
+            found.append((path, read_record(path)))
+    return sorted(found, key=lambda one: one[1].started)
+
+
+def _write_page_so_far(out: Path) -> None:
+    from gradherd.lab.report.page import write_report
+
+    # A run that was stopped within its first epoch has no point on any curve.
+    if records := [record for _, record in intact_records(out) if record.epochs]:
+        write_report(records, out / PAGE_FILE)
 
 
 def describe_survivors(out: Path, planned: int) -> str:
@@ -183,10 +205,7 @@ def describe_survivors(out: Path, planned: int) -> str:
         out: Its folder.
         planned: Number of runs that there would have been.
     """
-    records = []
-    for path in out.rglob(RECORD_FILE) if out.is_dir() else []:
-        with contextlib.suppress(ValueError):  # damaged, so it did not survive
-            records.append(read_record(path))
+    records = [record for _, record in intact_records(out)]
     again = f"repeat the command with --out {out} --resume to continue"
     parts = []
     if planned > 1:
@@ -212,11 +231,10 @@ def mark_unfinished(out: Path, status: str) -> None:
         out: Folder with the records, at any depth.
         status: interrupted or failed.
     """
-    if World.detect().rank > 0:
+    if torchrun_rank() > 0:
         return
     # A comparison has a record per run, each in its own folder.
-    for path in out.rglob(RECORD_FILE):
-        record = read_record(path)
+    for path, record in intact_records(out):
         if record.status == "running":
             write_record(dataclasses.replace(record, status=status), path.parent)
 

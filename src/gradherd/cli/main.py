@@ -5,27 +5,14 @@ is imported only when the command is called. Exit codes: 0 done, 1 failed, 2 wro
 interrupted. Results go to stdout, progress and errors to stderr.
 """
 
-import contextlib
 import importlib
-import io
 import os
-import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
-from typing import Protocol
 
+from gradherd.cli.arguments import torchrun_rank
 from gradherd.cli.errors import CommandFailed, UsageError, reason_of
-
-
-class Command(Protocol):
-    """The parsed options of a command, ready to run."""
-
-    def run(self) -> None:
-        """Do the work and print the result."""
-        ...
-
+from gradherd.cli.parser import Command, parse, terminal_width, wrap
 
 # Modules by name, not classes: one --help imports one of them.
 COMMANDS = {
@@ -127,11 +114,11 @@ def _run(words: list[str]) -> None:
         if group and len(words) == 1:
             raise UsageError(f"{asked} needs a subcommand: {known}")
         raise UsageError(f"unknown command {asked!r}; choose from: {known}")
-    if os.environ.get("RANK", "0") != "0" and name not in _ON_ALL_RANKS:
+    if torchrun_rank() != 0 and name not in _ON_ALL_RANKS:
         return  # torchrun started several processes, but this command needs only one.
     module, command = COMMANDS[name][0].split(":")
     command_class = getattr(importlib.import_module(f"gradherd.cli.{module}"), command)
-    parsed = _parse(command_class, f"gradherd {name}", words[len(name.split()) :])
+    parsed: Command = parse(command_class, f"gradherd {name}", words[len(name.split()) :])
     try:
         parsed.run()
     except ModuleNotFoundError as error:
@@ -151,7 +138,7 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     Args:
         names: Commands to list, keys of `COMMANDS`.
     """
-    width = _width()
+    width = terminal_width()
     end = (
         "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json for "
         "programs), progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage."
@@ -159,13 +146,7 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     lines = ["gradherd: distributed PyTorch training in fewer epochs and fewer bytes", ""]
     for name in names:
         lines += _hanging(f"  gradherd {name}", COMMANDS[name][1], width)
-    return "\n".join([*lines, "", *_wrap(end, min(width, 88))])
-
-
-def _width() -> int:
-    """Return how wide help may be: as the terminal; a file or a pipe has no width."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return max(30, shutil.get_terminal_size().columns) if known else 1000
+    return "\n".join([*lines, "", *wrap(end, min(width, 88))])
 
 
 def _hanging(left: str, right: str, width: int) -> list[str]:
@@ -174,92 +155,7 @@ def _hanging(left: str, right: str, width: int) -> list[str]:
     if len(side_by_side) <= width:
         return [side_by_side]
     indent = " " * 6
-    return [left, *(indent + line for line in _wrap(right, width - len(indent)))]
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    # Not at hyphens: all-reduce and --json are one word each.
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _parse(command: type[Command], prog: str, args: list[str]) -> Command:
-    # Imported late: `gradherd --help` needs no parser and answers at once.
-    import tyro
-
-    # No --no-X beside each flag, and --lr rather than --training.lr.
-    style = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
-    # tyro prints its errors in a box of several lines and exits. Programs that call us read one
-    # line, so the box is captured and taken apart.
-    stderr = io.StringIO()
-    # Help is captured, too, and broken at words. tyro asks stdout for colours and lines to draw.
-    stdout = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding, newline="")
-    stdout.isatty = sys.stdout.isatty  # type: ignore[method-assign]
-    try:
-        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
-            return tyro.cli(command, prog=prog, args=args, config=style)
-    except SystemExit as stop:
-        # --help ends with 0.
-        if stop.code in (0, None):
-            stdout.seek(0)
-            print(_broken_at_words(stdout.read(), _width()), end="")
-            raise
-        raise UsageError(f"{_unboxed(stderr.getvalue())} (see {prog} --help)") from None
-
-
-def _broken_at_words(text: str, width: int) -> str:
-    r"""Return tyro's help with its long lines broken: tyro makes one line of each paragraph.
-
-    >>> _broken_at_words("one two\nExample: a b Example: c d\n", 6)
-    'one\ntwo\nExample: a b\nExample: c d\n'
-    """
-    lines: list[str] = []
-    for line in text.replace(" Example: ", "\nExample: ").splitlines():
-        # Examples are copied, so they stay whole. What is drawn in boxes fits as it is.
-        fits = len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= width or line.startswith("Example: ")
-        lines += [line] if fits else _wrap(line, width)
-    return "\n".join(lines) + "\n"
-
-
-def _unboxed(text: str) -> str:
-    """Return tyro's error message, which it prints in a box, as one line."""
-    lines = [line.strip("│╭╰╮╯|+ ") for line in text.splitlines()]
-    # The first line is the top of the box, or the title and a rule where the encoding of stdout has
-    # no lines to draw with. Below the next rule tyro points to --help, as we do.
-    rules = [at for at, line in enumerate(lines) if line.startswith(("──", "---"))]
-    begin = 2 if 1 in rules else 1
-    rule = next((at for at in rules if at >= begin), len(lines))
-    return _own_words(_one_line(" ".join(lines[begin:rule])))
-
-
-def _own_words(text: str) -> str:
-    """Return an error of tyro without its internals: what is wrong, and with which value.
-
-    >>> _own_words("Error parsing --seed: invalid literal for int() with base 10: 'x'")
-    "--seed must be a whole number, got 'x'"
-    >>> _own_words("Missing value for argument '--order'. Expected 1 values.")
-    '--order needs a value'
-    """
-    wrong = re.match(r"Error parsing (\S+): ", text)
-    value = re.search(r"from \[(.+?)\]|(?:10|float): ('.*?')$", text)
-    kind = "a whole number" if re.search(r"\bINT\b|int\(\)", text) else "a number"
-    if wrong and value and re.search(r"\b(INT|FLOAT)\b|int\(\)|to float", text):
-        return f"{wrong[1]} must be {kind}, got {value[1] or value[2]}"
-    # "invalid choice 'x' for argument '--values'. Expected one of ('fp32', 'bf16')."
-    if bad := re.match(r"invalid choice (.+) for argument '(.+?)'. Expected one of \((.+)\)", text):
-        known = [name for name in re.findall(r"'(.+?)'", bad[3]) if name != "None"]
-        if "None" in bad[3]:  # tyro keeps optional choices in a set, in no order
-            known.sort()
-        return f"{bad[2]} must be one of {', '.join(known)}, got {bad[1]}"
-    if rest := re.match(r"Unrecognized options: (.+)$", text):
-        return f"there is no option or argument {rest[1].split(', ')[0]} here"
-    if value := re.match(r"Missing value for argument '(.+?)'", text):
-        return f"{value[1]} needs a value"
-    # "Missing from gradherd advise: --params STR Number of parameters ... (required)"
-    if missing := re.match(
-        r"Missing from gradherd [a-z ]+: (\S+?)(?: [A-Z]+)? (.*?) ?\(required\)$", text
-    ):
-        return f"{missing[1]} is missing: {missing[2]}"
-    return text
+    return [left, *(indent + line for line in wrap(right, width - len(indent)))]
 
 
 def _one_line(text: str) -> str:
@@ -270,7 +166,7 @@ def _fail(code: int, message: str) -> None:
     from gradherd.lab.text import printable
 
     # Under torchrun a wrong call is wrong on every rank: let rank 0 say so. Work may fail on any.
-    if code == 1 or os.environ.get("RANK", "0") == "0":
+    if code == 1 or torchrun_rank() == 0:
         # The message may quote file names and other input, which may hold control characters.
         print(f"gradherd: {printable(message)}", file=sys.stderr)
     sys.exit(code)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradherd.cli.arguments import Flag, MaybeInt, check_at_least, check_name, json_help, print_json
+from gradherd.cli.arguments import (
+    Flag,
+    MaybeInt,
+    check_at_least,
+    check_name,
+    json_help,
+    print_json,
+    torchrun_rank,
+)
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import (
     EXCHANGES,
@@ -86,7 +94,6 @@ class TrainCommand:
             raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
         from gradherd.cli.folders import finished_record, output_folder, telling_survivors
         from gradherd.cli.launch import train_runs
-        from gradherd.comm.world import World
         from gradherd.lab.train.config import RunConfig, sparse_recipe
 
         task, settings = named_task(self.task), self.training.checked()
@@ -114,7 +121,7 @@ class TrainCommand:
             if record is None:
                 with telling_survivors(out, 1):
                     (record,) = train_runs([config], out, self.training, saving=saving)
-        if World.detect().rank == 0:
+        if torchrun_rank() == 0:
             self._print(record, str(out))
             warn_of_divergence([record])
         if record.status == "stopped":
