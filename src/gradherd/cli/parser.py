@@ -154,7 +154,7 @@ class _Option:
 
 def _add_options(group: Any, command: type) -> None:
     for field, hint in _fields(command):
-        if dataclasses.is_dataclass(hint):
+        if _is_group(hint):
             # Its docstring tells what the options have in common.
             about = "\n".join(wrap(str(inspect.getdoc(hint)), terminal_width() - 2))
             _add_options(group.add_argument_group(f"{field.name} options", about), hint)
