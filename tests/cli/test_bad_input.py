@@ -144,7 +144,7 @@ WRONG = {
     "epochs": (["train", "digits", "--epochs", "0"], ["--epochs", "at least 1", "got 0"]),
     "batch": (["train", "digits", "--batch-size", "0"], ["--batch-size", "at least 1"]),
     "limit": (["train", "digits", "--limit", "-5"], ["--limit", "at least 1", "got -5"]),
-    "seed": (["train", "digits", "--seed", "-1"], ["--seed", "at least 0", "got -1"]),
+    "seed": (["train", "digits", "--seed", "-1"], ["--seed must be in [0, 2147483648)", "got -1"]),
     "seeds": (["compare", "digits", "--seeds", "0"], ["--seeds", "at least 1", "got 0"]),
     "unit": (["train", "digits", "--unit", "3"], ["unit must divide batch_size 4", "got 3"]),
     "rows": (["train", "digits", "--rows", "all"], ["--rows", "'all'", "sketch"]),
@@ -171,11 +171,16 @@ ONE_LINERS = """
 train digits --epochs 1e3 | --epochs must be a whole number, got '1e3'
 train digits --workers two | --workers must be a whole number, got 'two'
 train digits --batch-size 1.5 | --batch-size must be a whole number, got '1.5'
-train digits --momentum -0.1 | momentum must be in [0, 1), got -0.1
-train digits --weight-decay -1 | weight_decay
+train digits --momentum -0.1 | --momentum must be in [0, 1), got -0.1
+train digits --weight-decay -1 | --weight-decay must be at least 0
 train digits --lr-warmup 2 | --lr-warmup must be in [0, 1), got 2
 train digits --lr-warmup x | --lr-warmup must be a number, got 'x'
-train digits --lr-schedule linear | 'linear'
+train digits --lr-schedule linear | --lr-schedule must be one of constant, cosine, got 'linear'
+train digits --optimizer lion | --optimizer must be one of adamw, sgd, got 'lion'
+train digits --autocast bf16 | --autocast 'bf16' works with simulated workers
+train digits --autocast fp16 --virtual | --autocast must be one of bf16, got 'fp16'
+train digits --lr-drop 0.1 | --lr-drop and lr_drop_every go together, got 0.1 and None
+train digits --lr-drop 2 --lr-drop-every 1 | --lr-drop must be in (0, 1], got 2
 train digits --local-steps 0 | --local-steps must be at least 1, got 0
 train digits --local-steps x | --local-steps must be a whole number, got 'x'
 train digits --sketch-size 8 | --sketch-size

@@ -33,6 +33,7 @@ from gradherd.cli.options import (
     check_data,
     density_for,
     named_task,
+    naming_options,
     parse_exchanges,
     warn_of_divergence,
 )
@@ -191,7 +192,7 @@ class CompareCommand:
         check_at_least("--seeds", seeds, 1, MAX_SEEDS)
         from gradherd.lab.train.config import plan_runs
 
-        try:
+        with naming_options():
             configs = plan_runs(
                 self.task,
                 task.defaults,
@@ -201,8 +202,6 @@ class CompareCommand:
                 seeds=range(seeds),
                 **settings,
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         # Last, since it reads folders; wrong options are reported first.
         check_data(task, self.training.data_dir, configs)
         return configs

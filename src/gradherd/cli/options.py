@@ -6,14 +6,15 @@ a check needs beyond names is imported where it is done.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import math
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 import tyro
 
@@ -23,7 +24,6 @@ from gradherd.cli.arguments import (
     FolderOption,
     MaybeFloat,
     MaybeInt,
-    check_at_least,
     check_density,
     check_name,
     under_torchrun,
@@ -31,6 +31,7 @@ from gradherd.cli.arguments import (
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
+from gradherd.lab.train.config import RunSetting, run_settings
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.registry import SPARSIFIERS, takes_density
@@ -48,7 +49,6 @@ METHODS = ", ".join(SPARSIFIERS)
 EXCHANGES = ", ".join(exchange_names())
 _BY_TASK = "(default: the task's)"
 IntByTask = Annotated[MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
-FloatByTask = Annotated[MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=_BY_TASK)]
 DensityOption = Annotated[
     MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=f"(default: {DEFAULT_DENSITY:g})")
 ]
@@ -80,55 +80,61 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """How each run is trained. What you leave out comes from the task."""
+# Each command has its own options for these, or none.
+_NO_OPTION = {"task", "order", "sparsify", "density", "method", "local_steps", "seed", "held_out"}
+_METAVARS = {"clip": "NORM", "lr_drop": "FACTOR", "lr_drop_every": "EPOCHS", "lr_warmup": "SHARE"}
+_HELP = {"rows": f"How gradients are read for ordering; one of {', '.join(ROWS)}."}
+_HINTS = {"limit": "all", "sketch_size": "512", "lr_warmup": "none", "autocast": "none"}
+# What None is called; records have None, as those from before there was a choice.
+_NONE = {"parallel": "ddp", "lr_schedule": "constant"}
 
-    workers: IntByTask = None
-    """Number of workers. Under torchrun it is the number of processes that torchrun started."""
-    epochs: IntByTask = None
-    """Number of epochs."""
-    batch_size: IntByTask = None
-    """Examples per worker and step."""
-    unit: IntByTask = None
-    """Consecutive examples that are ordered as one; the batch size orders whole batches."""
-    lr: FloatByTask = None
-    """Learning rate."""
-    momentum: FloatByTask = None
-    """Momentum of SGD."""
-    weight_decay: FloatByTask = None
-    """Weight decay."""
-    clip: Annotated[
-        MaybeFloat, tyro.conf.arg(metavar="NORM", help_behavior_hint="(default: the task's)")
-    ] = None
-    """Largest norm of the averaged gradient. With a sparsifier, workers clip their own gradients
-    before these join the residuals, at sqrt(workers) times as much; with local steps, at NORM."""
-    lr_warmup: Annotated[
-        MaybeFloat, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(default: none)")
-    ] = None
-    """Share of all steps over which the learning rate rises from zero, such as 0.05."""
-    lr_schedule: Annotated[
-        str, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: constant)")
-    ] = "constant"
-    """How the learning rate goes on: constant (with the task's drops, if it has any) or cosine."""
-    rows: Annotated[
-        str, tyro.conf.arg(help=f"How gradients are read for ordering; one of {', '.join(ROWS)}.")
-    ] = "auto"
-    sketch_size: Annotated[
-        MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 512)")
-    ] = None
-    """Size of a sketched gradient; needs --rows sketch."""
-    limit: Annotated[
-        MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: all)")
-    ] = None
-    """Use only this many examples of the training set and of the test set."""
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    """How workers hold the model: whole (ddp), in shards (fsdp), or in two replicas of shards
-    (hsdp), between which a sparsifier works."""
-    virtual: Flag = False
-    """Run all workers in this process: the same results, and room for a thousand workers."""
-    device: str = "cpu"
-    """cpu or cuda; cuda needs --virtual or torchrun."""
+
+def _option(setting: RunSetting) -> tuple[str, Any, Any]:
+    """Return a setting as a field of the options: its name, its type for tyro, and its default."""
+    name, kind = setting.name, setting.types[-1]
+    if kind is bool:
+        argument = tyro.conf.arg(help=setting.help, help_behavior_hint="")
+        return name, Annotated[bool, argument], False
+    choices = tuple(dict.fromkeys((*filter(None, [_NONE.get(name)]), *setting.choices)))
+    default = _NONE.get(name, None if setting.by_task else setting.default)
+    hint = "the task's" if setting.by_task else _HINTS.get(name, default)
+    words = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+    argument = tyro.conf.arg(
+        metavar=_METAVARS.get(name, words),
+        help=_HELP.get(name, setting.help),
+        help_behavior_hint=f"(default: {hint})",
+    )
+    value: Any = Literal[choices] if choices else kind
+    # Not `value | None`, as in `arguments`.
+    value = Optional[value] if default is None else value  # noqa: UP045
+    return name, Annotated[value, argument], default
+
+
+if TYPE_CHECKING:
+
+    class _RunOptions:
+        """The options below; type checkers do not see what is made at run time."""
+
+        def __init__(self, **values: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _RunOptions = make_dataclass(
+        "_RunOptions",
+        [_option(one) for one in run_settings().values() if one.name not in _NO_OPTION],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(_RunOptions):
+    """How each run is trained. What you leave out comes from the task.
+
+    An option for each setting of `RunConfig`, see `lab.train.config`, and these.
+    """
+
     data_dir: FolderOption = None
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
@@ -139,40 +145,20 @@ class TrainingOptions:
     """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
 
     def checked(self) -> dict[str, Any]:
-        """Return the settings for RunConfig, or raise UsageError; None means the task's value."""
-        check_name("--rows", self.rows, ROWS)
-        check_name("--lr-schedule", self.lr_schedule, ("constant", "cosine"))
-        if self.lr_warmup is not None and not 0 <= self.lr_warmup < 1:
-            raise UsageError(f"--lr-warmup must be in [0, 1), got {self.lr_warmup}")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise UsageError(f"--clip must be a positive number, got {self.clip}")
-        for option, value in (
-            ("--workers", self.workers),
-            ("--epochs", self.epochs),
-            ("--batch-size", self.batch_size),
-            ("--unit", self.unit),
-            ("--sketch-size", self.sketch_size),
-            ("--limit", self.limit),
-        ):
-            if value is not None:
-                check_at_least(option, value, 1)
-        # A setting without effect is refused: the run would not be what its command line says.
-        if self.sketch_size is not None and self.rows != "sketch":
-            raise UsageError(
-                f"--sketch-size {self.sketch_size} has no effect with --rows {self.rows}: "
-                "add --rows sketch"
-            )
+        """Return the settings for RunConfig, which checks them; None is the task's value.
+
+        Raises:
+            UsageError: This machine cannot train so.
+        """
         # Checked now: loading data and starting ranks take seconds.
         usable_device(self.device)
         if self.tensorboard and not _is_installed("tensorboard"):
             raise UsageError("--tensorboard: tensorboard is not installed: pip install tensorboard")
-        # None in these means the default of the task; the others have a default of their own.
-        by_task = ("workers", "epochs", "batch_size", "unit", "lr", "momentum", "weight_decay")
-        others = ("rows", "sketch_size", "limit", "virtual", "device", "clip", "lr_warmup")
-        settings = {key: getattr(self, key) for key in (*by_task, *others)}
-        # None, as in records of before there was a choice.
-        settings["parallel"] = None if self.parallel == "ddp" else self.parallel
-        settings["lr_schedule"] = None if self.lr_schedule == "constant" else self.lr_schedule
+        names = [name for name in run_settings() if name not in _NO_OPTION]
+        settings = {name: getattr(self, name) for name in names}
+        for name, word in _NONE.items():
+            settings[name] = None if settings[name] == word else settings[name]
+        settings["augment"] = settings["augment"] or None
         return settings | self._world_size()
 
     def _world_size(self) -> dict[str, int]:
@@ -196,6 +182,19 @@ class TrainingOptions:
             raise UsageError(f"--workers is {self.workers}, but torchrun started {size} processes")
         # torchrun decides; the default of the task would be another number.
         return {"workers": size}
+
+
+@contextlib.contextmanager
+def naming_options() -> Iterator[None]:
+    """Turn a ValueError of `RunConfig` inside into a UsageError that names the option."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.match(r"(unknown )?(\w+)", str(error))
+        if found is None or found[2] not in run_settings():
+            raise UsageError(str(error)) from None
+        option, rest = f"--{found[2].replace('_', '-')}", str(error)[found.end() :]
+        raise UsageError(f"{option}: unknown{rest}" if found[1] else option + rest) from None
 
 
 def _is_installed(package: str) -> bool:

@@ -27,6 +27,7 @@ from gradherd.cli.options import (
     check_data,
     density_for,
     named_task,
+    naming_options,
     warn_of_divergence,
 )
 from gradherd.lab.train import exchange_names
@@ -86,18 +87,12 @@ class TrainCommand:
         check_name("--order", self.order, POLICIES)
         check_name("--sparsify", self.sparsify, exchange_names())
         density = density_for([self.sparsify], self.density)
-        check_at_least("--seed", self.seed, 0)
-        if self.local_steps is not None:
-            check_at_least("--local-steps", self.local_steps, 1)
-        # RunConfig checks this as well, but does not know the name of the option.
-        if self.seed >= 2**31:
-            raise UsageError(f"--seed must be below {2**31}, got {self.seed}")
         from gradherd.cli.folders import finished_record, output_folder, telling_survivors
         from gradherd.cli.launch import train_runs
         from gradherd.lab.train.config import RunConfig, sparse_recipe
 
         task, settings = named_task(self.task), self.training.checked()
-        try:
+        with naming_options():
             config = RunConfig.of(
                 self.task,
                 task.defaults,
@@ -108,8 +103,6 @@ class TrainCommand:
                 local_steps=self.local_steps,
                 **settings,
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         if self.training.lr is None and self.training.momentum is None:
             config = sparse_recipe(config)
         check_data(task, self.training.data_dir, [config])

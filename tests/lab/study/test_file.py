@@ -143,7 +143,7 @@ UNFIT = [
     ("epochs = 2", "epochs = 0", "epochs must be at least 1, got 0"),
     ("epochs = 2", 'epochs = "2"', "epochs must be int, got '2'"),
     ("epochs = 2", "epochs = true", "epochs must be int, got True"),
-    ("workers = 2", "wrkers = 2", "unknown setting 'wrkers'; known are order, sparsify"),
+    ("workers = 2", "wrkers = 2", "unknown setting 'wrkers'; known are workers, epochs"),
 ]
 
 

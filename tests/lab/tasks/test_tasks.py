@@ -311,9 +311,9 @@ GOOD = dict(workers=2, batch_size=4, lr=0.1, epochs=1, seeds=1, source="A test."
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"optimizer": "adamw", "momentum": 0.9}, "momentum 0.9 has no effect on adamw"),
         ({"weight_decay": -1}, "weight_decay must be at least 0"),
-        ({"clip": 0.0}, "clip must be positive or None"),
+        ({"clip": 0.0}, "clip must be a positive number"),
         ({"lr_drop": 0.1}, "lr_drop and lr_drop_every go together"),
-        ({"lr_drop": 2.0, "lr_drop_every": 3}, r"lr_drop must be in \(0, 1\), got 2.0"),
+        ({"lr_drop": 2.0, "lr_drop_every": 3}, r"lr_drop must be in \(0, 1\], got 2.0"),
         ({"lr_drop": 0.5, "lr_drop_every": 0}, "lr_drop_every must be at least 1"),
     ],
 )

@@ -6,8 +6,11 @@ import math
 
 import pytest
 
+from gradherd.cli.options import TrainingOptions
+from gradherd.lab.study.kinds import CompareStudy
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig, plan_runs
+from gradherd.lab.tasks.task import Defaults
+from gradherd.lab.train.config import RunConfig, plan_runs, run_settings
 from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.partitioned import Online
@@ -34,7 +37,7 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({"parallel": "hsdp", "workers": 3}, "hsdp needs an even number of workers, got 3"),
         ({"parallel": "zero"}, "unknown parallel 'zero'; known are fsdp, hsdp"),
         ({"sketch_size": 8}, "sketch_size goes with rows='sketch', got 8 with 'auto'"),
-        ({"rows": "sketch", "sketch_size": 0}, "sketch_size must be at least 1 or None, got 0"),
+        ({"rows": "sketch", "sketch_size": 0}, "sketch_size must be at least 1, got 0"),
         ({"method": {"blocks": 8}}, "method goes with a sparsifier, got {'blocks': 8} with dense"),
         ({**EXDYNA, "method": {"odd": 1}}, "unknown setting 'odd' of exdyna; known are threshold"),
         ({**EXDYNA, "method": {"blocks": 0}}, "blocks must be at least 1, got 0"),
@@ -54,7 +57,7 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"unit": 3}, "unit must divide batch_size 4, got 3"),
         ({"seed": -1}, r"seed must be in \[0, 2147483648\), got -1"),
-        ({"limit": 0}, "limit must be at least 1 or None, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
     ],
 )
@@ -98,3 +101,32 @@ def test_arms_are_crossed_and_runs_have_folders_of_their_own():
         ("cd-grab", "topk", 0.5),
     ]
     assert len({run.folder() for run in runs}) == len(runs) == 8
+
+
+def test_one_schema_has_every_setting_of_tasks_studies_and_the_command_line():
+    fields = {field.name for field in dataclasses.fields(RunConfig)}
+    of_tasks = {field.name for field in dataclasses.fields(Defaults)} - {"seeds", "source"}
+    of_studies = set(CompareStudy.keys)
+    options = {field.name for field in dataclasses.fields(TrainingOptions)}
+    options -= {"data_dir", "out", "tensorboard", "quiet"}
+    assert set(run_settings()) == fields
+    assert of_tasks < fields
+    assert of_studies == fields - {"task", "seed", "held_out", "parallel", "virtual", "device"}
+    # `train` has options of its own for what `compare` crosses.
+    own = {"task", "order", "sparsify", "density", "method", "local_steps", "seed", "held_out"}
+    assert options == fields - own
+    assert CompareStudy.keys["lr"] == (int, float)
+    assert all(one.help.endswith((".", "defaults.")) for one in run_settings().values())
+
+
+def test_options_of_the_command_line_become_settings():
+    defaults = find_task("digits").defaults
+    plain = RunConfig.of("digits", defaults, **TrainingOptions().checked())
+    assert plain == RunConfig.of("digits", defaults)
+    chosen = TrainingOptions(
+        optimizer="adamw", lr=0.01, lr_drop=0.5, lr_drop_every=2, augment=True, autocast="bf16",
+        virtual=True, parallel="ddp", lr_schedule="constant",
+    ).checked()  # fmt: skip
+    run = RunConfig.of("digits", defaults, **chosen)
+    assert (run.optimizer, run.momentum, run.lr_drop, run.augment) == ("adamw", 0.0, 0.5, True)
+    assert (run.autocast, run.parallel, run.lr_schedule) == ("bf16", None, None)

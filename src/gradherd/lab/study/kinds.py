@@ -18,7 +18,7 @@ from gradherd.comm.world import World
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
@@ -136,30 +136,11 @@ class CompareStudy:
     """
 
     alone: ClassVar = False
+    # What is left out belongs to one run or one machine, not to an arm.
     keys: ClassVar[Mapping[str, Any]] = {
-        "order": str,
-        "sparsify": str,
-        "density": NUMBER,
-        "method": dict,
-        "workers": int,
-        "batch_size": int,
-        "unit": int,
-        "rows": str,
-        "sketch_size": int,
-        "epochs": int,
-        "optimizer": str,
-        "lr": NUMBER,
-        "momentum": NUMBER,
-        "weight_decay": NUMBER,
-        "clip": NUMBER,
-        "lr_drop": NUMBER,
-        "lr_drop_every": int,
-        "lr_warmup": NUMBER,
-        "lr_schedule": str,
-        "local_steps": int,
-        "augment": bool,
-        "autocast": str,
-        "limit": int,
+        one.name: one.types
+        for one in run_settings().values()
+        if one.name not in ("task", "seed", "held_out", "parallel", "virtual", "device")
     }
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The interface of a task: its data, its model, its loss and metric, and its default settings."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from gradherd.lab.tasks.defaults import Defaults as Defaults
 
 Tensors = tuple[Tensor, ...]
 """Tensors with one entry per example along the first dimension."""
@@ -50,70 +51,6 @@ class Split:
             tuple(tensor[:limit] for tensor in self.train),
             tuple(tensor[:limit] for tensor in self.test),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """The settings that a task is trained with unless others are given."""
-
-    workers: int
-    """Number of workers."""
-    batch_size: int
-    """Examples per worker and step."""
-    unit: int = 1
-    """Consecutive examples that are ordered as one unit; `batch_size` orders whole batches."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer."""
-    lr: float
-    """Learning rate."""
-    momentum: float = 0.0
-    """Momentum of SGD."""
-    weight_decay: float = 0.0
-    """Weight decay."""
-    clip: float | None = None
-    """Largest norm of the averaged gradient; None disables clipping."""
-    lr_drop: float | None = None
-    """Factor by which the learning rate drops; None keeps it constant."""
-    lr_drop_every: int | None = None
-    """Epochs between two drops."""
-    epochs: int
-    """Number of epochs."""
-    seeds: int
-    """Number of seeds in an experiment."""
-    source: str
-    """Where these settings come from, in one sentence."""
-
-    def __post_init__(self) -> None:
-        # Here rather than in RunConfig, which builds one of these: a task and a run obey the same
-        # rules.
-        for name in ("workers", "batch_size", "unit", "epochs", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.batch_size % self.unit:
-            raise ValueError(f"unit must divide batch_size {self.batch_size}, got {self.unit}")
-        # Literal is checked by mypy only, and tasks come from files of users.
-        if self.optimizer not in ("sgd", "adamw"):
-            raise ValueError(f"optimizer must be sgd or adamw, got {self.optimizer!r}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be positive and finite, got {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if self.optimizer == "adamw" and self.momentum:
-            raise ValueError(f"momentum {self.momentum} has no effect on adamw: leave it at 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be at least 0 and finite, got {self.weight_decay}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip must be positive or None, got {self.clip}")
-        # One without the other would be ignored in silence.
-        if (self.lr_drop is None) != (self.lr_drop_every is None):
-            raise ValueError(
-                "lr_drop and lr_drop_every go together, "
-                f"got {self.lr_drop} and {self.lr_drop_every}"
-            )
-        if self.lr_drop is not None and not 0 < self.lr_drop < 1:
-            raise ValueError(f"lr_drop must be in (0, 1), got {self.lr_drop}")
-        if self.lr_drop_every is not None and self.lr_drop_every < 1:
-            raise ValueError(f"lr_drop_every must be at least 1, got {self.lr_drop_every}")
 
 
 class Task(Protocol):

@@ -1,135 +1,157 @@
-"""The settings of a run, and the runs of a comparison."""
+"""The settings of a run: one schema for records, study files and the command line.
 
+`RunConfig` is the schema. Its fields, with those it inherits from `Hyperparameters`, are all that
+can be set of a run, and `run_settings` describes them: name, types, choices, default and the text
+below the field. From that description come
+- the keys of a study file (`lab.study.kinds.CompareStudy`), all but those of one run or machine;
+- the options of `gradherd train` and `compare` (`cli.options.TrainingOptions`): `lr_drop_every` is
+  `--lr-drop-every`, its help the text below the field. A field of `Hyperparameters` that is not
+  given is the task's.
+So a new setting is one field here, and its check in `__post_init__`; errors begin with the name of
+the setting, which the command line turns into the option's.
+
+No torch is imported until a run is checked: `gradherd train --help` reads this module.
+"""
+
+import ast
 import dataclasses
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from gradherd.lab.tasks.task import Defaults
+from gradherd.lab.tasks.defaults import Defaults, Hyperparameters
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
-from gradherd.ordering.sharding import UnitSharding
-from gradherd.rows.settings import RowSettings, SketchRows
-from gradherd.sparsify.local import LocalSteps
-from gradherd.sparsify.selector import check_density
-from gradherd.sparsify.settings import make_settings
+
+if TYPE_CHECKING:
+    from gradherd.rows.settings import RowSettings
+    from gradherd.sparsify.local import LocalSteps
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Hyperparameters):
     """The settings of one run, validated on construction."""
 
     task: str
     """Name of a task, or path/to/file.py:ClassName."""
     order: str = "d-rr"
-    """Name of an order."""
+    """Order of examples."""
     sparsify: str = "dense"
-    """Name of a sparsifier; "dense" averages the whole gradient, as DDP does."""
+    """How gradients are exchanged; "dense" averages the whole gradient, as DDP does."""
     density: float | None = None
-    """Fraction of the gradient to send; None for dense runs."""
+    """Share of the gradient that a sparsifier should send; None for dense runs."""
     method: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """Further settings of the sparsifier, as JSON values; None for its defaults and dense runs."""
+    """Further settings of the sparsifier, and fields of `LocalSteps` if there are local steps, as
+    JSON values; None for the defaults."""
+    local_steps: int | None = None
+    """Steps between two exchanges; None exchanges at every step."""
     seed: int = 0
     """Seed of the model, the order and all other random numbers."""
-    workers: int
-    """Number of workers."""
-    batch_size: int
-    """Examples per worker and step."""
-    unit: int
-    """Consecutive examples that are ordered as one unit."""
-    rows: str = "auto"
-    """How gradients are read for ordering: auto, batch, exact or sketch."""
-    sketch_size: int | None = None
-    """Elements of a sketched row, with rows="sketch" only; None is the default of SketchRows."""
-    epochs: int
-    """Number of epochs."""
-    optimizer: Literal["sgd", "adamw"]
-    """Optimizer."""
-    lr: float
-    """Learning rate."""
-    momentum: float
-    """Momentum of SGD."""
-    weight_decay: float
-    """Weight decay."""
-    clip: float | None
-    """Largest norm of the averaged gradient; None disables clipping. See `mean_clip`."""
-    lr_drop: float | None
-    """Factor by which the learning rate drops; None keeps it constant."""
-    lr_drop_every: int | None
-    """Epochs between two drops."""
     lr_warmup: float | None = None
-    """Share of all steps over which the learning rate rises linearly from zero; None is none."""
+    """Share of all steps over which the learning rate rises from zero, such as 0.05."""
     lr_schedule: Literal["constant", "cosine"] | None = None
-    """How the learning rate goes on after that: constant (also None) or cosine, to zero."""
-    local_steps: int | None = None
-    """Steps between two exchanges, None at every step; `method` has more of `LocalSteps`."""
+    """How the learning rate goes on: constant (with the drops, if there are any) or cosine."""
     augment: bool | None = None
-    """Whether the task transforms examples at random before each epoch; None is no."""
+    """Transform the examples at random before each epoch, if the task can: crops and flips."""
     autocast: Literal["bf16"] | None = None
-    """Precision of the passes of simulated workers; None is that of the parameters."""
+    """Precision of the passes of simulated workers; that of the parameters if not given."""
+    rows: str = "auto"
+    """How gradients are read for ordering."""
+    sketch_size: int | None = None
+    """Size of a sketched gradient; goes with sketched rows."""
     held_out: float | None = None
     """Share of the training examples that are held out; the metric is then the loss on these."""
     limit: int | None = None
-    """Number of examples used of each part; None uses all."""
-    virtual: bool = False
-    """Whether all workers run in one process."""
-    device: str = "cpu"
-    """Device: cpu or cuda."""
+    """Use only this many examples of the training set and of the test set."""
     parallel: Literal["fsdp", "hsdp"] | None = None
-    """How real workers hold it: None is whole (DDP), "fsdp" shards, "hsdp" two replicas of them."""
+    """How workers hold the model: whole (ddp), in shards (fsdp), or in two replicas of shards
+    (hsdp), between which a sparsifier works."""
+    virtual: bool = False
+    """Run all workers in this process: the same results, and room for a thousand workers."""
+    device: str = "cpu"
+    """cpu or cuda; cuda needs --virtual or torchrun."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_known("order", self.order, tuple(POLICIES))
         _check_known("sparsify", self.sparsify, exchange_names())
-        if self.sparsify == POWERSGD and (not self.virtual or self.local_steps is not None):
-            raise ValueError("powersgd is exchanged at every step, by simulated workers: --virtual")
         _check_known("rows", self.rows, ROWS)
+        for one in run_settings().values():
+            # Literal is checked by mypy only.
+            if one.choices and (value := getattr(self, one.name)) is not None:
+                _check_known(one.name, value, one.choices)
+        for name in ("sketch_size", "limit", "local_steps"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
         if self.sketch_size is not None and self.rows != "sketch":
             raise ValueError(
                 f"sketch_size goes with rows='sketch', got {self.sketch_size} with {self.rows!r}"
             )
-        if self.sketch_size is not None and self.sketch_size < 1:
-            raise ValueError(f"sketch_size must be at least 1 or None, got {self.sketch_size}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
+        if self.held_out is not None and not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
+        if self.autocast is not None and not self.virtual:
+            raise ValueError(f"autocast {self.autocast!r} works with simulated workers: --virtual")
+        self._check_schedule()
+        self._check_exchange()
+        self._check_parallel()
+
+    def _check_schedule(self) -> None:
+        if self.lr_warmup is not None and not 0 <= self.lr_warmup < 1:
+            raise ValueError(f"lr_warmup must be in [0, 1), got {self.lr_warmup}")
+        if self.lr_schedule == "cosine" and self.lr_drop is not None:
+            raise ValueError(
+                f"lr_schedule 'cosine' and lr_drop {self.lr_drop} both lower the learning rate: "
+                "choose one (a task's drop goes with lr_schedule 'constant')"
+            )
+
+    def _check_exchange(self) -> None:
+        from gradherd.sparsify.selector import check_density
+        from gradherd.sparsify.settings import make_settings
+
+        if self.sparsify == POWERSGD and (not self.virtual or self.local_steps is not None):
+            raise ValueError("powersgd is exchanged at every step, by simulated workers: --virtual")
         if (self.sparsify == "dense") != (self.density is None):
             raise ValueError(
                 f"density goes with a sparsifier, got {self.density} with {self.sparsify}"
             )
         if self.density is not None:
             check_density(self.density)
-        _check_schedule(self)
         if self.local_steps is not None:
-            self.local()  # built only to be checked
+            self.local()  # built only to be checked: a study should fail when it is read
         elif self.method is not None:
-            _check_method(self.sparsify, self.density, self.method)
-        if self.method is not None:
-            if self.method.get("momentum") and (self.momentum or self.optimizer != "sgd"):
+            if self.density is None:
                 raise ValueError(
-                    f"method has momentum {self.method['momentum']}, which replaces that of the "
-                    "optimizer: that must be sgd with momentum 0, "
-                    f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
+                    f"method goes with a sparsifier, got {self.method} with {self.sparsify}"
                 )
-        _check_known("autocast", self.autocast or "bf16", ("bf16",))
-        if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be at least 1 or None, got {self.limit}")
-        self._check_parallel()
-        settings = dataclasses.asdict(self)
-        shared = {
-            f.name: settings[f.name] for f in dataclasses.fields(Defaults) if f.name in settings
-        }
-        # Built only to be checked: a run has the same constraints as a task's defaults.
-        Defaults(**shared, seeds=1, source="a run")
+            _check_json(self.method)
+            make_settings(self.sparsify, self.density, **self.method)
+        if (self.method or {}).get("momentum") and (self.momentum or self.optimizer != "sgd"):
+            raise ValueError(
+                f"method has momentum {(self.method or {})['momentum']}, which replaces that of "
+                "the optimizer: that must be sgd with momentum 0, "
+                f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
+            )
 
     def _check_parallel(self) -> None:
         if self.parallel is None:
             return
-        _check_known("parallel", self.parallel, ("fsdp", "hsdp"))
         if self.local_steps is not None:
             raise ValueError(f"local_steps need whole models, got parallel {self.parallel!r}")
         if self.virtual:
@@ -163,6 +185,8 @@ class RunConfig:
             given["unit"] = given["batch_size"]
         if given.get("lr_schedule") == "cosine" and "lr_drop" not in given:
             base |= {"lr_drop": None, "lr_drop_every": None}  # Cosine takes the place of drops.
+        if given.get("optimizer") == "adamw":
+            base["momentum"] = 0.0  # AdamW has its own.
         return cls(**{**base, "task": task, **given})
 
     @property
@@ -176,16 +200,24 @@ class RunConfig:
         """What is compared: order, sparsifier and density."""
         return self.order, self.exchange, self.density
 
-    def row_choice(self) -> str | RowSettings:
+    def row_choice(self) -> "str | RowSettings":
         """Return the `rows` argument of `attach`: a name, or settings."""
+        from gradherd.rows.settings import SketchRows
+
         return self.rows if self.sketch_size is None else SketchRows(size=self.sketch_size)
 
-    def local(self) -> LocalSteps:
+    def local(self) -> "LocalSteps":
         """Return the settings of local steps; `local_steps` is not None.
+
+        Those of `method` that are fields of `LocalSteps` are taken from there, the others are the
+        sparsifier's.
 
         Raises:
             ValueError: `method` has a setting that local steps do not have, or it is out of range.
         """
+        from gradherd.sparsify.local import LocalSteps
+        from gradherd.sparsify.settings import make_settings
+
         settings = dict(self.method or {})
         names = {f.name for f in dataclasses.fields(LocalSteps)} - {"every", "method"}
         own = {key: settings.pop(key) for key in names.intersection(settings)}
@@ -311,18 +343,67 @@ def count_steps(config: RunConfig, examples: int) -> int:
         config: Its settings.
         examples: Number of training examples.
     """
+    from gradherd.ordering.sharding import UnitSharding
+
     # Through the sharding, not examples // batch: the last units are repeated to fill all workers.
     sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     return -(-sharding.length * config.unit // config.batch_size) * config.epochs
 
 
-def _check_method(sparsify: str, density: float | None, method: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the sparsifier accepts the settings and a record can hold them."""
-    if density is None:
-        raise ValueError(f"method goes with a sparsifier, got {method} with {sparsify}")
-    _check_json(method)
-    # Built only to be checked: a study should fail when it is read, not hours later.
-    make_settings(sparsify, density, **method)
+class RunSetting(NamedTuple):
+    """What a study file and the command line need to know of a field of `RunConfig`."""
+
+    name: str
+    types: tuple[type, ...]
+    """Types of its values in a file: bool, int, float, str or dict."""
+    choices: tuple[str, ...]
+    """All its values, if they are few."""
+    default: Any
+    by_task: bool
+    """Whether the task has a value for it."""
+    help: str
+    """The text below the field."""
+
+
+@cache
+def run_settings() -> dict[str, RunSetting]:
+    """Return all fields of `RunConfig` by name.
+
+    >>> run_settings()["optimizer"]
+    RunSetting(name='optimizer', types=(<class 'str'>,), choices=('sgd', 'adamw'), default='sgd', \
+by_task=True, help='Optimizer.')
+    """
+    hints, texts = (
+        get_type_hints(RunConfig),
+        _field_texts(Hyperparameters) | _field_texts(RunConfig),
+    )
+    by_task = {field.name for field in dataclasses.fields(Hyperparameters)}
+    settings = {}
+    for field in dataclasses.fields(RunConfig):
+        hint = hints[field.name]
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        (kind,) = (one for one in options if one is not NoneType)
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        kind = str if choices else dict if get_origin(kind) is not None else kind
+        # TOML reads 1 as an integer where 1.0 is meant.
+        types = (int, float) if kind is float else (kind,)
+        default = None if field.default is dataclasses.MISSING else field.default
+        settings[field.name] = RunSetting(
+            field.name, types, choices, default, field.name in by_task, texts[field.name]
+        )
+    return settings
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """Return the text below each field of a class, read from its source."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            texts[field.target.id] = " ".join(str(below.value.value).split())
+    return texts
 
 
 def _check_json(method: Mapping[str, Any]) -> None:
@@ -331,18 +412,6 @@ def _check_json(method: Mapping[str, Any]) -> None:
         json.dumps(method, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
-
-
-def _check_schedule(config: RunConfig) -> None:
-    if config.lr_warmup is not None and not 0 <= config.lr_warmup < 1:
-        raise ValueError(f"lr_warmup must be in [0, 1), got {config.lr_warmup}")
-    if config.lr_schedule not in (None, "constant", "cosine"):
-        raise ValueError(f"lr_schedule must be constant or cosine, got {config.lr_schedule!r}")
-    if config.lr_schedule == "cosine" and config.lr_drop is not None:
-        raise ValueError(
-            f"lr_schedule 'cosine' and lr_drop {config.lr_drop} both lower the learning rate: "
-            "choose one (a task's drop goes with lr_schedule 'constant')"
-        )
 
 
 def _check_known(what: str, name: str, known: tuple[str, ...]) -> None:
