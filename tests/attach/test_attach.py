@@ -362,8 +362,11 @@ def test_metrics():
         "epoch": 0,
         "examples_fed_back": 0,
         "examples": 12,
+        "total_examples_fed_back": 0,
         "rows": repr(ExactRows()),
         "bytes_for_ordering": 0,
+        "bytes_for_comparing": 0,
+        "bytes_in_all": 0,
     }
     batches = iter(DataLoader(dataset, batch_size=4, sampler=sampler))
     next(batches)

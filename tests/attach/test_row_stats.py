@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gradherd.hooks.row_stats import RowFigures, row_stats
-from gradherd.rows.exact_rows import DenseRows, GroupedRows
 
 POPULATION = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, 0.0]], dtype=torch.float64)
 
@@ -22,15 +21,6 @@ def test_signal_and_noise_are_right_on_average_over_all_batches(unit):
     mean = POPULATION.mean(0)
     truth = torch.stack([mean.square().sum(), (POPULATION - mean).square().sum(1).mean()])
     torch.testing.assert_close(torch.stack(found).double().mean(0), truth, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("unit", [1, 2])
-def test_rows_that_are_not_formed_give_the_same(unit):
-    single = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    rows = GroupedRows(DenseRows(single), unit)
-    one, other = row_stats(rows, unit), row_stats(rows.dense(), unit)
-    torch.testing.assert_close(one.norms, rows.dense().norm(dim=1))
-    torch.testing.assert_close(vars(one), vars(other), rtol=1e-4, atol=1e-5)
 
 
 def test_one_row_has_a_norm_and_no_noise_scale():

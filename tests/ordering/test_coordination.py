@@ -81,6 +81,9 @@ class _Counted:
     def __init__(self, ordering):
         self._ordering, self.epoch = ordering, 0
 
+    def note_finite(self, finite, steps):
+        assert finite
+
     def observe(self, rows, seen=None, *, first=None):
         pass
 

@@ -101,31 +101,16 @@ def test_units_without_a_gradient_keep_their_position():
     assert lists(ordering.orders) == [[5, 1, 4, 3, 2, 0]]
 
 
-class UnformedRows:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def gram(self):
-        return self.rows @ self.rows.T
-
-
-def test_slices_and_unformed_rows_give_the_same_scores():
+def test_slices_give_the_same_scores():
     rows = torch.randn(6, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole, halves = make("saw", [6, 6]), [make("saw", [6, 6]) for _ in range(2)]
     whole.observe(rows)
     run_together(
         [one.learn(ShardedRows(part)) for one, part in zip(halves, rows.split(4, -1), strict=True)]
     )
-    alone, unformed = make("saw", [6]), make("saw", [6])
-    alone.observe(rows[:, :1])
-    unformed.observe(UnformedRows(rows[:, 0]))
-    for ordering in (whole, *halves, alone, unformed):
+    for ordering in (whole, *halves):
         ordering.end_epoch()
     assert whole.version == halves[0].version == halves[1].version
-    assert alone.version == unformed.version
 
 
 def test_scores_that_are_given_need_no_gradients_and_order_the_first_epoch():

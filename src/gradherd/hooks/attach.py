@@ -130,6 +130,13 @@ def attach(
     if local is not None:
         buffers = sum(b.numel() for b in float_buffers(bare).values())
         shared |= {"local": local, "elements of buffers": buffers}
+    averaged = isinstance(bare, DDP) or worlds is not None or local is not None
+    if order is not None and order.world.size > 1 and not averaged and world.rank == 0:
+        log.warning(
+            "model is a plain module on %d ranks, so gradherd averages no gradients: wrap it in "
+            "DistributedDataParallel and attach to that, or average them yourself",
+            order.world.size,
+        )
     # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
     # model as it was, on all ranks.
     agreement.compare(shared)

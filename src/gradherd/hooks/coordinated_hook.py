@@ -63,6 +63,11 @@ class SliceSigner:
         self.cpu_seconds = 0.0
         """CPU time of the thread: its wall time is mostly spent waiting for the training loop."""
 
+    @property
+    def compared_bytes(self) -> int:
+        """Bytes that this rank has sent to compare batches."""
+        return self._in_step.bytes
+
     def submit(self, rows: Tensor, claim: BatchClaim | None, loss_scale: float) -> None:
         """Start to sign a batch, after the one before it is done.
 
@@ -145,6 +150,11 @@ class SlicedTransport(RowTransport):
     def bytes(self) -> int:
         """Bytes that this rank has sent for ordering alone."""
         return self._separate_bytes + self._signer.bytes
+
+    @property
+    def compared_bytes(self) -> int:
+        """Bytes that this rank has sent to compare batches."""
+        return self._signer.compared_bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""

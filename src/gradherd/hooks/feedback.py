@@ -85,6 +85,7 @@ class OrderFeedback(Feeder):
         self._ticket: BatchTicket | None = None  # the batch of the gradients that are waiting
         self._announced = False  # whether a forward of the model has announced the next backward
         self._loss_scale = 1.0
+        self._fed_back = 0  # examples, in all
         self._indices: list[int] | None = None
         self._by_index = False
         self._watch: RowWatch | None = None
@@ -191,6 +192,7 @@ class OrderFeedback(Feeder):
         if not self._checked_orders:
             self._checked_orders = True
             check_same_orders(self.sampler, self._device)
+        self._fed_back += 0 if claim is None else claim.examples
         if claim is not None and self.sampler.finishing_rest:
             self._transport.feed(None, self._loss_scale)
             self.sampler.skip_rest()
@@ -237,8 +239,10 @@ class OrderFeedback(Feeder):
             "epoch": cursor["epoch"],
             "examples_fed_back": cursor["position"],
             "examples": len(self.sampler),
+            "total_examples_fed_back": self._fed_back,
             "rows": repr(self.rows),
             "bytes_for_ordering": self._transport.bytes,
+            "bytes_for_comparing": self._transport.compared_bytes,
             # Part of the work on rows runs inside the user's backward.
             "ordering_seconds": self._stopwatch.seconds + own.pop("seconds_in_backward", 0.0),
             **own,

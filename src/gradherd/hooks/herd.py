@@ -141,9 +141,10 @@ class Herd:
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of both halves.
 
-        Ordering: epoch, how much of it was fed back, the bytes sent for ordering alone, and the
-        seconds that training has waited for it; also total_bytes and exchange_seconds of the
-        gradients themselves where both share one exchange.
+        Ordering: epoch, how much of it was fed back and how much in all, the bytes sent for
+        ordering alone and to compare ranks' batches, and the seconds that training has waited for
+        it; also total_bytes and exchange_seconds of the gradients themselves where both share one
+        exchange. bytes_in_all is the sum of all of them.
         Sparsifying: those of the last step (selected, per_rank, threshold, density, padding,
         residual_norm of this rank, bytes), and steps, skipped_steps, total_bytes and
         exchange_seconds so far. Local steps: the same of the last exchange, and local_steps and
@@ -154,7 +155,8 @@ class Herd:
             metrics |= self._feedback.metrics()
         if self._exchange is not None:
             metrics |= self._exchange.metrics()
-        return metrics
+        sent = ("total_bytes", "bytes_for_ordering", "bytes_for_comparing")
+        return metrics | {"bytes_in_all": sum(metrics.get(name, 0) for name in sent)}
 
     def rows_stats(self) -> RowStats | None:
         """Return norms of the gradients of the last batch, and their noise scale, as tensors.

@@ -20,7 +20,6 @@ from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
 from gradherd.hooks.torch_names import call_after_backward
 from gradherd.rows.capture import Capture
-from gradherd.rows.exact_rows import GroupedRows
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
@@ -57,10 +56,6 @@ class RowSource(ABC):
             examples: Number of examples in the batch.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
-
-    def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
-        """Return the rows without forming them, or None if the source cannot."""
-        return None
 
     @abstractmethod
     def on_backward(self, began: Callable[[], None]) -> None:
@@ -281,32 +276,17 @@ class ExampleRowSource(RowSource):
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
-        if isinstance(self._capture, Capture):
-            return self._exact(examples, loss_scale).dense()
         reduction = self._settings.reduction
-        return self._units(
-            self._capture.pop_sketch(examples, reduction=reduction, loss_scale=loss_scale)
-        )
-
-    def _units(self, single: Tensor) -> Tensor:
-        """Average the rows of single examples over units."""
+        if isinstance(self._capture, Capture):
+            single = self._capture.pop_rows(
+                examples, reduction=reduction, loss_scale=loss_scale
+            ).dense()
+        else:
+            single = self._capture.pop_sketch(examples, reduction=reduction, loss_scale=loss_scale)
         if self._unit == 1:
             return single
         # A unit is ordered by the mean gradient of its examples.
         return single.view(len(single) // self._unit, self._unit, -1).mean(1)
-
-    def take_implicit(self, examples: int, loss_scale: float) -> GroupedRows | None:
-        """Return the rows of all units without forming them, if they are exact."""
-        if isinstance(self._settings, ExactRows):
-            return self._exact(examples, loss_scale)
-        return None
-
-    def _exact(self, examples: int, loss_scale: float) -> GroupedRows:
-        assert isinstance(self._capture, Capture)
-        rows = self._capture.pop_rows(
-            examples, reduction=self._settings.reduction, loss_scale=loss_scale
-        )
-        return GroupedRows(rows, self._unit)
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""

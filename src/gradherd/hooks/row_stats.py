@@ -5,14 +5,12 @@ Shapes: U rows of a batch, each the mean gradient of `unit` examples, D columns.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.exact_rows import Rows
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles of the norms that are logged, by the end of their name."""
@@ -43,24 +41,19 @@ class RowStats:
         return self.noise / self.signal
 
 
-def row_stats(rows: Tensor | Rows, unit: int) -> RowStats:
+def row_stats(rows: Tensor, unit: int) -> RowStats:
     """Return the figures of a batch, without a wait for the device.
 
     Args:
-        rows: (U, D), formed or not.
+        rows: (U, D).
         unit: Examples of a row.
 
     >>> stats = row_stats(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), unit=1)
     >>> stats.norms, stats.signal, stats.noise
     (tensor([3., 1.]), tensor(3.), tensor(2.))
     """
-    if isinstance(rows, Tensor):
-        rows = rows.detach().float()
-        squares, of_mean = rows.square().sum(1), rows.mean(0).square().sum()
-    else:
-        # |mean of rows|^2 is the mean over all inner products: no row needs to be formed.
-        products = rows.gram().detach().float()
-        squares, of_mean = products.diagonal().clone(), products.mean()
+    rows = rows.detach().float()
+    squares, of_mean = rows.square().sum(1), rows.mean(0).square().sum()
     signal, noise = signal_and_noise(squares, of_mean, unit)
     return RowStats(squares.sqrt(), signal, noise)
 
@@ -104,7 +97,7 @@ class RowFigures:
         """Figures of the last batch."""
         self._average: Tensor | None = None  # (2,) signal and noise
 
-    def add(self, rows: Tensor | Rows) -> None:
+    def add(self, rows: Tensor) -> None:
         """Measure the (U, D) rows of a batch."""
         self.last = stats = row_stats(rows, self._unit)
         both = torch.stack([stats.signal, stats.noise])
@@ -124,26 +117,6 @@ class RowFigures:
         names = [*(f"row_norm_{name}" for name in QUANTILES), "noise_scale"]
         # Batches of one row have no noise scale, and loggers stumble over NaN.
         return {k: v for k, v in zip(names, values, strict=True) if math.isfinite(v)}
-
-
-class GramOnce:
-    """Rows that are not formed and compute their Gram matrix once: norms and signs need it."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
-        self._gram: Tensor | None = None
-
-    def gram(self) -> Tensor:
-        """Return inner products between rows."""
-        if self._gram is None:
-            self._gram = self._rows.gram()
-        return self._gram
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rows, name)
 
 
 class RowWatch:

@@ -14,12 +14,11 @@ from gradherd.comm.world import World
 from gradherd.hooks.layouts import BucketLayout, gather_rows
 from gradherd.hooks.parameter_hooks import ParameterHooks
 from gradherd.hooks.row_sources import CHECK_FAILED, RowSource
-from gradherd.hooks.row_stats import GramOnce, RowFigures
+from gradherd.hooks.row_stats import RowFigures
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
 from gradherd.ordering.device_signs import SIGNING_DEVICES
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.exact_rows import GroupedRows
 
 
 class RowTransport(ABC):
@@ -36,6 +35,11 @@ class RowTransport(ABC):
     @property
     def bytes(self) -> int:
         """Bytes that this rank has sent for ordering alone."""
+        return 0
+
+    @property
+    def compared_bytes(self) -> int:
+        """Bytes that this rank has sent to find out whether all feed back the same batch."""
         return 0
 
     @abstractmethod
@@ -160,7 +164,7 @@ class GatheringTransport(RowTransport):
         self._epoch_gatherer: EpochGatherer | None = None
         self._in_step = StepComparison(sampler)
         self._figures: RowFigures | None = None
-        self._alone = world.size == 1  # nothing is sent, so exact rows need not be formed
+        self._alone = world.size == 1
 
     @property
     def waiting(self) -> bool:
@@ -171,6 +175,11 @@ class GatheringTransport(RowTransport):
     def bytes(self) -> int:
         """Bytes that this rank has sent to gather rows."""
         return self._runner.bytes
+
+    @property
+    def compared_bytes(self) -> int:
+        """Bytes that this rank has sent to compare batches."""
+        return self._in_step.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward, if it can be observed."""
@@ -199,13 +208,11 @@ class GatheringTransport(RowTransport):
             self._source.forget()
             return
         self._check(claim)
-        rows = self._take(claim, loss_scale)
+        rows = self._source.take(claim.examples, loss_scale)
+        if self._figures is not None:
+            self._figures.add(rows)
         if self._epoch_gatherer is not None:
-            assert isinstance(rows, Tensor)
             self._epoch_gatherer.add(rows, claim)
-            return
-        if not isinstance(rows, Tensor):
-            self._sampler.observe(rows, first=claim.step)
             return
         self._gatherer.add(rows, claim)
         left = self._sampler.ordering.length - claim.step - claim.units
@@ -213,19 +220,6 @@ class GatheringTransport(RowTransport):
         # never come.
         if left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
-
-    def _take(self, claim: BatchClaim, loss_scale: float) -> Tensor | GramOnce | GroupedRows:
-        """Return the rows of a batch, not formed if they need not be, and measure them if asked."""
-        rows: Tensor | GramOnce | GroupedRows | None = None
-        if self._alone and self._epoch_gatherer is None:
-            rows = self._source.take_implicit(claim.examples, loss_scale)
-        if rows is None:
-            rows = self._source.take(claim.examples, loss_scale)
-        if self._figures is not None:
-            # Figures and signs both need the Gram matrix, which costs as much as a backward.
-            rows = rows if isinstance(rows, Tensor) else GramOnce(rows)
-            self._figures.add(rows)
-        return rows
 
     def _policy_checks(self, rows: Tensor) -> bool:
         """Say whether the policy alone leaves out rows that are not finite, on their device."""

@@ -2,9 +2,9 @@
 
 A sign rule decides on scalars only: the inner product of a vector with the running sum before it,
 and the vector's squared norm. The same rule therefore drives several forms with equal results:
-`sequential` (one vector after the other), `block_gram` (many vectors from their Gram matrix),
-`balance_sharded` (the same for ranks that each hold a shard of the columns) and `balance_implicit`
-(vectors that are never formed). `balance` picks the faster one of the first two.
+`sequential` (one vector after the other), `block_gram` (many vectors from their Gram matrix) and
+`balance_sharded` (the same for ranks that each hold a shard of the columns). `balance` picks the
+faster one of the first two.
 
 For a block of vectors Z and the running sum S, u = Z.S and G = Z.Z^T are computed at once. The
 recursion inner_k = u_k + sum_{l<k} s_l G_lk runs on scalars, and S += Z^T.s is added once. Up to
@@ -20,17 +20,15 @@ half an old one minus half a signed sum, which is why short signed sums halve th
 epoch to epoch.
 
 Shapes: W streams (each with its own running sum), P vectors of a stream in visiting order,
-D columns, C values of a rule's carry, B rows of a call, e extra vectors. Signs are int8: +1, -1,
-and 0 for a vector that was left out because it is not finite: added to the running sum, it would
-decide all later signs.
+D columns, C values of a rule's carry. Signs are int8: +1, -1, and 0 for a vector that was left out
+because it is not finite: added to the running sum, it would decide all later signs.
 """
 
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -488,83 +486,6 @@ def _greedy_recursion(inner: Floats, gram: Floats) -> SignArray:
             inner -= row
             signs[p] = -1
     return signs
-
-
-class ImplicitRows(Protocol):
-    """A (B, D) matrix that is known only through its products. See `rows.exact_rows`."""
-
-    def __len__(self) -> int:
-        """Return B."""
-        ...
-
-    def dot(self, vectors: Tensor) -> Tensor:
-        """Return inner products with vectors (K, D): (K, B)."""
-        ...
-
-    def gram(self) -> Tensor:
-        """Return inner products between rows: (B, B)."""
-        ...
-
-    def combine(self, weights: Tensor) -> Tensor:
-        """Return sums of rows weighted by weights (K, B): (K, D)."""
-        ...
-
-
-@dataclass(frozen=True)
-class LinearCombination:
-    """The vectors A.rows + C.extra, described by their coefficients."""
-
-    rows: ImplicitRows
-    """(B, D), not formed."""
-    a: Tensor
-    """(P, B) weights of the rows."""
-    extra: Tensor
-    """(e, D) dense vectors; e may be 0."""
-    c: Tensor
-    """(P, e) weights of the extra vectors."""
-
-    def dot(self, vectors: Tensor) -> Tensor:
-        """Return inner products with vectors (K, D): (K, P)."""
-        return self.rows.dot(vectors) @ self.a.T + vectors @ self.extra.T @ self.c.T
-
-    def gram(self) -> Tensor:
-        """Return inner products between the vectors: (P, P)."""
-        # (A R + C E)(A R + C E)^T, term by term; the two mixed terms are transposes.
-        own = self.a @ self.rows.gram() @ self.a.T
-        if not len(self.extra):
-            return own
-        cross = self.a @ self.rows.dot(self.extra).T @ self.c.T
-        return own + cross + cross.T + self.c @ (self.extra @ self.extra.T) @ self.c.T
-
-    def combine(self, weights: Tensor) -> Tensor:
-        """Return sums weighted by weights (K, P): (K, D)."""
-        return self.rows.combine(weights @ self.a) + weights @ self.c @ self.extra
-
-
-def balance_implicit(
-    vectors: LinearCombination, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
-) -> Signed:
-    """Sign the vectors of one stream as one Gram block; all are left out if one is not finite.
-
-    Args:
-        vectors: The vectors to sign.
-        running: (1, D) sum before the first vector.
-        rule: Decides the signs.
-        draws: (1, P) uniform numbers in [-1, 1).
-        carry: (C, 1) what the rule carries from vector to vector.
-
-    Returns:
-        The (1, P) signs, the new sum and the new carry.
-    """
-    products = torch.cat([vectors.dot(running), vectors.gram()])  # (1 + P, P), one sync
-    host = products.to("cpu", torch.float64).numpy()
-    # All or none: they come from one batch, whose mean gradient is not finite either.
-    if not np.isfinite(host).all():
-        return Signed(torch.zeros((1, host.shape[1]), dtype=torch.int8), running, carry)
-    # Copied because the recursion overwrites it.
-    array, carry = signs_from_products(host[:1].copy(), host[np.newaxis, 1:], rule, draws, carry)
-    signs = torch.from_numpy(array)
-    return Signed(signs, running + vectors.combine(signs.to(running)), carry)
 
 
 def reorder(order: Tensor, sides: Tensor) -> Tensor:

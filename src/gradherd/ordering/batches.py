@@ -384,6 +384,11 @@ class Followable(Protocol):
         """Examples in a batch."""
         ...
 
+    @property
+    def examples(self) -> int:
+        """Examples in the data set."""
+        ...
+
     def follow(self, count: LoopCount) -> None:
         """Let a loop count what it receives."""
         ...
@@ -468,4 +473,11 @@ def check_followed(loader: Any, sampler: Followable) -> None:
         raise ValueError(
             f"the loader makes batches of {size}, but the sampler was created with "
             f"batch_size={sampler.batch_size}: give both the same"
+        )
+    dataset: Any = getattr(loader, "dataset", None)
+    count = len(dataset) if hasattr(dataset, "__len__") else sampler.examples
+    if count != sampler.examples:
+        raise ValueError(
+            f"the loader's data set has {count} examples, but the sampler's has "
+            f"{sampler.examples}: give both the same"
         )

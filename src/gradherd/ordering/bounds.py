@@ -94,24 +94,17 @@ class PrefixSums:
 
         Args:
             step: Time step of the first one.
-            rows: (b, M, D); with one worker also rows that are not formed.
+            rows: (b, M, D).
             seen: (b, M) which of them are real, on the host.
         """
         # A slice, not indices: those would have to go to the GPU, which waits for it.
         kept = slice(self._stride - 1 - step % self._stride, None, self._stride)
         if isinstance(rows, ShardedRows):
             rows = rows.columns  # the bound over this rank's columns
-        if isinstance(rows, Tensor):
-            values = rows[..., columns(rows.shape[-1], rows.device)].detach().double()
-            if not seen.all():
-                values = torch.where(seen.to(values.device).unsqueeze(-1), values, 0)
-            by_step, counts = values.sum(1), seen.sum(1)  # (b, c), (b,)
-        else:
-            # Not formed: the sum of all of them, as if they were visited in one step.
-            summed = rows.combine(torch.ones(1, len(rows))).detach().double()
-            by_step = summed[:, columns(summed.shape[-1], summed.device)]
-            counts = torch.tensor([len(rows)])
-            kept = slice(int(kept.start >= len(rows)), None)
+        values = rows[..., columns(rows.shape[-1], rows.device)].detach().double()
+        if not seen.all():
+            values = torch.where(seen.to(values.device).unsqueeze(-1), values, 0)
+        by_step, counts = values.sum(1), seen.sum(1)  # (b, c), (b,)
         sums = by_step.cumsum(0) if self._total is None else by_step.cumsum(0) + self._total
         counts = counts.cumsum(0) + self._count
         self._total, self._count = sums[-1].clone(), int(counts[-1])

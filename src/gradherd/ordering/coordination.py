@@ -59,6 +59,10 @@ class Learner(Protocol):
         """Epoch of the current orders."""
         ...
 
+    def note_finite(self, finite: bool, steps: int) -> None:
+        """Note whether any rows of the next time steps are finite."""
+        ...
+
     def observe(
         self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
     ) -> None:
@@ -100,6 +104,7 @@ def observe_gathered(
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
     seen = finite_batches(by_step, batches, finite)
+    learner.note_finite(bool(seen.any()), len(seen))
     own = ShardedRows(by_step) if scatters else by_step
     yield from learner.learn(own, seen, first=None if claim is None else claim.step)
 
@@ -390,6 +395,8 @@ class StepComparison:
     def __init__(self, sampler: OrderedSampler) -> None:
         self._sampler = sampler
         self._warned = False
+        self.bytes = 0
+        """Bytes that this rank has sent to compare batches."""
 
     def compare(
         self, claim: BatchClaim | None, world: World, *, finite: bool = True
@@ -401,7 +408,9 @@ class StepComparison:
             world: The ranks, with a group for tensors on the CPU.
             finite: Whether this rank knows of nothing in the gradients that is not finite.
         """
-        comparison: ClaimComparison = run(compare_claims(claim, finite=finite), world).value
+        result = run(compare_claims(claim, finite=finite), world)
+        comparison: ClaimComparison = result.value
+        self.bytes += result.bytes
         if not comparison.same and not self._warned:
             self._warned = True
             log.warning(
@@ -420,7 +429,9 @@ class StepComparison:
 
     def check_end(self, world: World) -> None:
         """Raise unless all ranks want all that was fed to be learned now."""
-        comparison: ClaimComparison = run(compare_claims(None, end=True), world).value
+        result = run(compare_claims(None, end=True), world)
+        comparison: ClaimComparison = result.value
+        self.bytes += result.bytes
         if not comparison.same:
             raise RuntimeError(
                 f"ranks are at different steps where they must meet, as in set_epoch(): "

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import (
-    ImplicitRows,
-    LinearCombination,
-    balance,
-    balance_implicit,
-    balance_sharded,
-    draws_for,
-)
+from gradherd.ordering.balance import balance, balance_sharded, draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
@@ -83,9 +76,6 @@ class GraB(SignPolicy):
         self, state: MeanState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Give a side to each of the (b, M, D) rows; arguments as in `Policy.observe`."""
-        if not isinstance(rows, Tensor | ShardedRows):
-            self._observe_implicit(state, rows, random)
-            return
         own = rows if isinstance(rows, Tensor) else rows.columns
         steps, workers, dim = own.shape
         if state.running is None or state.total is None or state.count is None:
@@ -106,6 +96,7 @@ class GraB(SignPolicy):
         else:
             signed = balance(vectors, state.running, self.rule, draws.T, state.carry)
         sides = signed.signs.T * seen  # also 0 where the row was not finite
+        state.note_signs(sides, seen, steps)
         state.running, state.carry = signed.running, signed.carry
         # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
         # place first; its mean is then the change of the mean, about zero every second epoch.
@@ -128,28 +119,6 @@ class GraB(SignPolicy):
         state.on_device(state.steps, count, sides.device).copy_(sides)
         state.steps += count
         return True
-
-    def _observe_implicit(self, state: MeanState, rows: ImplicitRows, random: SeededRandom) -> None:
-        """Do the same for one worker whose rows are not formed."""
-        count = len(rows)
-        total = rows.combine(torch.ones(1, count))
-        if state.running is None or state.total is None or state.count is None:
-            state.running, state.total = torch.zeros_like(total), torch.zeros_like(total)
-            state.count = torch.zeros(1, dtype=torch.int64)
-        mean = total.new_zeros(0, total.shape[1]) if state.mean is None else state.mean
-        # Row i minus the mean, as coefficients: the identity on rows, -1 on the mean.
-        vectors = LinearCombination(
-            rows, torch.eye(count).to(total), mean, -total.new_ones(count, len(mean))
-        )
-        span = slice(state.steps, state.steps + count)
-        draws = draws_for(self.rule, random, state.epoch, state.length, 1)[span]
-        signed = balance_implicit(vectors, state.running, self.rule, draws.T, state.carry)
-        state.running, state.carry = signed.running, signed.carry
-        if signed.signs.all():  # all rows are signed, or none
-            state.total = state.total + total
-            state.count = state.count.cpu() + count
-        state.sides[span] = signed.signs.T
-        state.steps += count
 
 
 def _masked(rows: Tensor, mask: Tensor) -> Tensor:

@@ -115,12 +115,8 @@ class CDGraBLive(SignPolicy):
             # A shard at a time is enough: predictions are linear, so all ranks agree on their
             # products.
             rows = ShardedRows(self._predicted(state, rows.columns, seen))
-        elif isinstance(rows, Tensor):
-            rows = self._predicted(state, rows, seen)
         else:
-            # They must be remembered beyond the step, which rows that are not formed do not last.
-            formed = state.align(rows.combine(torch.eye(len(rows))).unsqueeze(1))
-            rows = self._predicted(state, formed, seen)
+            rows = self._predicted(state, rows, seen)
         return sign_pairs(state, rows, seen, self.rule, random, shared=True)
 
     def _predicted(self, state: LiveState, rows: Tensor, seen: Tensor) -> Tensor:

@@ -109,6 +109,15 @@ class Ordering:
         return self._state.steps
 
     @property
+    def broken(self) -> int:
+        """Time steps in a row whose rows were not finite: nothing is learned from them."""
+        return self._state.broken
+
+    def note_finite(self, finite: bool, steps: int) -> None:
+        """Note whether any rows of the next time steps are finite, where that is known before."""
+        self._state.broken = 0 if finite else self.broken + steps
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of the state's tensors that have one column for each column of a row."""
         return self._state.columns
@@ -131,8 +140,8 @@ class Ordering:
         """Learn from the next b time steps.
 
         Args:
-            rows: (b, M, D) gradient of the unit each worker visited. With one worker also b rows
-                that are not formed. None if the policy needs none; then `seen` gives b.
+            rows: (b, M, D) gradient of the unit each worker visited. None if the policy needs
+                none; then `seen` gives b.
             seen: (b, M) which rows are real; all by default. Rows beyond a worker's own units
                 never count.
             first: Time step of the first row, if it is not the next one. Steps in between were
@@ -176,7 +185,7 @@ class Ordering:
             rows = torch.empty((*seen.shape, 0))
         elif isinstance(rows, Tensor):
             rows = self._aligned(rows)
-        elif isinstance(rows, ShardedRows):
+        else:
             rows = ShardedRows(self._aligned(rows.columns))
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         if self.steps + len(seen) > min(self.sizes):
@@ -207,10 +216,6 @@ class Ordering:
             if self.policy.needs_rows or seen is None:
                 raise ValueError(f"{self.policy} needs rows, got None")
             return seen.cpu()
-        if not isinstance(rows, Tensor | ShardedRows):
-            if workers > 1 or seen is not None:
-                raise ValueError(f"rows that are not formed need a single worker, got {workers}")
-            return all_seen(len(rows), 1)
         shape = rows.shape if isinstance(rows, Tensor) else rows.columns.shape
         if len(shape) != 3 or shape[1] != workers:
             raise ValueError(f"rows must be (steps, {workers} workers, dim), got {tuple(shape)}")
@@ -274,7 +279,9 @@ class Ordering:
                 if visited < self.length:
                     order = order[self._visits[worker][order].argsort(stable=True)]
                 self._orders[worker] = order
+        broken = self.broken
         self._state = self._new_state(following, previous=self._state)
+        self._state.broken = broken
         self._version = self.rest = self.resharded_from = None
 
     def _reordered(self, epoch: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ sums then does not grow with the number of workers; with independent balancing i
 root.
 
 The paper needs an even number of units and the same number on all workers, and published code drops
-the rest of the data. Odd and unequal numbers, missed units and unformed rows are additions.
+the rest of the data. Odd and unequal numbers and missed units are additions.
 
 The paper's order server collects gradients, decides signs and sends out orders. Here, as in the
 published code, every rank plays that server and computes the orders of all workers. Unlike there,
@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import (
-    ImplicitRows,
-    LinearCombination,
-    balance,
-    balance_implicit,
-    balance_sharded,
-    draws_for,
-)
+from gradherd.ordering.balance import balance, balance_sharded, draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
@@ -162,63 +155,13 @@ def place_pairs(state: PairState, pairs: Pairs, signs: Tensor) -> None:
     """
     if not pairs.seen.all():
         signs = signs * pairs.seen
+    state.note_signs(signs, pairs.seen, 2 * len(signs))
     begin, end = 2 * pairs.first, 2 * (pairs.first + len(signs))
     # Where a pair is not complete the sides stay as they are: 0 (both units keep their positions),
     # or that of an odd unit.
     firsts, seconds = state.sides[begin:end:2], state.sides[begin + 1 : end : 2]
     firsts.copy_(torch.where(pairs.seen, signs, firsts))
     seconds.copy_(torch.where(pairs.seen, -signs, seconds))
-
-
-def sign_implicit_pairs(
-    state: PairState, rows: ImplicitRows, rule: SignRule, random: SeededRandom
-) -> None:
-    """Sign the pairs that the rows of one worker complete, without forming the rows.
-
-    Args:
-        state: Advanced by the number of rows.
-        rows: Gradients of the units visited, all of them seen.
-        rule: Decides the signs.
-        random: Draws for randomized rules.
-    """
-    count, lone = len(rows), state.steps % 2 == 1 and state.pending is None
-    if count == 0:
-        return
-    if state.running is None:
-        state.running = torch.zeros_like(rows.combine(torch.zeros(1, count)))
-    like, first = state.running, (state.steps + int(lone)) // 2
-    # The first row of each pair. -1 is the pending row of the call before; a lone row, whose
-    # partner was skipped, is passed over.
-    begin = int(lone) if state.pending is None else -1
-    heads = torch.arange(begin, max(begin, count - 1), 2)
-    # The differences as coefficients: +1 for the first of two rows, -1 for the second. The
-    # pending row is dense already and enters as an extra vector.
-    a, c = like.new_zeros(len(heads), count), like.new_zeros(len(heads), 1)
-    a[torch.arange(len(heads)), heads + 1] = -1
-    a[torch.arange(len(heads))[heads >= 0], heads[heads >= 0]] = 1
-    extra = like.new_zeros(0, like.shape[1])
-    if state.pending is not None:
-        c[0], extra = 1, state.pending
-    vectors = LinearCombination(rows, a, extra, c[:, : len(extra)])
-    state.steps += count
-    finite = True
-    if len(heads):
-        span = slice(first, first + len(heads))
-        draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, 1)[span]
-        signed = balance_implicit(vectors, state.running, rule, draws.T, state.carry)
-        state.running, state.carry = signed.running, signed.carry
-        signs = signed.signs.T
-        place_pairs(state, Pairs(first, like, signs != 0), signs)
-        finite = bool(signs.all())  # all pairs are signed, or none
-    state.pending = state.pending_seen = None
-    if (count - begin) % 2 and finite:
-        # A row without a partner yet is formed, one row of D elements: the inputs and output
-        # gradients behind `rows` do not outlive the step.
-        last = rows.combine(torch.eye(count)[-1:])
-        if last.isfinite().all():
-            state.pending, state.pending_seen = last, torch.ones(1, dtype=torch.bool)
-            if state.steps == state.sizes[0]:
-                state.sides[-1] = 1
 
 
 def sign_pairs(
@@ -241,9 +184,6 @@ def sign_pairs(
         shared: One running sum serves all workers: pair after pair, and within a pair worker
             after worker. Otherwise each worker is a stream of its own.
     """
-    if not isinstance(rows, Tensor | ShardedRows):
-        sign_implicit_pairs(state, rows, rule, random)
-        return
     own = rows if isinstance(rows, Tensor) else rows.columns
     workers, columns = own.shape[1:]
     if state.running is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import ImplicitRows, reorder_all
+from gradherd.ordering.balance import reorder_all
 from gradherd.ordering.device_signs import DeviceSigner
 from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
@@ -40,9 +40,8 @@ class ShardedRows:
         return len(self.columns)
 
 
-Rows: TypeAlias = Tensor | ShardedRows | ImplicitRows
-"""(b, M, D) rows of all workers, this rank's columns of them, or, with one worker, rows that are
-not formed."""
+Rows: TypeAlias = Tensor | ShardedRows
+"""(b, M, D) rows of all workers, or this rank's columns of them."""
 
 
 @lru_cache(maxsize=8)  # batches have few sizes
@@ -63,6 +62,8 @@ class EpochState:
     """Time steps so far."""
     orders: Sequence[Tensor] = ()
     """(n_i,) units of worker i in visiting order, for `observe`; not part of the saved state."""
+    broken: int = 0
+    """Time steps in a row whose rows were not finite; not part of the saved state."""
 
     columns: ClassVar[tuple[str, ...]] = ()
     """Fields with one column for each column of a row: these are sharded where rows are."""
@@ -174,6 +175,13 @@ class SignState(EpochState):
         # Sides start at 0: a unit whose row never arrives keeps its position.
         self.sides = torch.zeros((self.length, len(self.sizes)), dtype=torch.int8)
 
+    def note_signs(self, signs: Tensor, seen: Tensor, steps: int) -> None:
+        """Count time steps whose vectors were seen, but have no sign: they are not finite."""
+        if signs.any():
+            self.broken = 0
+        elif seen.any():
+            self.broken += steps
+
     def on_device(self, first: int, steps: int, device: torch.device) -> Tensor:
         """Return (steps, M) memory on a GPU for sides from time step `first` on."""
         if self.device_sides is None:
@@ -192,6 +200,7 @@ class SignState(EpochState):
             sides = self.device_sides.cpu()
             for first, end in spans:
                 self.sides[first:end] = sides[first:end]
+                self.note_signs(sides[first:end], all_seen(1, 1), end - first)
                 self.count_rows(sides[first:end])
 
     def count_rows(self, sides: Tensor) -> None:
@@ -258,8 +267,7 @@ class Policy(ABC):
 
         Args:
             state: Made by `new_state`; advanced by b steps.
-            rows: Gradient of the unit each worker visited; arbitrary where not seen. Rows that are
-                not formed are all seen.
+            rows: Gradient of the unit each worker visited; arbitrary where not seen.
             seen: (b, M) which of them are real.
             random: For signs that are drawn.
         """

@@ -5,6 +5,7 @@ The next order is adopted when the last gradient of the epoch has been observed,
 names another epoch, or when a loop that has gone through the epoch begins again.
 """
 
+import logging
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,12 @@ from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
 from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
+
+log = logging.getLogger("gradherd")
+
+MOST_BROKEN = 100
+"""Batches in a row whose gradients may be not finite. A GradScaler needs a few dozen at most until
+it has found its scale."""
 
 
 class Feeder:
@@ -151,6 +158,7 @@ class OrderedSampler(DistributedSampler[Any]):
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._loader_skips = False  # whether the loader skips to that position by itself
         self._named_epoch: int | None = None  # the last argument of set_epoch
+        self._told_of_broken = False
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -203,6 +211,11 @@ class OrderedSampler(DistributedSampler[Any]):
         epoch_pass.iterator = weakref.ref(iterator)
         self._batches.begin_pass(epoch_pass)
         return iterator
+
+    @property
+    def examples(self) -> int:
+        """Examples in the data set."""
+        return self.sharding.examples
 
     def follow(self, count: LoopCount) -> None:
         """Let a loop count the batches it receives; see `Herd.batches`."""
@@ -322,6 +335,7 @@ class OrderedSampler(DistributedSampler[Any]):
         After the last unit the next order is adopted: forgetting `set_epoch` does not freeze it.
         """
         self.ordering.observe(rows, seen, first=first)
+        self._stop_if_broken()
         self.end_if_complete()
 
     def learn(
@@ -329,7 +343,29 @@ class OrderedSampler(DistributedSampler[Any]):
     ) -> Script[None]:
         """Learn from the next units, on all ranks together; see `Ordering.learn`."""
         yield from self.ordering.learn(rows, seen, first=first)
+        self._stop_if_broken()
         self.end_if_complete()
+
+    def note_finite(self, finite: bool, steps: int) -> None:
+        """Note whether any rows of the next time steps are finite; see `Ordering.note_finite`."""
+        self.ordering.note_finite(finite, steps)
+
+    def _stop_if_broken(self) -> None:
+        """Say once that gradients are not finite; raise after many in a row, on all ranks alike."""
+        batches = self.ordering.broken * self.unit // self.batch_size
+        if not batches:
+            return
+        if not self._told_of_broken:
+            self._told_of_broken = True
+            log.warning(
+                "gradients of epoch %d are not finite: nothing is learned from such batches",
+                self.epoch,
+            )
+        if batches >= MOST_BROKEN:
+            raise RuntimeError(
+                f"gradients were not finite in {batches} batches in a row, from which no order is "
+                "learned: has training diverged?"
+            )
 
     def end_if_complete(self) -> None:
         """Adopt the next order after the last unit."""

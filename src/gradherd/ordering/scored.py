@@ -186,10 +186,8 @@ class ScoreOrder(Policy):
             return
         if isinstance(rows, ShardedRows):
             squares = yield AllReduceSmall(_squares(rows.columns))  # with other ranks' columns
-        elif isinstance(rows, Tensor):
-            squares = _squares(rows)
         else:
-            squares = rows.gram().diagonal().unsqueeze(1).double()
+            squares = _squares(rows)
         # Where a gradient is not finite nothing is known, as where none came.
         known = seen & squares.cpu().isfinite()
         span = state.scores[first : state.steps]

@@ -1,0 +1,103 @@
+"""What users get wrong is refused or said in one sentence, and metrics leave nothing out."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradherd import OrderedSampler, attach
+from gradherd.comm import run_ranks
+from gradherd.ordering import sampler as sampler_module
+from tests.attach import mistake_work
+
+DATA = TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(0)))
+
+
+def train(epochs, unit, rows, spoiled):
+    """Train with batches of 4; `spoiled` are the numbers of steps whose loss is NaN."""
+    model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4, unit=unit)
+    herd, step = attach(model, order=order, rows=rows), 0
+    for _ in range(epochs):
+        for (x,) in DataLoader(DATA, batch_size=4, sampler=order):
+            loss = model(x).square().mean()
+            (loss * torch.nan if step in spoiled else loss).backward()
+            herd.finish()
+            model.zero_grad()
+            step += 1
+    return herd
+
+
+KINDS = pytest.mark.parametrize(
+    ("unit", "rows"), [(1, "exact"), (1, "sketch"), (4, "batch"), (4, "sketch")]
+)
+
+
+@KINDS
+def test_gradients_that_are_not_finite_are_said_once(unit, rows, caplog):
+    with caplog.at_level(logging.WARNING):
+        train(2, unit, rows, spoiled={2, 3, 8, 9})
+    said = [one for one in caplog.messages if "not finite" in one]
+    assert said == ["gradients of epoch 0 are not finite: nothing is learned from such batches"]
+
+
+@KINDS
+def test_many_of_them_in_a_row_end_the_run(unit, rows, monkeypatch):
+    monkeypatch.setattr(sampler_module, "MOST_BROKEN", 8)
+    train(3, unit, rows, spoiled={0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15})
+    with pytest.raises(RuntimeError, match="gradients were not finite in 8 batches in a row"):
+        train(2, unit, rows, spoiled=range(2, 12))
+
+
+def test_finite_gradients_are_not_called_otherwise(caplog):
+    with caplog.at_level(logging.WARNING):
+        train(3, 1, "exact", spoiled=())
+        train(3, 4, "batch", spoiled=())
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("count", [12, 48])
+def test_a_loader_of_another_data_set_is_refused(count):
+    other = TensorDataset(torch.randn(count, 3))
+    model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
+    herd = attach(model, order=order)
+    with pytest.raises(
+        ValueError, match=f"the loader's data set has {count} examples, but the sampler's has 24"
+    ):
+        herd.batches(DataLoader(other, batch_size=4, sampler=order))
+
+
+@pytest.mark.parametrize(
+    ("batch", "unit"), [(2, 1), (2, 4), (3, 4)], ids=["examples", "batches", "no divisor"]
+)
+def test_a_loader_with_smaller_batches_is_refused(batch, unit):
+    model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4, unit=unit)
+    attach(model, order=order)
+    with pytest.raises(ValueError, match="was created with batch_size=4; give the loader the same"):
+        for (x,) in DataLoader(DATA, batch_size=batch, sampler=order):
+            model(x).square().mean().backward()
+
+
+def test_metrics_tell_what_was_fed_back_in_all():
+    metrics = train(2, 1, "exact", spoiled=()).metrics()
+    assert (metrics["epoch"], metrics["examples_fed_back"]) == (2, 0)
+    assert metrics["total_examples_fed_back"] == 48
+
+
+def test_a_plain_module_on_two_ranks_is_named():
+    plain, wrapped = (run_ranks(mistake_work.warnings_of_attaching, 2, one) for one in (0, 1))
+    assert wrapped == [[], []] and plain[1] == []
+    (said,) = plain[0]
+    assert said.startswith("model is a plain module on 2 ranks, so gradherd averages no gradients")
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+def test_bytes_in_all_count_the_comparison_of_batches(unit):
+    for metrics in run_ranks(mistake_work.metrics_of_an_epoch, 2, unit):
+        # Five integers to the other rank at both steps; before rows are sent, once more.
+        assert metrics["bytes_for_comparing"] in (80, 120)
+        parts = ("total_bytes", "bytes_for_ordering", "bytes_for_comparing")
+        assert metrics["bytes_in_all"] == sum(metrics.get(name, 0) for name in parts)
+        assert metrics["bytes_for_ordering"] > 0 and metrics["examples_fed_back"] == 0
+        assert metrics["total_examples_fed_back"] == 8
