@@ -320,7 +320,7 @@ def print_advice(
 def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:
     """Print one line per verdict on a claim."""
     for verdict in verdicts:
-        print(f"{verdict.verdict:13}  {verdict.claim.id}: {verdict.ours}")
+        print(f"{verdict.verdict:16}  {verdict.claim.id}: {verdict.ours}")
 
 
 def claims_json(verdicts: "Sequence[ClaimVerdict]") -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ kind = "compare"
 theme = "ordering"
 title = "A <study>"
 task = "digits"
-seeds = 2
+seeds = 3
 [settings]
 epochs = 4
 [sources]

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.claims import judge, paper_effect, verdict_of
+from gradherd.lab.report.claims import judge_claims, paper_effect
 from gradherd.lab.report.measures import epochs_share, epochs_to_final, measure_runs
 from gradherd.lab.study.spec import Claim
 from tests.lab.report.sample_records import record
@@ -12,6 +12,12 @@ from tests.lab.report.sample_studies import result
 def claim(**given):
     base = {"id": "c", "text": "t", "source": "s", "paper": "p", "measure": "train_loss"}
     return Claim(**{**base, "test": "less", "arm": "a", "against": "b", **given})
+
+
+def judge(one, results):
+    """Return the verdict on a claim that is the only one of its study; None without one."""
+    found = judge_claims([one], results)
+    return found[0] if found else None
 
 
 def arms(a, b):
@@ -42,7 +48,12 @@ def summaries(**named):
         ([1.01, 0.5, 0.9], [1.0, 1.0, 1.0], None, "not confirmed"),
         ([1.2, 1.2, 1.2], [1.0, 1.0, 1.0], None, "not confirmed"),
         ([0.8, None, 0.8], [1.0, 1.0, 1.0], None, "not confirmed"),
-        ([None, None], [1.0, 1.0], None, "not confirmed"),
+        ([None, None, 0.8], [1.0, 1.0, 1.0], None, "not confirmed"),
+        ([0.8, 0.81], [1.0, 1.0], None, "not enough seeds"),
+        ([0.5], [1.0], None, "not enough seeds"),
+        ([None, None], [1.0, 1.0], None, "not enough seeds"),
+        # Equal losses may be luck: what is measured is not counted.
+        ([0.8, 0.8, 0.8], [1.0, 1.0, 1.0], None, "weaker"),
     ],
 )
 def test_verdicts_on_less(a, b, paper, word):
@@ -51,9 +62,9 @@ def test_verdicts_on_less(a, b, paper, word):
 
 def test_seeds_are_pairs():
     """What all seeds share does not hide the difference."""
-    found = judge(claim(), arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.03]))
-    assert found.verdict == "confirmed" and "0.99 % less" in found.ours and "3 seeds" in found.ours
-    assert judge(claim(), arms([1.0, 2.0], [1.01])) is None  # One pair has no spread.
+    found = judge(claim(), arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.031]))
+    assert found.verdict == "confirmed" and "1.0 % less" in found.ours and "3 seeds" in found.ours
+    assert judge(claim(), arms([1.0, 2.0], [1.01])).verdict == "not enough seeds"
     # Figures and shares are of the same seeds.
     uneven = judge(claim(), arms([1.0, 2.0], [1.01, 2.02, 99.0]))
     assert "1.50 \N{PLUS-MINUS SIGN} 0.71 against 1.52" in uneven.ours
@@ -71,15 +82,33 @@ def test_verdicts_on_bounds_and_margins():
     assert judge(claim(value=0.001, **worse), found).verdict == "not confirmed"
     assert judge(claim(measure="bound", test="greater"), found).verdict == "weaker"
     # What is counted is the same in every seed, and exact.
-    same = summaries(a=[2.0, 2.0], b=[4.0, 4.0])
+    same = summaries(a=[2.0, 2.0, 2.0], b=[4.0, 4.0, 4.0])
     assert judge(claim(measure="bound"), same).verdict == "confirmed"
+    # So is what does not differ at all.
+    level = arms([0.8, 0.9, 0.7], [0.8, 0.9, 0.7])
+    assert judge(claim(test="no-worse", value=0.01), level).verdict == "confirmed"
+
+
+def test_the_claims_of_a_study_are_one_family():
+    """Alone each is confirmed, p = 0.01; four of them are not: one of four may be luck."""
+    results = arms([0.8, 0.84, 0.76], [1.0, 1.0, 1.0])
+    (alone,) = judge_claims([claim()], results)
+    assert alone.verdict == "confirmed" and alone.lost == "" and "p = 0.013; 3 seeds" in alone.ours
+    # Others that cannot be tested cost nothing: no run, too few seeds.
+    few = {**results, "c": [result("c", 0, [1.0] * 4)]}
+    more = [claim(id="d", arm="d"), claim(id="e", arm="c")]
+    assert judge_claims([claim(), *more], few)[0] == alone
+    found = judge_claims([claim(id=str(n)) for n in range(4)], results)
+    assert {one.verdict for one in found} == {"weaker"}
+    assert {one.lost for one in found} == {"corrected p = 0.052"}
+    assert "p = 0.013, corrected for 4 claims p = 0.052" in found[0].ours
 
 
 def test_no_worse_goes_by_what_is_better():
     """The metric of these records is an accuracy: higher is better."""
     made = {
         name: [result(name, seed, [1.0], metrics=[value]) for seed, value in enumerate(values)]
-        for name, values in (("a", [90.0, 90.1]), ("b", [80.0, 80.1]))
+        for name, values in (("a", [90.0, 90.1, 90.3]), ("b", [80.0, 80.1, 80.2]))
     }
     given = {"measure": "metric", "test": "no-worse", "value": 0.01}
     assert judge(claim(**given), made).verdict == "confirmed"
@@ -127,9 +156,9 @@ def test_what_was_not_measured_has_no_verdict():
 
 def test_the_paper_counts_by_half():
     assert paper_effect(claim(paper_values=(9, 39))) == pytest.approx(30 / 39)
-    assert verdict_of([0.4, 0.4, 0.41], 0.8) == "confirmed"
-    assert verdict_of([0.39, 0.39, 0.4], 0.8) == "weaker"
-    assert verdict_of([]) == "not confirmed"
+    one = claim(paper_values=(0.2, 1.0))
+    assert judge(one, arms([0.6, 0.6, 0.59], [1.0] * 3)).verdict == "confirmed"
+    assert judge(one, arms([0.61, 0.61, 0.6], [1.0] * 3)).verdict == "weaker"
 
 
 def test_the_papers_effect_of_an_accuracy_that_is_no_worse():
@@ -158,11 +187,11 @@ def test_epochs_to_the_final_loss_of_the_same_seed():
     assert epochs_to_final(slow, quick) == {0: 3, 1: 3}
     lost = [record(seed=0, epochs=2, losses=[None, None])]
     assert epochs_to_final(quick, lost) == {0: None}
-    found = arms([0.8, 0.9], [1.2, 1.5])
+    found = arms([0.8, 0.9, 0.9], [1.2, 1.5, 1.5])
     given = {"measure": "epochs_to_final", "test": "at-most"}
     told = judge(claim(**given, value=4), found)
-    assert told.verdict == "weaker"
-    assert "first reached: 2.50 \N{PLUS-MINUS SIGN} 0.71 against" in told.ours
+    assert told.verdict == "confirmed"
+    assert "first reached: 2.33 \N{PLUS-MINUS SIGN} 0.58 against" in told.ours
     assert judge(claim(**given, value=2), found).verdict == "not confirmed"
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from gradherd.lab.report.comparison import compare, compare_all
 from gradherd.lab.report.comparison_table import comparison_json, comparison_table
+from gradherd.lab.report.verdicts import all_verdicts
 from tests.lab.report.sample_records import HARDWARE, orders, record, sparsifiers
 
 KEYS = ["order", "sparsify", "final_loss", "final_metric", "loss_by_epoch", "epochs_to_baseline"]
@@ -236,3 +237,24 @@ def test_seconds_are_best_only_where_clocks_can_be_compared():
     assert not marked([replace(run, config={**run.config, "virtual": True}) for run in runs])
     other = {**HARDWARE, "cpu": "Made-up 4000"}
     assert not marked([*runs[:2], *(replace(run, hardware=other) for run in runs[2:])])
+
+
+def test_a_rounding_error_is_no_miss():
+    """Losses are float32: 1.49e-8 above 0.1 is as low."""
+    runs = [record("d-rr", seed=s, epochs=2, losses=[1.0, 0.1]) for s in range(2)]
+    runs += [record("grab", seed=s, epochs=2, losses=[0.1 + 1.49e-8, 0.2]) for s in range(2)]
+    found = compare(runs).pairs[1]
+    assert found.epochs_to == 1 and found.epochs_to_by_seed == (1, 1)
+
+
+def test_single_seeds_that_got_there_are_no_never():
+    """Each seed reaches the goal, but at another epoch, so their mean never does."""
+    runs = [record("d-rr", seed=s, epochs=4, losses=[1.0, 1.0, 1.0, 0.5]) for s in (0, 1)]
+    runs.append(record("grab", seed=0, epochs=4, losses=[0.4, 2.0, 2.0, 2.0]))
+    runs.append(record("grab", seed=1, epochs=4, losses=[2.0, 2.0, 0.4, 2.0]))
+    runs += [record("fixed", seed=s, epochs=4, losses=[2.0] * 4) for s in (0, 1)]
+    table = comparison_table(compare(runs))
+    cells = [row[table.columns.index("epochs to baseline's final loss")] for row in table.rows]
+    assert (cells[1].text, cells[1].more) == ("not on average", ("by seed 1 to 3",))
+    assert (cells[2].text, cells[2].more) == ("never", ("no seed",))
+    assert all_verdicts(compare(runs))[0].text.startswith("the mean loss of grab does not reach")

@@ -46,11 +46,11 @@ def test_pages_are_made_of_records_alone(root):
 def test_without_a_template_the_summary_lists_the_studies(root):
     for page, here in ((PAGE, "evidence/"), (PAGES / "README.md", "")):
         lines = build_evidence(root).files[page].splitlines()
-        assert f"| [A &lt;study>]({here}small.md) | 0 / 0 / 1 |  |" in lines
+        assert f"| [A &lt;study>]({here}small.md) | 0 / 0 / 1 / 0 |  |" in lines
     own = STUDY.replace('source = "s"', 'source = "ours"')
     (root / "studies" / "small.toml").write_text(own)
     lines = build_evidence(root).files[PAGE].splitlines()
-    assert "| [A &lt;study>](evidence/small.md) |  | 0 / 0 / 1 |" in lines
+    assert "| [A &lt;study>](evidence/small.md) |  | 0 / 0 / 1 / 0 |" in lines
 
 
 def test_rows_are_short_and_details_are_folded(root):
@@ -78,13 +78,13 @@ def test_a_page_folds_every_arm_and_all_but_the_first_paragraph_of_the_note(root
     rows = [line.split(" | ")[:3] for line in arms.splitlines() if line.startswith("| ")]
     assert rows == [
         ["| arm", "seeds", "epochs"],
-        ["| d-rr, few", "2", "4"],
-        ["| cd-grab, few", "2", "4"],
+        ["| d-rr, few", "3", "4"],
+        ["| cd-grab, few", "3", "4"],
     ]
 
 
 def test_an_arm_that_was_stopped_is_read_where_all_its_runs_have_been(root):
-    runs = plan_runs(read_study(root / "studies" / "small.toml"), ["cd-grab, few"])
+    runs = plan_runs(read_study(root / "studies" / "small.toml"), ["cd-grab, few"], [0, 1])
     cut = [
         replace(result(run.arm, run.seed, losses), settings=run.settings, status=status)
         for run, losses, status in zip(

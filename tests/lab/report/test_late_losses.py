@@ -171,7 +171,8 @@ def test_control_that_gains_less_for_long_leaves_the_credit():
     control = curves("always-plus", BASE, *[[0.0, -1.0]] * 3)
     tone, text = said([*base(), *control, *grab])[-1]
     assert tone == "gain" and "cd-grab's loss over the last 2 epochs is 0.5 lower on" in text
-    assert text.endswith("3 seeds, paired p = 0.013: better): balancing is what helps.")
+    assert "3 seeds, paired p = 0.013, corrected p = 0.039: better)" in text
+    assert text.endswith(": balancing is what helps.")
 
 
 def test_control_without_a_gain_that_is_shown():
@@ -187,11 +188,11 @@ def test_control_without_a_gain_that_is_shown():
 
 
 def test_control_that_was_cut_short_is_held_against_the_same_epochs():
-    # cd-grab: 1 in the first half, 0.2 in the second. The control stops after 0.5 in the first.
-    grab = steady("cd-grab", *[-1.0] * 4, *[-0.2] * 4, losses=LONG)
+    # cd-grab: 3 in the first half, 0.2 in the second. The control stops after 0.5 in the first.
+    grab = steady("cd-grab", *[-3.0] * 4, *[-0.2] * 4, losses=LONG)
     control = curves("always-plus", LONG, *[[-0.5] * 8] * 3, done=4)
     tone, text = said([*base(LONG), *control, *grab])[-1]
-    assert tone == "gain" and "cd-grab's loss over epochs 3 to 4 is 0.50 lower on average" in text
+    assert tone == "gain" and "cd-grab's loss over epochs 3 to 4 is 2.5 lower on average" in text
 
 
 def test_sparsifiers_are_judged_by_their_metric():

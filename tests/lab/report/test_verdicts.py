@@ -153,6 +153,19 @@ def test_control_that_gains_less_leaves_the_credit():
     assert tone == "gain" and text.endswith("balancing is what helps.")
 
 
+def test_the_control_is_of_the_family():
+    """Alone p = 0.02; with the tests of both orders, five in all, it is not below 0.05."""
+    arms = [
+        *runs("d-rr", [1.0, 1.02, 0.98]),
+        *runs("always-plus", [0.30, 0.34, 0.26]),
+        *runs("cd-grab", [0.24, 0.24, 0.19]),
+    ]
+    tone, text = said(arms)[-1]
+    assert "paired p = 0.024, corrected p = 0.0" in text
+    assert tone == "open" and text.endswith("it is not shown that balancing is the reason.")
+    assert multiple_testing_note(compare(arms)).startswith("5 differences were tested")
+
+
 def test_control_too_close_to_tell():
     found = said(
         [

@@ -1,4 +1,5 @@
 import dataclasses
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -79,6 +80,28 @@ def test_batches_are_made_in_other_processes_and_one_that_fails_stops_no_other()
 def test_a_process_that_dies_is_told_of():
     with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 2 --jobs"):
         list(run_parallel(dies, [[piece(0)], [piece(1)]], WHERE, 2))
+
+
+def test_what_else_the_caller_has_started_goes_on(tmp_path, monkeypatch):
+    """A batch that is given up ends its own processes alone, and at once."""
+    monkeypatch.setenv("TOLD", str(tmp_path))
+    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    other.start()
+    try:
+        batches = run_parallel(works_or_sleeps, [[piece(0)], [piece(1)]], WHERE, 2)
+        next(batches)
+        (number,) = waited_for(lambda: [int(p.name) for p in tmp_path.glob("[0-9]*")], 1)
+        batches.close()  # as on Ctrl-C
+        waited_for(lambda: [n for n in [number] if not Path(f"/proc/{n}/stat").exists()], 1)
+        other.join(0.5)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
+
+
+def works_or_sleeps(part, where):
+    return works(part, where) if part[0].seed == 0 else sleeps(part, where)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):

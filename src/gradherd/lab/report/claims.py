@@ -8,12 +8,13 @@ Every claim becomes an *effect* per seed, a share that is positive if the claim 
 
 For percentages, such as accuracies, the difference in points counts instead of the share.
 
-Then, over seeds:
+The effects of all claims of a study are one family of tests; `rule` says which of them are shown.
+What is counted, such as bytes, needs no test if it is the same in every seed. Then a claim is
 
-- **confirmed**: the 95 % t interval of the mean effect is above zero (or the effect is the same
-  for all of two or more seeds), and the mean is at least half of the paper's, if the paper has one;
-- **weaker**: only one of the two, or every single seed agrees but the interval includes zero;
-- **not confirmed**: everything else; also if a run diverged or never reached the goal.
+- **confirmed** if its effect is shown, and is at least half of the paper's, if the paper has one;
+- **weaker** if only one of the two holds, or if every single seed agrees;
+- **not confirmed** otherwise; also if a run diverged or never reached the goal;
+- without a verdict for want of seeds: **not enough seeds**.
 """
 
 import statistics
@@ -21,14 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.lab.report.measures import ALWAYS, Measurement, measure, relative_change, unit_of
-from gradherd.lab.report.stats import paired_difference
+from gradherd.lab.report.rule import MIN_SEEDS, Family
+from gradherd.lab.report.stats import PairedDifference, paired_difference
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import PAIRED, Claim
-from gradherd.lab.text import counted, fixed, mean_and_std, percent, significant
+from gradherd.lab.text import counted, fixed, mean_and_std, p_value, percent, significant
 
 CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"
-_MIN_SEEDS = 2
-"""A single run has no variance to judge a difference by."""
+FEW_SEEDS = "not enough seeds"
 
 
 @dataclass(frozen=True)
@@ -37,32 +38,65 @@ class ClaimVerdict:
 
     claim: Claim
     verdict: str
-    """confirmed, weaker or not confirmed."""
+    """confirmed, weaker, not confirmed or not enough seeds."""
     ours: str
     """Our figures, with standard deviations, intervals and seeds."""
     short: str
     """The one figure that the verdict rests on."""
     limit: str = ""
     """What it is held against, if that is a number."""
+    lost: str = ""
+    """The corrected p value, if a confirmation fails by the correction alone."""
     changes: tuple[float, ...] = ()
     """By how much the arm differs from the reference in each seed, as a share; empty if unknown."""
     in_points: bool = False
     """Whether changes are differences of percentages."""
 
 
-def judge(
-    claim: Claim, results: Mapping[str, Sequence[RunResult]], seeds: int = _MIN_SEEDS
-) -> ClaimVerdict | None:
-    """Judge a claim by the results of its arms.
+@dataclass(frozen=True)
+class MeasuredClaim:
+    """A claim that the results can settle, with its effects."""
+
+    claim: Claim
+    measured: Measurement
+    other_reading: tuple[str, Measurement] | None
+    effects: Mapping[int, float | None]
+    """By seed; None if the run diverged or never reached the goal."""
+
+    @property
+    def test(self) -> PairedDifference | None:
+        """The test of the mean effect against zero; None if an effect is missing."""
+        return against_zero(list(self.effects.values()))
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the effect is no matter of chance: counted, or none, and equal in every seed."""
+        test = self.test
+        if test is None or test.p is not None:
+            return False
+        # Accuracies are multiples of one example: three equal ones may be luck.
+        same = self.measured.against == self.measured.arm
+        return same or self.claim.measure not in ALWAYS
+
+
+def judge_claims(
+    claims: Sequence[Claim], results: Mapping[str, Sequence[RunResult]]
+) -> list[ClaimVerdict]:
+    """Judge the claims of a study, which are one family of tests.
 
     Args:
-        claim: The claim.
+        claims: All claims of the study.
         results: Runs by the name of their arm.
-        seeds: Fewest seeds that count.
 
     Returns:
-        None if the claim has not been measured yet: an arm, an epoch or a second seed is missing.
+        Verdicts on the claims that have been measured: no arm and no epoch is missing.
     """
+    found = [one for claim in claims if (one := _measured(claim, results)) is not None]
+    family = Family(one.test for one in found)
+    return [_judge(one, family) for one in found]
+
+
+def _measured(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> MeasuredClaim | None:
     arm = results.get(claim.arm)
     against = results.get(claim.against) if claim.against is not None else None
     if not arm or (claim.against is not None and not against):
@@ -73,19 +107,58 @@ def judge(
     measured = measure(claim.measure, claim.epoch, arm, against)
     effects = effects_by_seed(claim, measured)
     # A measure that was switched off says nothing; a loss that is missing counts against the claim.
-    if len(effects) < seeds or not (measured.available or claim.measure in ALWAYS):
+    if not effects or not (measured.available or claim.measure in ALWAYS):
         return None
-    paper = paper_effect(claim, measured.in_percent, measured.higher_is_better)
-    verdict = verdict_of(list(effects.values()), paper)
-    other_reading = None if against is None else _other_reading(claim, arm, against)
+    other = None if against is None else _other_reading(claim, arm, against)
+    return MeasuredClaim(claim, measured, other, effects)
+
+
+def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
+    paper = paper_effect(one.claim, one.measured.in_percent, one.measured.higher_is_better)
+    seeds, verdict = list(one.effects), verdict_of(one, family, paper)
+    test, lost = one.test, ""
+    corrected = None if test is None else family.corrected_p(test)
+    if verdict in (WEAKER, NOT_CONFIRMED) and test is not None and corrected is not None:
+        large = paper is None or test.mean >= paper / 2
+        if test.excludes_zero and test.mean > 0 and large:
+            lost = f"corrected {p_value(corrected)}"
     return ClaimVerdict(
-        claim,
+        one.claim,
         verdict,
-        _our_figures(claim, measured, list(effects), other_reading),
-        *_short_figure(claim, measured, list(effects)),
-        tuple(_changes(measured, list(effects))),
-        measured.in_percent,
+        _our_figures(one, seeds, family),
+        *_short_figure(one.claim, one.measured, seeds),
+        lost,
+        tuple(_changes(one.measured, seeds)),
+        one.measured.in_percent,
     )
+
+
+def verdict_of(one: MeasuredClaim, family: Family, paper: float | None = None) -> str:
+    """Return the verdict on a claim, by the rule above.
+
+    Args:
+        one: The claim and its effects.
+        family: All tests of the study.
+        paper: The paper's effect, if it gives numbers.
+    """
+    if len(one.effects) < MIN_SEEDS:
+        return FEW_SEEDS
+    test = one.test
+    # One missing effect decides: leaving it out would favour the arm that diverges.
+    if test is None or test.mean <= 0:
+        return NOT_CONFIRMED
+    shown = one.is_certain or family.finds(test) == "higher"
+    # The right direction is not enough where the paper also says how much.
+    if shown and (paper is None or test.mean >= paper / 2):
+        return CONFIRMED
+    agree = all(effect is not None and effect > 0 for effect in one.effects.values())
+    return WEAKER if shown or agree else NOT_CONFIRMED
+
+
+def against_zero(values: Sequence[float | None]) -> PairedDifference | None:
+    """Return the test of a mean against zero; None with a single value, or if one is missing."""
+    # A paired test against zeros is the test of a single sample.
+    return paired_difference(values, [0.0] * len(values), range(len(values)))
 
 
 def _other_reading(
@@ -158,41 +231,6 @@ def paper_effect(
     return None if change is None else _effect(claim, change, higher_is_better)
 
 
-def verdict_of(effects: Sequence[float | None], paper: float | None = None) -> str:
-    """Return the verdict on these effects, by the rule above.
-
-    Args:
-        effects: One per seed; None if the run diverged or never reached the goal.
-        paper: The paper's effect, if it gives numbers.
-
-    >>> verdict_of([0.3, 0.31, 0.29]), verdict_of([0.3, 0.31, 0.29], paper=0.9)
-    ('confirmed', 'weaker')
-    >>> verdict_of([0.3, -0.1]), verdict_of([0.2, None])
-    ('not confirmed', 'not confirmed')
-    >>> verdict_of([0.5]), verdict_of([0.1, 0.9]), verdict_of([0.2, 0.2])
-    ('weaker', 'weaker', 'confirmed')
-    """
-    known = [effect for effect in effects if effect is not None]
-    # One missing effect decides: leaving it out would favour the arm that diverges.
-    if not known or len(known) < len(effects) or statistics.fmean(known) <= 0:
-        return NOT_CONFIRMED
-    above_zero = _interval_above_zero(known)
-    # The right direction is not enough where the paper also says how much.
-    large = paper is None or statistics.fmean(known) >= paper / 2
-    if above_zero and large:
-        return CONFIRMED
-    return WEAKER if above_zero or all(effect > 0 for effect in known) else NOT_CONFIRMED
-
-
-def _interval_above_zero(effects: Sequence[float]) -> bool:
-    # A paired test against zeros is the test of a single sample.
-    difference = paired_difference(effects, [0.0] * len(effects), range(len(effects)))
-    if difference is None:
-        return False
-    # Without variance there is no interval: counts such as bytes do not depend on the seed.
-    return difference.low > 0 if difference.low is not None else difference.mean > 0
-
-
 def _too_short(result: RunResult, epoch: int | None) -> bool:
     """Return whether a run that has not diverged has fewer epochs than the claim reads."""
     # Without an epoch a claim is about the end, which a stopped run has not seen.
@@ -201,35 +239,31 @@ def _too_short(result: RunResult, epoch: int | None) -> bool:
     return short and result.status != "diverged"
 
 
-def _our_figures(
-    claim: Claim,
-    measured: Measurement,
-    seeds: Sequence[int],
-    other_reading: tuple[str, Measurement] | None,
-) -> str:
-    """Return our figures on a claim in words.
-
-    Args:
-        claim: The claim.
-        measured: Its measure.
-        seeds: Seeds that both arms have.
-        other_reading: The same measure over another period, with words for the period.
-    """
+def _our_figures(one: MeasuredClaim, seeds: Sequence[int], family: Family) -> str:
+    """Return our figures on a claim in words, over the seeds that both arms have."""
+    claim, measured = one.claim, one.measured
     missing = "not reached" if claim.measure in PAIRED else "not finite"
     arm = {seed: measured.arm[seed] for seed in seeds}
     against = {} if measured.against is None else {seed: measured.against[seed] for seed in seeds}
     unit = unit_of(claim.measure, [*arm.values(), *against.values()])
-    parts = [f"{measured.words}: {_mean_text(arm, missing, unit)}"]
+    figures = f"{measured.words}: {_mean_text(arm, missing, unit)}"
     if against and claim.measure != "epochs_share":
-        parts[0] += f" against {_mean_text(against, missing, unit)}"
-    parts += [
-        text
-        for text in (_change_text(measured, seeds), _threshold(claim, unit, measured.in_percent))
-        if text
-    ]
-    if other_reading is not None and (change := _change_text(other_reading[1], seeds)):
-        parts.append(f"{other_reading[0]} {change}")
-    return "; ".join([*parts, counted(len(seeds), "seed")])
+        figures += f" against {_mean_text(against, missing, unit)}"
+    parts = [figures, _change_text(measured, seeds), _threshold(claim, unit, measured.in_percent)]
+    if one.other_reading is not None and (change := _change_text(one.other_reading[1], seeds)):
+        parts.append(f"{one.other_reading[0]} {change}")
+    parts += [_p_values(one.test, family), counted(len(seeds), "seed")]
+    return "; ".join(part for part in parts if part)
+
+
+def _p_values(test: PairedDifference | None, family: Family) -> str:
+    corrected = None if test is None else family.corrected_p(test)
+    if test is None or corrected is None:
+        return ""
+    if p_value(test.p) == p_value(corrected):
+        return p_value(test.p)
+    tests = counted(family.size, "claim")
+    return f"{p_value(test.p)}, corrected for {tests} {p_value(corrected)}"
 
 
 def _short_figure(claim: Claim, measured: Measurement, seeds: Sequence[int]) -> tuple[str, str]:
@@ -318,7 +352,7 @@ def _more_or_less(changes: Sequence[float], text_of: Callable[[float], str], uni
 
 def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % t interval of the mean; None without variance or with a single value."""
-    difference = paired_difference(changes, [0.0] * len(changes), range(len(changes)))
+    difference = against_zero(changes)
     if difference is None or difference.low is None or difference.high is None:
         return None
     return difference.low, difference.high

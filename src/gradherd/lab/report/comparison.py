@@ -18,6 +18,8 @@ QUESTIONS = {
     "sparsify": "Does sending less cost accuracy?",
     "both": "What do order and sparsifier change together?",
 }
+_ROUNDING = 1e-6
+"""Relative difference that float32 losses may have from rounding alone."""
 ReadValues = Callable[[Sequence[RunRecord], int], Sequence[float | None]]
 """Returns a value of each run after an epoch."""
 
@@ -238,11 +240,13 @@ def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
 def first_at_or_below(values: Sequence[float | None], goal: float | None) -> int | None:
     """Return the first epoch, counted from 1, whose value is at or below the goal.
 
-    >>> first_at_or_below([3.0, None, 1.0], 1.0)
-    3
+    >>> first_at_or_below([3.0, None, 1.0], 1.0), first_at_or_below([0.1 + 1.49e-8], 0.1)
+    (3, 1)
     """
     if goal is None:
         return None
+    # Losses are float32: what differs by a rounding error is the same.
+    goal += _ROUNDING * abs(goal)
     known = (finite(value) for value in values)
     return next(
         (e for e, value in enumerate(known, 1) if value is not None and value <= goal), None

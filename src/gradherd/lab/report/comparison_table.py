@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradherd.lab.report.comparison import ArmPair, Comparison
-from gradherd.lab.report.phrases import decimal_places
 from gradherd.lab.report.stats import MeanStd, PairedDifference
-from gradherd.lab.report.verdicts import all_verdicts
+from gradherd.lab.report.verdicts import all_verdicts, decimal_places
 from gradherd.lab.text import (
     counted,
     fixed,
@@ -151,6 +150,8 @@ def _epochs_to(comparison: Comparison) -> list[TableCell]:
     cells = []
     for index, pair in enumerate(comparison.pairs):
         text = "never" if pair.epochs_to is None else str(pair.epochs_to)
+        if pair.epochs_to is None and any(pair.epochs_to_by_seed) and len(pair.arm.seeds) > 1:
+            text = "not on average"  # single seeds got there, as the small print says
         cells.append(TableCell(text=text, more=_range_by_seed(pair), best=index in best))
     return cells
 
@@ -200,14 +201,15 @@ def _density(comparison: Comparison) -> list[TableCell]:
 
 def comparison_json(comparison: Comparison, report: str | None) -> dict[str, Any]:
     """Return a comparison for programs; keys are added, never renamed."""
+    verdicts = all_verdicts(comparison)
     return {
         "task": comparison.task,
         "baseline": comparison.baseline.label,
         "arms": [_arm_json(pair) for pair in comparison.pairs],
         "metric": comparison.metric_name,
         "higher_is_better": comparison.higher_is_better,
-        "headlines": [one.headline for one in all_verdicts(comparison) if one.headline],
-        "verdicts": [verdict.text for verdict in all_verdicts(comparison)],
+        "headlines": [verdict.headline for verdict in verdicts],
+        "verdicts": [verdict.text for verdict in verdicts],
         "notes": list(comparison.notes),
         "report": report,
     }

@@ -26,13 +26,13 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from gradherd.lab.report.bar_charts import EffectRow, effect_chart
-from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge
+from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge_claims
 from gradherd.lab.report.evidence_charts import check_reportable, draw_charts, draw_figure
 from gradherd.lab.report.evidence_pages import (
-    MARKS,
     StudySection,
     cell,
     index_page,
+    mark,
     short_cell,
     study_page,
     totals,
@@ -156,7 +156,7 @@ class _Summary:
             return f"| {words} | | | not measured yet |"
         verdict, section = entry
         ours = self._link(_signed(verdict) or short_cell(verdict), section)
-        return f"| {words} | {cell(verdict.claim.paper)} | {ours} | {MARKS[verdict.verdict]} |"
+        return f"| {words} | {cell(verdict.claim.paper)} | {ours} | {mark(verdict)} |"
 
     def effects(self, title: str, x: str, claims: Mapping[str, str], names: int = 132) -> str:
         """Return a picture of the changes that these claims measured, with their intervals."""
@@ -324,7 +324,7 @@ def judge_study(
         if arm.name in stored
     }
     results = {name: runs for name, runs in current.items() if runs}
-    return results, [one for claim in study.claims if (one := judge(claim, results)) is not None]
+    return results, judge_claims(study.claims, results)
 
 
 def is_current(study: Study, arm: Arm, result: RunResult) -> bool:

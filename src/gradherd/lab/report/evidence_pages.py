@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradherd.lab.report.claims import CONFIRMED, NOT_CONFIRMED, WEAKER, ClaimVerdict, judge
+from gradherd.lab.report.claims import (
+    CONFIRMED,
+    FEW_SEEDS,
+    NOT_CONFIRMED,
+    WEAKER,
+    ClaimVerdict,
+)
 from gradherd.lab.report.evidence_charts import file_name
 from gradherd.lab.report.measures import measure
 from gradherd.lab.report.stats import mean_std
@@ -13,7 +19,12 @@ from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.spec import THEMES, Claim, Study
 from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, printable
 
-MARKS = {CONFIRMED: "**confirmed**", WEAKER: "*weaker*", NOT_CONFIRMED: "not&nbsp;confirmed"}
+_MARKS = {
+    CONFIRMED: "**confirmed**",
+    WEAKER: "*weaker*",
+    NOT_CONFIRMED: "not&nbsp;confirmed",
+    FEW_SEEDS: "not&nbsp;enough&nbsp;seeds",
+}
 _HEADINGS = {
     "ordering": "Ordering",
     "open": "What the papers left open",
@@ -23,15 +34,16 @@ _HEADINGS = {
 _READING = """\
 Each study repeats an experiment of the papers, or asks what they left open, with this library on
 real data. `gradherd report --evidence` writes these pages from `studies/*.toml` and the results in
-`benchmarks/results` alone: no figure in a row is typed by hand, and a claim without results, or
-with a single seed, has no verdict. A row is
+`benchmarks/results` alone: no figure in a row is typed by hand. A row is
 
-- **confirmed** if the 95 % interval over seeds (paired by seed) is on the claimed side (for claims
-  of "no worse": within the tolerance), and the effect is at least half of the paper's where the
-  paper gives numbers;
-- *weaker* if only one of the two holds (the effect is clear, but less than half of the paper's),
-  or if all seeds agree but the interval includes zero;
-- not confirmed otherwise, including runs that diverged or never reached the goal.
+- **confirmed** if its effect is shown, by the rule that every report of gradherd follows: at least
+  three seeds (paired by seed), the 95 % interval on the claimed side (for claims of "no worse":
+  within the tolerance), and a p value below 0.05 after Holm's correction for all claims of the
+  study; and if it is at least half of the paper's where the paper gives numbers;
+- *weaker* if only one of the two holds, or if all seeds agree; a row that fails by the correction
+  alone has its corrected p value beside it;
+- not confirmed otherwise, including runs that diverged or never reached the goal;
+- without a verdict with fewer than three seeds.
 
 Figures in brackets are 95 % intervals, those after ± one standard deviation over seeds. Bands in
 charts show the range over all seeds. In studies that train, all workers share one process: losses,
@@ -72,7 +84,7 @@ def index_page(sections: Sequence[StudySection], here: str = "") -> str:
         lines += [
             f"## {_HEADINGS[theme]}",
             "",
-            "| study | claims of papers: confirmed / weaker / not | our own |",
+            "| study | claims of papers: confirmed / weaker / not / too few seeds | our own |",
             "|---|---|---|",
         ]
         for one in of_theme:
@@ -99,7 +111,10 @@ def totals(sections: Sequence[StudySection], unmeasured: int) -> str:
     for own, whose in ((False, "from papers"), (True, "of our own")):
         words = [one.verdict for one in verdicts if _is_own(one) == own]
         if words:
-            counts = listed([f"{words.count(word)} {word}" for word in MARKS])
+            named = [f"{words.count(word)} {word}" for word in _MARKS if word != FEW_SEEDS]
+            if few := words.count(FEW_SEEDS):
+                named.append(f"{few} without enough seeds")
+            counts = listed(named)
             sentences.append(f"{counted(len(words), 'claim')} {whose}: {counts}.")
     if unmeasured:
         sentences.append(f"{counted(unmeasured, 'claim')} not measured yet.")
@@ -108,7 +123,7 @@ def totals(sections: Sequence[StudySection], unmeasured: int) -> str:
 
 def _counts(verdicts: Sequence[ClaimVerdict], *, own: bool) -> str:
     words = [one.verdict for one in verdicts if _is_own(one) == own]
-    return " / ".join(str(words.count(word)) for word in MARKS) if words else ""
+    return " / ".join(str(words.count(word)) for word in _MARKS) if words else ""
 
 
 def _is_own(verdict: ClaimVerdict) -> bool:
@@ -129,14 +144,12 @@ def study_page(section: StudySection) -> str:
             if 0 < len(one.changes) < most:
                 ours += f", {len(one.changes)} seeds"
             cells = (str(number), cell(one.claim.text), cell(one.claim.paper), ours)
-            lines.append(f"| {' | '.join(cells)} | {MARKS[one.verdict]} |")
+            lines.append(f"| {' | '.join(cells)} | {mark(one)} |")
+        why = " [why](#left-out)" if study.left_out else ""
         for claim in section.pending:
-            # A single seed has no interval, but its figure is better than none.
-            seen = judge(claim, section.results, seeds=1)
-            ours = _missing(claim, section) if seen is None else short_cell(seen)
-            why = "[why](#left-out)" if study.left_out else ""
-            mark = f"{'not measured' if seen is None else 'one seed'} {why}".strip()
-            lines.append(f"|  | {cell(claim.text)} | {cell(claim.paper)} | {ours} | {mark} |")
+            ours = _missing(claim, section)
+            words = f"{cell(claim.text)} | {cell(claim.paper)} | {ours} | not measured{why}"
+            lines.append(f"|  | {words} |")
         lines.append("")
     for number, figure in enumerate(study.figures, 1):
         if (name := file_name(study, number)) in section.images:
@@ -211,6 +224,11 @@ def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
         f"{verdict.short}, must be {verdict.limit}" if verdict.limit and limit else verdict.short
     )
     return cell(words).replace(" %", "&nbsp;%")
+
+
+def mark(verdict: ClaimVerdict) -> str:
+    """Return the verdict, and what it lacks if the correction alone keeps it from being more."""
+    return f"{_MARKS[verdict.verdict]}{f', {verdict.lost}' if verdict.lost else ''}"
 
 
 def _details(verdict: ClaimVerdict, study: Study) -> str:

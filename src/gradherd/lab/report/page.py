@@ -20,7 +20,7 @@ from gradherd.lab.report.charts import charts_of
 from gradherd.lab.report.comparison import Comparison, compare_all
 from gradherd.lab.report.comparison_table import comparison_table
 from gradherd.lab.report.svg_parts import COLOURS, INK, PAPER, dashes, line_styles
-from gradherd.lab.report.verdicts import answer, multiple_testing_note
+from gradherd.lab.report.verdicts import answers, multiple_testing_note
 from gradherd.lab.text import counted, listed, printable
 from gradherd.lab.train.record import RunRecord, write_atomic
 
@@ -156,8 +156,7 @@ def _section(index: int, comparison: Comparison, files: Mapping[int, str]) -> Pa
 
 def _verdicts(comparison: Comparison) -> list[dict[str, Any]]:
     questions = []
-    for question in comparison.questions:
-        verdicts = answer(question, comparison)
+    for question, verdicts in answers(comparison):
         lines = [
             {"tone": one.tone, "sign": _TONES[one.tone][0], "means": _TONES[one.tone][1],
              "headline": one.headline, "text": one.text}

@@ -1,37 +1,31 @@
-"""One sentence for each pair of arms, from its figures alone: loss and metric together.
+"""Sentences about each pair of arms, from its figures alone: loss and metric together.
 
-Words that claim a difference are used only where the 95 % interval excludes zero, the p value stays
-below 5 % when it is corrected for the number of tests, and there are at least three seeds. The
-number of seeds is always given.
+`rule` decides which differences are shown; words that claim one are used for these only. A headline
+says it in a few words, the text has the figures: the number of seeds is always among them.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradherd.lab.report.arms import values_at
+from gradherd.lab.report.arms import ArmSummary, late_epochs, values_at
 from gradherd.lab.report.comparison import ArmPair, Comparison, Question, compare_pair
-from gradherd.lab.report.phrases import (
-    decimal_places,
-    distance,
-    headline,
-    late_period,
-    price,
-    reached,
-    read_after,
-    which_loss,
-    with_density,
-)
-from gradherd.lab.report.stats import PairedDifference, finite, holm
-from gradherd.lab.text import counted, decimals, fixed, p_value
+from gradherd.lab.report.rule import LEVEL, MIN_SEEDS, Family
+from gradherd.lab.report.stats import PairedDifference, finite
+from gradherd.lab.text import counted, decimals, fixed, listed, p_value, significant
 
 CONTROL = "always-plus"
 """The order that moves examples as a balancing order does, but ignores gradients."""
-MIN_SEEDS = 3
-"""Fewer seeds show no difference: with two, the interval rests on a single degree of freedom."""
 Direction = Literal["gain", "cost", "mixed", "open"]
-Corrected = Mapping[PairedDifference, float]
-"""p values, corrected for the number of tests in a comparison."""
+# "No difference shown", never "no difference": few seeds cannot show that there is none.
+_HEADLINES = {
+    "gain": "better than {}",
+    "gain, but": "better than {}, at a price",
+    "cost": "worse than {}",
+    "cost, but": "worse than {}, but it saves bytes",
+    "mixed": "better than {} in one measure, worse in another",
+    "open": "no difference from {} shown",
+    "few": "too few seeds to compare it with {}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,83 +35,114 @@ class Verdict:
     kind: str
     """The question it answers: order, sparsify or both; control for the check of a gain."""
     arm: str
-    tone: Literal["gain", "cost", "mixed", "open"]
+    tone: Direction
     """What is shown: a gain, a cost, both, or nothing."""
     text: str
-    headline: str = ""
-    """The answer in a few words, with its price; empty where the text is as short."""
+    """The figures that it rests on."""
+    headline: str
+    """The answer in one sentence."""
+
+
+@dataclass(frozen=True)
+class ControlCheck:
+    """An order that uses gradients beside the control: both against the same reference."""
+
+    pair: ArmPair
+    control: ArmPair
+    between: ArmPair
+    """The order against the control."""
+
+
+def answers(comparison: Comparison) -> list[tuple[Question, list[Verdict]]]:
+    """Return each question of a comparison with a verdict per pair, and the checks by the control.
+
+    All differences are one family: p values are corrected for their number.
+    """
+    checks, family = _control_checks(comparison), family_of(comparison)
+    found = []
+    for question in comparison.questions:
+        if question.kind == "order":
+            verdicts = [_order_verdict(pair, comparison, family) for pair in question.pairs]
+            verdicts += [one for check in checks if (one := _control_verdict(check, family))]
+        else:
+            verdicts = [
+                _sparsify_verdict(pair, comparison, family, question.kind)
+                for pair in question.pairs
+            ]
+        found.append((question, verdicts))
+    return found
 
 
 def all_verdicts(comparison: Comparison) -> list[Verdict]:
-    """Return all sentences of a comparison, question by question."""
-    return [
-        verdict for question in comparison.questions for verdict in answer(question, comparison)
-    ]
+    """Return all verdicts of a comparison, question by question."""
+    return [verdict for _, verdicts in answers(comparison) for verdict in verdicts]
 
 
-def answer(question: Question, comparison: Comparison) -> list[Verdict]:
-    """Return a sentence for each pair of a question, and for orders the check by the control.
+def family_of(comparison: Comparison) -> Family:
+    """Return all tests of a comparison.
 
-    Args:
-        question: One of the comparison's.
-        comparison: All arms, whose number of tests p values are corrected for.
+    Each pair of arms has two: of the loss that decides, and of the metric. An order beside the
+    control has one, of its loss against the control's.
     """
-    corrected = dict(_tests(comparison))
-    metric, higher = comparison.metric_name, comparison.higher_is_better
-    if question.kind == "order":
-        sentences = [_order_verdict(pair, metric, higher, corrected) for pair in question.pairs]
-        return [*sentences, *_control_verdicts(question.pairs, corrected)]
-    return [
-        _sparsify_verdict(pair, metric, higher, corrected, kind=question.kind)
-        for pair in question.pairs
-    ]
-
-
-def _tests(comparison: Comparison) -> list[tuple[PairedDifference, float]]:
-    """Return all tested differences of a comparison, with p values corrected for their number.
-
-    Each pair of arms has two tests: of the loss that decides, and of the metric.
-    """
-    # By arms, since a pair may answer two questions, and two pairs may have equal differences.
-    tests = {
-        (pair.arm.key, pair.reference.key, kind): difference
+    # By arms, since a pair may answer two questions.
+    pairs = {
+        (pair.arm.key, pair.reference.key): pair
         for question in comparison.questions
         for pair in question.pairs
-        for kind, difference in (("loss", pair.late_loss or pair.loss), ("metric", pair.metric))
-        if difference is not None and difference.p is not None
     }
-    p_values = [one.p for one in tests.values() if one.p is not None]
-    return list(zip(tests.values(), holm(p_values), strict=True))
+    tests = [one for pair in pairs.values() for one in (_deciding_loss(pair), pair.metric)]
+    return Family(
+        [*tests, *(_deciding_loss(check.between) for check in _control_checks(comparison))]
+    )
 
 
 def multiple_testing_note(comparison: Comparison) -> str | None:
     """Return what was done about several tests; None if there is at most one."""
-    tests = len(_tests(comparison))
+    tests = family_of(comparison).size
     if tests < 2:
         return None
     return (
         f"{tests} differences were tested (losses and metrics). One counts only if its p value, "
-        "corrected by Holm's method, is below 0.05; intervals are not corrected."
+        f"corrected by Holm's method, is below {LEVEL}; intervals are not corrected."
     )
 
 
-def _order_verdict(
-    pair: ArmPair, metric: str, higher_is_better: bool, corrected: Corrected
-) -> Verdict:
+def _deciding_loss(pair: ArmPair) -> PairedDifference | None:
+    # One epoch may be luck: the mean over many is steadier.
+    return pair.late_loss or pair.loss
+
+
+def _control_checks(comparison: Comparison) -> list[ControlCheck]:
+    """Return the orders that use gradients, each with the control of the same reference."""
+    pairs = [p for one in comparison.questions if one.kind == "order" for p in one.pairs]
+    controls = [pair for pair in pairs if pair.arm.order == CONTROL]
+    if not controls:
+        return []
+    # Imported late: it loads torch, which nothing else in a report needs.
+    from gradherd.lab.study.kinds import balances_gradients
+
+    return [
+        ControlCheck(pair, control, compare_pair(pair.arm, control.arm))
+        for control in controls
+        for pair in pairs
+        if pair.reference.key == control.reference.key and balances_gradients(pair.arm.order)
+    ]
+
+
+def _order_verdict(pair: ArmPair, comparison: Comparison, family: Family) -> Verdict:
     """Say whether an order needs fewer epochs, and at what price."""
     # Balancing promises faster optimisation, so the train loss comes first.
-    problem = _not_comparable(pair, by_loss=True)
-    if problem is not None:
-        return _without_means("order", pair, problem, diverged=pair.arm.final_loss.mean is None)
-    when, sooner = reached(pair)
+    if (problem := _not_comparable("order", pair, by_loss=True)) is not None:
+        return problem
+    when, sooner = _reached(pair)
     mean, late = _mean(pair, by_loss=True), pair.late_loss
     places = decimal_places(mean, pair.loss)
-    text = f"{when}; {which_loss(pair)} {distance(mean, places)}"
-    if late is not None:  # One epoch may be luck: the verdict rests on the mean of many.
+    text = f"{when}; {_which_loss(pair)} {distance(mean, places)}"
+    if late is not None:
         places = decimal_places(late.mean, late)
-        text += f"; {late_period(pair)} the loss is {distance(late.mean, places)} on average"
-    basis, by_loss = _basis(pair, late or pair.loss, places, corrected, lower_is_better=True)
-    also, by_metric = _metric_clause(pair, metric, higher_is_better, corrected)
+        text += f"; {_late_period(pair)} the loss is {distance(late.mean, places)} on average"
+    basis, by_loss = _basis(pair, late or pair.loss, places, family, lower_is_better=True)
+    also, by_metric = _metric_clause(pair, comparison, family)
     text += f" ({basis}){also}."
     direction = _both(by_loss, by_metric)
     # Fewer epochs that take more seconds or bytes are a trade, not a gain.
@@ -125,29 +150,27 @@ def _order_verdict(
     return _verdict("order", pair, direction, tone, text)
 
 
-def _sparsify_verdict(
-    pair: ArmPair, metric: str, higher_is_better: bool, corrected: Corrected, *, kind: str
-) -> Verdict:
+def _sparsify_verdict(pair: ArmPair, comparison: Comparison, family: Family, kind: str) -> Verdict:
     """Say whether sending less costs accuracy, and how much less it is."""
     # The question is what sending less costs in accuracy, so the metric comes first.
+    if (problem := _not_comparable(kind, pair, by_loss=False)) is not None:
+        return problem
     arm, ref = pair.arm, pair.reference
-    problem = _not_comparable(pair, by_loss=False)
-    if problem is not None:
-        return _without_means(kind, pair, problem, diverged=arm.final_metric.mean is None)
     own, other = arm.final_metric.mean, ref.final_metric.mean
     assert own is not None and other is not None
     # Paired where it can be: seeds differ more from each other than arms do.
     mean = _mean(pair, by_loss=False)
     places = decimal_places(mean, pair.metric)
-    lower = not higher_is_better
-    basis, by_metric = _basis(pair, pair.metric, places, corrected, lower_is_better=lower)
-    also, by_loss = _loss_clause(pair, corrected)
+    lower = not comparison.higher_is_better
+    basis, by_metric = _basis(pair, pair.metric, places, family, lower_is_better=lower)
+    also, by_loss = _loss_clause(pair, family)
     direction = _both(by_metric, by_loss)
     digits = min(max(places, decimals(other, 3)), 6)
-    name = f"{arm.label} against {ref.label}" if kind == "both" else with_density(arm)
+    name = f"{arm.label} against {ref.label}" if kind == "both" else _with_density(arm)
     text = (
-        f"{name}: {metric} {fixed(own, digits)} vs {fixed(other, digits)} (difference"
-        f"{read_after(pair)} {fixed(mean, places, sign=True)}, {basis}){also} with {price(pair)}."
+        f"{name}: {comparison.metric_name} {fixed(own, digits)} vs {fixed(other, digits)} "
+        f"(difference{_read_after(pair)} {fixed(mean, places, sign=True)}, {basis}){also} "
+        f"with {_price(pair)}."
     )
     # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
@@ -156,10 +179,14 @@ def _sparsify_verdict(
 
 
 def _verdict(kind: str, pair: ArmPair, shown: Direction, tone: Direction, text: str) -> Verdict:
-    enough = len(pair.common_seeds) >= MIN_SEEDS
-    # A gain that is only mixed has its price, and a cost has its saving.
-    short = headline(pair, (shown if shown == tone else f"{shown}, but") if enough else "few")
-    return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=short)
+    words = "few"
+    if len(pair.common_seeds) >= MIN_SEEDS:
+        # A gain that is only mixed has its price, and a cost has its saving.
+        words = shown if shown == tone else f"{shown}, but"
+    answer = _HEADLINES[words].format(pair.reference.label)
+    takes = "" if pair.bytes_ratio is None else f"; it takes {_price(pair)}"
+    headline = f"{pair.arm.label}: {answer}{takes}."
+    return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=headline)
 
 
 def _both(one: Direction, other: Direction) -> Direction:
@@ -169,97 +196,81 @@ def _both(one: Direction, other: Direction) -> Direction:
     return other if one == "open" else "mixed"
 
 
-def _metric_clause(
-    pair: ArmPair, metric: str, higher_is_better: bool, corrected: Corrected
-) -> tuple[str, Direction]:
+def _metric_clause(pair: ArmPair, comparison: Comparison, family: Family) -> tuple[str, Direction]:
     """Say what the metric shows, after a sentence about the loss."""
-    difference = pair.metric
+    difference, metric = pair.metric, comparison.metric_name
     if difference is None:
         return "", "open"
     places = decimal_places(difference.mean, difference)
-    lower = not higher_is_better
-    basis, direction = _basis(pair, difference, places, corrected, lower_is_better=lower)
+    lower = not comparison.higher_is_better
+    basis, direction = _basis(pair, difference, places, family, lower_is_better=lower)
     if direction == "open":
         return f"; {metric}: no difference shown", direction
     return f"; {metric} {fixed(difference.mean, places, sign=True)} ({basis})", direction
 
 
-def _loss_clause(pair: ArmPair, corrected: Corrected) -> tuple[str, Direction]:
+def _loss_clause(pair: ArmPair, family: Family) -> tuple[str, Direction]:
     """Say what the train loss shows, after a sentence about the metric."""
-    difference = pair.late_loss or pair.loss
+    difference = _deciding_loss(pair)
     if difference is None:
         return "", "open"
     places = decimal_places(difference.mean, difference)
-    basis, direction = _basis(pair, difference, places, corrected, lower_is_better=True)
+    basis, direction = _basis(pair, difference, places, family, lower_is_better=True)
     if direction == "open":
         return ", train loss: no difference shown,", direction
-    period = f" {late_period(pair)}" if pair.late_loss is not None else ""
+    period = f" {_late_period(pair)}" if pair.late_loss is not None else ""
     return f", train loss{period} {distance(difference.mean, places)} ({basis}),", direction
 
 
-def _control_verdicts(pairs: Sequence[ArmPair], corrected: Corrected) -> list[Verdict]:
-    """Compare the gain of each order that uses gradients with the control's."""
-    controls = [pair for pair in pairs if pair.arm.order == CONTROL]
-    if not controls:
-        return []
-    # Imported late: it loads torch, which nothing else in a report needs.
-    from gradherd.lab.study.kinds import balances_gradients
-
-    return [
-        verdict
-        for control in controls
-        for pair in pairs
-        if pair.reference.key == control.reference.key and balances_gradients(pair.arm.order)
-        if (verdict := _control_verdict(pair, control, corrected)) is not None
-    ]
-
-
-def _control_verdict(pair: ArmPair, control: ArmPair, corrected: Corrected) -> Verdict | None:
-    arm, other = pair.arm, control.arm
-    if None in (arm.final_loss.mean, other.final_loss.mean, pair.reference.final_loss.mean):
+def _control_verdict(check: ControlCheck, family: Family) -> Verdict | None:
+    """Say whether the gain of an order is due to balancing; None without a gain."""
+    pair, control, between = check.pair, check.control, check.between
+    arm, other, base = pair.arm, control.arm, pair.reference
+    if None in (arm.final_loss.mean, other.final_loss.mean, base.final_loss.mean):
         return None
     # Moving examples in a fixed pattern may help by itself. Only what an order gains beyond the
     # control can come from balancing gradients.
-    between = compare_pair(arm, other)
-    late = None not in (pair.late_loss, control.late_loss, between.late_loss)
-    gain, control_gain = -_mean_loss(pair, late), -_mean_loss(control, late)
-    # There is no gain to explain.
-    if gain <= 0:
+    gain, control_gain = -_mean_loss(pair), -_mean_loss(control)
+    if gain <= 0:  # There is nothing to explain.
         return None
-    difference = between.late_loss if late else between.loss
+    difference, late = _deciding_loss(between), between.late_loss is not None
     places = decimal_places(gain, difference)
-    basis, direction = _basis(between, difference, places, corrected, lower_is_better=True)
-    base = pair.reference.label
+
+    def verdict(tone: Direction, conclusion: str, text: str) -> Verdict:
+        return Verdict(
+            kind="control",
+            arm=arm.label,
+            tone=tone,
+            text=f"{text}: {conclusion}.",
+            headline=f"{arm.label} beside {other.label}, which ignores gradients: {conclusion}.",
+        )
+
     # Gains over different epochs are not compared: they shrink as training goes on.
     if arm.epochs == other.epochs and control_gain >= gain:
-        seeds = counted(len(pair.common_seeds), "seed")
-        period = f" {late_period(pair)}" if late else ""
-        text = (
-            f"{other.label}, which ignores gradients, improves on {base} as much as {arm.label} "
-            f"({fixed(control_gain, places)} against {fixed(gain, places)}{period}, {seeds}): "
-            "balancing is not the reason for the gain."
+        period = f" {_late_period(pair)}" if pair.late_loss is not None else ""
+        return verdict(
+            "mixed",
+            "balancing is not the reason for the gain",
+            f"{other.label}, which ignores gradients, improves on {base.label} as much as "
+            f"{arm.label} ({fixed(control_gain, places)} against {fixed(gain, places)}{period}, "
+            f"{counted(len(pair.common_seeds), 'seed')})",
         )
-        return Verdict(kind="control", arm=arm.label, tone="mixed", text=text)
-    amount = distance(_mean_loss(between, late), places)
-    which = f"loss {late_period(between)}" if late else which_loss(between)
+    basis, direction = _basis(between, difference, places, family, lower_is_better=True)
+    which = f"loss {_late_period(between)}" if late else _which_loss(between)
     lead = (
-        f"Against {other.label}, which ignores gradients, {arm.label}'s {which} is {amount}"
-        f"{' on average' if late else ''} ({basis})"
+        f"Against {other.label}, which ignores gradients, {arm.label}'s {which} is "
+        f"{distance(_mean_loss(between), places)}{' on average' if late else ''} ({basis})"
     )
-    if direction == "gain":
-        own = pair.late_loss if late else pair.loss
-        shown = own is not None and _is_shown(own, corrected)
-        but = "" if shown else f", but a gain over {base} is not shown"
-        text = f"{lead}: balancing is what helps{but}."
-        return Verdict(kind="control", arm=arm.label, tone="gain", text=text)
-    text = f"{lead}: it is not shown that balancing is the reason."
-    return Verdict(kind="control", arm=arm.label, tone="open", text=text)
+    if direction != "gain":
+        return verdict("open", "it is not shown that balancing is the reason", lead)
+    own = _deciding_loss(pair)
+    shown = own is not None and family.finds(own) == "lower"
+    but = "" if shown else f", but a gain over {base.label} is not shown"
+    return verdict("gain", f"balancing is what helps{but}", lead)
 
 
-def _mean_loss(pair: ArmPair, late: bool) -> float:
-    if late and pair.late_loss is not None:
-        return pair.late_loss.mean
-    return _mean(pair, by_loss=True)
+def _mean_loss(pair: ArmPair) -> float:
+    return pair.late_loss.mean if pair.late_loss is not None else _mean(pair, by_loss=True)
 
 
 def _mean(pair: ArmPair, *, by_loss: bool) -> float:
@@ -277,48 +288,36 @@ def _mean(pair: ArmPair, *, by_loss: bool) -> float:
     return own - other
 
 
-def _without_means(kind: str, pair: ArmPair, text: str, *, diverged: bool) -> Verdict:
-    lost = diverged and pair.arm.epochs > 0
-    return Verdict(kind=kind, arm=pair.arm.label, tone="cost" if lost else "open", text=text)
-
-
-def _not_comparable(pair: ArmPair, *, by_loss: bool) -> str | None:
+def _not_comparable(kind: str, pair: ArmPair, *, by_loss: bool) -> Verdict | None:
     """Return why there are no means to compare; None if there are."""
-    for one in (pair.arm, pair.reference):
+    arm, problem, lost = pair.arm, "", False
+    for one in (arm, pair.reference):
         if not one.epochs:
-            return f"{pair.arm.label}: {one.label} has no finished epoch, so nothing is compared."
-    for one in (pair.arm, pair.reference):
-        mean = (one.final_loss if by_loss else one.final_metric).mean
-        if mean is None:
+            problem = f"{one.label} has no finished epoch, so nothing is compared"
+            break
+        if (one.final_loss if by_loss else one.final_metric).mean is None:
             values = values_at(
                 one.used, one.epochs, lambda row: row.train_loss if by_loss else row.metric
             )
-            lost = sum(finite(value) is None for value in values)
-            seeds = counted(len(values), "seed")
-            what = "loss" if by_loss else "metric"
-            return (
-                f"{pair.arm.label}: {one.label} diverged with {lost} of {seeds} (its {what} is not "
-                "finite), so there is no mean to compare."
+            count = f"{sum(finite(value) is None for value in values)} of "
+            problem = (
+                f"{one.label} diverged with {count}{counted(len(values), 'seed')} (its "
+                f"{'loss' if by_loss else 'metric'} is not finite), so there is no mean to compare"
             )
-    return None
-
-
-def _is_shown(difference: PairedDifference, corrected: Corrected) -> bool:
-    """Return whether a difference may be called one."""
-    p = corrected.get(difference, difference.p)
-    return (
-        difference.excludes_zero
-        and p is not None
-        and p < 0.05
-        and len(difference.seeds) >= MIN_SEEDS
-    )
+            lost = one is arm
+            break
+    if not problem:
+        return None
+    tone: Direction = "cost" if lost else "open"
+    text = f"{arm.label}: {problem}."
+    return Verdict(kind=kind, arm=arm.label, tone=tone, text=text, headline=text)
 
 
 def _basis(
     pair: ArmPair,
     difference: PairedDifference | None,
     places: int,
-    corrected: Corrected,
+    family: Family,
     *,
     lower_is_better: bool,
 ) -> tuple[str, Direction]:
@@ -331,14 +330,119 @@ def _basis(
         return f"equal for each of {seeds}, so there is no interval: nothing is shown", "open"
     low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
     basis = f"95 % interval {low} to {high}, {seeds}, paired {p_value(difference.p)}"
-    several = corrected.get(difference, difference.p)
+    found, corrected = family.finds(difference), family.corrected_p(difference)
     # What is printed alike is not printed twice.
-    if p_value(several) != p_value(difference.p):
-        basis += f", corrected {p_value(several)}"
-    if len(difference.seeds) < MIN_SEEDS:
+    if corrected is not None and p_value(corrected) != p_value(difference.p):
+        basis += f", corrected {p_value(corrected)}"
+    if found == "few":
         return f"{basis}: not enough seeds", "open"
-    if not _is_shown(difference, corrected):
+    if found == "open":
         return f"{basis}: no difference shown", "open"
-    # The interval excludes zero here, so its upper end decides the direction.
-    better = (difference.high < 0) == lower_is_better
+    better = (found == "lower") == lower_is_better
     return f"{basis}: {'better' if better else 'worse'}", "gain" if better else "cost"
+
+
+def _reached(pair: ArmPair) -> tuple[str, bool]:
+    """Say when an arm reaches the other's final loss, and whether that takes less of everything."""
+    arm, ref = pair.arm, pair.reference
+    goal = f"{ref.label}'s {'final' if ref.finished else 'last'} loss"
+    # Not its number of epochs: it may have been there before, and then got worse.
+    own = pair.reference_epochs_to
+    if pair.epochs_to is None or own is None:
+        single = any(epoch is not None for epoch in pair.epochs_to_by_seed)
+        lead = f"the mean loss of {arm.label}" if single and len(arm.seeds) > 1 else arm.label
+        return f"{lead} does not reach {goal} in {counted(arm.epochs, 'epoch')}", False
+    # A loss that oscillates may reach its final value earlier; then that epoch is the fair one.
+    if own == ref.epochs:
+        share = f"{pair.epochs_to / own:.2f} of them"
+        when = f"{arm.label} reaches {goal} after {pair.epochs_to} of {own} epochs ({share})"
+    else:
+        itself = f"{ref.label} itself first gets there after {own} of {ref.epochs}"
+        when = f"{arm.label} reaches {goal} after {counted(pair.epochs_to, 'epoch')} ({itself})"
+    ratios = {
+        "seconds": _ratio(pair.seconds_to, ref.seconds_by_epoch[own - 1]),
+        "bytes": _ratio(pair.bytes_to, ref.bytes_by_epoch[own - 1]),
+    }
+    # Seconds of other machines, or of virtual workers, say nothing.
+    if not pair.same_clock:
+        del ratios["seconds"]
+    known = {what: ratio for what, ratio in ratios.items() if ratio is not None}
+    if known:
+        parts = [
+            f"{ratio:.2f} {'of' if ratio <= 1 else 'times'} its {what}"
+            for what, ratio in known.items()
+        ]
+        when += f", with {listed(parts)}"
+    dearer = [what for what, ratio in known.items() if ratio > 1]
+    if dearer and pair.epochs_to < own:
+        costs = ["no less time" if what == "seconds" else "more bytes" for what in dearer]
+        when += f": fewer epochs, but {listed(costs)}"
+    return when, not dearer and pair.epochs_to <= own
+
+
+def _ratio(own: float | None, other: float) -> float | None:
+    # Rounded before it is judged: what is printed as 1.00 must not count as dearer.
+    return None if own is None or not other else round(own / other, 2)
+
+
+def decimal_places(mean: float, difference: PairedDifference | None) -> int:
+    """Return how many decimals a difference and its interval deserve."""
+    ends = () if difference is None else (difference.low, difference.high)
+    # The largest of the three decides, so that all of them line up.
+    return decimals(max(abs(value) for value in (mean, *ends) if value is not None), 2)
+
+
+def distance(mean: float, places: int) -> str:
+    """Say by how much something is higher or lower.
+
+    >>> distance(-0.01234, 4), distance(0.004, 1), distance(0.0, 2)
+    ('0.0123 lower', '0.004 higher', 'the same')
+    """
+    if mean == 0:
+        return "the same"
+    amount = fixed(abs(mean), places)
+    if not amount.strip("0."):  # Too small for the decimals that the interval deserves.
+        amount = significant(abs(mean), 1)
+    return f"{amount} {'higher' if mean > 0 else 'lower'}"
+
+
+def _which_loss(pair: ArmPair) -> str:
+    return f"loss{after}" if (after := _read_after(pair)) else "final loss"
+
+
+def _read_after(pair: ArmPair) -> str:
+    """Say after which epoch a difference was read, if it was not the last one."""
+    if pair.arm.finished and pair.reference.finished:
+        return ""
+    return f" after {counted(min(pair.arm.epochs, pair.reference.epochs), 'epoch')}"
+
+
+def _late_period(pair: ArmPair) -> str:
+    """Say over which epochs late losses are means: the last half of those that both arms have."""
+    epochs = late_epochs(min(pair.arm.epochs, pair.reference.epochs))
+    if pair.late_loss is not None and pair.late_loss.epoch is None:
+        return f"over the last {counted(len(epochs), 'epoch')}"
+    return f"over epochs {epochs[0]} to {epochs[-1]}"
+
+
+def _price(pair: ArmPair) -> str:
+    """Say what share of the bytes and of the seconds an arm takes."""
+    share = pair.bytes_ratio
+    if share is None:
+        return "bytes not known"
+    # Shares in percent, multiples in times: "0.015 times" makes a reader count zeros.
+    text = f"{share:.2f} times the bytes"
+    if f"{share:.2f}" == "1.00":
+        text = "the same number of bytes"
+    elif share < 1:
+        text = f"{significant(100 * share, 2)} % of the bytes"
+    if pair.seconds_ratio is None or not pair.same_clock:
+        return text
+    return f"{text} and {pair.seconds_ratio:.2f} times the seconds"
+
+
+def _with_density(arm: ArmSummary) -> str:
+    """Return "exdyna at density 0.01" for an arm called "exdyna 0.01"."""
+    if arm.density is None:
+        return arm.label
+    return f"{arm.label.rsplit(' ', 1)[0]} at density {arm.density:.12g}"

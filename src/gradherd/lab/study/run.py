@@ -1,10 +1,10 @@
 """Plan the runs of a study, make those that are missing, and store their results."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import threading
@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,11 @@ def run_parallel(
     quiet = dataclasses.replace(context, progress=StudyProgress())
     # Spawned, not forked: a forked process cannot use a GPU that its parent has initialised.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn, initializer=_start_process)
+    # Closed, the lifeline ends the processes of this pool, and no other child of the caller.
+    end, lifeline = spawn.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(
+        min(jobs, len(parts)), mp_context=spawn, initializer=_start_process, initargs=(end,)
+    )
     failed: Exception | None = None
     try:
         futures = [pool.submit(_run_part, run, part, quiet) for part in parts]
@@ -257,11 +262,12 @@ def run_parallel(
             raise failed
     # Also on Ctrl-C, and when the caller stops iterating: children would train on unseen.
     except BaseException:
-        for child in multiprocessing.active_children():
-            child.terminate()
+        lifeline.close()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        lifeline.close()
+        end.close()
 
 
 def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[list[PlannedRun]]:
@@ -280,20 +286,19 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
     return parts
 
 
-def _start_process() -> None:
+def _start_process(end: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and ends this process.
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(end,), daemon=True).start()
     # The processes together already use the cores.
     torch.set_num_threads(1)
 
 
-def _exit_with_parent() -> None:
-    """Exit when the parent does, even if it was killed and could not end its children."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        # `sys.exit` would end this thread alone.
-        os._exit(1)
+def _exit_with_parent(end: Connection) -> None:
+    """Exit when the parent closes the lifeline, or ends: even if it was killed."""
+    with contextlib.suppress(EOFError):
+        end.recv()
+    # `sys.exit` would end this thread alone.
+    os._exit(1)
 
 
 def _run_part(run: RunBatch, part: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:
