@@ -19,6 +19,16 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add CONTRIBUTING.md, which lies in the root of the repository, as a page of the site."""
+    from mkdocs.structure.files import File
+
+    text = (Path(config["docs_dir"]).parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = re.sub(r"\]\(docs/", "](", text)
+    files.append(File.generated(config, "contributing.md", content=page))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Return the page with `[text](../path)` as text and path: the site has no such page."""
     if page.file.src_uri == _SUMMARY:
@@ -27,6 +37,7 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     if page.file.src_uri.startswith("evidence/"):
         page.meta["hide"] = ["toc"]
         return markdown  # Links up lead to pages of the site.
+    markdown = markdown.replace("(../CONTRIBUTING.md)", "(contributing.md)")
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+((?!docs/)[^)#]+)\)", _as_path, markdown)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradherd.cli.main import main
-from gradherd.lab.tasks import Split, find_task
+from gradherd.lab.tasks import TASKS, Split, find_task
 from gradherd.lab.train.record import read_record
 
 ROOT = Path(__file__).parent.parent
@@ -73,8 +73,19 @@ def test_the_example_is_a_frozen_dataclass():
 
 
 def test_the_task_in_the_page_trains_as_it_stands(capsys, place):
-    page = (ROOT / "docs" / "tasks.md").read_text()
+    page = (ROOT / "docs" / "own_task.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     (place / "line.py").write_text(block)
     told = run(capsys, "train", "line.py:Line", "--virtual", "--out", "out")
     assert told["task"] == "line" and told["status"] == "done" and told["final_loss"] < 1
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_page_has_the_size_and_the_settings_of_each_task(name):
+    page = (ROOT / "docs" / "own_task.md").read_text().replace("`, `-carried`", "`")
+    task = find_task(name)
+    size = re.findall(rf"^\| `{name}` \| [^|]+ \| ([\d,]+) \|", page, re.M)[0]
+    assert int(size.replace(",", "")) == sum(p.numel() for p in task.model().parameters())
+    first = name.removesuffix("-carried")  # the two have one row
+    (settings,) = re.findall(rf"^\| `{first}` \| (\d+ x \d+) \|", page, re.M)
+    assert settings == f"{task.defaults.workers} x {task.defaults.batch_size}"

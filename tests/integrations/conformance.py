@@ -1,4 +1,4 @@
-"""What gradherd demands of itself in every framework, and the table of docs/integrations.md.
+"""What gradherd demands of itself in every framework, and the tables of docs/frameworks.md.
 
 python -m tests.integrations.conformance runs all frameworks and writes the table, or with
 "composer" the one of Composer, which needs an older torch: no cell of them is typed by hand.
@@ -22,7 +22,7 @@ import torch
 from tests.integrations.task import DENSITY, EPOCHS, EXAMPLES, RANKS, STEPS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "integrations.md"
+PAGE = ROOT / "docs" / "frameworks.md"
 BEGIN, END = "<!-- conformance: made by tests.integrations.conformance -->", "<!-- end -->"
 BEGIN_COMPOSER = BEGIN.replace("conformance:", "composer:", 1)
 # Those in `make test`, which are small; then those that `make integrations` adds.
@@ -211,16 +211,19 @@ def table(names: Sequence[str], folder: Path, begin: str, command: str) -> str:
     return "\n".join([begin, "", *lines, "", made, "", END])
 
 
-def program(page: str, number: int = 0) -> str:
-    """Return a program of a framework's page, the first by default."""
-    text = PAGE.with_name(f"{page}.md").read_text()
-    found: list[str] = re.findall(r"^```py\w*\n(.*?)^```", text, re.S | re.M)
-    return found[number]
+def section(title: str) -> str:
+    """Return the part of the page below a framework's title."""
+    return re.split(rf"^## {title}\b.*$", PAGE.read_text(), flags=re.M)[1].split("\n## ")[0]
+
+
+def programs(title: str) -> list[str]:
+    """Return the programs in the section of a framework."""
+    return re.findall(r"^```py\w*\n(.*?)^```", section(title), re.S | re.M)
 
 
 def check_composer_page(folder: str) -> None:
-    """Run the program of Composer's page with Composer's launcher."""
-    Path(folder, "train.py").write_text(program("composer"))
+    """Run the program of Composer's section with Composer's launcher."""
+    Path(folder, "train.py").write_text(programs("Composer")[0])
     launcher = Path(sys.executable).with_name("composer")
     ran = subprocess.run(
         [launcher, "-n", "2", "train.py"],
