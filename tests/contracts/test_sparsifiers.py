@@ -94,7 +94,11 @@ NARROW = [
 NARROW += [
     Case(name, dim, density, torch.float32, values, steps=3)
     for name in filter(heeds_values, METHODS)
-    for dim, density, values in ((20_000, sparse(name), "int2"), (5001, 1.0, "int4"))
+    for dim, density, values in (
+        (20_000, sparse(name), "int2"),
+        (5001, 1.0, "int4"),
+        (40_003, 1.0, "int1"),
+    )
 ]
 STOPPED = [
     Case(name, dim, sparse(name), torch.float32, steps=6, poisoned=poisoned, resumed=resumed)

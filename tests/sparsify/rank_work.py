@@ -157,9 +157,14 @@ def through_disk(state):
 
 
 def snapshot(worker):
-    return through_disk(
-        {"residual": worker.feedback.residual, "worker": worker.state_dict(), "step": worker.step}
-    )
+    vectors = {"residual": worker.feedback.residual, "owner_error": worker.owner_errors()}
+    return through_disk(vectors | {"worker": worker.state_dict(), "step": worker.step})
+
+
+def waiting(worker):
+    """What a worker has yet to send: its residual, and what it lost of sums as their owner."""
+    lost = worker.owner_errors()
+    return worker.feedback.residual if lost is None else worker.feedback.residual + lost
 
 
 def same(a, b):
@@ -201,6 +206,8 @@ def run_case(case, size, ranks, exchange):
             for worker, state in zip(workers, saved, strict=True):
                 worker.load_state_dict(state["worker"])
                 worker.feedback.residual.copy_(state["residual"])
+                if state["owner_error"] is not None:
+                    worker.load_owner_errors(state["owner_error"], merged=False)
         for own, results, worker in zip(steps, add(grads), workers, strict=True):
             outcome = results.value
             mean = worker.mean_of(outcome)
@@ -208,7 +215,7 @@ def run_case(case, size, ranks, exchange):
             chosen = outcome.selection
             own.append(
                 Step(
-                    outcome.indices,
+                    outcome.coordinates(),
                     mean,
                     list(chosen.counts),
                     chosen.threshold,
@@ -217,7 +224,7 @@ def run_case(case, size, ranks, exchange):
                 )
             )
     return [
-        Trace(own, worker.feedback.residual, through_disk(worker.state_dict()), off)
+        Trace(own, waiting(worker), through_disk(worker.state_dict()), off)
         for own, worker, off in zip(steps, workers, called_off, strict=True)
     ]
 

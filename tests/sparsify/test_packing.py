@@ -16,7 +16,7 @@ from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.rank_work import normal, same
 
-few_bits = pytest.mark.parametrize("bits", [2, 4, 8])
+few_bits = pytest.mark.parametrize("bits", [1, 2, 4, 8])
 
 
 @st.composite
@@ -63,12 +63,14 @@ def reference_decoded(values, bits):
     for begin in range(0, len(values), GROUP):
         group = np.asarray(values[begin : begin + GROUP], dtype=np.float64)
         size = np.abs(group)
-        if bits == 2:
+        if bits == 1:
+            low = high = size.mean()
+        elif bits == 2:
             low, high = best_two_levels(size)
         else:
             low, high = size.min(), size.max()
         low, high = (float(torch.tensor(level).bfloat16()) for level in (low, high))
-        levels = np.linspace(low, high, 2 ** (bits - 1))
+        levels = np.linspace(low, high, max(1, 2 ** (bits - 1)))
         nearest = levels[np.abs(size[:, None] - levels).argmin(1)]
         out[begin : begin + GROUP] = np.where(group < 0, -nearest, nearest)
     return out
@@ -170,4 +172,6 @@ def test_error_feedback_brings_all_of_a_gradient_in_the_end(values, method):
     left = float((total - grads.mean(0)).norm() / grads.mean(0).norm())
     assert left < 0.35
     kept = workers.residuals().double().sum(0) + 3 * steps * total.double()
+    if method == "dense":
+        kept += sum(worker.owner_errors().double() for worker in workers.workers)
     torch.testing.assert_close(kept, steps * grads.double().sum(0), rtol=1e-4, atol=1e-2)

@@ -95,6 +95,7 @@ def test_variants_of_exclusive_partitions(method):
         {"clip": 5.0},
         {"values": "bf16"},
         {"values": "int2"},
+        {"values": "int1"},
         {"warmup_steps": 3, "warmup_from": 1.0},
         {"learning_rate": iter([0.0, 0.1, 0.1, 0.01]).__next__},
     ],
@@ -102,7 +103,7 @@ def test_variants_of_exclusive_partitions(method):
 )
 def test_settings_apply_to_rows(options):
     rates = [0.0, 0.1, 0.1, 0.01]
-    for name in ("exdyna", "topk"):
+    for name in ("exdyna", "topk", *(["dense"] if "values" in options else [])):
         steps: list[int] = []
         if "learning_rate" in options:
             options = {"learning_rate": lambda: rates[len(steps)]}  # noqa: B023

@@ -135,7 +135,10 @@ class ModelExchange:
     def vectors(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of what is kept between steps, by parameter."""
         self._complete()
-        return {key: self.by_name(flat) for key, flat in self._vectors().items()}
+        vectors = self._vectors()
+        if (lost := self._worker.owner_errors()) is not None:
+            vectors["owner_error"] = lost
+        return {key: self.by_name(flat) for key, flat in vectors.items()}
 
     def state_dict(self, gather: bool = True) -> dict[str, Any]:
         """Return what this rank keeps: vectors by parameter, and the state of the method.
@@ -191,6 +194,9 @@ class ModelExchange:
     def _load(self, state: Mapping[str, Any]) -> None:
         for key, flat in self._vectors().items():
             self.fill(flat, state[key])
+        if "owner_error" in state:
+            lost = self.fill(torch.zeros_like(self._worker.feedback.residual), state["owner_error"])
+            self._worker.load_owner_errors(lost, merged=state["rank"] is None)
         self._worker.load_state_dict(state)
 
 

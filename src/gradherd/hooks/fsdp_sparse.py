@@ -127,7 +127,7 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
             for name in used:
                 self._local_grad(name).fill_(torch.nan)
             return
-        written = self._write(outcome.indices, self._worker.mean_of(outcome), used)
+        written = self._write(outcome.coordinates(), self._worker.mean_of(outcome), used)
         self._keep(outcome, written, used)
 
     def _local_grad(self, name: str) -> Tensor:

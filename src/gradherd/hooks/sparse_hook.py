@@ -190,7 +190,7 @@ class SparseHook(BucketHook, GradientExchange):
             return
         # A narrow dtype rounds or clamps the mean. What the bucket could not hold goes back into
         # the residual, so the optimizer gets it later.
-        written = self._map.put(flats, outcome.indices, self._worker.mean_of(outcome))
+        written = self._map.put(flats, outcome.coordinates(), self._worker.mean_of(outcome))
         self._keep(outcome, written, used)
 
     def last_step(self) -> dict[str, Any]:

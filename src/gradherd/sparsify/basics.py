@@ -47,6 +47,7 @@ class Dense(Selector):
     """Must be 1; the field exists because every sparsifier has a density."""
 
     exclusive = True
+    sends_all = True
 
     def __post_init__(self) -> None:
         if self.density != 1:
@@ -63,10 +64,10 @@ class Dense(Selector):
     ) -> Script[Selection]:
         """Select every coordinate."""
         yield from ()  # A generator like all scripts, although nothing is exchanged.
-        everything = torch.arange(len(acc), device=acc.device)
         # No worker selects anything here; equal shares keep the padding metric at 1.
         cuts = even_cuts(len(acc), context.size)
-        return Selection(everything, [end - begin for begin, end in pairwise(cuts)], None)
+        counts = [end - begin for begin, end in pairwise(cuts)]
+        return Selection(None, counts, None, selected=len(acc))
 
 
 @dataclass(frozen=True)

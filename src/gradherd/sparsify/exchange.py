@@ -23,8 +23,8 @@ from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContex
 class Outcome:
     """Result of a step on one worker."""
 
-    indices: Tensor
-    """(K,) coordinates that were sent, the same on all workers."""
+    indices: Tensor | None
+    """(K,) coordinates that were sent, the same on all workers; None is all."""
     mean: Tensor
     """(K,) mean over workers, the same bits on all of them."""
     remainder: Tensor | None
@@ -33,12 +33,26 @@ class Outcome:
     """(K,) whether this worker's own value is part of the mean; None is everywhere."""
     selection: Selection
     """What the method selected, without what is always sent."""
+    owner_error: Tensor | None = None
+    """What this worker has lost of its slice of the sum (`value_sums`), where it keeps that."""
+
+    def coordinates(self) -> Tensor:
+        """Return (K,) the coordinates that were sent."""
+        if self.indices is None:
+            return torch.arange(len(self.mean), device=self.mean.device)
+        return self.indices
+
+    def whole_mean(self, dim: int) -> Tensor:
+        """Return (D,) the mean, zero where nothing was sent."""
+        if self.indices is None:
+            return self.mean
+        return self.mean.new_zeros(dim).index_copy_(0, self.indices, self.mean)
 
     def metrics(self, dim: int) -> dict[str, Any]:
         """Return the metrics of a step that sparsified `dim` coordinates."""
         selected = self.selection.selected
         if selected is None:
-            selected = len(self.selection.indices)
+            selected = 0 if self.selection.indices is None else len(self.selection.indices)
         return {
             "selected": selected,
             "per_rank": self.selection.counts,

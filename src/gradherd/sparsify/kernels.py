@@ -145,6 +145,40 @@ def scatter_to_bucket(
     written[mine] = narrowed.to(written.dtype)
 
 
+def has_sign_kernels(device: torch.device) -> bool:
+    """Return whether values can be rounded to one bit by a kernel: float32 on a GPU."""
+    return device.type == "cuda" and has_triton()
+
+
+def encode_signs(values: Tensor, length: int, message: Tensor, left: Tensor) -> None:
+    """Round values to one bit, as `packing.encode_values` does with each slice.
+
+    Args:
+        values: (n,) float32, of which every slice has `length`; the last may be shorter.
+        length: Of a slice.
+        message: (R, bytes) uint8 receives the levels and signs of each slice.
+        left: (n,) receives what rounding takes; may be `values`.
+    """
+    _sign_kernels().encode_signs(values, length, message, left)
+
+
+def encode_sign_sums(received: Tensor, real: int, message: Tensor, lost: Tensor) -> None:
+    """Add up slices in one bit, in the order of their rows, and round the sum to one bit.
+
+    Args:
+        received: (R, bytes) uint8 of each worker's slice.
+        real: Values of the slice; zeros follow.
+        message: (bytes,) uint8 receives the sum.
+        lost: (length,) float32 is added to the sum; receives what rounding takes.
+    """
+    _sign_kernels().encode_sign_sums(received, real, message, lost)
+
+
+def decode_signs(messages: Tensor, length: int, out: Tensor) -> None:
+    """Write what (R, bytes) messages of `length` values each hold to (n,) `out`."""
+    _sign_kernels().decode_signs(messages, length, out)
+
+
 def indices_above(values: Tensor, threshold: float) -> Tensor:
     """Return where |values| >= threshold, ascending: (D,) -> (k,) int64.
 
@@ -210,6 +244,12 @@ def _triton_for(*vectors: Tensor) -> Any:
     if any(vector.device != vectors[0].device for vector in vectors):
         return None
     return _triton()
+
+
+def _sign_kernels() -> Any:
+    from gradherd.sparsify import triton_signs  # late, as below
+
+    return triton_signs
 
 
 def _triton() -> Any:

@@ -187,7 +187,7 @@ def commit_difference(worker: Worker, outcome: Outcome | None, decay: float) -> 
     residual = worker.feedback.residual
     if decay != 1:
         residual.mul_(decay)
-    return torch.zeros_like(residual).index_copy_(0, outcome.indices, outcome.mean)
+    return outcome.whole_mean(len(residual))
 
 
 def mean_of_buffers(rows: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Literal
 DEFAULT_DENSITY = 0.01
 """Share of the coordinates that methods send unless they are told otherwise, everywhere."""
 
-ValueFormat = Literal["fp32", "bf16", "int8", "int4", "int2"]
+ValueFormat = Literal["fp32", "bf16", "int8", "int4", "int2", "int1"]
 """How values are sent (`Sparsify.values`)."""
 
-VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8", "int4", "int2")
+VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8", "int4", "int2", "int1")
 
-VALUE_BITS: dict[ValueFormat, int] = {"int8": 8, "int4": 4, "int2": 2}
+VALUE_BITS: dict[ValueFormat, int] = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 """Bits of a value in the formats that have levels."""
 
 IndexBits = Literal[12, 16, 32]
@@ -25,8 +25,8 @@ CHUNK_BITS = 12
 GROUP = 256
 """Values that share their levels."""
 
-LEVEL_BYTES = 4
-"""Levels of a group: the lowest and the highest, as bf16."""
+LEVEL_BYTES = 2
+"""A level of a group, as bf16."""
 
 FLAG_BYTES = 4
 """Header of every worker and step: an int32 that says whether its values are finite."""
@@ -90,10 +90,18 @@ def index_bytes(count: int, span: tuple[int, int], bits: IndexBits) -> int:
     return counts + -(-bits * count // 8)
 
 
+def level_bytes(count: int, bits: int) -> int:
+    """Return how many bytes the levels of `count` values take.
+
+    A group has its lowest and its highest level; with one bit it has the one level of all.
+    """
+    return (1 if bits == 1 else 2) * LEVEL_BYTES * -(-count // GROUP)
+
+
 def value_bytes(count: int, bits: int) -> int:
     """Return how many bytes `encode_values` writes for `count` values.
 
-    >>> value_bytes(1000, 2), value_bytes(1000, 8), value_bytes(0, 2)
-    (266, 1016, 0)
+    >>> value_bytes(1000, 1), value_bytes(1000, 2), value_bytes(1000, 8), value_bytes(0, 2)
+    (133, 266, 1016, 0)
     """
-    return LEVEL_BYTES * -(-count // GROUP) + -(-bits * count // 8)
+    return level_bytes(count, bits) + -(-bits * count // 8)

@@ -3,23 +3,25 @@
 An index takes 32 bits; or 16 as an offset in a page of 65,536 coordinates; or 12 as an offset in a
 chunk of 4,096. Offsets need a count for each page or chunk, so what is smallest depends on how many
 there are. A value takes its own dtype; or 8, 4 or 2 bits: a sign, and the number of a level between
-two magnitudes that a group of 256 values shares.
+two magnitudes that a group of 256 values shares; or 1 bit: a sign, and one magnitude for the group.
 
 Indices of 12 bits and values of 2 are what SparseLoCo sends (arXiv:2508.15706). Levels between the
 smallest and the largest magnitude suit values that were selected for being large: zero, which a
-scale alone would make room for, is rarely among them.
+scale alone would make room for, is rarely among them. One bit is that of 1-bit SGD (Seide et al.,
+Interspeech 2014); the mean magnitude of a group loses the least squares.
 
 Letters: n values or indices.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradherd.sparsify.message_sizes import (
     CHUNK_BITS,
     GROUP,
-    LEVEL_BYTES,
     IndexBits,
+    level_bytes,
     pages_of,
 )
 
@@ -115,12 +117,12 @@ def _unpack_12(packed: Tensor, count: int) -> Tensor:
 def encode_values(values: Tensor, bits: int) -> Tensor:
     """Round finite values to the levels of their groups.
 
-    With 2 bits a group has the two levels that lose the least squares. With 4 or 8 bits there are 8
-    or 128, evenly from the smallest magnitude to the largest.
+    With 1 or 2 bits a group has the one or two levels that lose the least squares. With 4 or 8 bits
+    there are 8 or 128, evenly from the smallest magnitude to the largest.
 
     Args:
         values: (..., n) float32 or float64.
-        bits: 2, 4 or 8.
+        bits: 1, 2, 4 or 8.
 
     Returns:
         (..., value_bytes(n, bits)) uint8: the levels of all groups, then the codes.
@@ -135,8 +137,11 @@ def encode_values(values: Tensor, bits: int) -> Tensor:
     groups = _grouped(values)
     real = torch.arange(groups.shape[-2] * GROUP, device=values.device).view(-1, GROUP) < count
     magnitudes = groups.abs()
-    low, high = _two_levels(magnitudes, real) if bits == 2 else _range(magnitudes, real)
     limit = torch.finfo(torch.bfloat16).max
+    if bits == 1:
+        level = (magnitudes.sum(-1) / real.sum(-1)).clamp_(max=limit).to(torch.bfloat16)
+        return torch.cat([level.view(torch.uint8), _pack_signs(values < 0)], dim=-1)
+    low, high = _two_levels(magnitudes, real) if bits == 2 else _range(magnitudes, real)
     levels = torch.stack([low, high], dim=-1).clamp(max=limit).to(torch.bfloat16)
     # From the levels as they are sent: the sender must round as the others will read.
     base, step = _steps(levels, bits, groups.dtype)
@@ -152,9 +157,13 @@ def decode_values(
     """Return the (..., count) values that `encode_values` wrote; equal bytes give equal bits."""
     if not count:
         return packed.to(dtype)
-    border = LEVEL_BYTES * -(-count // GROUP)
+    border = level_bytes(count, bits)
     # Cloned, because a view as bf16 needs aligned memory.
     levels = packed[..., :border].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    if bits == 1:
+        signs = _grouped(_unpack_signs(packed[..., border:], dtype)[..., :count])
+        one_level: Tensor = signs.mul_(levels.to(dtype).unsqueeze(-1)).flatten(-2)
+        return one_level[..., :count]
     levels = levels.reshape(*packed.shape[:-1], -1, 2)
     base, step = _steps(levels, bits, dtype)
     codes = _grouped(_unpack_bits(packed[..., border:], bits)[..., :count])
@@ -206,6 +215,22 @@ def _grouped(values: Tensor) -> Tensor:
     """Pad (..., n) with zeros to whole groups: (..., G, 256)."""
     missing = -values.shape[-1] % GROUP
     return torch.nn.functional.pad(values, (0, missing)).reshape(*values.shape[:-1], -1, GROUP)
+
+
+def _pack_signs(negative: Tensor) -> Tensor:
+    """Pack (..., n) bool, eight to a byte, the first in the lowest bit."""
+    if negative.is_cpu:  # numpy has a loop for it, torch would need eight passes
+        return torch.from_numpy(np.packbits(negative.numpy(), axis=-1, bitorder="little"))
+    return _pack_bits(negative.to(torch.uint8), 1)
+
+
+def _unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 1 where a bit is 0, and -1 where it is 1."""
+    if packed.is_cpu:
+        bits = torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little"))
+    else:
+        bits = _unpack_bits(packed, 1)
+    return bits.to(dtype).mul_(-2).add_(1)
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:

@@ -65,8 +65,8 @@ class Proposal:
 class Selection:
     """The coordinates that all workers agreed to send."""
 
-    indices: Tensor
-    """(K,) int64 without repeats, the same on all workers."""
+    indices: Tensor | None
+    """(K,) int64 without repeats, the same on all workers; None is all coordinates."""
     counts: list[int]
     """How many coordinates each of the R workers selected."""
     state: Any
@@ -107,6 +107,8 @@ class Selector(ABC):
     """Whether a coordinate can be selected by one worker at most."""
     sums_values: ClassVar[bool] = False
     """Whether the method reduces the values itself, so that `Sparsify.values` does not apply."""
+    sends_all: ClassVar[bool] = False
+    """Whether it selects all coordinates at every step."""
     uses_layers: ClassVar[bool] = False
     """Whether the method reads `layers`."""
     transforms: ClassVar[bool] = False

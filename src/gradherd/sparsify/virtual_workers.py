@@ -9,6 +9,7 @@ Letters: D coordinates, of which the first S are sparsified; R workers, K coordi
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from gradherd.sparsify.message_sizes import FLAG_BYTES, MAX_COORDINATES
 from gradherd.sparsify.selector import Selection, target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_rows
-from gradherd.sparsify.worker import ErrorFeedback, Worker, clip_factor, clip_together
+from gradherd.sparsify.worker import (
+    ErrorFeedback,
+    Worker,
+    clip_factor,
+    clip_together,
+    is_finite,
+)
 
 
 class VirtualWorkers:
@@ -113,8 +120,7 @@ class VirtualWorkers:
             self.metrics["residual_norm"] = self._residual_norm()
         self.metrics["bytes"] = round(statistics.fmean(sent))
         mean = self.workers[0].mean_of(outcome)
-        out = torch.zeros(self._dim, dtype=mean.dtype, device=mean.device)
-        return out.index_copy_(0, outcome.indices, mean)
+        return replace(outcome, mean=mean).whole_mean(self._dim)
 
     def _clipped(self, grads: Tensor, clip: float) -> Tensor:
         """Return gradients whose rows are clipped, as new ones: an order may learn from the old."""
@@ -128,9 +134,11 @@ class VirtualWorkers:
 
     def _run_scripts(self) -> tuple[Outcome | None, Sequence[int]]:
         """Exchange worker by worker; return worker 0's outcome, and the bytes of each."""
+        # A copy: rounding may overwrite it.
+        sums = [worker.feedback.acc.clone() for worker in self.workers if self.keep_payload]
         results = run_together([worker.script() for worker in self.workers])
         if self.keep_payload:
-            self.payload = self._sent([result.value for result in results])
+            self.payload = self._sent(sums, [result.value for result in results])
         for worker, result in zip(self.workers, results, strict=True):
             worker.commit(result.value)
         return results[0].value, [result.bytes for result in results]
@@ -142,24 +150,35 @@ class VirtualWorkers:
         chosen = self._select(together.acc) if together.finite() else None
         if chosen is not None:
             selection, states, agreed = chosen
-            indices = torch.cat([selection.indices, self._always])
-            values = together.acc.index_select(1, indices)
-            total, errors, sent = sum_rows(
-                values, len(self._always), first.settings.values, self._dim
+            indices, values = None, together.acc
+            if selection.indices is not None:
+                indices = torch.cat([selection.indices, self._always])
+                values = together.acc.index_select(1, indices)
+            before = values.clone() if self.keep_payload else None
+            total, errors, owned, sent = sum_rows(
+                values,
+                len(self._always),
+                first.settings.values,
+                self._dim,
+                [worker.owner_error for worker in self.workers],
             )
-        if chosen is None or not bool(total.isfinite().all()):
+        if chosen is None or not is_finite(total):
             for worker in self.workers:
                 worker.commit(None)
             return None, []
-        if self.keep_payload:
-            own = values if errors is None else values - errors
-            self.payload = torch.zeros_like(together.acc).index_copy_(1, indices, own)
+        if before is not None:
+            self.payload = before if errors is None else before - errors
+            if indices is not None:
+                empty = torch.zeros_like(together.acc)
+                self.payload = empty.index_copy_(1, indices, self.payload)
         outcome = Outcome(indices, total / len(self.workers), None, None, selection)
         together.commit(
             indices, errors, restarted=first.restarted(outcome), low_pass=selection.low_pass
         )
-        for worker, row, state in zip(self.workers, together.rows(), states, strict=True):
-            worker.feedback, worker.state = row, state
+        for worker, row, state, own in zip(
+            self.workers, together.rows(), states, owned, strict=True
+        ):
+            worker.feedback, worker.state, worker.owner_error = row, state, own
             worker.counters[0] += 1
         return outcome, [both[0] + both[1] for both in zip(agreed, sent, strict=True)]
 
@@ -194,13 +213,13 @@ class VirtualWorkers:
         norms = [torch.linalg.vector_norm(worker.feedback.residual) for worker in self.workers]
         return statistics.fmean(torch.stack(norms).tolist())
 
-    def _sent(self, outcomes: list[Outcome | None]) -> Tensor | None:
+    def _sent(self, sums: list[Tensor], outcomes: list[Outcome | None]) -> Tensor | None:
         """Return (R, D) what each worker has sent, zero elsewhere; None if nothing was."""
         sent = []
-        for worker, outcome in zip(self.workers, outcomes, strict=True):
+        for acc, outcome in zip(sums, outcomes, strict=True):
             if outcome is None:
                 return None
-            acc, at = worker.feedback.acc, outcome.indices
+            at = outcome.coordinates()
             # Of rounded values, or of a part of them, the remainder was not sent.
             own = acc[at] if outcome.remainder is None else acc[at] - outcome.remainder
             sent.append(torch.zeros_like(acc).index_copy_(0, at, own))

@@ -28,7 +28,7 @@ from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
 from gradherd.sparsify.selector import Selection, StepContext, target_count
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.value_sums import sum_values
+from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values
 
 # --- Residuals --------------------------------------------------------------------------------
 
@@ -135,10 +135,7 @@ class ErrorFeedback:
 
     def finite(self) -> bool:
         """Return whether residual + gradient is finite everywhere."""
-        if self._bad is not None:
-            return not bool(self._bad)
-        # A finite sum is proof, in one pass. If it is not finite, it may just have overflowed.
-        return bool(self.acc.sum().isfinite()) or bool(self.acc.isfinite().all())
+        return is_finite(self.acc) if self._bad is None else not bool(self._bad)
 
     def swap(self) -> None:
         """Make the sum the residual; the old residual is where the next sum is written."""
@@ -146,7 +143,7 @@ class ErrorFeedback:
 
     def commit(
         self,
-        indices: Tensor,
+        indices: Tensor | None,
         remainder: Tensor | None,
         *,
         restarted: Tensor | None = None,
@@ -156,7 +153,7 @@ class ErrorFeedback:
         """Make what was not sent the new residual.
 
         Args:
-            indices: (K,) coordinates that were sent.
+            indices: (K,) coordinates that were sent; None is all.
             remainder: (K,) what this worker keeps at those coordinates, with R workers (R, K);
                 None is nothing.
             restarted: Coordinates whose velocity restarts; None is none.
@@ -165,7 +162,12 @@ class ErrorFeedback:
         """
         if self._next_velocity is not None and restarted is not None:
             self._next_velocity.index_fill_(-1, restarted, 0)
-        if remainder is None:
+        if indices is None:
+            if remainder is None:
+                self.acc.zero_()
+            elif remainder.data_ptr() != self.acc.data_ptr():  # Rounding may have left it there.
+                self.acc.copy_(remainder)
+        elif remainder is None:
             self.acc.index_fill_(-1, indices, 0)
         else:
             self.acc.index_copy_(-1, indices, remainder)
@@ -309,6 +311,11 @@ class Worker:
         self.feedback = feedback or ErrorFeedback(
             dim, dtype=dtype, device=torch.device(device), momentum=settings.momentum
         )
+        self.owner_error: Tensor | None = None
+        """What this worker has lost of the sums that it rounds for all, where all is sent."""
+        if sends_all(settings):
+            acc = self.feedback.acc
+            self.owner_error = no_owner_error(acc, dim - self.sparse, size, settings.values)
         self._learning_rate: float | None = None
         # Thresholds in a method's settings are in the unit of the first step.
         self._first_learning_rate: float | None = None
@@ -393,22 +400,26 @@ class Worker:
         if selection is None:
             return None
         # Small parameters are sent together with the selected values, in the same rounds.
-        always = torch.arange(sparse, len(acc), device=acc.device)
-        indices = torch.cat([selection.indices, always])
-        sent = None
+        dim, always = len(acc), len(acc) - sparse
+        indices = sent = owner_error = None
+        if selection.indices is not None:
+            small = torch.arange(sparse, dim, device=acc.device)
+            indices = torch.cat([selection.indices, small])
         if selection.sums is None:
-            values = acc[indices]
-            total, remainder = yield from sum_values(values, len(always), context, form, len(acc))
+            values = acc if indices is None else acc[indices]
+            total, remainder, owner_error = yield from sum_values(
+                values, always, context, form, dim, self.owner_error
+            )
         else:
-            rest, error = yield from sum_values(acc[sparse:], len(always), context, form, len(acc))
+            rest, error, _ = yield from sum_values(acc[sparse:], always, context, form, dim)
             total = torch.cat([selection.sums, rest])
             sent, remainder = _partly_sent(acc, selection, rest, error)
         # Finite values may have a sum that overflows. All workers have the same bits of it, so all
         # of them call the step off, without another round.
-        if not bool(total.isfinite().all()):
+        if not is_finite(total):
             return None
         # Divided once, after the sum: dividing every summand would round R times.
-        return Outcome(indices, total / context.size, remainder, sent, selection)
+        return Outcome(indices, total / context.size, remainder, sent, selection, owner_error)
 
     def mean_of(self, outcome: Outcome) -> Tensor:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""
@@ -443,6 +454,8 @@ class Worker:
             # All workers lost the same part of the mean, so each of them keeps it.
             lost = outcome.mean - (written if self._unit == 1 else written * self._unit)
             remainder = lost if remainder is None else remainder + lost
+        if outcome.owner_error is not None:
+            self._commit_owner_error(outcome.owner_error, excluded or [])
         self.feedback.commit(
             outcome.indices,
             remainder,
@@ -453,6 +466,44 @@ class Worker:
         self.state = outcome.selection.state
         self.counters[0] += 1
 
+    def _commit_owner_error(self, new: Tensor, excluded: Sequence[tuple[int, int]]) -> None:
+        """Keep what this worker has lost of its slice, but not where nobody takes the mean."""
+        old, self.owner_error = self.owner_error, new
+        assert old is not None
+        for owned, at in self._owned():
+            for begin, end in excluded:
+                first, stop = max(begin, owned.start), min(end, owned.stop)
+                if first < stop:
+                    shift = at.start - owned.start
+                    new[first + shift : stop + shift] = old[first + shift : stop + shift]
+
+    def _owned(self) -> list[tuple[slice, slice]]:
+        acc = self.feedback.acc
+        always = len(acc) - self.sparse
+        return owned_spans(acc, always, self.context, self.settings.values)
+
+    def owner_errors(self) -> Tensor | None:
+        """Return (D,) the error of the owner, zero outside its slice; None if it is never kept."""
+        if not sends_all(self.settings) or self.settings.values == "fp32":
+            return None
+        whole = torch.zeros_like(self.feedback.residual)
+        if self.owner_error is not None:
+            for owned, at in self._owned():
+                whole[owned] = self.owner_error[at]
+        return whole
+
+    def load_owner_errors(self, whole: Tensor, merged: bool) -> None:
+        """Continue with what `owner_errors` returned; `merged` is the mean over all workers."""
+        if self.owner_error is not None and not merged:
+            for owned, at in self._owned():
+                self.owner_error[at] = whole[owned]
+            return
+        # Slices are other ones now: what their owners have lost is sent with the own values. The
+        # mean over workers is what each of them adds to a sum.
+        self.feedback.residual += whole
+        if self.owner_error is not None:
+            self.owner_error.zero_()
+
     def restarted(self, outcome: Outcome) -> Tensor | None:
         """Return where velocities restart, so that stale momentum does not carry on.
 
@@ -460,7 +511,7 @@ class Worker:
         have waited. What is sent at every step has not: there, velocities are heavy-ball momentum.
         """
         indices = outcome.selection.indices
-        if len(indices) >= self.sparse:
+        if indices is None or len(indices) >= self.sparse:
             return None
         return indices if outcome.sent is None else indices[outcome.sent[: len(indices)]]
 
@@ -535,6 +586,18 @@ class Worker:
             self.decide_on(self.counters.device)
 
 
+def sends_all(settings: Sparsify) -> bool:
+    """Return whether all coordinates are sent at every step."""
+    # A method of one's own need not inherit from `Selector`.
+    return bool(getattr(settings.method, "sends_all", False))
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Return whether all elements are finite."""
+    # A finite sum is proof, in one pass. If it is not finite, it may just have overflowed.
+    return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
+
+
 def _partly_sent(
     acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
@@ -542,7 +605,7 @@ def _partly_sent(
     error = torch.zeros_like(rest) if error is None else error
     if selection.kept is not None:
         return None, torch.cat([selection.kept, error])
-    assert selection.sent is not None
+    assert selection.sent is not None and selection.indices is not None
     sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
     unsent = acc[selection.indices].masked_fill(selection.sent, 0)
     return sent, torch.cat([unsent, error])
@@ -564,7 +627,7 @@ def _fields(state: Any) -> dict[str, Any]:
 # --- States and gradients of all workers ------------------------------------------------------
 
 
-MERGED_KEYS = ("residual", "velocity", "weights", "buffers", "snapshot")
+MERGED_KEYS = ("residual", "owner_error", "velocity", "weights", "buffers", "snapshot")
 """Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
 
 COMMON_KEYS = ("shared", "outer_momentum", "arrival")

@@ -1,0 +1,403 @@
+"""What few bytes cost a language model that is trained with AdamW: every method in one program.
+
+A GPT-2 on WikiText-2; R workers of 8 blocks of 128 tokens each, warm-up and cosine, bf16 passes,
+float32 weights. All workers are rows of the same tensors, so a run takes half a minute on an H200.
+Exchanges are gradherd's own (`VirtualWorkers`, `OuterOptimizer`), with the bytes that ranks would
+send; peers that gradherd does not have are written out below. Usage:
+
+    python benchmarks/few_bytes.py --out few-bytes.jsonl [--arms dense,local-4] [--seeds 0,1,2]
+        [--epochs 10] [--workers 8] [--width 192] [--layers 4] [--data tokens.npz] [--part 0/4]
+
+Arms are names of `ARMS`, with settings after a colon if they differ: local-4:lr=2e-3:outer_lr=0.9.
+Writes one line of JSON per run: test perplexity after each epoch, bytes sent by a worker, and how
+many times fewer that is than the float32 all-reduce of every step.
+"""
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradherd.comm.sliced_mean import mean_bytes
+from gradherd.lab.train.powersgd import LowRankWorkers
+from gradherd.sparsify.local import LocalSteps, OuterOptimizer
+from gradherd.sparsify.packing import decode_values, encode_values
+from gradherd.sparsify.settings import make_settings
+from gradherd.sparsify.virtual_workers import VirtualWorkers
+
+TOKENS, LENGTH, BLOCKS = 50_257, 128, 8
+"""Words of GPT-2's vocabulary, tokens of a block, blocks of a worker's batch."""
+HEAD = 32
+"""Width of an attention head."""
+BETAS, DECAY, WARMUP = (0.9, 0.999), 0.01, 0.05
+
+
+# --- The model, of all workers at once ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 with its head tied to its embedding."""
+
+    width: int
+    layers: int
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter."""
+        c = self.width
+        sizes: dict[str, tuple[int, ...]] = {"tokens": (TOKENS, c), "places": (LENGTH, c)}
+        for layer in range(self.layers):
+            block = {
+                "norm1": (c,), "norm1_bias": (c,), "qkv": (c, 3 * c), "qkv_bias": (3 * c,),
+                "out": (c, c), "out_bias": (c,), "norm2": (c,), "norm2_bias": (c,),
+                "up": (c, 4 * c), "up_bias": (4 * c,), "down": (4 * c, c), "down_bias": (c,),
+            }  # fmt: skip
+            sizes |= {f"{layer}.{name}": size for name, size in block.items()}
+        return sizes | {"norm": (c,), "norm_bias": (c,)}
+
+    def start(self, seed: int, device: torch.device) -> Tensor:
+        """Return (D,) weights as GPT-2 draws them."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        parts = []
+        for name, size in self.sizes().items():
+            leaf = name.split(".")[-1]
+            if leaf.startswith("norm") and not leaf.endswith("bias"):
+                parts.append(torch.ones(math.prod(size), device=device))
+            elif leaf.endswith("bias"):
+                parts.append(torch.zeros(math.prod(size), device=device))
+            else:
+                std = 0.02 / math.sqrt(2 * self.layers) if leaf in ("out", "down") else 0.02
+                draw = torch.randn(math.prod(size), device=device, generator=generator)
+                parts.append(draw * std)
+        return torch.cat(parts)
+
+    def losses(self, flat: Tensor, blocks: Tensor) -> Tensor:
+        """Return (R,) mean losses of (R, D) weights on (R, b, T) blocks of tokens."""
+        workers, count = blocks.shape[:2]
+        p, at = {}, 0
+        for name, size in self.sizes().items():
+            p[name] = flat[:, at : at + math.prod(size)].view(workers, *size)
+            at += math.prod(size)
+        width = self.width
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return F.layer_norm(x, (width,)) * p[name][:, None] + p[f"{name}_bias"][:, None]
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            bias, weight = p[f"{name}_bias"][:, None].bfloat16(), p[name].bfloat16()
+            return torch.baddbmm(bias, x.bfloat16(), weight)
+
+        shift = TOKENS * torch.arange(workers, device=blocks.device)[:, None, None]
+        table = p["tokens"].reshape(workers * TOKENS, width)
+        x = F.embedding((blocks + shift).view(-1), table).view(workers, count, LENGTH, width)
+        x = (x + p["places"][:, None]).view(workers, count * LENGTH, width)
+        for layer in range(self.layers):
+            heads = linear(norm(x, f"{layer}.norm1"), f"{layer}.qkv")
+            heads = heads.view(workers * count, LENGTH, 3, width // HEAD, HEAD)
+            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            mixed = mixed.reshape(workers, count * LENGTH, width)
+            x = x + linear(mixed, f"{layer}.out").float()
+            inner = linear(norm(x, f"{layer}.norm2"), f"{layer}.up")
+            x = x + linear(F.gelu(inner, approximate="tanh"), f"{layer}.down").float()
+        x = norm(x, "norm").bfloat16().view(workers, count, LENGTH, width)[:, :, :-1]
+        logits = torch.bmm(x.reshape(workers, -1, width), p["tokens"].bfloat16().transpose(1, 2))
+        targets = blocks[:, :, 1:].reshape(-1)
+        loss = F.cross_entropy(logits.view(-1, TOKENS).float(), targets, reduction="none")
+        return loss.view(workers, -1).mean(1)
+
+
+def adamw(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, rate: Tensor, corrections: Tensor) -> None:
+    """One step of AdamW in place; `corrections` are 1 - beta ** step."""
+    m.lerp_(grad, 1 - BETAS[0])
+    v.mul_(BETAS[1]).addcmul_(grad, grad, value=1 - BETAS[1])
+    denominator = (v / corrections[1]).sqrt() + 1e-8
+    w.mul_(1 - rate * DECAY).sub_(rate * (m / corrections[0]) / denominator)
+
+
+# --- Methods -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method and its settings."""
+
+    kind: str
+    """dense, gradients (exchanged at every step), local, or a peer: sparseloco, onebit-adam."""
+    method: str = "dense"
+    density: float | None = None
+    values: str = "fp32"
+    every: int = 1
+    lr: float = 1e-3
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    decay: float = 1.0
+    senders: bool = False
+    """SparseLoCo: divide by how many workers have sent a coordinate instead of by all."""
+
+
+LOCAL = Arm("local", values="int1", lr=2.8e-3)
+ARMS = {
+    "dense": Arm("dense"),
+    "local-2": replace(LOCAL, every=2),
+    "local-4": replace(LOCAL, every=4),
+    "local-8": replace(LOCAL, every=8, outer_lr=0.7, outer_momentum=0.5),
+    "local-16": replace(LOCAL, every=16, outer_lr=0.8, outer_momentum=0.6),
+    "local-30": replace(LOCAL, every=30, outer_lr=0.8, outer_momentum=0.6),
+    "local-4-fp32": replace(LOCAL, every=4, values="fp32"),
+    "local-16-fp32": replace(LOCAL, every=16, values="fp32", outer_lr=0.8, outer_momentum=0.6),
+    "bits-2": Arm("gradients", values="int2"),
+    "bits-1": Arm("gradients", values="int1"),
+    "exdyna-0.01": Arm("gradients", "exdyna", 0.01),
+    "exdyna-0.05-int4": Arm("gradients", "exdyna", 0.05, "int4"),
+    "exdyna-0.1-int2": Arm("gradients", "exdyna", 0.1, "int2"),
+    "exdyna-local": replace(LOCAL, method="exdyna", density=0.5, values="int2", every=8,
+                            outer_lr=0.7, outer_momentum=0.5),
+    "topk-0.001": Arm("gradients", "topk", 0.001),
+    "demo-0.01": Arm("gradients", "demo", 0.01),
+    "powersgd": Arm("gradients", "powersgd", 0.015),
+    "diloco": Arm("local", every=15, outer_lr=0.7, outer_momentum=0.9),
+    "diloco-int4": Arm("local", values="int4", every=15, outer_lr=0.7, outer_momentum=0.9),
+    "sparseloco": Arm("sparseloco", density=0.03, every=15, lr=2.8e-3, decay=0.95),
+    "sparseloco-senders": Arm("sparseloco", density=0.03, every=15, lr=2.8e-3, decay=0.95,
+                              senders=True),
+    "onebit-adam": Arm("onebit-adam", values="int1"),
+}  # fmt: skip
+
+
+class SparseLoCo:
+    """Each worker's own largest of every 4,096, in 2 bits with an index of 12; all-gathered.
+
+    Sarfi et al., arXiv:2508.15706; the mean over all workers, or over those that have sent.
+    """
+
+    def __init__(self, arm: Arm, dim: int, workers: int, device: torch.device) -> None:
+        self._arm, self._dim = arm, dim
+        self._residuals = torch.zeros(workers, dim, device=device)
+        self.metrics = {"bytes": 0}
+
+    def step(self, difference: Tensor) -> Tensor:
+        """Return the mean of (R, D) differences."""
+        size, chunk = len(difference), 4096
+        each = max(1, round((self._arm.density or 0) * chunk))
+        total, counts = torch.zeros_like(difference[0]), torch.zeros_like(difference[0])
+        for own, residual in zip(difference, self._residuals, strict=True):
+            acc = self._arm.decay * residual + own
+            padded = F.pad(acc, (0, -len(acc) % chunk)).view(-1, chunk)
+            at = padded.abs().topk(each, sorted=False).indices
+            at = (at + chunk * torch.arange(len(at), device=at.device)[:, None]).flatten()
+            at = at[at < self._dim]
+            sent = decode_values(encode_values(acc[at], 2), len(at), 2)
+            residual.copy_(acc).index_add_(0, at, -sent)
+            total.index_add_(0, at, sent)
+            counts.index_add_(0, at, torch.ones_like(sent))
+            self.metrics["bytes"] = (size - 1) * len(at) * (12 + 2) // 8
+        return total / (counts.clamp(min=1) if self._arm.senders else size)
+
+
+def exchange_of(arm: Arm, shape: Shape, workers: int, device: torch.device) -> Any:
+    """Return what averages (R, D) tensors, with the bytes of each worker in its metrics."""
+    sizes = shape.sizes()
+    dim = sum(map(math.prod, sizes.values()))
+    if arm.kind == "sparseloco":
+        return SparseLoCo(arm, dim, workers, device)
+    if arm.method == "powersgd":
+        shapes = [size if len(size) == 2 else (1, *size) for size in sizes.values()]
+        return LowRankWorkers(shapes, arm.density or 0, workers, device)  # type: ignore[arg-type]
+    settings = make_settings(arm.method, arm.density, values=arm.values, dense_below=0)
+    exchange = VirtualWorkers(settings, dim, workers, device=device)
+    exchange.measure_norms = False
+    return exchange
+
+
+@functools.cache
+def fast_functions(shape: Shape, device: str) -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    """Return losses and AdamW, compiled once for all runs on a GPU."""
+    if device != "cuda":
+        return shape.losses, adamw
+    return torch.compile(shape.losses, dynamic=False), torch.compile(adamw, dynamic=False)
+
+
+# --- A run -------------------------------------------------------------------------------------
+
+
+class Run:
+    """One arm with one seed."""
+
+    def __init__(self, arm: Arm, shape: Shape, workers: int, seed: int, tokens: tuple[Tensor, ...]):
+        self._arm, self._shape, self._workers, self._seed = arm, shape, workers, seed
+        self._train, self._test = tokens
+        device = self._train.device
+        self._generator = torch.Generator(device=device).manual_seed(1000 + seed)
+        self._shared = shape.start(seed, device)
+        dim = len(self._shared)
+        own = workers if arm.kind in ("local", "sparseloco") else 1
+        self._weights = self._shared.repeat(own, 1)
+        self._m, self._v = torch.zeros_like(self._weights), torch.zeros_like(self._weights)
+        self._exchange = None
+        if arm.kind != "dense":
+            self._exchange = exchange_of(arm, shape, workers, device)
+        outer = LocalSteps(
+            every=arm.every, outer_lr=arm.outer_lr, outer_momentum=arm.outer_momentum
+        )
+        self._outer = OuterOptimizer(outer, self._shared)
+        self._dense_bytes = mean_bytes(dim, workers)
+        self.bytes, self._step = 0, 0
+        self._losses, self._adamw = fast_functions(shape, device.type)
+
+    def train(self, epochs: int) -> dict[str, Any]:
+        """Return perplexities and bytes."""
+        batch = self._workers * BLOCKS
+        each = len(self._train) // batch
+        self._steps = epochs * each
+        curve, begin = [], time.perf_counter()
+        for _ in range(epochs):
+            order = torch.randperm(
+                len(self._train), generator=self._generator, device=self._train.device
+            )
+            for chosen in order[: each * batch].view(each, self._workers, BLOCKS):
+                self._step += 1
+                self._take_step(self._train[chosen])
+            curve.append(round(self._perplexity(), 3))
+        dense = self._dense_bytes * self._steps
+        return {
+            "perplexity": curve, "best": min(curve), "last": curve[-1], "steps": self._steps,
+            "bytes": self.bytes, "fewer": round(dense / self.bytes, 1),
+            "seconds": round(time.perf_counter() - begin, 1),
+        }  # fmt: skip
+
+    def _rate(self) -> float:
+        warm = int(WARMUP * self._steps)
+        if self._step <= warm:
+            return self._arm.lr * self._step / max(1, warm)
+        share = (self._step - warm) / (self._steps - warm)
+        return self._arm.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+    def _grads(self, weights: Tensor, blocks: Tensor) -> Tensor:
+        leaf = weights.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(self._losses(leaf, blocks).sum(), leaf)
+        return grad
+
+    def _take_step(self, blocks: Tensor) -> None:
+        arm, exchange = self._arm, self._exchange
+        device = blocks.device
+        rate = torch.tensor(self._rate(), device=device)
+        corrections = torch.tensor([1 - beta**self._step for beta in BETAS], device=device)
+        if arm.kind == "onebit-adam":
+            self._onebit_adam(blocks, rate, corrections)
+            return
+        if arm.kind == "dense":
+            grad = self._grads(self._weights, blocks.view(1, -1, LENGTH))
+            self.bytes += self._dense_bytes
+        elif arm.kind == "gradients":
+            grads = self._grads(self._weights.expand(self._workers, -1), blocks)
+            grad = exchange.step(grads)[None]
+            self.bytes += exchange.metrics["bytes"]
+        else:
+            grad = self._grads(self._weights, blocks)
+        self._adamw(self._weights, grad, self._m, self._v, rate, corrections)
+        if arm.kind in ("local", "sparseloco") and (
+            self._step % arm.every == 0 or self._step == self._steps
+        ):
+            self._outer.step(exchange.step(self._shared - self._weights))
+            self.bytes += exchange.metrics["bytes"]
+            self._weights.copy_(self._shared.expand_as(self._weights))
+            if arm.decay != 1 and isinstance(exchange, VirtualWorkers):
+                for worker in exchange.workers:
+                    worker.feedback.residual.mul_(arm.decay)
+
+    def _onebit_adam(self, blocks: Tensor, rate: Tensor, corrections: Tensor) -> None:
+        """Adam for 15 % of the steps; then its second moment is frozen, and momenta are sent.
+
+        Tang et al., "1-bit Adam", arXiv:2102.02888.
+        """
+        grads = self._grads(self._weights.expand(self._workers, -1), blocks)
+        if self._step <= 0.15 * self._steps:
+            self._adamw(self._weights, grads.mean(0)[None], self._m, self._v, rate, corrections)
+            self.bytes += self._dense_bytes
+            self._frozen = (self._v / corrections[1]).sqrt_().add_(1e-8)
+            return
+        momenta = torch.lerp(self._m.expand_as(grads), grads, 1 - BETAS[0])
+        self._m = self._exchange.step(momenta)[None]
+        self.bytes += self._exchange.metrics["bytes"]
+        self._weights.mul_(1 - rate * DECAY).sub_(rate * self._m / self._frozen)
+
+    @torch.no_grad()
+    def _perplexity(self) -> float:
+        local = self._arm.kind in ("local", "sparseloco")
+        weights = self._shared[None] if local else self._weights[:1]
+        total = 0.0
+        for blocks in self._test.split(64):
+            total += float(self._shape.losses(weights, blocks[None])) * len(blocks)
+        return math.exp(min(50.0, total / len(self._test)))
+
+
+def read_tokens(path: Path | None, device: torch.device) -> tuple[Tensor, ...]:
+    """Return training and test blocks, (n, 128) each."""
+    if path is None:
+        from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
+
+        split = WikiText2GPT2().load()
+        return split.train[0].to(device), split.test[0].to(device)
+    data = np.load(path, allow_pickle=False)
+    return tuple(torch.from_numpy(data[k].astype(np.int64)).to(device) for k in ("train", "test"))
+
+
+def arm_of(text: str) -> tuple[str, Arm]:
+    """Return an arm and its label, such as local-4:lr=2e-3."""
+    name, *changes = text.split(":")
+    arm = ARMS[name]
+    for change in changes:
+        key, value = change.split("=")
+        kind = {"every": int, "method": str, "values": str, "kind": str}.get(key, float)
+        arm = replace(arm, **{key: kind(value)})
+    return text, arm
+
+
+def main() -> None:
+    """Run all arms with all seeds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--part", default="0/1", help="which runs of how many shares")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    tokens = read_tokens(options.data, torch.device(options.device))
+    shape = Shape(options.width, options.layers)
+    runs = [
+        (text, int(seed)) for seed in options.seeds.split(",") for text in options.arms.split(",")
+    ]
+    part, parts = map(int, options.part.split("/"))
+    for text, seed in runs[part::parts]:
+        label, arm = arm_of(text)
+        torch.manual_seed(seed)
+        record = {"arm": label, "seed": seed, "workers": options.workers, "epochs": options.epochs}
+        record |= {"parameters": sum(map(math.prod, shape.sizes().values()))}
+        record |= Run(arm, shape, options.workers, seed, tokens).train(options.epochs)
+        line = json.dumps(record)
+        print(line, flush=True)
+        with options.out.open("a") as file:
+            file.write(line + "\n")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
