@@ -98,7 +98,7 @@ class ValueCodec:
 # --- Sums --------------------------------------------------------------------------------------
 
 
-class Sums(NamedTuple):
+class ValueSums(NamedTuple):
     """What a worker knows after values were summed."""
 
     total: Tensor
@@ -116,7 +116,7 @@ def sum_values(
     form: ValueFormat,
     dim: int,
     owner_error: Tensor | None = None,
-) -> Script[Sums]:
+) -> Script[ValueSums]:
     """Sum `values` over workers; the result has the same bits on all of them.
 
     Rows are added in the order of workers, in the dtype of `values`. If values are rounded to be
@@ -137,14 +137,14 @@ def sum_values(
             at every step.
     """
     if context.size == 1 or not len(values):
-        return Sums(values, None)
+        return ValueSums(values, None)
     codec = ValueCodec.of(values, always, form)
     if _fits_one_round(codec.bytes, context.size, dim * values.element_size()):
         message = codec.encode(values)
         gathered: Tensor = yield AllGather(message)
         # Decoded as the others do: what differs from the values has not been sent.
         error = None if codec.is_exact else values - codec.decode(message)
-        return Sums(_sum_in_order(codec.decode(gathered)), error)
+        return ValueSums(_sum_in_order(codec.decode(gathered)), error)
     kinds = _slices_of(codec, context, values.device)
     left = torch.empty_like(values) if owner_error is None else values
     lost = _owner_zeros(kinds, values) if owner_error is None else owner_error.clone()
@@ -159,12 +159,12 @@ def sum_values(
     for kind, piece in zip(kinds, _apart(gathered, kinds), strict=True):
         kind.decode(piece, total[kind.span])
     if codec.is_exact:
-        return Sums(total, None)
+        return ValueSums(total, None)
     if owner_error is not None:
-        return Sums(total, left, lost)
+        return ValueSums(total, left, lost)
     for kind in kinds:
         left[kind.owned] += lost[kind.owned_at]
-    return Sums(total, left)
+    return ValueSums(total, left)
 
 
 def no_owner_error(values: Tensor, always: int, size: int, form: ValueFormat) -> Tensor | None:
@@ -283,7 +283,7 @@ def _apart(joined: Tensor, kinds: Sequence[_Slices]) -> Sequence[Tensor]:
 
 
 class StackedSums(NamedTuple):
-    """`Sums` of all workers of a process."""
+    """`ValueSums` of all workers of a process."""
 
     total: Tensor
     """(K,)"""
