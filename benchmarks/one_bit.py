@@ -2,7 +2,7 @@
 
 Drives the parts of a `LocalExchange` as rank 0 of 8 would, and answers its collectives with copies
 of its own messages, so everything but the network is there: reading the weights, the difference,
-both roundings, the outer step, writing the weights back. Beside it, what a copy of one vector takes.
+both roundings, the outer step, writing the weights back. Beside it, a copy of one vector.
 
     python benchmarks/one_bit.py [--sizes 124e6,1e9] [--values int1,int2,fp32] [--repeats 10]
 """
