@@ -176,7 +176,7 @@ train digits --weight-decay -1 | --weight-decay must be at least 0
 train digits --lr-warmup 2 | --lr-warmup must be in [0, 1), got 2
 train digits --lr-warmup x | --lr-warmup must be a number, got 'x'
 train digits --lr-schedule linear | --lr-schedule must be one of constant, cosine, got 'linear'
-train digits --optimizer lion | --optimizer must be one of adamw, sgd, got 'lion'
+train digits --optimizer lion | --optimizer must be one of sgd, adamw, got 'lion'
 train digits --autocast bf16 | --autocast 'bf16' works with simulated workers
 train digits --autocast fp16 --virtual | --autocast must be one of bf16, got 'fp16'
 train digits --lr-drop 0.1 | --lr-drop and lr_drop_every go together, got 0.1 and None

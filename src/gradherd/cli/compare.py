@@ -117,11 +117,15 @@ class CompareCommand:
             raise UsageError("--resume needs --out, the folder of the comparison to continue")
         # All before any training, so that a missing package is reported at once.
         from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
-        from gradherd.cli.launch import train_missing
+        from gradherd.cli.launch import torchrun_group, train_missing
         from gradherd.lab.report import page as _  # noqa: F401
 
         name = f"compare-{named_task(self.task).name}"
-        with output_folder(self.training.out, name, resume=self.resume, many=True) as out:
+        # One group for the runs that tune and those that are compared.
+        with (
+            output_folder(self.training.out, name, resume=self.resume, many=True) as out,
+            torchrun_group(self.training.device),
+        ):
             if rates:
                 configs = self._tuned(configs, rates, out)
             with telling_survivors(out, len(configs)):

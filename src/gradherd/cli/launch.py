@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,8 +19,8 @@ from gradherd.cli.progress import ProgressBar, is_quiet
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.safe_readers import DamagedData
+from gradherd.lab.tasks.task import BadTask
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.loop import BadStart
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.runner import CheckpointOptions, run_all
 
@@ -62,6 +62,24 @@ def join_torchrun(device: str) -> None:
     join_torchrun_group("nccl" if device.startswith("cuda") else "gloo")
 
 
+@contextlib.contextmanager
+def torchrun_group(device: str) -> Iterator[None]:
+    """Be in torchrun's process group inside; joined and left once, however often it is entered.
+
+    Args:
+        device: cpu (gloo) or cuda (nccl).
+    """
+    if not under_torchrun() or dist.is_initialized():
+        yield
+        return
+    join_torchrun(device)
+    try:
+        yield
+    finally:
+        # torch warns at exit about NCCL groups that are still alive.
+        dist.destroy_process_group()
+
+
 def train_runs(
     configs: Sequence[RunConfig],
     out: Path,
@@ -101,7 +119,7 @@ def train_runs(
         with contextlib.suppress(OSError):
             mark_unfinished(out, "failed")
         # Sentences about a user's data or task: no defect to trace.
-        if isinstance(error, DamagedData | BadStart):
+        if isinstance(error, DamagedData | BadTask):
             raise CommandFailed(str(error)) from None
         raise
     finally:
@@ -175,12 +193,8 @@ def _train_locally(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
 
 
 def _train_under_torchrun(job: tuple[Any, ...], device: str) -> list[RunRecord]:
-    join_torchrun(device)
-    try:
+    with torchrun_group(device):
         return train_on_this_rank(*job)
-    finally:
-        # torch warns at exit about NCCL groups that are still alive.
-        dist.destroy_process_group()
 
 
 def train_on_this_rank(

@@ -11,7 +11,7 @@ from gradherd.lab.study.kinds import CompareStudy
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults
 from gradherd.lab.train.config import RunConfig, plan_runs, run_settings
-from gradherd.lab.train.virtual_trainer import row_settings
+from gradherd.lab.train.virtual_order import row_settings
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.partitioned import Online
 from tests.lab.train.work import config_of, record
@@ -36,7 +36,7 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ),
         ({"parallel": "hsdp", "workers": 3}, "hsdp needs an even number of workers, got 3"),
         ({"parallel": "zero"}, "unknown parallel 'zero'; known are fsdp, hsdp"),
-        ({"sketch_size": 8}, "sketch_size goes with rows='sketch', got 8 with 'auto'"),
+        ({"sketch_size": 8}, "sketch_size 8 has no effect with rows 'auto'"),
         ({"rows": "sketch", "sketch_size": 0}, "sketch_size must be at least 1, got 0"),
         ({"method": {"blocks": 8}}, "method goes with a sparsifier, got {'blocks': 8} with dense"),
         ({**EXDYNA, "method": {"odd": 1}}, "unknown setting 'odd' of exdyna; known are threshold"),

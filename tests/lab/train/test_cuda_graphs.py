@@ -15,8 +15,7 @@ from torch import nn
 from gradherd.lab.tasks.resnet18 import ResidualBlock
 from gradherd.lab.tasks.task import Split
 from gradherd.lab.train import cuda_graphs
-from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout, rng_advanced, rng_states
-from gradherd.lab.train.local_trainer import LocalTrainer
+from gradherd.lab.train.cuda_graphs import GraphedFunction, RngStates, has_dropout
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
 from tests.gpu import only_gpu
@@ -87,8 +86,6 @@ class Waiting(Images):
 def trainer_of(task, *, capture=True, **chosen):
     settings = {"workers": 3, "batch_size": 4, "unit": 1, "lr": 0.02, "virtual": True} | chosen
     config = config_of(f"{__file__}:{type(task).__name__}", **settings)
-    if config.local_steps is not None:
-        return LocalTrainer(config, task, task.load())
     return VirtualTrainer(config, task, task.load(), capture=capture)
 
 
@@ -111,12 +108,12 @@ def test_on_a_cpu_the_function_is_called():
 
 @pytest.mark.parametrize("draw", [lambda: F.dropout(torch.ones(3)), random.random, np.random.rand])
 def test_draws_are_seen(draw):
-    before = rng_states(CPU)
+    before = RngStates(CPU)
     torch.ones(3).sum()
     torch.rand(1, generator=torch.Generator())
-    assert not rng_advanced(before, rng_states(CPU))
+    assert not before.have_advanced()
     draw()
-    assert rng_advanced(before, rng_states(CPU))
+    assert before.have_advanced()
 
 
 class OnGpu:
@@ -169,9 +166,9 @@ def test_a_call_that_draws_is_undone():
         drawn.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
         return (count,)
 
-    captured, before = GraphedFunction(draws, restore=[count]), rng_states(CPU)
+    captured, before = GraphedFunction(draws, restore=[count]), RngStates(CPU)
     assert captured.attempt(OnGpu()) is None and "random" in captured.fallback_reason
-    assert count == 0 and not rng_advanced(before, rng_states(CPU))
+    assert count == 0 and not before.have_advanced()
     assert captured(OnGpu())[0] == 1 and drawn[0] == drawn[1]
 
 
@@ -182,10 +179,9 @@ def test_workers_of_a_loss_that_draws_have_numbers_of_their_own(chosen, monkeypa
     for pretend in (False, True):
         trainer = trainer_of(task, **chosen)
         if pretend:
-            models = getattr(trainer, "_models", [trainer.model])
-            own, data = [list(m.parameters()) for m in models], trainer._examples.tensors
-            together = GradientsOnStreams(trainer._config, trainer._loss, models, own, data)
-            buffers = [buffer for model in models for buffer in model.buffers()]
+            exchange, data = trainer.exchange, trainer._examples.tensors
+            together = GradientsOnStreams(trainer._config, trainer._loss, exchange, data)
+            buffers = [buffer for model in exchange.models for buffer in model.buffers()]
             trainer._graphed = GraphedFunction(together, restore=buffers)
         trainer.train_epoch(1, no_callback)
         seen.append(list(trainer.model.state_dict().values()))
@@ -211,10 +207,7 @@ def test_what_is_captured_are_the_gradients_of_all_workers():
         task.loss(model, *(column[own] for column in columns)).backward()
         wanted.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         models.append(model)
-    parameters = trainer._averager.parameters
-    beside = GradientsOnStreams(
-        trainer._config, trainer._loss, [trainer.model], [parameters], columns
-    )
+    beside = GradientsOnStreams(trainer._config, trainer._loss, trainer.exchange, columns)
     (grads,) = beside(batch)
     assert torch.equal(grads, torch.stack(wanted))
     assert [b.tolist() for b in trainer.model.buffers()] == [

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from gradherd.cli import demo
+from gradherd.cli import demo, launch
 from gradherd.cli.main import main
 from gradherd.lab.train.record import RECORD_FILE, read_record
+from tests.lab.train.work import HERE
 
 SMALL = ["--epochs", "2", "--limit", "48", "--workers", "2"]
 
@@ -52,9 +54,41 @@ def test_the_length_of_sketches_can_be_chosen(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert read_record(tmp_path / "a" / RECORD_FILE).config["sketch_size"] == 8
     code, _, err = run(capsys, *args, "--sketch-size", 8)
-    assert code == 2 and "--sketch-size 8 has no effect with --rows auto: add --rows sketch" in err
+    assert (
+        code == 2 and "--sketch-size 8 has no effect with rows 'auto': choose rows 'sketch'" in err
+    )
     code, _, err = run(capsys, *args, "--rows", "sketch", "--sketch-size", 0)
     assert code == 2 and "--sketch-size must be at least 1, got 0" in err
+
+
+@pytest.mark.parametrize("virtual", [["--virtual"], []])
+def test_a_task_that_returns_the_wrong_thing_is_told_so_in_a_sentence(capsys, tmp_path, virtual):
+    for name, says in (
+        ("VectorLoss", "loss() must return one number, .*, got a tensor of shape (48,)"),
+        ("TupleLoss", "loss() must return one number, .*, got a tuple"),
+        ("TupleSplit", "load() must return a gradherd.lab.tasks.Split, got a tuple"),
+    ):
+        args = ["train", f"{HERE}:{name}", *SMALL, "--out", tmp_path / name, *virtual]
+        code, _, err = run(capsys, *args)
+        (line,) = err.strip().splitlines()
+        assert code == 1 and re.search(re.escape(says).replace(r"\.\*", ".*"), line), line
+
+
+def test_tuning_under_torchrun_joins_its_group_once(capsys, tmp_path, monkeypatch):
+    """One rank of torchrun, in this process."""
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    joined, join = [], launch.join_torchrun
+    monkeypatch.setattr(launch, "join_torchrun", lambda device: (joined.append(1), join(device)))
+    args = ["compare", "digits", "--orders", "d-rr,grab", "--tune", "lr=0.1,0.2", "--epochs", 1]
+    code, told, _ = run(
+        capsys, *args, "--limit", 24, "--seeds", 1, "--out", tmp_path / "a", "--json"
+    )
+    assert (code, len(json.loads(told)["arms"])) == (0, 2)
+    assert (joined, dist.is_initialized()) == ([1], False)
 
 
 def test_train_for_people(capsys, tmp_path, monkeypatch):

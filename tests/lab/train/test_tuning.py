@@ -56,6 +56,15 @@ def test_held_out_examples_are_not_trained_on():
         hold_out(task, task.load(None, 4), 0.2)
 
 
+@pytest.mark.parametrize(
+    ("share", "held"), [(0.4, 20), (0.25, 12), (0.5, 25), (0.9, 45), (0.02, 1), (0.21, 10)]
+)
+def test_the_share_that_is_held_out_is_the_one_asked_for(share, held):
+    task = find_task("digits")
+    _, split = hold_out(task, task.load(None, 50), share)
+    assert (len(split.test[0]), len(split.train[0])) == (held, 50 - held)
+
+
 def test_each_arm_gets_its_best_rate():
     configs = planned()
     runs = tuning_runs(configs, [1e-6, 0.1, 1e9])

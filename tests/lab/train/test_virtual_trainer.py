@@ -188,7 +188,7 @@ def test_rows_of_what_is_sent_are_that_and_cost_nothing():
     # Both workers send what is selected, and all that is averaged: residuals hold the rest.
     sent = torch.cat(seen)
     assert ((sent != 0).float().mean((0, 2)) < 0.3).all()
-    torch.testing.assert_close(sent[-1].mean(0), trainer._averager.mean)
+    torch.testing.assert_close(sent[-1].mean(0), trainer.exchange.mean)
 
 
 def test_rows_of_what_is_sent_need_a_sparsifier_and_whole_batches():
@@ -229,7 +229,7 @@ def test_workers_side_by_side_have_the_gradients_and_buffers_of_turns(name):
     config = config_of(f"{HERE}:{name}", virtual=True)
     task = find_task(config.task)
     trainer = VirtualTrainer(config, task, task.load())
-    model, parameters = trainer.model.train(), trainer._averager.parameters
+    model = trainer.model.train()
     batch, kept = torch.arange(12).view(3, 4), [*model.buffers(), *trainer._loss.tensors]
     trainer._worker_gradients(batch, EpochCounters())  # so that there is something to start from
     before = [tensor.clone() for tensor in kept]
@@ -238,7 +238,7 @@ def test_workers_side_by_side_have_the_gradients_and_buffers_of_turns(name):
     assert not any(map(torch.equal, before, after))
     for tensor, value in zip(kept, before, strict=True):
         tensor.copy_(value)
-    beside = GradientsOnStreams(config, trainer._loss, [model], [parameters], task.load().train)
+    beside = GradientsOnStreams(config, trainer._loss, trainer.exchange, task.load().train)
     (found,) = beside(batch)
     torch.testing.assert_close(found, expected)
     assert all(torch.allclose(a, b) for a, b in zip(kept, after, strict=True))
@@ -247,10 +247,10 @@ def test_workers_side_by_side_have_the_gradients_and_buffers_of_turns(name):
 @pytest.mark.filterwarnings("ignore")  # of processors without bf16
 def test_autocast_is_for_simulated_workers():
     with pytest.raises(ValueError, match="unknown autocast 'fp8'; known are bf16"):
-        config_of("digits", autocast="fp8")
-    config = config_of("digits", autocast="bf16", workers=1, limit=20)
-    with pytest.raises(ValueError, match="autocast works with simulated workers: add --virtual"):
-        on_ranks([config])
+        config_of("digits", autocast="fp8", virtual=True)
+    with pytest.raises(ValueError, match="autocast 'bf16' works with simulated workers"):
+        config_of("digits", autocast="bf16")
+    config = config_of("digits", autocast="bf16", workers=1, limit=20, virtual=True)
     low, full = in_one_process(config), in_one_process(config_of("digits", workers=1, limit=20))
     assert not torch.equal(low[-1][3], full[-1][3])
     torch.testing.assert_close(low[-1][3], full[-1][3], rtol=0.05, atol=0.05)
@@ -260,7 +260,7 @@ def test_autocast_is_for_simulated_workers():
 def test_low_precision_leaves_out_cudnns_attention():
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     assert enabled()
-    with passes(config_of("digits", autocast="bf16")):
+    with passes(config_of("digits", autocast="bf16", virtual=True)):
         assert torch.is_autocast_enabled("cpu")
         assert not enabled()
         assert torch.backends.cuda.flash_sdp_enabled()

@@ -150,6 +150,37 @@ class Weighted(Digits):
 
 
 @dataclass(frozen=True)
+class VectorLoss(Digits):
+    """Its loss has a number for each example."""
+
+    name: ClassVar = "vector-loss"
+
+    def loss(self, model, *tensors):
+        return F.cross_entropy(model(tensors[0]), tensors[1], reduction="none")
+
+
+@dataclass(frozen=True)
+class TupleLoss(Digits):
+    """Its loss comes with what the model has answered."""
+
+    name: ClassVar = "tuple-loss"
+
+    def loss(self, model, *tensors):
+        return super().loss(model, *tensors), model(tensors[0])
+
+
+@dataclass(frozen=True)
+class TupleSplit(Digits):
+    """Loads two tuples, not a split."""
+
+    name: ClassVar = "tuple-split"
+
+    def load(self, data_dir=None, limit=None):
+        split = super().load(data_dir, limit)
+        return split.train, split.test
+
+
+@dataclass(frozen=True)
 class BadlyStarted(Digits):
     """Digits whose weights are not finite with seeds 1 and 2."""
 

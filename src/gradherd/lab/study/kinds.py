@@ -18,6 +18,7 @@ from gradherd.comm.world import World
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.task import load_split
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
@@ -170,7 +171,7 @@ class CompareStudy:
         check_suitable(configs, context.data_dir)
         model, saved = task.model(), 0
         if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
-            split = task.load(context.data_dir, runs[0].settings["limit"])
+            split = load_split(task, context.data_dir, runs[0].settings["limit"])
             saved = saved_per_example(task, model, split.train)
         # Runs with small models share steps, which costs little more than one run alone.
         return [[runs[at] for at in places] for places in stack_runs(configs, model, saved)]

@@ -13,6 +13,10 @@ Tensors = tuple[Tensor, ...]
 """Tensors with one entry per example along the first dimension."""
 
 
+class BadTask(RuntimeError):
+    """A task does not do what it must; one sentence says what."""
+
+
 class UnsuitableSettings(ValueError):
     """Settings that are valid, but not with this task and its examples: wrong input, no failure."""
 
@@ -109,6 +113,28 @@ class Task(Protocol):
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the metric over these examples; leave the model unchanged."""
         ...
+
+
+def load_split(task: Task, data_dir: Path | None, limit: int | None) -> Split:
+    """Return the examples of a task; raise BadTask if `load` returns anything else."""
+    split: object = task.load(data_dir, limit)
+    if not isinstance(split, Split):
+        raise BadTask(
+            f"task {task.name!r}: load() must return a gradherd.lab.tasks.Split, "
+            f"got a {type(split).__name__}"
+        )
+    return split
+
+
+def check_loss(task: Task, loss: object) -> None:
+    """Raise BadTask unless a loss is one number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+    raise BadTask(
+        f"task {task.name!r}: loss() must return one number, the mean over the examples of a "
+        f"batch, got a {shape or type(loss).__name__}"
+    )
 
 
 def check_limit(limit: int | None) -> None:

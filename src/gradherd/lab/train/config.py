@@ -100,7 +100,8 @@ class RunConfig(Hyperparameters):
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if self.sketch_size is not None and self.rows != "sketch":
             raise ValueError(
-                f"sketch_size goes with rows='sketch', got {self.sketch_size} with {self.rows!r}"
+                f"sketch_size {self.sketch_size} has no effect with rows {self.rows!r}: "
+                "choose rows 'sketch'"
             )
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")

@@ -16,10 +16,13 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from gradherd.lab.train.optimizers import get_rng_states, set_rng_states
 
 log = logging.getLogger("gradherd")
 
@@ -113,19 +116,13 @@ class GraphedFunction:
 
     def _call_first(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Call the function; undo it and return None if it draws random numbers."""
-        device = tensors[0].device
-        before, values = rng_states(device), [tensor.clone() for tensor in self._restore]
-        python, numpy = random.getstate(), np.random.get_state()
+        before, values = RngStates(tensors[0].device), [tensor.clone() for tensor in self._restore]
         outputs = self._function(*tensors)
-        if not rng_advanced(before, rng_states(device)):
+        if not before.have_advanced():
             return outputs
         # A graph would replay for ever a mask that was drawn on the CPU.
         self._fall_back("it draws random numbers")
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(before[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(before[-1], device)
+        before.restore()
         for tensor, value in zip(self._restore, values, strict=True):
             tensor.copy_(value)
         return None
@@ -191,28 +188,34 @@ def _all_on_gpu(tensors: tuple[Tensor, ...]) -> bool:
     return bool(tensors) and all(tensor.is_cuda for tensor in tensors)
 
 
-def rng_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's, Python's and NumPy's global generators."""
-    python = torch.tensor(random.getstate()[1], dtype=torch.int64)
-    # As tensors, so that all states compare with torch.equal.
-    state = np.random.get_state(legacy=False)["state"]
-    numpy = torch.tensor([*state["key"].tolist(), state["pos"]], dtype=torch.int64)
-    states = [torch.get_rng_state(), python, numpy]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+class RngStates:
+    """The states of torch's, Python's and NumPy's global generators when this was made.
 
-
-def rng_advanced(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Return whether random numbers were drawn between two calls of `rng_states`.
-
-    >>> cpu = torch.device("cpu")
-    >>> before = rng_states(cpu)
-    >>> rng_advanced(before, rng_states(cpu))
+    >>> before = RngStates(torch.device("cpu"))
+    >>> before.have_advanced()
     False
     >>> _ = torch.rand(1)
-    >>> rng_advanced(before, rng_states(cpu))
+    >>> before.have_advanced()
     True
     """
-    return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._torch = device, get_rng_states(device)
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
+
+    def have_advanced(self) -> bool:
+        """Return whether random numbers were drawn since."""
+        now = RngStates(self._device)
+        same = all(map(torch.equal, self._torch, now._torch)) and self._python == now._python
+        here, there = self._numpy["state"], now._numpy["state"]
+        same_numpy = here["pos"] == there["pos"] and np.array_equal(here["key"], there["key"])
+        return not (same and same_numpy)
+
+    def restore(self) -> None:
+        """Set all generators to these states."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        set_rng_states(self._torch, self._device)
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -222,6 +225,33 @@ def has_dropout(model: nn.Module) -> bool:
         or (isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0)
         for module in model.modules()
     )
+
+
+class SideBySide:
+    """Runs functions one after the other; on a GPU, on streams beside each other.
+
+    The kernels of one small model fill only a part of a GPU. What the functions return belongs to
+    the stream that is current here, so they should write to memory that was allocated on it.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        # More streams fill a GPU no further.
+        self._streams = [torch.cuda.Stream() for _ in range(8)] if on_gpu else []
+
+    def __call__(self, functions: Sequence[Callable[[], Any]]) -> None:
+        """Call all functions; on a GPU, the current stream waits for them."""
+        if not self._streams:
+            for function in functions:
+                function()
+            return
+        current, used = torch.cuda.current_stream(), self._streams[: len(functions)]
+        for stream in used:
+            stream.wait_stream(current)
+        for at, function in enumerate(functions):
+            with torch.cuda.stream(used[at % len(used)]):
+                function()
+        for stream in used:
+            current.wait_stream(stream)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.tasks.task import BadTask, Split, Task
 from gradherd.lab.train.checkpoint_schedule import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import hardware, versions
@@ -29,7 +29,7 @@ from gradherd.lab.train.trainer import EpochCounters, Evaluation, Trainer
 METRICS_FILE = "metrics.jsonl"
 
 
-class BadStart(RuntimeError):
+class BadStart(BadTask):
     """The loss is not finite before the first step: a defect of the task, not of a run."""
 
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.task import Split, Task
+from gradherd.lab.tasks.task import Split, Task, load_split
 from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig, count_steps
-from gradherd.lab.train.local_trainer import LocalTrainer
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
 from gradherd.lab.train.process_runs import divide, run_in_processes, usable_cores
 from gradherd.lab.train.rank_trainer import RankTrainer
@@ -75,7 +74,7 @@ def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -
         return
     for config in configs:
         if config.limit not in examples:
-            examples[config.limit] = len(task.load(data_dir, config.limit).train[0])
+            examples[config.limit] = len(load_split(task, data_dir, config.limit).train[0])
         check_carried(config, task, examples[config.limit])
 
 
@@ -107,7 +106,7 @@ def run_all(
     """
     task = find_task(configs[0].task)
     # Once for all runs: they have the same data.
-    split = task.load(data_dir, configs[0].limit)
+    split = load_split(task, data_dir, configs[0].limit)
     if (share := configs[0].held_out) is not None:
         task, split = hold_out(task, split, share)
     progress = progress or Progress()
@@ -211,8 +210,6 @@ def _make_trainer(
 ) -> Trainer:
     if stacked:
         return StackedTrainer(group, task, split)
-    if group[0].virtual and group[0].local_steps is not None:
-        return LocalTrainer(group[0], task, split)
     if group[0].virtual:
         return VirtualTrainer(group[0], task, split)
     return RankTrainer(group[0], task, split, world)

@@ -11,6 +11,7 @@ D parameters.
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Task, Tensors
-from gradherd.lab.train.cuda_graphs import GraphedFunction
+from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide
 from gradherd.lab.train.linear_form import linear_form
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.vmap_layers import make_vmappable, prefers_loop
-
-# Kernels of small models fill only a part of a GPU: runs in a loop share it through streams.
-_STREAMS = 8
 
 Step = Callable[..., tuple[Tensor, ...]]
 RowSelector = Callable[[Tensor], tuple[Tensor, ...]]
@@ -210,7 +208,9 @@ def _make_gradients(
 
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
     # vmap over models turns a convolution into one with a group per model, which is slow.
-    of_runs = _loop_over_runs(of_groups) if prefers_loop(model) else vmap(of_groups)
+    of_runs = vmap(of_groups)
+    if prefers_loop(model):
+        of_runs = _loop_over_runs(of_groups, on_gpu=tensors[0].is_cuda)
 
     def gradients(parameters: Tensor, examples: tuple[Tensor, ...]) -> Tensor:
         """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
@@ -221,28 +221,23 @@ def _make_gradients(
     return gradients
 
 
-def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function like `vmap(function)` that loops; on a GPU over several streams."""
-    streams: list[torch.cuda.Stream] = []
+def _loop_over_runs(function: Callable[..., Tensor], *, on_gpu: bool) -> Callable[..., Tensor]:
+    """Return a function like `vmap(function)` that loops, on a GPU beside each other."""
+    side_by_side = SideBySide(on_gpu=on_gpu)
 
     def looped(*tensors: Tensor) -> Tensor:
-        runs = list(zip(*tensors, strict=True))
-        if len(runs) == 1 or not tensors[0].is_cuda:
-            return torch.stack([function(*run) for run in runs])
-        while len(streams) < min(_STREAMS, len(runs)):
-            streams.append(torch.cuda.Stream())
-        current, results = torch.cuda.current_stream(), []
-        for stream in streams:
-            stream.wait_stream(current)
-        for at, run in enumerate(runs):
-            with torch.cuda.stream(streams[at % len(streams)]):
-                results.append(function(*run))
-        for stream in streams:
-            current.wait_stream(stream)
-        # Else the allocator could reuse their memory while the current stream reads it.
-        for result in results:
-            result.record_stream(current)
-        return torch.stack(results)
+        results: dict[int, Tensor] = {}
+
+        def one(at: int, *run: Tensor) -> None:
+            results[at] = function(*run)
+
+        runs = zip(*tensors, strict=True)
+        side_by_side([partial(one, at, *run) for at, run in enumerate(runs)])
+        if on_gpu:
+            # Else the allocator could reuse their memory while the current stream reads it.
+            for result in results.values():
+                result.record_stream(torch.cuda.current_stream())
+        return torch.stack([results[at] for at in range(len(results))])
 
     return looped
 

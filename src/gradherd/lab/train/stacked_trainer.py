@@ -20,6 +20,7 @@ from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.exchanges import SparseAverager
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
@@ -33,8 +34,7 @@ from gradherd.lab.train.trainer import (
     finite_metric,
     full_loss,
 )
-from gradherd.lab.train.virtual_exchange import SparseAverager, VirtualCoordination
-from gradherd.lab.train.virtual_trainer import make_ordering, row_settings
+from gradherd.lab.train.virtual_order import VirtualCoordination, make_ordering, row_settings
 from gradherd.ordering.coordination import finite_batches
 from gradherd.ordering.registry import make_policy
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Task, Tensors
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.virtual_trainer import row_settings
+from gradherd.lab.train.virtual_order import row_settings
 from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.settings import SketchRows, TwoSidedRows
@@ -76,11 +76,12 @@ def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
             # A task may be a user's own, so the property is tested, not declared.
             whole = task.loss(model, *(tensor[sample] for tensor in tensors))
             each = [task.loss(model, *(tensor[at : at + 1] for tensor in tensors)) for at in sample]
-        except Exception as error:  # Training will fail in the same way, and record it.
+            mean = torch.stack(each).mean()
+            # Sums in another order differ in the last bits.
+            same = bool(torch.isclose(whole, mean, rtol=1e-4, atol=1e-6))
+        except Exception as error:  # The evaluation before training says what is wrong.
             return f"its loss fails: {type(error).__name__}: {error}"
-    mean = torch.stack(each).mean()
-    # Sums in another order differ in the last bits.
-    if torch.isclose(whole, mean, rtol=1e-4, atol=1e-6):
+    if same:
         return None
     return f"the loss of {len(sample)} examples is {whole:.6g}, the mean of their losses {mean:.6g}"
 

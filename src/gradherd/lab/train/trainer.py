@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
 from gradherd.lab.tasks.metrics import eval_mode
-from gradherd.lab.tasks.task import Task, Tensors, UnsuitableSettings
+from gradherd.lab.tasks.task import Task, Tensors, UnsuitableSettings, check_loss
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.record import finite_or_none
@@ -263,8 +263,10 @@ def full_loss(
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):
         for at in range(world.rank, len(chunks), world.size):
+            loss = task.loss(model, *chunks[at])
+            check_loss(task, loss)
             # The loss is a mean over the chunk; the last chunk may be shorter.
-            sums[at] = task.loss(model, *chunks[at]).double() * len(chunks[at][0])
+            sums[at] = loss.double() * len(chunks[at][0])
     # Every entry is non-zero on one rank only: the all-reduce adds zeros, which is exact.
     totals = all_reduce(sums, world).value.tolist()
     # JSON has no NaN, and a run that diverged is a result.

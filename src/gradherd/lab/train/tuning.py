@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -62,12 +63,13 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
         ValueError: There are too few examples, or the task carries a state through them.
     """
     check_can_hold_out(task)
-    count = len(split.train[0])
-    every = round(1 / share)
-    if count <= every:
+    count, exact = len(split.train[0]), Fraction(share).limit_denominator(1000)
+    # Evenly spread, since examples may be sorted by class: wherever the share of those up to and
+    # with an example reaches another whole number.
+    reached = torch.arange(count + 1) * exact.numerator // exact.denominator
+    held = reached[1:] > reached[:-1]
+    if held.all() or not held.any():
         raise ValueError(f"{count} examples are too few to hold out a share of {share}")
-    # Evenly spread: examples may be sorted by class.
-    held = torch.arange(count) % every == every - 1
     parts = (tuple(tensor[which] for tensor in split.train) for which in (~held, held))
     return HeldOutTask(task), Split(*parts)
 

@@ -10,8 +10,10 @@ Letters: R workers, B examples of a worker in a step, D parameters, U units of a
 of a row.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from gradherd.comm.world import World
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.cuda_graphs import GraphedFunction, has_dropout
+from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide, has_dropout
+from gradherd.lab.train.exchanges import VirtualExchange, make_exchange
 from gradherd.lab.train.measurements import DeviceTimer, can_track_prefix_sums, herding_bound
-from gradherd.lab.train.optimizers import clip_and_step, make_optimizer, mean_clip, set_lr
+from gradherd.lab.train.optimizers import flat_grad, get_rng_states, set_rng_states, worker_seed
 from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import (
     EpochCounters,
@@ -36,58 +39,50 @@ from gradherd.lab.train.trainer import (
     full_loss,
     passes,
 )
-from gradherd.lab.train.virtual_exchange import GradientAverager, VirtualCoordination, WorkerTurns
-from gradherd.ordering.ordering import Ordering
-from gradherd.ordering.registry import make_policy
-from gradherd.ordering.sharding import UnitSharding
-from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows
-
-# Workers whose passes run beside each other; more fill a GPU no further.
-_STREAMS = 8
+from gradherd.lab.train.virtual_order import VirtualCoordination, make_ordering, row_settings
+from gradherd.rows.settings import BatchRows
 
 
-def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
-    """Return how examples are sharded over workers, and the orders of all workers.
+class WorkerTurns:
+    """Gives each worker its own generators, and all of a shared model rank 0's buffers, as DDP."""
 
-    Args:
-        config: The settings of the run.
-        examples: Number of training examples.
-    """
-    sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
-    policy = make_policy(config.order)
-    return sharding, Ordering(policy, sharding.sizes, seed=config.seed, length=sharding.length)
+    def __init__(self, models: Sequence[nn.Module], config: RunConfig) -> None:
+        # Models of their own keep buffers of their own.
+        self._buffers = list(models[0].buffers()) if len(models) == 1 else []
+        self._device = torch.device(config.device)
+        self._rng_states = []
+        for worker in range(config.workers):
+            # A generator state per worker: with one shared by all, a worker's dropout masks would
+            # depend on how many others there are, and differ from those of a real rank.
+            torch.manual_seed(worker_seed(config.seed, worker))
+            self._rng_states.append(get_rng_states(self._device))
+        self._before: list[Tensor] = []  # buffers before a step, from which all workers start
+        self._after: list[Tensor] = []  # buffers after worker 0's forward, which remain
 
+    def restore_rng(self) -> None:
+        """Set generators to where the last worker left them, whatever was drawn since."""
+        set_rng_states(self._rng_states[-1], self._device)
 
-def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
-    """Return how `attach` would read the rows of a DDP model.
+    @contextlib.contextmanager
+    def of(self, worker: int) -> Iterator[None]:
+        """Run the forward and backward of `worker` inside."""
+        if worker == 0:
+            # As DDP does: it broadcasts rank 0's buffers before each forward, so every worker
+            # starts from the same ones and only the update of worker 0 remains.
+            self._before = [buffer.clone() for buffer in self._buffers]
+        else:
+            self._set_buffers(self._before)
+        set_rng_states(self._rng_states[worker], self._device)
+        yield
+        self._rng_states[worker] = get_rng_states(self._device)
+        if worker == 0:
+            self._after = [buffer.clone() for buffer in self._buffers]
+        if worker == len(self._rng_states) - 1:
+            self._set_buffers(self._after)
 
-    Args:
-        config: The settings of the run.
-        needs_rows: Whether its order needs rows at all.
-        size: Number of parameters, D.
-
-    Raises:
-        ValueError: `attach` would refuse these settings.
-    """
-    named = resolve_rows(config.row_choice(), config.unit, config.batch_size)
-    # Local steps have no DDP whose hook could deliver whole gradients.
-    free = config.workers == 1 or (config.density is None and config.local_steps is None)
-    if isinstance(named, BatchRows) and not free:
-        # The same refusal as by `attach`: a virtual run must not accept what real ranks do not.
-        raise ValueError(
-            "rows='batch' does not work with a sparsifier or local steps: use 'sketch'"
-        )
-    if named is not None:
-        return named
-    whole_batches = config.unit == config.batch_size
-    return choose_rows(
-        needs_rows=needs_rows,
-        whole_batches=whole_batches,
-        free=free,
-        size=size,
-        on_gpu=False,  # the same rows as on the CPU: virtual runs have the bits of real ranks
-        workers=config.workers,
-    )[0]
+    def _set_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)
 
 
 class GradientsOnStreams:
@@ -98,8 +93,7 @@ class GradientsOnStreams:
     Args:
         config: The settings of the run.
         loss: The loss on a worker's batch.
-        models: The model of all workers, or one of each.
-        parameters: Its parameters in the order of the result, for each model.
+        exchange: Has the model of all workers, or one of each.
         tensors: The training examples, read where they are.
     """
 
@@ -107,14 +101,12 @@ class GradientsOnStreams:
         self,
         config: RunConfig,
         loss: TrainingLoss,
-        models: Sequence[nn.Module],
-        parameters: Sequence[Sequence[nn.Parameter]],
+        exchange: VirtualExchange,
         tensors: Tensors,
     ) -> None:
-        self._config, self._loss, self._models = config, loss, list(models)
-        self._parameters, self._tensors = [list(own) for own in parameters], tensors
-        on_gpu = tensors[0].is_cuda
-        self._streams = [torch.cuda.Stream() for _ in range(_STREAMS)] if on_gpu else []
+        self._config, self._loss, self._tensors = config, loss, tensors
+        self._models, self._parameters = list(exchange.models), list(exchange.parameters)
+        self._on_streams = SideBySide(on_gpu=tensors[0].is_cuda)
 
     def __call__(self, batch: Tensor) -> tuple[Tensor]:
         """Return the (R, D) gradients on (R, B) examples."""
@@ -126,17 +118,8 @@ class GradientsOnStreams:
             parameters = parameters * len(batch)
             # As DDP does: all workers start from rank 0's buffers, and only its update remains.
             models = [models[0], *self._with_buffers(len(batch) - 1)]
-        current = torch.cuda.current_stream() if self._streams else None
-        for at, worker in enumerate(zip(models, parameters, batch, grads, strict=True)):
-            if current is None:
-                self._write(at, *worker)
-                continue
-            stream = self._streams[at % len(self._streams)]
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                self._write(at, *worker)
-        for stream in self._streams[: len(batch)]:
-            torch.cuda.current_stream().wait_stream(stream)
+        workers = zip(range(len(batch)), models, parameters, batch, grads, strict=True)
+        self._on_streams([partial(self._write, *worker) for worker in workers])
         return (grads,)
 
     def _with_buffers(self, count: int) -> list[Any]:
@@ -168,7 +151,7 @@ class GradientsOnStreams:
 
 
 class VirtualTrainer:
-    """Trains the R workers of one run, one after the other.
+    """Trains the R workers of one run, one after the other, on one model or on one each.
 
     On a GPU the forward and backward passes of all workers in a step are replayed as one CUDA
     graph, worker beside worker, unless they draw random numbers or rows are read by hooks.
@@ -190,106 +173,98 @@ class VirtualTrainer:
         self._split = split.to(device)
         self._examples = EpochExamples(config, task, self._split.train)
         self._loss = TrainingLoss(config, task, len(split.train[0]), config.workers)
-        # As on real ranks: the model comes from the seed of the run, workers get their own after
-        # it.
+        # As on real ranks: the model comes from the seed of the run, workers get their own after.
         torch.manual_seed(config.seed)
         self.model = task.model().to(device)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.exchange = exchange = make_exchange(config, self.model)
+        self.series = [exchange.series]
+        size = sum(parameter.numel() for parameter in exchange.parameters[0])
         self.sharding, self.ordering = make_ordering(config, len(split.train[0]))
-        self._averager = GradientAverager(config, named)
-        self.series = [self._averager.series]
-        size = self._averager.layout.size
         needs_rows = self.ordering.policy.needs_rows
-        self._rows: RowSource | None = None
+        self._rows: list[RowSource] = []
         self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
         # Every worker has received these values: nothing else is sent.
         self._payload_is_rows = needs_rows and config.rows == "payload"
-        if self._payload_is_rows and (config.density is None or config.unit != config.batch_size):
+        whole_batches = config.unit == config.batch_size and config.local_steps is None
+        if self._payload_is_rows and (config.density is None or not whole_batches):
             raise ValueError(
                 "rows='payload' orders whole batches (unit = batch_size) by what a sparsifier "
-                f"sends, got unit {config.unit} of {config.batch_size} and {config.sparsify!r}"
+                f"sends, got unit {config.unit} of {config.batch_size} and {config.exchange!r}"
             )
         rows = None
         if needs_rows and not self._payload_is_rows:
             rows = row_settings(config, needs_rows, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
             if not self._gradients_are_rows:
-                self._rows = make_row_source(self.model, rows, config.unit, config.batch_size)
+                self._rows = [
+                    make_row_source(model, rows, config.unit, config.batch_size)
+                    for model in exchange.models
+                ]
         self._coordination = VirtualCoordination(self.ordering, config.workers, rows, size)
-        self._parameters = list(named.values())
-        self._optimizer = make_optimizer(self._parameters, config)
-        self._turns = WorkerTurns(self.model, config)
+        self._turns = WorkerTurns(exchange.models, config)
         self._graphed: GraphedFunction | None = None
         # Hooks that read rows call Python, and dropout draws random numbers: no replay of these.
-        if capture and device.type == "cuda" and self._rows is None and not has_dropout(self.model):
-            together = GradientsOnStreams(
-                config,
-                self._loss,
-                [self.model],
-                [self._averager.parameters],
-                self._examples.tensors,
-            )
-            written = [*self.model.buffers(), *self._loss.tensors]
-            self._graphed = GraphedFunction(together, restore=written)
-        self._exchange_timer, self._ordering_timer = DeviceTimer(device), DeviceTimer(device)
+        if capture and device.type == "cuda" and not self._rows and not has_dropout(self.model):
+            together = GradientsOnStreams(config, self._loss, exchange, self._examples.tensors)
+            buffers = [buffer for model in exchange.models for buffer in model.buffers()]
+            self._graphed = GraphedFunction(together, restore=[*buffers, *self._loss.tensors])
+        self._ordering_timer = DeviceTimer(device)
         steps = -(-self.sharding.length * config.unit // config.batch_size)
-        self._tracks_prefix_sums = config.density is None and can_track_prefix_sums(steps, size)
+        dense = config.density is None and config.local_steps is None
+        self._tracks_prefix_sums = dense and can_track_prefix_sums(steps, size)
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
-        """Train one epoch."""
-        config, counters, means = self._config, EpochCounters(), []
+        """Train one epoch; a run of local steps that has diverged ends within it, as on ranks."""
+        config, exchange, counters, means = self._config, self.exchange, EpochCounters(), []
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
         self._loss.begin_epoch()
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
-        self.model.train()
+        for model in exchange.models:
+            model.train()
         self._turns.restore_rng()
         sent_before = self._coordination.bytes
         batches = indices.split(config.batch_size, dim=1)
         for at, batch in enumerate(batches):
-            set_lr(self._optimizer, config.lr_at(number, at, len(batches)))
             grads, rows = self._gradients(batch, counters)
-            with self._exchange_timer.measure():
-                self._averager.average(grads, counters)
-            if self._tracks_prefix_sums:
-                # A new tensor each step, and a copy is what gets clipped: no clone is needed.
-                means.append(self._averager.mean)
+            exchange.step(grads, config.lr_at(number, at, len(batches)), counters)
+            if exchange.diverged:
+                break
+            if self._tracks_prefix_sums and exchange.mean is not None:
+                means.append(exchange.mean)  # a new tensor in each step
             with self._ordering_timer.measure():
                 if self._gradients_are_rows:
                     self._coordination.exchange(grads)
-                elif self._payload_is_rows:
-                    self._observe_payload(at)
+                elif self._payload_is_rows and exchange.payload is not None:
+                    # A step that was called off has sent nothing.
+                    self.ordering.observe(exchange.payload.unsqueeze(0), first=at)
                 elif rows:
                     self._coordination.add(torch.stack(rows))
-            clip_and_step(self._optimizer, self._parameters, mean_clip(config))
             counters.steps += 1
             on_step()
         with self._ordering_timer.measure():
-            self._coordination.end_epoch()
+            if not exchange.diverged:
+                self._coordination.end_epoch()
         # Reading the timers waits for the GPU, so the total below covers all of its work.
-        counters.exchange_seconds = self._exchange_timer.reset()
+        exchange.end_epoch(counters, last=number == config.epochs)
         counters.ordering_seconds = self._ordering_timer.reset()
-        if self._rows is not None:  # part of the work on rows runs inside the backward
-            before, self._backward_seconds = self._backward_seconds, self._rows.seconds_in_backward
-            counters.ordering_seconds += self._backward_seconds - before
+        # Part of the work on rows runs inside the backward.
+        before, self._backward_seconds = (
+            self._backward_seconds,
+            sum(one.seconds_in_backward for one in self._rows),
+        )
+        counters.ordering_seconds += self._backward_seconds - before
         counters.seconds = time.perf_counter() - begin
-        self._averager.end_epoch(counters)
         counters.ordering_bytes = self._coordination.bytes - sent_before
         counters.bytes += counters.ordering_bytes
         if means:
             examples = config.batch_size * config.workers
             counters.herding_bound = herding_bound(torch.stack(means), examples)
         return [counters]
-
-    def _observe_payload(self, step: int) -> None:
-        """Order by what was sent in a step; one that was called off is skipped."""
-        payload = self._averager.payload
-        if payload is not None:
-            self.ordering.observe(payload.unsqueeze(0), first=step)
 
     def _gradients(self, batch: Tensor, counters: EpochCounters) -> tuple[Tensor, list[Tensor]]:
         """Return the (R, D) gradients of all workers on (R, B) examples, and their (U, k) rows.
@@ -311,27 +286,30 @@ class VirtualTrainer:
             # No DataLoader: all examples are on the device, and one index fetches a batch.
             examples = tuple(tensor[own] for tensor in self._examples.tensors)
             counters.data_seconds += time.perf_counter() - fetch
+            which = worker % len(self.exchange.models)
+            parameters = self.exchange.parameters[which]
             with self._turns.of(worker):
-                self._optimizer.zero_grad()
+                for parameter in parameters:
+                    parameter.grad = None
                 with passes(self._config):
-                    loss = self._loss(self.model, *examples, worker=worker)
+                    loss = self._loss(self.exchange.models[which], *examples, worker=worker)
                 loss.backward()
-            # Copied out: the next worker's backward writes to the same gradients.
-            grads.append(self._averager.flat_grad())
-            if self._rows is not None:
+            # Copied out: the next worker's backward may write to the same gradients.
+            grads.append(flat_grad(parameters))
+            if self._rows:
                 with self._ordering_timer.measure():
-                    rows.append(self._rows.take(len(own), 1.0))
+                    rows.append(self._rows[which].take(len(own), 1.0))
         return torch.stack(grads), rows
 
     def evaluate(self) -> list[Evaluation]:
-        """Evaluate the model."""
+        """Evaluate the model; of local steps, the weights that workers share."""
         chunk = evaluation_chunk(self._task, self.model, self._config.batch_size)
-        with passes(self._config):
+        with self.exchange.evaluated(), passes(self._config):
             loss = full_loss(self._task, self.model, self._split.train, World.single(), chunk)
             return [Evaluation(loss, finite_metric(self._task, self.model, self._split.test))]
 
     def close(self) -> None:
-        """Detach from the model and free the graphs."""
+        """Detach from the models and free the graphs."""
         self._graphed = None  # Its graphs hold GPU memory.
-        if self._rows is not None:
-            self._rows.close()
+        for rows in self._rows:
+            rows.close()

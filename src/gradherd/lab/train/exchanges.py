@@ -1,0 +1,360 @@
+"""How workers in one process turn their gradients into the next weights, and what that costs.
+
+Two seams for other methods. What averages gradients at every step is a `GradientWorkers`
+(sparsifiers, PowerSGD). What has weights, or an optimizer, of its own on each worker is a
+`VirtualExchange` (local steps); `make_exchange` chooses.
+
+Letters: R workers, D parameters.
+"""
+
+import contextlib
+import copy
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradherd.comm.script import run_together
+from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
+from gradherd.flat import FlatSpec
+from gradherd.hooks.flat_weights import FlatWeights
+from gradherd.hooks.local_steps import MAX_CALLED_OFF
+from gradherd.lab.train import POWERSGD
+from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.measurements import BinnedSeries, DeviceTimer
+from gradherd.lab.train.optimizers import (
+    clip_and_step,
+    make_optimizer,
+    mean_clip,
+    set_lr,
+    sparse_settings,
+)
+from gradherd.lab.train.powersgd import LowRankWorkers, matrix_shape
+from gradherd.lab.train.trainer import EpochCounters
+from gradherd.sparsify.local import OuterOptimizer, commit_difference, exchange_script
+from gradherd.sparsify.virtual_workers import VirtualWorkers
+from gradherd.sparsify.worker import Worker
+
+
+class VirtualExchange(ABC):
+    """What R workers in one process do with their gradients."""
+
+    models: list[nn.Module]
+    """One that all workers share, or one of each worker."""
+    parameters: list[list[nn.Parameter]]
+    """The trained parameters of each model, in the order of the flat gradients."""
+    series: BinnedSeries
+    """Densities of the exchanges."""
+    mean: Tensor | None = None
+    """(D,) the last average of gradients, before clipping; None if they are not averaged."""
+    diverged: bool = False
+    """Whether training must end: several exchanges in a row were called off."""
+
+    @property
+    def payload(self) -> Tensor | None:
+        """(R, D) what each worker has sent in the last step, if rows are made of that."""
+        return None
+
+    @abstractmethod
+    def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
+        """Take a step of all workers with their (R, D) gradients, and count what it costs."""
+
+    @abstractmethod
+    def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
+        """Count what is known at the end of an epoch; exchange what is left after the last one."""
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Let the first model hold, inside, the weights that are evaluated."""
+        return contextlib.nullcontext()
+
+
+def make_exchange(config: RunConfig, model: nn.Module) -> VirtualExchange:
+    """Return the exchange that the settings ask for."""
+    return (SharedModel if config.local_steps is None else LocalModels)(config, model)
+
+
+class GradientWorkers(Protocol):
+    """R workers that average their gradients, each with a residual of its own."""
+
+    metrics: dict[str, Any]
+    """Of the last step: density, padding, per_rank and bytes; empty if it was called off."""
+    payload: Tensor | None
+
+    def step(self, grads: Tensor) -> Tensor:
+        """Return the (D,) mean of (R, D) gradients, as far as they are sent."""
+        ...
+
+    def residuals(self) -> Tensor:
+        """Return (R, D) what was not sent yet."""
+        ...
+
+
+class GradientAverager:
+    """Averages the gradients of all workers: whole, sparsified or of low rank."""
+
+    def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
+        settings = None
+        if config.density is not None and config.sparsify != POWERSGD:
+            settings = sparse_settings(config)
+        # The layout of real ranks, so that partitions and thresholds cover the same elements.
+        self.layout = FlatSpec.small_last(named, 0 if settings is None else settings.dense_below)
+        self.parameters = [named[name] for name in self.layout.names]
+        self.series = BinnedSeries()
+        """Densities of the steps."""
+        self._workers: GradientWorkers | None = None
+        device = self.parameters[0].device
+        if settings is not None:
+            workers = self._workers = VirtualWorkers(
+                settings,
+                self.layout.size,
+                config.workers,
+                sparse=self.layout.sparse,
+                layers=self.layout.sparse_numels,
+                device=device,
+            )
+            workers.keep_payload = config.rows == "payload"
+            workers.measure_norms = False  # `end_epoch` does, once
+        elif config.density is not None:
+            shapes = [matrix_shape(p.shape) for p in self.parameters]
+            self._workers = LowRankWorkers(shapes, config.density, config.workers, device)
+
+    @property
+    def payload(self) -> Tensor | None:
+        """(R, D) what each worker has sent in the last step, if rows are made of that."""
+        return None if self._workers is None else self._workers.payload
+
+    def average(self, grads: Tensor, counters: EpochCounters) -> Tensor:
+        """Return (D,) the mean of (R, D) gradients, and count what it costs."""
+        if self._workers is None:
+            counters.bytes += mean_bytes(grads.shape[1], len(grads), grads.element_size())
+            # In the bits that ranks would get.
+            return mean_of_rows(grads, out=torch.empty_like(grads[0]))
+        mean = self._workers.step(grads)
+        metrics = self._workers.metrics
+        counters.add_sparse(metrics)
+        self.series.add(metrics.get("density", 0.0))
+        counters.bytes += metrics.get("bytes", 0)
+        return mean
+
+    def end_epoch(self, counters: EpochCounters) -> None:
+        """Record the norm of worker 0's residual after the last step."""
+        if self._workers is not None:
+            residual = self._workers.residuals()[0]
+            counters.residual_norm = float(torch.linalg.vector_norm(residual))
+
+
+class SparseAverager:
+    """Averages the sparsified gradients of one run among those that are trained side by side."""
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self._averager = GradientAverager(config, dict(model.named_parameters()))
+        self.series, self.end_epoch = self._averager.series, self._averager.end_epoch
+        slices = FlatSpec.of(model).slices
+        # The sparsifier orders parameters in its own way, not as the optimizer does.
+        spans = [slices[name] for name in self._averager.layout.names]
+        positions = [torch.arange(span.start, span.stop) for span in spans]
+        self._positions = torch.cat(positions).to(config.device)
+
+    def __call__(self, grads: Tensor, counters: EpochCounters) -> Tensor:
+        """Return (D,) the mean of (R, D) gradients, zero where nothing was sent."""
+        begin = time.perf_counter()
+        mean = self._averager.average(grads[:, self._positions], counters)
+        unpermuted = torch.empty_like(mean).index_copy_(0, self._positions, mean)
+        counters.exchange_seconds += time.perf_counter() - begin
+        return unpermuted
+
+
+class SharedModel(VirtualExchange):
+    """One model for all workers, whose gradients are averaged at every step."""
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self.models = [model]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averager = GradientAverager(config, named)
+        self.parameters, self.series = [self._averager.parameters], self._averager.series
+        self._trained, self._clip = list(named.values()), mean_clip(config)
+        self._optimizer = make_optimizer(self._trained, config)
+        self._timer = DeviceTimer(torch.device(config.device))
+        # One place for the model's gradient: making views takes a host longer than a GPU's copy.
+        first = self._averager.parameters[0]
+        self._flat = torch.zeros(self._averager.layout.size, dtype=first.dtype, device=first.device)
+        self._grads = grad_views(self._flat, self._averager.parameters)
+
+    @property
+    def payload(self) -> Tensor | None:
+        """(R, D) what each worker has sent in the last step, if rows are made of that."""
+        return self._averager.payload
+
+    def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
+        """Average the (R, D) gradients and take a step with the mean."""
+        with self._timer.measure():
+            self.mean = self._averager.average(grads, counters)
+        # A copy: clipping writes to the model's gradient, and `mean` must stay as it is.
+        self._flat.copy_(self.mean)
+        for parameter, grad in zip(self._averager.parameters, self._grads, strict=True):
+            parameter.grad = grad
+        set_lr(self._optimizer, lr)
+        clip_and_step(self._optimizer, self._trained, self._clip)
+
+    def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
+        """Count the time of exchanges, and the residual."""
+        counters.exchange_seconds = self._timer.reset()
+        self._averager.end_epoch(counters)
+
+
+@dataclass
+class _Pending:
+    """What an exchange of local steps has given, before it is applied."""
+
+    snapshots: list[Tensor]
+    """(D,) each worker's weights when the exchange began."""
+    mean: Tensor | None
+    buffers: Tensor | None
+
+
+class LocalModels(VirtualExchange):
+    """A model and an optimizer for each worker, which exchange weights from time to time.
+
+    The maths is that of real ranks (`hooks.local_steps`), and so are the scripts, the bits and the
+    bytes. Evaluated are the shared weights, with worker 0's buffers.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        settings = self._settings = config.local()
+        device = torch.device(config.device)
+        self.models = [model, *(copy.deepcopy(model) for _ in range(config.workers - 1))]
+        averaged = settings.buffers == "mean"
+        self._weights = [
+            FlatWeights(one, settings.dense_below, device, with_buffers=averaged)
+            for one in self.models
+        ]
+        self.parameters = [list(weights.parameters.values()) for weights in self._weights]
+        self._optimizers = [make_optimizer(own, config) for own in self.parameters]
+        self._clip, self._timer = config.clip, DeviceTimer(device)
+        layout = self._weights[0].layout
+        self._sparse = layout.sparse
+        self._workers = [
+            Worker(
+                settings.sent,
+                layout.size,
+                rank=rank,
+                size=config.workers,
+                sparse=layout.sparse,
+                layers=layout.sparse_numels,
+                dtype=self._weights[0].dtype,
+                device=device,
+            )
+            for rank in range(config.workers)
+        ]
+        self._outer = OuterOptimizer(settings, self._weights[0].read())
+        self.series = BinnedSeries()
+        self._pending: _Pending | None = None
+        self._taken = self._steps = self._called_off = 0
+
+    def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
+        """Take a step of each worker with its own gradient; exchange if it ends a phase."""
+        for own, optimizer, flat in zip(self.parameters, self._optimizers, grads, strict=True):
+            set_lr(optimizer, lr)
+            for parameter, grad in zip(own, grad_views(flat, own), strict=True):
+                parameter.grad = grad
+            # Each worker clips its own gradient: there is no averaged one.
+            clip_and_step(optimizer, own, self._clip)
+        with self._timer.measure():
+            self._after_step(counters)
+
+    def _after_step(self, counters: EpochCounters) -> None:
+        self._taken += 1
+        self._steps += 1
+        if self._pending is not None and self._taken >= self._settings.steps_until_applied:
+            self._apply()
+        if self._taken >= self._settings.every and not self.diverged:
+            self._begin(counters, forced=False)
+            if not self._settings.overlap:
+                self._apply()
+
+    def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
+        """Exchange what the last steps of a run have changed, which belongs to its result."""
+        with self._timer.measure():
+            if last and not self.diverged:
+                self._exchange_rest(counters)
+        counters.exchange_seconds = self._timer.reset()
+        residual = self._workers[0].feedback.residual
+        counters.residual_norm = float(torch.linalg.vector_norm(residual))
+
+    def _exchange_rest(self, counters: EpochCounters) -> None:
+        if self._pending is not None:
+            self._apply()
+        if (self._taken or self._called_off) and not self.diverged:
+            self._begin(counters, forced=True)
+            self._apply()
+
+    def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
+        own = [weights.read() for weights in self._weights]
+        base = self._weights[0].rounded(self._outer.shared)
+        for worker, snapshot in zip(self._workers, own, strict=True):
+            worker.set_unit(1.0)
+            worker.add(0, base - snapshot)
+        position = torch.tensor([self._steps, int(forced)], device=base.device)
+        results = run_together(
+            [
+                exchange_script(worker, position, weights.read_buffers())
+                for worker, weights in zip(self._workers, self._weights, strict=True)
+            ]
+        )
+        outcome, buffers, _ = results[0].value
+        if outcome is not None:
+            counters.add_sparse(metrics := outcome.metrics(self._sparse))
+            self.series.add(metrics["density"])
+        else:
+            counters.skipped_steps += 1
+        means = [
+            commit_difference(worker, result.value.outcome, self._settings.decay)
+            for worker, result in zip(self._workers, results, strict=True)
+        ]
+        # The mean is the same on all workers.
+        self._pending = _Pending(own, means[0], buffers)
+        self._taken = 0
+        counters.bytes += round(statistics.fmean(result.bytes for result in results))
+
+    def _apply(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if pending.mean is None:
+            self._go_on_alone()
+            return
+        self._called_off = 0
+        self._outer.step(pending.mean)
+        for weights, snapshot in zip(self._weights, pending.snapshots, strict=True):
+            new = weights.rounded(self._outer.shared)
+            if self._settings.overlap:
+                new += weights.read() - snapshot
+            weights.write(new)
+            if pending.buffers is not None:
+                weights.write_buffers(pending.buffers)
+
+    def _go_on_alone(self) -> None:
+        """Put workers whose weights are not finite back to the shared ones, as real ranks do."""
+        self._called_off += 1
+        self.diverged = self._called_off >= MAX_CALLED_OFF
+        for weights in self._weights:
+            if not weights.read().isfinite().all():
+                weights.write(weights.rounded(self._outer.shared))
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Let the first model hold the shared weights; NaN after divergence, as the record says."""
+        shared = self._outer.shared * (torch.nan if self.diverged else 1.0)
+        with self._weights[0].replaced_by(shared):
+            yield
+
+
+def grad_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the parts of a (D,) gradient in the shapes of its parameters."""
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [piece.view_as(one) for piece, one in zip(pieces, parameters, strict=True)]
