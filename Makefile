@@ -87,7 +87,7 @@ bench: $(STAMP) ## Measure what ordering costs, next to the alternatives
 
 evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and write the pages of evidence
 	@for study in studies/*.toml; do $(BIN)/gradherd study $$study --resume || exit 1; done
-	@$(BIN)/gradherd report --evidence
+	@$(BIN)/python -m studies.evidence
 
 dist: $(STAMP) ## Build the wheel and the source distribution in dist/
 	@rm -rf dist

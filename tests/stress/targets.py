@@ -354,7 +354,7 @@ def _results(root: Path) -> Path:
 
 
 def _read_results(root: Path, path: Path) -> None:
-    for one in read_results(path, "compare"):
+    for one in read_results(path):
         assert isinstance(one.seed, int) and isinstance(one.figures, dict)
 
 

@@ -31,15 +31,9 @@ class ReportCommand:
     With --watch it follows runs that are training: whenever a record changes it writes the page
     again, which loads itself every few seconds in the browser. Ctrl-C ends it.
 
-    With --evidence it writes docs/evidence.md, a page per study and their charts instead, from
-    studies/*.toml and benchmarks/results. DIR is then the folder that holds these, by default the
-    current one.
-
     Example: gradherd report runs/ --out report.html
 
     Example: gradherd report runs/ --watch
-
-    Example: gradherd report --evidence
     """
 
     folders: Annotated[
@@ -51,22 +45,14 @@ class ReportCommand:
     json: Annotated[
         bool,
         json_help(
-            'Print {"comparisons": [each as `gradherd compare --json` prints it], '
-            '"report"}; with --evidence {"claims": [{"id", "verdict", "ours"}], '
-            '"unmeasured", "files"}.'
+            'Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}.'
         ),
     ] = False
-    evidence: Flag = False
-    """Write the pages that put every claim of the papers next to our own measurements."""
-
     watch: Flag = False
     """Keep running, and write the page again whenever a record below the folders changes."""
 
     def run(self) -> None:
         """Find the records, compare them, write the page and print the tables."""
-        if self.evidence:
-            self._evidence()
-            return
         if not self.folders:
             raise UsageError("name at least one folder with records, e.g. gradherd report runs/")
         if self.watch:
@@ -101,31 +87,6 @@ class ReportCommand:
         for comparison in comparisons:
             # The path once, at the end, where it is still on the screen.
             print_comparison(comparison, out if comparison is comparisons[-1] else None)
-
-    def _evidence(self) -> None:
-        from gradherd.cli.tables import claims_json, print_claims
-        from gradherd.lab.report.evidence import write_evidence
-
-        if self.out is not None or self.watch or len(self.folders) > 1:
-            raise UsageError(
-                "--evidence writes docs/evidence.md: it takes at most one DIR, no --out, no --watch"
-            )
-        try:
-            evidence = write_evidence(self.folders[0] if self.folders else Path())
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        for study, ids in evidence.unmeasured.items():
-            # To stderr: with --json, stdout must stay JSON.
-            print(f"gradherd: not measured yet: {study}: {', '.join(ids)}", file=sys.stderr)
-        files = [str(path) for path in evidence.files]
-        if self.json:
-            unmeasured = {study: list(ids) for study, ids in evidence.unmeasured.items()}
-            claims = claims_json(evidence.verdicts)
-            print_json({"claims": claims, "unmeasured": unmeasured, "files": files})
-            return
-        print_claims(evidence.verdicts)
-        waiting = sum(len(ids) for ids in evidence.unmeasured.values())
-        print(f"{len(evidence.verdicts)} claims measured, {waiting} not yet: {files[-1]}")
 
 
 def _watch(folders: Sequence[Path], given: Path | None) -> None:

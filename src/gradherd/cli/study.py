@@ -32,9 +32,9 @@ from gradherd.lab.text import counted
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
     from gradherd.lab.report.claims import ClaimVerdict
+    from gradherd.lab.study.file import Study
     from gradherd.lab.study.kinds import PlannedRun
     from gradherd.lab.study.results import RunResult
-    from gradherd.lab.study.spec import Study
 
 RESULTS = Path("benchmarks") / "results"
 
@@ -45,7 +45,7 @@ class StudyCommand:
 
     A study is a TOML file with arms, seeds and claims. Its results are meant to be committed: one
     file per arm, with one line per seed. At the end you see the verdict on every claim that the
-    results can settle; `gradherd report --evidence` turns all studies into a page.
+    results can settle.
 
     You can run a study in parts. --only and --seeds select runs, --resume skips those that already
     have results with the same settings. An interrupted run leaves no result and is run again. With
@@ -93,15 +93,16 @@ class StudyCommand:
         if self.device is not None:
             usable_device(self.device)
         from gradherd.lab.study.file import read_study
+        from gradherd.lab.study.kinds import kind_of
         from gradherd.lab.study.results import read_arms
-        from gradherd.lab.study.run import kind_of, missing_runs, plan_runs, store_results
+        from gradherd.lab.study.run import missing_runs, plan_runs, store_results
 
         try:
             study = read_study(self.file)
             planned = plan_runs(study, self.only, self.seeds)
             _check_reportable(study)
             out = RESULTS / study.name if self.out is None else self.out
-            results = read_arms(out, dict.fromkeys(run.arm for run in planned), study.kind)
+            results = read_arms(out, dict.fromkeys(run.arm for run in planned))
             todo = missing_runs(planned, results)
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -137,13 +138,14 @@ class StudyCommand:
         Other studies are searched only in benchmarks/results, where all of them are. Kinds that
         measure time reuse nothing: times belong to one machine.
         """
+        from gradherd.lab.study.kinds import kind_of
         from gradherd.lab.study.results import read_other_studies
-        from gradherd.lab.study.run import kind_of, reusable_results
+        from gradherd.lab.study.run import reusable_results
 
         if not self.resume or self.out is not None or kind_of(study).alone or not todo:
             return []
         warn = partial(print, "gradherd: skipped:", file=sys.stderr)
-        return reusable_results(todo, read_other_studies(RESULTS, study.name, study.kind, warn))
+        return reusable_results(todo, read_other_studies(RESULTS, study.name, warn))
 
     def _run_missing(
         self, study: Study, todo: Sequence[PlannedRun], out: Path
@@ -232,12 +234,12 @@ class StudyCommand:
 
 
 def _check_reportable(study: Study) -> None:
-    """Refuse claims and charts that no result of this study can support, before running it."""
+    """Refuse claims that no result of this study can support, before running it."""
     try:
-        from gradherd.lab.report.evidence_charts import check_reportable
+        from gradherd.lab.report.measures import check_measures
     except ModuleNotFoundError:  # `_verdicts` reports it at the end.
         return
-    check_reportable(study)
+    check_measures(study)
 
 
 def _check_out(out: Path) -> None:
@@ -252,7 +254,7 @@ def _check_out(out: Path) -> None:
 def _verdicts(study: Study, out: Path) -> list[ClaimVerdict]:
     """Return the verdicts on the study's claims; none if a package for reports is missing."""
     try:
-        from gradherd.lab.report.evidence import judge_study
+        from gradherd.lab.report.claims import judge_study
     except ModuleNotFoundError as error:
         advice = f"verdicts need {error.name}: pip install jinja2 scipy"
         print(f"gradherd: {advice}", file=sys.stderr)

@@ -1,17 +1,11 @@
-"""A real browser for the pages, and a root folder with a study and its results."""
+"""A real browser for the pages."""
 
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from gradherd.lab.study.file import read_study
-from gradherd.lab.study.results import write_results
-from gradherd.lab.study.run import plan_runs
-from tests.lab.report.sample_studies import STUDY, result
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -56,21 +50,3 @@ def look(browser):
         assert {url for url in asked if not url.startswith(("data:", "blob:"))} == {path.as_uri()}
 
     return opened
-
-
-@pytest.fixture
-def root(tmp_path):
-    """Return a folder with one study and results of its two arms."""
-    (tmp_path / "studies").mkdir()
-    (tmp_path / "studies" / "small.toml").write_text(STUDY)
-    for order in ("d-rr", "cd-grab"):
-        pieces = plan_runs(read_study(tmp_path / "studies" / "small.toml"), [f"{order}, few"])
-        made = [
-            replace(
-                result(piece.arm, piece.seed, [2.0, 1.5, 1.2, 1.0 + 0.1 * piece.seed]),
-                settings=piece.settings,
-            )
-            for piece in pieces
-        ]
-        write_results(tmp_path / "benchmarks/results/small", "small", "compare", made)
-    return tmp_path

@@ -4,7 +4,7 @@ import pytest
 
 from gradherd.lab.report.claims import judge_claims, paper_effect
 from gradherd.lab.report.measures import epochs_share, epochs_to_final, measure_runs
-from gradherd.lab.study.spec import Claim
+from gradherd.lab.study.file import Claim
 from tests.lab.report.sample_records import record
 from tests.lab.report.sample_studies import result
 

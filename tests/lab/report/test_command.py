@@ -190,7 +190,6 @@ def test_watch_follows_a_training_until_it_is_interrupted(capsys, tmp_path, monk
     [
         (["{tmp}/none"], "none: no such folder"),
         (["{tmp}", "--json"], "choose one"),
-        (["--evidence"], "no --watch"),
         ([], "name at least one folder"),
     ],
 )

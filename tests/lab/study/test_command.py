@@ -102,23 +102,11 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
     again = {path.name: path.read_bytes() for path in results.iterdir()}
     assert before["d-rr.json"] == again["d-rr.json"] and again["cd-grab.json"].count(b'"seed"') == 2
 
-    code, out, err = run(capsys, "report", "--evidence")
-    assert (code, err) == (0, "gradherd: not measured yet: small: small-sketch\n")
-    page = (root / "docs" / "evidence" / "small.md").read_text()
-    assert "cd-grab \\| is &lt; better" in page
-    # A claim without results is listed, too, without a verdict.
-    assert "| never measured here | none | no run of `cd-grab, sketch` | not measured |" in page
-    again = "gradherd study studies/small.toml --only cd-grab d-rr --out again/small"
-    assert f"`{again}`" in page and "2 seeds" in page
-    code, out, err = run(capsys, *again.split()[1:])
+    # As the page of a study says: the same runs again, beside the stored ones.
+    again = "study studies/small.toml --only cd-grab d-rr --out again/small"
+    code, out, err = run(capsys, *again.split())
     assert (code, err) == (0, "") and "small-loss: train loss after the last epoch" in out
-    assert "(../images/evidence/small.svg)" in page
-    for name in ("small-9.svg", "by-hand.svg"):
-        (root / "docs" / "images" / "evidence" / name).write_text("<svg/>")
-    run(capsys, "report", "--evidence")
-    assert (root / "docs" / "evidence" / "small.md").read_text() == page
-    left = {path.name for path in (root / "docs" / "images" / "evidence").iterdir()}
-    assert left == {"small.svg", "by-hand.svg"}
+    assert "not enough seeds" in out and "small-sketch" not in out
 
 
 def test_the_plan_shows_what_is_left(root, capsys):
@@ -151,42 +139,13 @@ def test_wrong_calls_end_with_one_line(root, capsys, args, says):
     assert (code, out) == (2, "") and says in err and err.count("\n") == 1
 
 
-FIGURE = '\n[[figure]]\ntitle = "F"\n'
-
-
-@pytest.mark.parametrize(
-    "old, new, says",
-    [
-        (
-            '"train_loss"',
-            '"train_los"',
-            "unknown measure of claim small-loss 'train_los'",
-        ),
-        ('y = "train_loss"', 'y = "late_metric"', "unknown y of figure Loss & more 'late_metric'"),
-        (None, 'x = "worker"\ny = "metric"', "unknown x of figure F 'worker'; known are epoch,"),
-        (None, 'x = "lr"\ny = "metrics"', "unknown y of figure F 'metrics'; known are train_loss"),
-        (None, 'x = "lr"\ny = "metric"\nlines = "ordr"', "unknown lines of figure F 'ordr'; known"),
-        (None, 'x = "density"\ny = "metric"', "figure F: density is no number in 'd-rr', got None"),
-    ],
-)
-def test_what_no_result_could_show_is_refused_before_anything_is_run(root, capsys, old, new, says):
-    text = SMALL + FIGURE + new + "\n" if old is None else SMALL.replace(old, new, 1)
-    (root / "studies" / "small.toml").write_text(text)
+def test_what_no_result_could_show_is_refused_before_anything_is_run(root, capsys):
+    (root / "studies" / "small.toml").write_text(SMALL.replace('"train_loss"', '"train_los"', 1))
     for more in ([], ["--plan"]):
         code, out, err = run(capsys, "study", "studies/small.toml", *more)
-        assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        assert "unknown measure of claim small-loss 'train_los'" in err
     assert not (root / "benchmarks").exists()
-    code, _, err = run(capsys, "report", "--evidence")
-    assert code == 2 and says in err
-
-
-def test_evidence_needs_studies_and_one_place(tmp_path, capsys):
-    code, _, err = run(capsys, "report", "--evidence", tmp_path)
-    assert code == 2 and "holds no study" in err
-    code, _, err = run(capsys, "report", "--evidence", "--out", "page.md")
-    assert code == 2 and "no --out" in err
-    code, _, err = run(capsys, "report")
-    assert code == 2 and "name at least one folder" in err
 
 
 def results_of(folder):
@@ -252,7 +211,7 @@ def no_device(name):
 
 
 def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradherd.lab.report.evidence", None)
+    monkeypatch.setitem(sys.modules, "gradherd.lab.report.claims", None)
     code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
     assert code == 0 and "1 run;" in out and "pip install jinja2 scipy" in err
     assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()

@@ -40,7 +40,7 @@ def result(made, **changed):
 def test_a_record_comes_back_with_seven_digits(tmp_path, sparsify, density):
     made = [record("cd-grab", sparsify, density, seed, epochs=12) for seed in (1, 0)]
     write_results(tmp_path, "study", "compare", [result(one) for one in made])
-    back = read_results(result_path(tmp_path, "an arm"), "compare")
+    back = read_results(result_path(tmp_path, "an arm"))
     assert [one.seed for one in back] == [0, 1]
     for one in back:
         there = next(m for m in made if m.seed == one.seed)
@@ -71,13 +71,11 @@ def test_the_same_results_are_the_same_bytes_in_any_order(tmp_path):
     made = [result(record(seed=seed)) for seed in range(3)]
     write_results(tmp_path / "a", "study", "compare", made)
     write_results(tmp_path / "b", "study", "compare", made[::-1])
-    write_results(tmp_path / "c", "study", "compare", read_results(*_where(tmp_path / "b")))
+    write_results(
+        tmp_path / "c", "study", "compare", read_results(result_path(tmp_path / "b", "an arm"))
+    )
     texts = {result_path(tmp_path / one, "an arm").read_text() for one in "abc"}
     assert len(texts) == 1
-
-
-def _where(folder):
-    return result_path(folder, "an arm"), "compare"
 
 
 def test_a_run_is_done_if_seed_and_settings_are_the_same():
@@ -98,12 +96,12 @@ def test_damaged_results_are_named(tmp_path, text):
     path = tmp_path / "arm.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"arm\.json: damaged results"):
-        read_results(path, "compare")
+        read_results(path)
 
 
 def test_only_arms_with_results_are_found(tmp_path):
     write_results(tmp_path, "study", "compare", [result(record())])
-    assert list(read_arms(tmp_path, ["an arm", "another"], "compare")) == ["an arm"]
+    assert list(read_arms(tmp_path, ["an arm", "another"])) == ["an arm"]
     head = json.loads(result_path(tmp_path, "an arm").read_text())
     assert head["study"] == "study" and head["shared"]["arm"] == "an arm"
 

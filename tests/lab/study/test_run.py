@@ -144,7 +144,7 @@ def test_seeds_that_are_stored_at_once_are_all_kept(tmp_path, monkeypatch):
     # A lock belongs to an opened folder, so threads wait for each other as processes do.
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: store_results(study, tmp_path, [result(piece(n))]), range(4)))
-    assert [one.seed for one in read_arms(tmp_path, ["a"], "compare")["a"]] == [0, 1, 2, 3]
+    assert [one.seed for one in read_arms(tmp_path, ["a"])["a"]] == [0, 1, 2, 3]
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]  # and no lock file
 
 
@@ -159,7 +159,7 @@ def test_of_stopped_runs_the_longer_one_is_kept_and_other_seeds_stay(tmp_path):
     def store(seed, status, epochs):
         one = dataclasses.replace(result(piece(seed)), status=status, figures={"epochs": epochs})
         store_results(study, tmp_path, [one])
-        found = read_arms(tmp_path, ["a"], "compare")["a"]
+        found = read_arms(tmp_path, ["a"])["a"]
         return [(each.seed, each.status, each.figures["epochs"]) for each in found]
 
     assert store(0, "stopped", 5) == [(0, "stopped", 5)]

@@ -1,4 +1,4 @@
-"""Reports: records of runs become comparisons, verdicts, an HTML page and the evidence page.
+"""Reports: records of runs become comparisons, verdicts, and an HTML page.
 
 Reads records and results only; nothing here touches a tensor.
 """

@@ -20,12 +20,13 @@ What is counted, such as bytes, needs no test if it is the same in every seed. T
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradherd.lab.report.measures import ALWAYS, Measurement, measure, relative_change, unit_of
 from gradherd.lab.report.rule import MIN_SEEDS, Family
 from gradherd.lab.report.stats import PairedDifference, paired_difference
-from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.spec import PAIRED, Claim
+from gradherd.lab.study.file import PAIRED, Arm, Claim, Study
+from gradherd.lab.study.results import RunResult, read_arms, same_settings
 from gradherd.lab.text import counted, fixed, mean_and_std, p_value, percent, significant
 
 CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"
@@ -94,6 +95,41 @@ def judge_claims(
     found = [one for claim in claims if (one := _measured(claim, results)) is not None]
     family = Family(one.test for one in found)
     return [_judge(one, family) for one in found]
+
+
+def judge_study(
+    study: Study, folder: Path
+) -> tuple[dict[str, list[RunResult]], list[ClaimVerdict]]:
+    """Judge the claims of a study by its results.
+
+    Args:
+        study: The study.
+        folder: The folder of its results.
+
+    Returns:
+        Results by arm, and the verdicts on claims that have been measured.
+
+    Raises:
+        ValueError: A file of results is damaged.
+    """
+    stored = read_arms(folder, [arm.name for arm in study.arms])
+    # Results of earlier settings stay on disk until the arm runs again; they say nothing about the
+    # arm as the file defines it now.
+    current = {
+        arm.name: [one for one in stored[arm.name] if is_current(study, arm, one)]
+        for arm in study.arms
+        if arm.name in stored
+    }
+    results = {name: runs for name, runs in current.items() if runs}
+    return results, judge_claims(study.claims, results)
+
+
+def is_current(study: Study, arm: Arm, result: RunResult) -> bool:
+    """Return whether a result has the settings in the study file, which may have changed since."""
+    from gradherd.lab.study.kinds import kind_of  # late: it imports torch
+
+    settings = kind_of(study).settings(study, arm.settings)
+    return same_settings(result.settings, settings) and result.seed in study.seeds
 
 
 def _measured(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> MeasuredClaim | None:

@@ -11,8 +11,8 @@ from operator import attrgetter
 from gradherd.lab.report.arms import late_epochs, values_at
 from gradherd.lab.report.comparison import first_at_or_below
 from gradherd.lab.report.stats import finite, mean_std
+from gradherd.lab.study.file import PAIRED, Study, check_known
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.spec import PAIRED
 from gradherd.lab.train.record import RunRecord
 
 BySeed = Mapping[int, float | None]
@@ -67,6 +67,16 @@ class Measurement:
         """Whether both arms have a value at all; expensive measures may be switched off."""
         arms = (self.arm, {0: 0.0} if self.against is None else self.against)
         return all(any(value is not None for value in arm.values()) for arm in arms)
+
+
+def check_measures(study: Study) -> None:
+    """Raise ValueError if a claim of a study that trains needs a measure that no run has.
+
+    Before any run: a misspelt measure must not surface after hours of training. Runs of other
+    studies name their measures themselves, so theirs are checked when results are read.
+    """
+    for claim in study.claims if study.kind == "compare" else ():
+        check_known(f"measure of claim {claim.id}", claim.measure, MEASURES)
 
 
 def measure(

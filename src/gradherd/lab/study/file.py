@@ -1,40 +1,139 @@
-"""Read a study from its TOML file, and refuse bad files with a line that says what is allowed.
+"""A study: arms, claims and figures, read from a TOML file.
 
-The checks are written out by hand: errors must name the table (`claim hmda-loss`), list the
-allowed names and stay on one line, which schema libraries such as msgspec do not do.
+A bad file is refused with a line that says what is allowed. The dataclasses are the schema: their
+annotations are checked here. Schema libraries such as msgspec do not name the table in their errors
+(`claim hmda-loss`), nor list the allowed names on one line.
 """
 
+import itertools
+import math
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from gradherd.lab.study.results import result_path
-from gradherd.lab.study.spec import (
-    DEVICES,
-    PAIRED,
-    TESTS,
-    THEMES,
-    Arm,
-    Claim,
-    Figure,
-    Study,
-    expand_arms,
-)
 from gradherd.lab.text import printable
 from gradherd.lab.train.record import read_bounded_text
 
-_STRINGS = ("kind", "theme", "title", "task", "budget", "note", "left_out")
-_TABLES = ("arms", "claim", "figure")
-_KEYS = (*_STRINGS[:4], "seeds", "device", *_STRINGS[4:], "settings", "sources", *_TABLES)
+TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
+"""Comparisons a claim can make; `lab.report.claims` defines them."""
+PAIRED = ("epochs_share", "epochs_to_final")
+"""Measures that are only defined relative to another arm, whatever the test."""
+THEMES = ("ordering", "open", "sparsifying", "together")
+"""Sections of the list of studies, in page order."""
+DEVICES = ("cpu", "cuda")
+"""Devices a study can ask for."""
+MAX_ARMS = 1000
+"""Most arms that one `[[arms]]` table may expand to; more is a typing error."""
+HEAD_SETTINGS = ("order", "sparsify", "density", "case")
+"""Settings that form the first part of an arm's name; all others follow after commas."""
 _MAX_SEEDS = 1000
 _MAX_MESSAGE = 400
 """Characters of an error message: it quotes the file, which may hold anything."""
 _TYPE_WORDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
+_TABLES = {"arms": "arms", "claim": "claims", "figure": "figures"}
+"""Keys of lists of tables, and the fields that they become."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One configuration that a study runs with every seed."""
+
+    name: str
+    """Name used by claims, figures and `--only`."""
+    settings: Mapping[str, Any]
+    """Settings of this arm, on top of those that all arms of the study share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A statement that the results of a study confirm or not."""
+
+    id: str
+    """Unique among all studies."""
+    text: str
+    """The statement itself."""
+    source: str
+    """Who makes it, and where."""
+    paper: str
+    """The paper's figures, in words."""
+    paper_values: tuple[float, float] | None = None
+    """The paper's figures for `arm` and `against`; None if the paper gives none."""
+    measure: str
+    """What is measured of each run; see `lab.report.measures`."""
+    test: str
+    """How the arm must compare: less, greater, no-worse, at-most, at-least."""
+    arm: str
+    """Name of the arm."""
+    against: str | None = None
+    """Name of the reference arm; required by less, greater, no-worse and PAIRED measures."""
+    value: float | None = None
+    """Bound of at-most and at-least; tolerance of no-worse, as a share."""
+    epoch: int | None = None
+    """Read the measure after this epoch; None reads it at the end."""
+    note: str = ""
+    """Remark added to the claim's row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart of a study."""
+
+    title: str
+    """Title of the chart."""
+    y: str
+    """A series of the runs, or a measure where x is a setting."""
+    x: str = "epoch"
+    """epoch, step, round or bytes; or the name of a setting in which arms differ."""
+    arms: tuple[str, ...] = ()
+    """Names of the arms to draw; empty draws all of them."""
+    lines: str = "arm"
+    """What makes a line: each arm, or each value of the named setting."""
+    log: bool = False
+    """Whether the y axis is logarithmic."""
+    zero: bool = False
+    """Whether the y axis includes zero."""
+    against: str | None = None
+    """Name of a reference arm: the others are drawn as differences from it, seed by seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Contents of a study file."""
+
+    name: str
+    """File name without its suffix."""
+    folder: Path
+    """Folder of the file; paths of custom tasks are relative to it."""
+    kind: str
+    theme: str
+    title: str
+    task: str | None = None
+    seeds: tuple[int, ...] = (0,)
+    device: str = "cpu"
+    """Device the study was sized for; a GPU study may take days on a CPU."""
+    budget: str = ""
+    """How it falls short of the paper's experiment; shown in rows of the paper's claims."""
+    note: str = ""
+    """Remarks, as paragraphs: the first is above the table, the others are folded."""
+    left_out: str = ""
+    """What was not run, and why."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that all arms share."""
+    sources: Mapping[str, Any] = field(default_factory=dict)
+    """Where each setting comes from."""
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...] = ()
+    figures: tuple[Figure, ...] = ()
+
+    def arms_in(self, figure: Figure) -> list[Arm]:
+        """Return the arms that a figure draws."""
+        return [arm for arm in self.arms if not figure.arms or arm.name in figure.arms]
 
 
 def read_study(path: Path) -> Study:
@@ -78,38 +177,24 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     # The name becomes a folder of results, the start of chart files and part of a command.
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"a study's name has lower-case letters, digits and -, got {name!r}")
-    check_keys("key", tables, _KEYS)
-    for key in _STRINGS:
-        if key not in tables and key in ("kind", "theme", "title"):
-            raise ValueError(f"there is no {key}: a study needs one")
-        if not isinstance(tables.get(key, ""), str):
-            raise ValueError(f"{key} must be a string, got {tables[key]!r}")
-    check_known("theme", tables["theme"], THEMES)
-    check_known("device", tables.get("device", "cpu"), DEVICES)
-    for key in _TABLES:
-        entries = tables.get(key, [])
+    given = dict(tables)
+    lists = {key: given.pop(key, []) for key in _TABLES}
+    for key, entries in lists.items():
         if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
             raise ValueError(f"{key} must be tables, each under [[{key}]]")
-    for key in ("settings", "sources"):
-        if not isinstance(tables.get(key, {}), dict):
-            raise ValueError(f"{key} must be a table, under [{key}]")
+    seeds = _seeds(given.pop("seeds", 1))
+    filled = ("name", "folder", "seeds", *_TABLES.values())
+    check_table(Study, given, filled=filled, others=("seeds", *_TABLES))
+    check_known("theme", given["theme"], THEMES)
+    check_known("device", given.get("device", "cpu"), DEVICES)
     study = Study(
+        **given,
         name=name,
         folder=folder,
-        kind=tables["kind"],
-        theme=tables["theme"],
-        title=tables["title"],
-        task=tables.get("task"),
-        seeds=_seeds(tables.get("seeds", 1)),
-        device=tables.get("device", "cpu"),
-        budget=tables.get("budget", ""),
-        note=tables.get("note", ""),
-        left_out=tables.get("left_out", ""),
-        settings=tables.get("settings", {}),
-        sources=tables.get("sources", {}),
-        arms=expand_arms(tables.get("arms", [])),
-        claims=tuple(_claim(one) for one in tables.get("claim", [])),
-        figures=tuple(_figure(one) for one in tables.get("figure", [])),
+        seeds=seeds,
+        arms=expand_arms(lists["arms"]),
+        claims=tuple(_claim(one) for one in lists["claim"]),
+        figures=tuple(_figure(one) for one in lists["figure"]),
     )
     # Last, because these compare parts of the file with each other.
     _check_sources(study)
@@ -213,28 +298,48 @@ def _check_epoch(claim: Claim, study: Study, arm: Arm) -> None:
 
 
 def from_table(cls: Any, what: str, table: Mapping[str, Any]) -> Any:
-    """Build a dataclass from a TOML table.
+    """Build a dataclass from a TOML table; `what` is what such a table is called in errors."""
+    own_name = table.get("id", table.get("title"))
+    check_table(cls, table, f"{what} {own_name}" if isinstance(own_name, str) else f"a {what}")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
+
+
+def check_table(
+    cls: Any,
+    table: Mapping[str, Any],
+    where: str = "",
+    *,
+    filled: Sequence[str] = (),
+    others: Sequence[str] = (),
+) -> None:
+    """Check that a table has the fields of a dataclass.
 
     Args:
         cls: The dataclass.
-        what: What such a table is called in errors.
         table: The table.
+        where: What the table is called in errors; "" for the whole file.
+        filled: Fields that the table does not hold.
+        others: Keys that the file may have besides, named in errors.
 
     Raises:
         ValueError: A key is unknown or missing, or a value has the wrong type.
     """
-    known = {field.name: field for field in fields(cls)}
-    own_name = table.get("id", table.get("title"))
-    where = f"{what} {own_name}" if isinstance(own_name, str) else f"a {what}"
-    check_keys(f"key of {where}", table, list(known))
-    missing = [name for name, one in known.items() if one.default is MISSING and name not in table]
+    known = {one.name: one for one in fields(cls) if one.name not in filled}
+    of = f" of {where}" if where else ""
+    for name in table:
+        check_known(f"key{of}", name, (*known, *others))
+    missing = [
+        name
+        for name, one in known.items()
+        if one.default is MISSING and one.default_factory is MISSING and name not in table
+    ]
     if missing:
-        raise ValueError(f"{where} lacks {' and '.join(missing)}")
+        lacks = f"{where} lacks {' and '.join(missing)}"
+        raise ValueError(lacks if where else f"there is no {missing[0]}: a study needs one")
     for name, value in table.items():
         if not has_type(value, known[name].type):
             expected = _type_words(known[name].type)
-            raise ValueError(f"{name} of {where} must be {expected}, got {value!r}")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
+            raise ValueError(f"{name}{of} must be {expected}, got {value!r}")
 
 
 def has_type(value: Any, expected: Any) -> bool:
@@ -255,6 +360,8 @@ def has_type(value: Any, expected: Any) -> bool:
         count = len(value) if isinstance(value, list) else -1
         right_length = count >= 0 if rest == [...] else count == 1 + len(rest)
         return right_length and all(has_type(one, item) for one in value)
+    if get_origin(expected) is Mapping:
+        return isinstance(value, dict)
     if expected is float:  # TOML writes 1 where a float is meant; bool is a subclass of int.
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is expected
@@ -267,13 +374,7 @@ def _type_words(expected: Any) -> str:
         item, *rest = get_args(expected)
         count = "any length" if rest == [...] else f"length {1 + len(rest)}"
         return f"a list of {count}, each {_TYPE_WORDS[item]}"
-    return _TYPE_WORDS[expected]
-
-
-def check_keys(what: str, table: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Raise ValueError if a table has a key that is not allowed."""
-    for key in table:
-        check_known(what, key, allowed)
+    return _TYPE_WORDS.get(expected, "a table")
 
 
 def check_known(what: str, name: str, allowed: Sequence[str]) -> None:
@@ -289,3 +390,94 @@ def check_known(what: str, name: str, allowed: Sequence[str]) -> None:
         quoted = any(", " in one for one in allowed)
         known = ", ".join(repr(one) if quoted else one for one in allowed)
         raise ValueError(f"unknown {what} {name!r}; known are {known}")
+
+
+def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
+    """Return the arms of `[[arms]]` tables; a list in a table stands for one arm per entry.
+
+    Args:
+        groups: The tables, as TOML gives them.
+
+    Returns:
+        All arms in file order, which is also the order of runs and of lines in charts.
+
+    Raises:
+        ValueError: There is no arm, two different arms have one name, or a table has too many.
+
+    >>> [arm.name for arm in expand_arms([{"order": ["d-rr", "cd-grab"], "workers": [4, 16]}])]
+    ['d-rr, workers 4', 'd-rr, workers 16', 'cd-grab, workers 4', 'cd-grab, workers 16']
+    >>> [arm.name for arm in expand_arms([{"sparsify": ["dense", "topk"], "density": [0.1, 0.01]}])]
+    ['dense', 'topk 0.1', 'topk 0.01']
+    """
+    arms: dict[str, Arm] = {}
+    for group in groups:
+        for settings in _product(group):
+            label = settings.pop("label", None)
+            if label is not None and not isinstance(label, str):
+                raise ValueError(f"label of an [[arms]] table must be a string, got {label!r}")
+            if settings.get("sparsify") == "dense":  # Everything is sent: there is no density.
+                settings.pop("density", None)
+            arm = Arm(name=arm_name(settings, label), settings=settings)
+            # Equal arms may repeat: `dense` times a list of densities gives the same arm each time.
+            if arms.setdefault(arm.name, arm).settings != settings:
+                fix = "give one group a label"
+                if label is not None:
+                    fix = "a label hides the values of lists, so give each value its own group"
+                raise ValueError(f"two arms are called {arm.name!r}: {fix}")
+    if not arms:
+        raise ValueError("there is no arm: a study needs at least one [[arms]] table")
+    return tuple(arms.values())
+
+
+def _product(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    options = [value if isinstance(value, list) else [value] for value in group.values()]
+    for name, option in zip(group, options, strict=True):
+        if not option:
+            raise ValueError(f"{name} of an [[arms]] table is an empty list")
+    # Counted before the product is formed: a file must not be able to exhaust memory.
+    count = math.prod(len(option) for option in options)
+    if count > MAX_ARMS:
+        raise ValueError(f"an [[arms]] table expands to {count:,} arms: at most {MAX_ARMS:,}")
+    return [dict(zip(group, values, strict=True)) for values in itertools.product(*options)]
+
+
+def arm_name(settings: Mapping[str, Any], label: str | None) -> str:
+    """Return the name of an arm; a label replaces the settings after the first comma.
+
+    Claims, `--only` and file names of results refer to arms by these names.
+
+    Args:
+        settings: The arm's own settings.
+        label: Replaces the settings that are not part of the head; None lists them.
+
+    >>> arm_name({"order": "cd-grab", "sparsify": "exdyna", "density": 0.01}, None)
+    'cd-grab + exdyna 0.01'
+    >>> arm_name({"order": "cd-grab", "workers": 64, "batch_size": 1}, "64 workers")
+    'cd-grab, 64 workers'
+    >>> arm_name({"sparsify": "exdyna", "density": 0.01, "method": {"blocks": 64}}, None)
+    'exdyna 0.01, blocks 64'
+    """
+    sparsify = settings.get("sparsify")
+    if sparsify is not None and "density" in settings:
+        sparsify = f"{sparsify} {_word(settings['density'])}"
+    # What is compared comes first; everything else after a comma, where a label can replace it.
+    head = [str(one) for one in (settings.get("order"), sparsify, settings.get("case")) if one]
+    others = {name: value for name, value in settings.items() if name not in HEAD_SETTINGS}
+    rest = [label] if label is not None else _words(others)
+    return ", ".join([*([" + ".join(head)] if head else []), *rest])
+
+
+def _words(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as words; those of a method are listed like the arm's own."""
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            words += _words(value)
+        else:
+            words.append(f"{name} {_word(value)}")
+    return words
+
+
+def _word(value: Any) -> str:
+    # A name must not depend on how the file writes a number: 1e-2 and 0.01 are the same arm.
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,23 +1,23 @@
-"""How a study makes its runs: the `StudyKind` protocol, and the kinds compare and herding.
+"""How a study makes its runs: `compare` trains, `herding` reorders random vectors.
 
-`compare` trains; `herding` reorders random vectors. `cost_kind.py` and `density_kind.py` hold the
-other two.
+A study may bring a kind of its own, a `StudyKind` in a file beside it.
 """
 
 import dataclasses
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from gradherd.comm.world import World
+from gradherd.lab.study.file import Study, check_known
 from gradherd.lab.study.results import describe_run, to_columns
-from gradherd.lab.study.spec import Study
-from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.registry import find_task, import_file
 from gradherd.lab.tasks.task import load_split
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
@@ -93,50 +93,33 @@ class RunContext:
         return self.stop_at is not None and time.time() >= self.stop_at
 
 
-class StudyKind(Protocol):
+class StudyKind(ABC):
     """A way to make runs; everything except `run` is a pure function."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether runs measure time, so that nothing else may run beside them."""
-        ...
+    alone: ClassVar[bool] = False
+    """Whether runs measure time, so that nothing else may run beside them."""
+    keys: ClassVar[Mapping[str, Any]]
+    """Settings that the kind takes, with a type or a tuple of types each."""
 
-    @property
-    def keys(self) -> Mapping[str, Any]:
-        """Settings that the kind takes, with their types."""
-        ...
-
+    @abstractmethod
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings of an arm's runs; raise ValueError if they are invalid."""
-        ...
 
     def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
-        """Group runs that are made together; results are written after each batch."""
-        ...
-
-    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
-        """Make the runs of a batch."""
-        ...
-
-
-class SeparateRuns:
-    """Base of kinds that train nothing and make their runs one at a time."""
-
-    alone: ClassVar = False
-
-    def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
-        """Return one batch per run."""
+        """Group runs that are made together, by default none; results are written after each."""
         return [[run] for run in runs]
 
+    @abstractmethod
+    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
+        """Make the runs of a batch."""
 
-@dataclass(frozen=True)
-class CompareStudy:
+
+class CompareStudy(StudyKind):
     """Trains: arms are orders, sparsifiers and settings of one task.
 
     All workers of a run share one process: losses, orders and bytes equal those of real workers.
     """
 
-    alone: ClassVar = False
     # What is left out belongs to one run or one machine, not to an arm.
     keys: ClassVar[Mapping[str, Any]] = {
         one.name: one.types
@@ -203,8 +186,7 @@ def _config(run: PlannedRun, context: RunContext) -> RunConfig:
     return RunConfig(**settings, seed=run.seed, virtual=True, device=context.device)
 
 
-@dataclass(frozen=True)
-class HerdingStudy(SeparateRuns):
+class HerdingStudy(StudyKind):
     """Reorders the same random vectors round after round and records the herding bound.
 
     The simulation of parallel herding in CD-GraB, arXiv:2302.00845.
@@ -257,6 +239,30 @@ def summarize(bounds: Sequence[float]) -> dict[str, float]:
     return {"start": bounds[0], "bound": bounds[-1], "mean": statistics.fmean(bounds[1:])}
 
 
+KINDS: dict[str, StudyKind] = {"compare": CompareStudy(), "herding": HerdingStudy()}
+"""Kinds of studies by name."""
+
+
+def kind_of(study: Study) -> StudyKind:
+    """Return the kind of a study; it may be `path/to/file.py:ClassName`, relative to its file.
+
+    Raises:
+        ValueError: There is no such kind.
+    """
+    if ":" not in study.kind:
+        check_known("kind", study.kind, (*KINDS, "path/to/file.py:ClassName"))
+        return KINDS[study.kind]
+    file, _, name = task_path(study.kind, study.folder).rpartition(":")
+    what = f"kind {study.kind!r}"
+    if not Path(file).is_file():
+        raise ValueError(f"{what}: there is no file {file!r}")
+    kind = getattr(import_file(Path(file), what), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, StudyKind)):
+        raise ValueError(f"{what}: {file!r} has no StudyKind {name!r}")
+    made: StudyKind = kind()
+    return made
+
+
 def task_path(task: str, folder: Path) -> str:
     """Return a task's name; the path of a study's own task is relative to the study file.
 
@@ -290,8 +296,7 @@ def check_settings(
     {'rounds': 15, 'dim': 16}
     """
     for name, value in given.items():
-        if name not in keys:
-            raise ValueError(f"unknown setting {name!r}; known are {', '.join(keys)}")
+        check_known("setting", name, tuple(keys))
         # Types are checked here, before a task or a benchmark fails on them in words of its own.
         types = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

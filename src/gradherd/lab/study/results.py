@@ -154,7 +154,7 @@ def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResu
     Args:
         folder: The folder of the study's results; created if missing.
         study: Name of the study.
-        kind: Its kind, which `read_results` checks.
+        kind: Its kind.
         results: All results of the arm; a file that exists is replaced.
     """
     runs = []
@@ -183,65 +183,43 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def read_results(path: Path, kind: str) -> list[RunResult]:
+def read_results(path: Path) -> list[RunResult]:
     """Read the results of one arm.
 
-    Args:
-        path: The file.
-        kind: The kind of study that it must come from.
-
     Raises:
-        ValueError: The file is damaged or of another kind; the message names it.
+        ValueError: The file is damaged; the message names it.
     """
-    # A study that has changed its kind keeps its name, and so its files.
-    stored_kind, results = _read(path)
-    if stored_kind != kind:
-        raise ValueError(
-            printable(f"{path}: results of kind {stored_kind}, not {kind}; remove the file")
-        )
+    try:
+        content = json.loads(read_bounded_text(path))
+        if content["format"] != FORMAT:
+            raise ValueError(f"expected format {FORMAT}")
+        results = [RunResult(**{**content["shared"], **run}) for run in content["runs"]]
+        # A seed that is no integer would match no planned run, which would then run every time.
+        if any(type(one.seed) is not int or not isinstance(one.figures, dict) for one in results):
+            raise ValueError("seed, figures")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(printable(f"{path}: damaged results ({error}); remove the file")) from None
     return results
 
 
-def _read(path: Path) -> tuple[str, list[RunResult]]:
-    """Return the kind of the study and its results."""
-    try:
-        content = json.loads(read_bounded_text(path))
-        if content["format"] != FORMAT or not isinstance(content["kind"], str):
-            raise ValueError(f"expected format {FORMAT}")
-        results = [RunResult(**{**content["shared"], **run}) for run in content["runs"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(printable(f"{path}: damaged results ({error}); remove the file")) from None
-    for one in results:
-        # A seed that is no integer would match no planned run, which would then run every time.
-        if type(one.seed) is not int or not isinstance(one.figures, dict):
-            raise ValueError(printable(f"{path}: damaged results (seed, figures); remove the file"))
-    return content["kind"], results
-
-
-def read_arms(folder: Path, names: Iterable[str], kind: str) -> dict[str, list[RunResult]]:
-    """Return the results of those arms that have any.
-
-    Args:
-        folder: The folder of the study's results.
-        names: Names of arms.
-        kind: The kind of study.
+def read_arms(folder: Path, names: Iterable[str]) -> dict[str, list[RunResult]]:
+    """Return the results in a folder of those arms that have any.
 
     Raises:
         ValueError: A file is damaged; the message names it.
     """
     paths = {name: result_path(folder, name) for name in names}
-    return {name: read_results(path, kind) for name, path in paths.items() if path.exists()}
+    return {name: read_results(path) for name, path in paths.items() if path.exists()}
 
 
 def read_other_studies(
-    folder: Path, name: str, kind: str, on_damaged: Callable[[str], None]
+    folder: Path, name: str, on_damaged: Callable[[str], None]
 ) -> list[RunResult]:
-    """Return the results of all studies of a kind except one, each in its own subfolder.
+    """Return the results of all studies except one, each in its own subfolder.
 
     Args:
         folder: Folder of all results.
         name: The study to leave out.
-        kind: The kind of study.
         on_damaged: Called with a message for each unreadable file, which is then skipped: a
             damaged file of another study must not stop this one.
     """
@@ -250,11 +228,9 @@ def read_other_studies(
         if path.parent.name == name:
             continue
         try:
-            stored_kind, stored = _read(path)
+            results += read_results(path)
         except ValueError as error:
             on_damaged(str(error))
-            continue
-        results += stored if stored_kind == kind else []
     return results
 
 

@@ -19,16 +19,8 @@ from typing import Any
 
 import torch
 
-from gradherd.lab.study.cost_kind import CostStudy
-from gradherd.lab.study.density_kind import DensityStudy
-from gradherd.lab.study.kinds import (
-    CompareStudy,
-    HerdingStudy,
-    PlannedRun,
-    RunContext,
-    StudyKind,
-    StudyProgress,
-)
+from gradherd.lab.study.file import Study
+from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
 from gradherd.lab.study.results import (
     RunResult,
     is_done,
@@ -37,32 +29,13 @@ from gradherd.lab.study.results import (
     same_settings,
     write_results,
 )
-from gradherd.lab.study.spec import Study
 from gradherd.lab.train.measurements import hardware, versions
 
-KINDS: dict[str, StudyKind] = {
-    "compare": CompareStudy(),
-    "herding": HerdingStudy(),
-    "density": DensityStudy(),
-    "cost": CostStudy(),
-}
-"""Kinds of studies by name."""
 RunBatch = Callable[[Sequence[PlannedRun], RunContext], list[RunResult]]
 
 
 class ProcessDied(RuntimeError):
     """A worker process ended without returning its results."""
-
-
-def kind_of(study: Study) -> StudyKind:
-    """Return the kind of a study.
-
-    Raises:
-        ValueError: The study file names an unknown kind.
-    """
-    if study.kind not in KINDS:
-        raise ValueError(f"unknown kind {study.kind!r}; known are {', '.join(KINDS)}")
-    return KINDS[study.kind]
 
 
 def plan_runs(
@@ -124,7 +97,7 @@ def reusable_results(runs: Sequence[PlannedRun], others: Sequence[RunResult]) ->
 
     Args:
         runs: The runs that are missing.
-        others: Results of other studies of the same kind.
+        others: Results of other studies.
 
     Returns:
         The results under this study's names of arms.
@@ -203,7 +176,7 @@ def store_results(study: Study, out: Path, results: list[RunResult]) -> list[Run
     if not results:
         return results  # Nothing to write: a study that is refused must leave no folder behind.
     with locked(out):
-        stored = read_arms(out, {one.arm for one in results}, study.kind)
+        stored = read_arms(out, {one.arm for one in results})
         for arm in dict.fromkeys(one.arm for one in results):
             settings = next(one.settings for one in results if one.arm == arm)
             # One file, one set of settings: seeds of earlier ones would not be comparable.

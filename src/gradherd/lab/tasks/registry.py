@@ -63,7 +63,7 @@ def _from_file(name: str) -> Task:
         raise ValueError(f"task {name!r}: there is no file {file!r}")
     make = None
     if class_name.isidentifier():  # An invalid name executes nothing.
-        make = getattr(_import_file(path, name), class_name, None)
+        make = getattr(import_file(path, f"task {name!r}"), class_name, None)
     if not callable(make):
         raise ValueError(f"task {name!r}: {printable(file, 200)} has no class {class_name!r}")
     try:
@@ -85,13 +85,14 @@ def _from_file(name: str) -> Task:
     return checked
 
 
-def _import_file(path: Path, name: str) -> ModuleType:
+def import_file(path: Path, what: str) -> ModuleType:
+    """Execute a Python file and return its module; `what` is its name in errors."""
     # A unique module name: files of the same name in two folders must not share a module.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"gradherd_task_{path.stem}_{digest}", path)
     if spec is None or spec.loader is None:
         raise ValueError(
-            f"task {name!r}: {printable(path, 200)} is not a Python file, its name must end in .py"
+            f"{what}: {printable(path, 200)} is not a Python file, its name must end in .py"
         )
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look up their own module while they are being defined.
@@ -104,9 +105,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         # Else the next attempt would get a module that is half initialised.
         del sys.modules[spec.name]
-        raise ValueError(
-            f"task {name!r}: {printable(path, 200)} fails: {_describe(error)}"
-        ) from error
+        raise ValueError(f"{what}: {printable(path, 200)} fails: {_describe(error)}") from error
     finally:
         sys.dont_write_bytecode = before
     return module

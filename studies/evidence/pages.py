@@ -12,12 +12,12 @@ from gradherd.lab.report.claims import (
     WEAKER,
     ClaimVerdict,
 )
-from gradherd.lab.report.evidence_charts import file_name
 from gradherd.lab.report.measures import measure
 from gradherd.lab.report.stats import mean_std
+from gradherd.lab.study.file import THEMES, Claim, Study
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.spec import THEMES, Claim, Study
 from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, printable
+from studies.evidence.charts import file_name
 
 _MARKS = {
     CONFIRMED: "**confirmed**",
@@ -33,7 +33,7 @@ _HEADINGS = {
 }
 _READING = """\
 Each study repeats an experiment of the papers, or asks what they left open, with this library on
-real data. `gradherd report --evidence` writes these pages from `studies/*.toml` and the results in
+real data. `python -m studies.evidence` writes these pages from `studies/*.toml` and the results in
 `benchmarks/results` alone: no figure in a row is typed by hand. A row is
 
 - **confirmed** if its effect is shown, by the rule that every report of gradherd follows: at least

@@ -10,23 +10,23 @@ Letters: R workers, D elements of the gradient.
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import (
     NUMBER,
     PlannedRun,
     RunContext,
     RunOutcome,
+    StudyKind,
     check_positive,
     check_settings,
     task_path,
 )
 from gradherd.lab.study.results import downsample
-from gradherd.lab.study.spec import Study
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.optimizers import flat_grad
 from gradherd.sparsify.registry import SPARSIFIERS
@@ -39,11 +39,9 @@ _GRADIENT_SETTINGS = ("task", "workers", "batch_size", "steps", "lr", "momentum"
 """Settings that determine the gradients."""
 
 
-@dataclass(frozen=True)
-class DensityStudy:
+class DensityStudy(StudyKind):
     """Feeds the gradients of one training to several sparsifiers."""
 
-    alone: ClassVar = False
     keys: ClassVar[Mapping[str, Any]] = {
         "sparsify": str,
         "density": NUMBER,

@@ -4,7 +4,6 @@ A seed is one more repetition of the same measurement: seeds differ by the machi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,17 +15,17 @@ from gradherd.lab.bench.bench_signs import bench_signs
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
 from gradherd.lab.ranks import run_ranks
+from gradherd.lab.study.file import Study, check_known
 from gradherd.lab.study.kinds import (
     NUMBER,
     PlannedRun,
     RunContext,
     RunOutcome,
-    SeparateRuns,
+    StudyKind,
     check_positive,
     check_settings,
     refuse_task,
 )
-from gradherd.lab.study.spec import Study
 
 CASES: Mapping[str, tuple[str, ...]] = {
     "coordination": ("workers", "dim", "repeats"),
@@ -43,8 +42,7 @@ _LATENCY = 50e-6
 """Seconds per message, as `gradherd advise` assumes."""
 
 
-@dataclass(frozen=True)
-class CostStudy(SeparateRuns):
+class CostStudy(StudyKind):
     """Measures exchanges and whole steps on real ranks, signs and virtual runs in one process.
 
     Steps of more ranks than a machine has are predicted, as `gradherd advise` does.
@@ -66,12 +64,10 @@ class CostStudy(SeparateRuns):
         """Return the settings that the case uses; the study's settings of other cases drop."""
         refuse_task(study)
         case = arm.get("case", study.settings.get("case"))
-        if case not in CASES:
-            raise ValueError(f"unknown case {case!r}; known are {', '.join(CASES)}")
+        check_known("case", case, tuple(CASES))
         used = ("case", *CASES[case])
         for name in study.settings:
-            if name not in self.keys:
-                raise ValueError(f"unknown setting {name!r}; known are {', '.join(self.keys)}")
+            check_known("setting", name, tuple(self.keys))
         # A study may measure several cases, whose settings stand side by side in its file. Without
         # the unused ones, a result stays valid when only another case's settings change.
         shared = {name: value for name, value in study.settings.items() if name in used}

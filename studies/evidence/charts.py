@@ -8,6 +8,7 @@ from dataclasses import replace
 from gradherd.lab.report.measures import (
     EPOCH_FIELDS,
     MEASURES,
+    check_measures,
     in_percent,
     mean_by_seed,
     measure,
@@ -16,11 +17,9 @@ from gradherd.lab.report.measures import (
 )
 from gradherd.lab.report.svg_chart import ChartLine, chart
 from gradherd.lab.report.svg_parts import WIDE, Layout, line_styles
-from gradherd.lab.study.file import check_known, has_type
-from gradherd.lab.study.kinds import method_names
+from gradherd.lab.study.file import Figure, Study, check_known, has_type
+from gradherd.lab.study.kinds import kind_of, method_names
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.study.run import kind_of
-from gradherd.lab.study.spec import Figure, Study
 
 Results = Mapping[str, Sequence[RunResult]]
 """Results by arm."""
@@ -34,18 +33,15 @@ _SERIES_WORDS = {"bound": "herding_bound"}
 """Measures that mean the last round, but are drawn for every round."""
 
 
-def check_reportable(study: Study) -> None:
-    """Raise ValueError if a claim or a figure needs something that no run of the study has.
+def check_figures(study: Study) -> None:
+    """Raise ValueError if a figure needs something that no run of the study has.
 
     Runs of studies that do not train name their measures themselves, so theirs are checked when
     results are read.
     """
+    check_measures(study)
     trains = study.kind == "compare"
-    # Checked before any run: a misspelt measure must not surface after hours of training.
     times = [one for one in TIMES if not trains or one != "round"]
-    for claim in study.claims:
-        if trains:
-            check_known(f"measure of claim {claim.id}", claim.measure, MEASURES)
     for figure in study.figures:
         where = f"figure {figure.title}"
         check_known(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
@@ -70,7 +66,7 @@ def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
 
 
 def draw_charts(study: Study, results: Results) -> dict[str, str]:
-    """Return the charts of a study that passed `check_reportable`, as SVG by file name.
+    """Return the charts of a study that passed `check_figures`, as SVG by file name.
 
     Args:
         study: The study.

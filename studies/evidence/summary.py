@@ -11,9 +11,6 @@ The template is Markdown with jinja2's `{{ ... }}`, and calls
 - `effects(title, x, {claim: name})`: a picture of effects with their intervals;
 - `picture(study, number, title)`: a chart of a study, smaller;
 - `totals`: how many claims were confirmed.
-
-The part between `<!-- quote -->` and `<!-- /quote -->` is repeated in README.md between the same
-marks, so that the two cannot differ.
 """
 
 import re
@@ -26,9 +23,12 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from gradherd.lab.report.bar_charts import EffectRow, effect_chart
-from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge_claims
-from gradherd.lab.report.evidence_charts import check_reportable, draw_charts, draw_figure
-from gradherd.lab.report.evidence_pages import (
+from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge_study
+from gradherd.lab.report.svg_parts import SMALL
+from gradherd.lab.study.file import Study, read_study
+from gradherd.lab.text import fixed
+from studies.evidence.charts import check_figures, draw_charts, draw_figure
+from studies.evidence.pages import (
     StudySection,
     cell,
     index_page,
@@ -37,15 +37,8 @@ from gradherd.lab.report.evidence_pages import (
     study_page,
     totals,
 )
-from gradherd.lab.report.svg_parts import SMALL
-from gradherd.lab.study.file import read_study
-from gradherd.lab.study.results import RunResult, read_arms, same_settings
-from gradherd.lab.study.run import kind_of
-from gradherd.lab.study.spec import Arm, Study
-from gradherd.lab.text import fixed
 
 TEMPLATE = "summary.j2"
-_QUOTE = re.compile(r"(<!-- quote -->\n)(.*?)(<!-- /quote -->)", re.S)
 
 
 def render_summary(
@@ -84,16 +77,6 @@ def render_summary(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return text, summary.images
-
-
-def quoted(summary: str, readme: str) -> str | None:
-    """Return the README with the quoted part of the summary; None if either has no such part."""
-    part = _QUOTE.search(summary)
-    if part is None or _QUOTE.search(readme) is None:
-        return None
-    # The README is one folder up: links and pictures lead through docs.
-    text = re.sub(r"(\]\(|src=\")(?!https?:|#)", r"\1docs/", part.group(2))
-    return _QUOTE.sub(lambda old: old.group(1) + text + old.group(3), readme)
 
 
 def _signed(verdict: ClaimVerdict) -> str:
@@ -202,8 +185,7 @@ PAGE = Path("docs") / "evidence.md"
 PAGES = Path("docs") / "evidence"
 IMAGES = Path("docs") / "images" / "evidence"
 RESULTS = Path("benchmarks") / "results"
-README = Path("README.md")
-_WRITTEN = "<!-- written by gradherd report --evidence -->\n"
+_WRITTEN = "<!-- written by python -m studies.evidence -->\n"
 """Last line of every page: only pages that end with it are ever removed."""
 
 
@@ -259,18 +241,13 @@ def build_evidence(root: Path) -> EvidencePage:
 def _summary(
     root: Path, sections: Sequence[StudySection], unmeasured: Mapping[str, Sequence[str]]
 ) -> dict[Path, str]:
-    """Return the summary, its pictures, and the README that quotes it."""
+    """Return the summary and its pictures."""
     template = root / STUDIES / TEMPLATE
     if not template.exists():
         return {PAGE: index_page(sections, here="evidence/") + _WRITTEN}
     pending = [claim for claims in unmeasured.values() for claim in claims]
     text, images = render_summary(template, [one for one in sections if one.results], pending)
     files = {IMAGES / name: svg for name, svg in images.items()}
-    readme = root / README
-    if readme.exists():
-        old = readme.read_text(encoding="utf-8")
-        if (new := quoted(text, old)) is not None:
-            files[README] = new
     return {**files, PAGE: text + _WRITTEN}
 
 
@@ -300,42 +277,9 @@ def write_evidence(root: Path) -> EvidencePage:
     return evidence
 
 
-def judge_study(
-    study: Study, folder: Path
-) -> tuple[dict[str, list[RunResult]], list[ClaimVerdict]]:
-    """Judge the claims of a study by its results.
-
-    Args:
-        study: The study.
-        folder: The folder of its results.
-
-    Returns:
-        Results by arm, and the verdicts on claims that have been measured.
-
-    Raises:
-        ValueError: A file of results is damaged.
-    """
-    stored = read_arms(folder, [arm.name for arm in study.arms], study.kind)
-    # Results of earlier settings stay on disk until the arm runs again; they say nothing about the
-    # arm as the file defines it now.
-    current = {
-        arm.name: [one for one in stored[arm.name] if is_current(study, arm, one)]
-        for arm in study.arms
-        if arm.name in stored
-    }
-    results = {name: runs for name, runs in current.items() if runs}
-    return results, judge_claims(study.claims, results)
-
-
-def is_current(study: Study, arm: Arm, result: RunResult) -> bool:
-    """Return whether a result has the settings in the study file, which may have changed since."""
-    settings = kind_of(study).settings(study, arm.settings)
-    return same_settings(result.settings, settings) and result.seed in study.seeds
-
-
 def _section(study: Study, root: Path) -> StudySection:
     try:
-        check_reportable(study)
+        check_figures(study)
         results, verdicts = judge_study(study, root / RESULTS / study.name)
         return StudySection(study, results, verdicts, draw_charts(study, results))
     except ValueError as error:

@@ -4,32 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from gradherd.lab.report.evidence import (
-    IMAGES,
-    PAGE,
-    PAGES,
-    RESULTS,
-    build_evidence,
-    is_current,
-    write_evidence,
-)
+from gradherd.lab.report.claims import is_current
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import write_results
 from gradherd.lab.study.run import plan_runs
+from studies.evidence.__main__ import main
+from studies.evidence.summary import IMAGES, PAGE, PAGES, RESULTS, build_evidence, write_evidence
 from tests.lab.report.sample_studies import STUDY, result
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 SMALL = PAGES / "small.md"
 SUMMARY = """\
 # In short
 {{ totals }} {{ figure("one") }} {{ studies }}
-<!-- quote -->
 {{ row("It is less", "one") }}
 {{ effects("Loss", "%", {"one": "digits", "later": "none"}) }}
 {{ picture("small", 1, "Smaller") }}
-<!-- /quote -->
 """
 
 
@@ -103,14 +95,12 @@ def test_a_template_gives_the_words_and_records_the_figures(root):
     later = later.replace('"train_loss"', '"padding"')  # dense runs have none
     (root / "studies" / "small.toml").write_text(STUDY + later)
     (root / "studies" / "summary.j2").write_text(SUMMARY)
-    (root / "README.md").write_text("before\n<!-- quote -->\nold\n<!-- /quote -->\nafter\n")
     files = write_evidence(root).files
-    page, readme = files[PAGE], (root / "README.md").read_text()
+    page = files[PAGE]
     link = "(evidence/small.md)"
     assert f"[0.00&nbsp;%]{link} 1\n" in page and "1 claim from papers: 0 confirmed" in page
     assert f"| It is less | p | [0.00&nbsp;%]{link} | not&nbsp;confirmed |" in page
-    assert readme.startswith("before\n<!-- quote -->\n| It is less | p | [0.00&nbsp;%](docs/")
-    assert 'src="docs/images/evidence/summary-2.svg"' in readme and readme.endswith("-->\nafter\n")
+    assert 'src="images/evidence/summary-2.svg"' in page
     effects, smaller = (files[IMAGES / f"summary-{n}.svg"] for n in (1, 2))
     assert ">digits<" in effects and ">none<" not in effects and ">Smaller<" in smaller
     # Pages and pictures that are no longer made go; what others put there stays.
@@ -170,6 +160,23 @@ def test_a_claim_without_a_verdict_says_what_is_missing_and_why(root):
     assert page.count("no run of `cd-grab, few` and `d-rr, few`") == 2
 
 
+def test_the_command_writes_the_pages_and_says_the_verdicts(root, capsys, monkeypatch):
+    monkeypatch.chdir(root)
+    later = STUDY[STUDY.index("[[claim]]") :].replace('"one"', '"later"')
+    later = later.replace('"train_loss"', '"padding"')  # dense runs have none
+    (root / "studies" / "small.toml").write_text(STUDY + later)
+    main()
+    out, err = capsys.readouterr()
+    assert err == "not measured yet: small: later\n" and "not confirmed     one: train loss" in out
+    assert out.endswith("1 claims measured, 1 not yet: docs/evidence.md\n")
+    (root / "studies" / "small.toml").write_text(STUDY.replace('y = "train_loss"', 'y = "odd"', 1))
+    with pytest.raises(SystemExit, match=r"small\.toml: unknown y of figure Loss 'odd'; known are"):
+        main()
+    (root / "studies" / "small.toml").unlink()
+    with pytest.raises(SystemExit, match="holds no study; run this in the folder that holds"):
+        main()
+
+
 def test_a_claim_is_told_once(root):
     (root / "studies" / "other.toml").write_text(STUDY)
     with pytest.raises(ValueError, match="claim one is already in"):
@@ -183,13 +190,11 @@ def test_the_pages_in_the_tree_are_what_their_records_give():
         assert "## Left out" in made[PAGES / f"{name}.md"], f"studies/{name}.toml: no left_out"
     for path, text in made.items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, (
-            f"{path} is out of date: gradherd report --evidence"
+            f"{path} is out of date: python -m studies.evidence"
         )
     for folder, kind in ((IMAGES, "*.svg"), (PAGES, "*.md")):
         there = {path.relative_to(ROOT) for path in (ROOT / folder).glob(kind)}
         assert there == {path for path in made if path.parent == folder}
-    # The README is written by hand; tests/test_docs.py compares its figures with these pages.
-    assert Path("README.md") not in made
     # One screen of 1400 x 1000 pixels: more than this did not fit when it was looked at.
     assert made[PAGE].count("<img ") == 3
     assert made[PAGE].count("\n| ") <= 15 and len(made[PAGE]) < 6000

@@ -3,15 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.evidence import IMAGES, build_evidence
-from gradherd.lab.report.evidence_charts import (
-    check_reportable,
-    draw_charts,
-    lines_against,
-    lines_over_time,
-)
-from gradherd.lab.study.file import read_study
-from gradherd.lab.study.spec import Figure
+from gradherd.lab.study.file import Figure, read_study
+from studies.evidence.charts import check_figures, draw_charts, lines_against, lines_over_time
+from studies.evidence.summary import IMAGES, build_evidence
 from tests.lab.report.sample_studies import STUDY, result
 
 
@@ -21,13 +15,16 @@ from tests.lab.report.sample_studies import STUDY, result
         ({"y": "odd"}, "unknown y of figure Loss 'odd'; known are train_loss"),
         ({"x": "round"}, "unknown x of figure Loss 'round'; known are epoch, step, bytes"),
         ({"x": "order"}, "figure Loss: order is no number in 'd-rr, few', got 'd-rr'"),
+        ({"x": "worker"}, "unknown x of figure Loss 'worker'; known are epoch,"),
+        ({"x": "lr", "y": "metrics"}, "unknown y of figure Loss 'metrics'; known are train_loss"),
+        ({"x": "lr", "lines": "ordr"}, "unknown lines of figure Loss 'ordr'; known"),
     ],
 )
 def test_charts_that_cannot_be_drawn_are_refused(root, given, says):
     study = read_study(root / "studies" / "small.toml")
-    check_reportable(study)
+    check_figures(study)
     with pytest.raises(ValueError, match=says):
-        check_reportable(replace(study, figures=(replace(study.figures[0], **given),)))
+        check_figures(replace(study, figures=(replace(study.figures[0], **given),)))
 
 
 def test_arms_are_drawn_against_another_seed_by_seed():
