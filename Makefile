@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 # Many tests wait for child processes, so a few more run at a time than there are cores.
 JOBS ?= 3
 
-.PHONY: help demo test integrations composer docs stress lint format example bench evidence dist clean
+.PHONY: help demo test test-all integrations composer docs stress lint format example bench evidence dist clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -24,8 +24,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a report
 	@$(BIN)/gradherd demo
 
-test: $(STAMP) ## Run the tests
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP) ## Run the tests but the slow ones, which tests/slow.txt lists
+	@$(PYTEST) -m "not slow"
+
+test-all: $(STAMP) ## Run all tests, as CI does
+	@$(PYTEST)
 
 # Lightning and Ray are large, and mkdocs is of no use to the tests: environments of their own.
 .venv-integrations/.installed: pyproject.toml constraints.txt

@@ -55,12 +55,17 @@ _SHORT_TESTS = ("src", "tests/ordering", "tests/replay", "tests/rows", "tests/sp
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Move the tests that start no processes to the end."""
+    """Mark the slow tests, and move those that start no processes to the end."""
+    slow = set((config.rootpath / "tests" / "slow.txt").read_text().splitlines())
 
     def is_short(item: pytest.Item) -> bool:
         return item.path.relative_to(config.rootpath).as_posix().startswith(_SHORT_TESTS)
 
     items.sort(key=is_short)  # stable: files keep their order otherwise
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in slow or name.partition("::")[0] in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Distributed PyTorch training in fewer epochs and fewer bytes.
+"""Distributed PyTorch training in fewer epochs or fewer bytes.
 
 Every name is imported when it is first used. Importing torch takes seconds, and the command line
 imports this package before it knows whether its command needs any of them.

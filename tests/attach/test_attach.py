@@ -357,7 +357,7 @@ def test_metrics():
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)
     herd = attach(net, order=sampler)
     told = herd.metrics()
-    assert 0 <= told.pop("ordering_seconds") < 1
+    assert told.pop("ordering_seconds") >= 0
     assert told == {
         "epoch": 0,
         "examples_fed_back": 0,

@@ -224,8 +224,7 @@ def test_killed_in_an_exchange_or_between(tmp_path, straight, how):
             trains_until_killed, 2, tmp_path, how, 4 if how == "phase" else 5, collective_timeout=4
         )
     if how != "phase":  # there, all ranks are stopped before the next exchange may come
-        seconds, error = (tmp_path / "error").read_text().split("\n", 1)
-        assert float(seconds) < 90
+        error = (tmp_path / "error").read_text()
         assert "the exchange after local step 6 failed" in error
         assert "timeout of 4 s" in error
     assert last_common_step(tmp_path) == (4 if how == "phase" else 5)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from gradherd.comm import background_thread
 from gradherd.comm.background_thread import BackgroundThread
 from tests.comm import ends
 
@@ -76,21 +77,22 @@ def test_no_job_runs_while_the_process_forks():
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_stuck_job_delays_forks_once_and_not_for_long():
+def test_a_stuck_job_delays_forks_once_and_not_for_long(monkeypatch):
     """As a job does whose peer has died."""
-    thread, release = BackgroundThread("test"), threading.Event()
+    monkeypatch.setattr(background_thread, "_PATIENCE", 0.1)
+    thread, release, waits = BackgroundThread("test"), threading.Event(), []
     thread.submit(release.wait)
-    seconds = []
-    for _ in range(3):
-        begun = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-        seconds.append(time.monotonic() - begun)
+    idle = thread._thread.idle
+    with monkeypatch.context() as patch:
+        patch.setattr(idle, "wait", lambda seconds: (waits.append(seconds), time.sleep(seconds)))
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
     release.set()
     thread.close()
-    assert seconds[0] < 20 and max(seconds[1:]) < 2
+    assert waits == [0.1, 0.0, 0.0]
 
 
 def test_nothing_is_registered_before_a_thread_starts():
@@ -155,9 +157,7 @@ from gradherd.comm.background_thread import BackgroundThread
 thread = BackgroundThread("test")
 thread.submit(threading.Event().wait)
 """
-    begun = time.monotonic()
-    assert run_program(program).returncode == 0
-    assert time.monotonic() - begun < 60
+    assert run_program(program).returncode == 0  # within the timeout of `run_program`
 
 
 def test_ranks_end_without_detach():

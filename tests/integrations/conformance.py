@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks.md"
 BEGIN, END = "<!-- conformance: made by tests.integrations.conformance -->", "<!-- end -->"
 BEGIN_COMPOSER = BEGIN.replace("conformance:", "composer:", 1)
-# Those in `make test`, which are small; then those that `make integrations` adds.
+# Those in `make test-all`, which are small; then those that `make integrations` adds.
 SMALL = ("plain", "stateful", "accelerate", "transformers")
 ALL = (*SMALL, "accelerate_fsdp", "lightning", "lightning_fsdp", "fabric", "ray")
 SPARSE = "sparse exchange: density and bits"

@@ -143,7 +143,7 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
         "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json for "
         "programs), progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage."
     )
-    lines = ["gradherd: distributed PyTorch training in fewer epochs and fewer bytes", ""]
+    lines = ["gradherd: distributed PyTorch training in fewer epochs or fewer bytes", ""]
     for name in names:
         lines += _hanging(f"  gradherd {name}", COMMANDS[name][1], width)
     return "\n".join([*lines, "", *wrap(end, min(width, 88))])
