@@ -142,6 +142,8 @@ class Arm:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     decay: float = 1.0
+    predict: float = 0.0
+    """Send the difference to this share of the last mean, which all workers know."""
     senders: bool = False
     """SparseLoCo: divide by how many workers have sent a coordinate instead of by all."""
 
@@ -253,6 +255,7 @@ class Run:
         self._outer = OuterOptimizer(outer, self._shared)
         self._dense_bytes = mean_bytes(dim, workers)
         self.bytes, self._step = 0, 0
+        self._last = torch.zeros_like(self._shared)
         self._losses, self._adamw = fast_functions(shape, device.type)
 
     def train(self, epochs: int) -> dict[str, Any]:
@@ -309,7 +312,9 @@ class Run:
         if arm.kind in ("local", "sparseloco") and (
             self._step % arm.every == 0 or self._step == self._steps
         ):
-            self._outer.step(exchange.step(self._shared - self._weights))
+            guess = arm.predict * self._last
+            self._last = exchange.step(self._shared - self._weights - guess) + guess
+            self._outer.step(self._last)
             self.bytes += exchange.metrics["bytes"]
             self._weights.copy_(self._shared.expand_as(self._weights))
             if arm.decay != 1 and isinstance(exchange, VirtualWorkers):
@@ -330,7 +335,9 @@ class Run:
         momenta = torch.lerp(self._m.expand_as(grads), grads, 1 - BETAS[0])
         self._m = self._exchange.step(momenta)[None]
         self.bytes += self._exchange.metrics["bytes"]
-        self._weights.mul_(1 - rate * DECAY).sub_(rate * self._m / self._frozen)
+        # Where no gradient came in the first steps, signs would be divided by nothing.
+        update = torch.where(self._v > 0, self._m / self._frozen, 0)
+        self._weights.mul_(1 - rate * DECAY).sub_(rate * update)
 
     @torch.no_grad()
     def _perplexity(self) -> float:

@@ -55,7 +55,8 @@ class Rank:
         """As `LocalExchange` does at the end of a phase."""
         weights = self._weights.read()
         self._worker.set_unit(1.0)
-        self._worker.add(0, self._weights.rounded(self._outer.shared).sub_(weights))
+        shared = self._weights.rounded(self._outer.shared)
+        self._worker.add(0, torch.sub(shared, weights, out=weights))
         script = exchange_script(self._worker, torch.zeros(2, device=self._device), None)
         reply: Tensor | None = None
         while True:

@@ -1,5 +1,6 @@
 """What all rooms share about GPUs: whether Triton is there, its launches, and CUDA graphs."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -51,6 +52,9 @@ def captured(
     graphs: list[torch.cuda.CUDAGraph] = []
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
+    # A graph that nobody needs any more must not be destroyed meanwhile: it would end the capture.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with torch.cuda.stream(stream):
             for work in works:
@@ -65,5 +69,8 @@ def captured(
     except RuntimeError as error:
         log.warning("no CUDA graph for %s, whose kernels are launched one by one: %s", what, error)
         return None
+    finally:
+        if collects:
+            gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graphs

@@ -85,7 +85,9 @@ class FlatWeights:
         copy_all(shards, parts)
 
     def rounded(self, flat: Tensor) -> Tensor:
-        """Return a copy of a (D,) vector as the parameters' dtypes can hold it."""
+        """Return a (D,) vector as the parameters' dtypes can hold it: itself, or a copy."""
+        if all(p.dtype == self.dtype for p in self.parameters.values()):
+            return flat
         flat = flat.clone()
         for part, shard in zip(*self._pairs(flat), strict=True):
             if shard.dtype != self.dtype:

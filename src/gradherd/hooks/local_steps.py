@@ -138,7 +138,10 @@ class LocalExchange(ModelExchange):
         weights = self._weights.read()
         worker, buffers = self._worker, self._weights.read_buffers()
         worker.set_unit(1.0)
-        worker.add(0, self._weights.rounded(self._outer.shared) - weights)
+        shared = self._weights.rounded(self._outer.shared)
+        # Without overlap nobody needs the weights again.
+        difference = torch.sub(shared, weights, out=None if self._settings.overlap else weights)
+        worker.add(0, difference)
         at = torch.tensor([self._steps, int(forced)], device=self._weights.device)
         if self._thread is None:
             self._exchange(at, buffers)
@@ -188,7 +191,7 @@ class LocalExchange(ModelExchange):
         if self._settings.overlap:
             # What this rank has learned since then; nothing right after `_begin`, so that `sync`
             # leaves equal bits on all ranks.
-            new += self._weights.read() - snapshot
+            new = new + (self._weights.read() - snapshot)
         self._weights.write(new)
         if arrival.buffers is not None:
             self._weights.write_buffers(arrival.buffers)
@@ -283,7 +286,7 @@ class LocalExchange(ModelExchange):
             self._arrival = _Arrival(**state["arrival"])
         weights = self._weights.rounded(self._outer.shared)
         if "weights" in state:
-            self.fill(weights, state["weights"])
+            weights = self.fill(weights.clone(), state["weights"])
         self._weights.write(weights)
         for name, buffer in self._weights.buffers().items():
             if name in state.get("buffers", {}):

@@ -418,8 +418,10 @@ class Worker:
         # of them call the step off, without another round.
         if not is_finite(total):
             return None
-        # Divided once, after the sum: dividing every summand would round R times.
-        return Outcome(indices, total / context.size, remainder, sent, selection, owner_error)
+        # Divided once, after the sum: dividing every summand would round R times. In place, unless
+        # one worker's sum is the vector itself.
+        mean = total / 1 if total is acc else total.div_(context.size)
+        return Outcome(indices, mean, remainder, sent, selection, owner_error)
 
     def mean_of(self, outcome: Outcome) -> Tensor:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""

@@ -333,7 +333,7 @@ class LocalModels(VirtualExchange):
         for weights, snapshot in zip(self._weights, pending.snapshots, strict=True):
             new = weights.rounded(self._outer.shared)
             if self._settings.overlap:
-                new += weights.read() - snapshot
+                new = new + (weights.read() - snapshot)
             weights.write(new)
             if pending.buffers is not None:
                 weights.write_buffers(pending.buffers)
