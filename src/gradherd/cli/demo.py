@@ -1,11 +1,15 @@
-"""`gradherd demo`: both halves at work, on data that comes with scikit-learn."""
+"""`gradherd demo`: both halves at work in a minute, on data that comes with scikit-learn."""
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 from gradherd.cli.arguments import (
     MAX_PROCESSES,
@@ -13,50 +17,62 @@ from gradherd.cli.arguments import (
     Flag,
     FolderOption,
     check_at_least,
-    json_help,
     print_json,
 )
-from gradherd.cli.errors import UsageError
+from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.options import TrainingOptions
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradherd.lab.report.comparison import ArmPair, Comparison
     from gradherd.lab.train.config import RunConfig
     from gradherd.lab.train.record import RunRecord
+
+# The control reorders as much as cd-grab does: a gain that it lacks comes from balancing.
+ORDERS = ("d-rr", "cd-grab", "always-plus")
+FEW_BYTES: dict[str, Any] = {"sparsify": "exdyna", "density": 0.01}
+"""The exchange that is shown beside the dense one and PowerSGD: settings of RunConfig."""
+EXCHANGES: tuple[dict[str, Any], ...] = ({}, {"sparsify": "powersgd", "density": 0.01}, FEW_BYTES)
+# Orders train side by side, so their seeds are cheap; exchanges train one run after the other.
+_EXCHANGE_SEEDS = 5
+RATES = {"1 Gb/s": 1e9, "10 Gb/s": 10e9}
+"""Networks for which steps are predicted, in bits per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoCommand:
-    """Compare orders on one small task and sparsifiers on another, on local worker processes.
+    """See what an order and a small exchange gain, on one small task each. Takes about a minute.
 
-    First, logistic regression on small images of digits with three orders: d-rr reshuffles at
-    random, cd-grab (CD-GraB) balances the gradients of all workers, and always-plus is a control
-    that reorders without looking at gradients. Then a network with 300,000 parameters that
-    exchanges its whole gradient (dense), or one element in a hundred of it (exdyna). Needs
-    scikit-learn, no network, and two to three minutes on two cores.
+    First, logistic regression on images of digits with three orders: d-rr reshuffles at random,
+    cd-grab (CD-GraB) balances the gradients of all workers, and always-plus is a control that moves
+    examples as much without looking at gradients. Then a network with 300,000 parameters whose
+    workers exchange their whole gradients (dense), torch's PowerSGD, or one element in a hundred
+    (exdyna), with the time of a step predicted for two networks. These workers are simulated, so
+    that there are enough seeds to tell a gain from luck. Last, real worker processes train the
+    first epoch again and must arrive where the simulated ones did. Needs scikit-learn, no network.
 
     Example: gradherd demo --out my-demo
     """
 
     workers: int = 4
-    """Number of worker processes."""
-    seeds: int = 3
-    """Number of seeds of every arm."""
+    """Number of workers."""
+    seeds: int = 8
+    """Number of seeds of every order; exchanges take the first five of them."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
     quiet: Flag = False
     """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
     resume: Flag = False
     """Keep the finished runs in --out and train only the others."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"comparisons": [each as `gradherd compare --json` prints it], "report", "predicted":
+    [{"exchange", "bytes", "step_seconds": {network: seconds}}], "ranks": {"workers", "equal",
+    "largest_difference"}}."""
 
     def run(self) -> None:
-        """Train both parts, print the comparisons, and write the page."""
+        """Train all parts, print what they show, and write the page."""
         check_at_least("--workers", self.workers, 1, MAX_PROCESSES)
         check_at_least("--seeds", self.seeds, 1, MAX_SEEDS)
         if self.resume and self.out is None:
@@ -64,91 +80,302 @@ class DemoCommand:
         from gradherd.cli.folders import output_folder
 
         with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
-            self._compare(out)
+            self._show(out)
 
-    def _compare(self, out: Path) -> None:
+    def _show(self, out: Path) -> None:
         # All before any training, so that a missing package is reported at once.
         from rich.console import Console
-        from rich.markup import escape
 
         from gradherd.cli.folders import PAGE_FILE, telling_survivors
         from gradherd.cli.launch import train_missing
-        from gradherd.cli.tables import print_comparison
         from gradherd.lab.report.comparison import compare
         from gradherd.lab.report.comparison_table import comparison_json
         from gradherd.lab.report.page import write_report
+        from gradherd.lab.train.process_runs import usable_cores
 
-        # stdout must hold nothing but the JSON then.
-        console = Console(quiet=self.json)
-        begin, comparisons = time.monotonic(), []
+        begin, page = time.monotonic(), out / PAGE_FILE
+        console = Console(quiet=self.json, highlight=False)  # stdout holds nothing but the JSON
+        parts = {
+            "digits": order_runs(self.workers, self.seeds),
+            "digits-mlp": exchange_runs(self.workers, min(self.seeds, _EXCHANGE_SEEDS)),
+        }
+        planned = sum(map(len, parts.values()))
+        options = TrainingOptions(quiet=self.quiet, virtual=True)
         records: list[RunRecord] = []
-        page = out / PAGE_FILE
-        for part in _PARTS:
-            console.print(f"[bold]{part.title}[/bold] ({self.workers} worker processes)")
-            configs = part.configs(self.workers, self.seeds)
-            with telling_survivors(out, len(_PARTS) * len(configs)):
-                # Each part in a folder of its own: both parts have an arm of d-rr and dense.
-                part_records = train_missing(
-                    configs, out / part.task, TrainingOptions(quiet=self.quiet), resume=self.resume
+        comparisons: list[Comparison] = []
+        for task, configs in parts.items():
+            with telling_survivors(out, planned):
+                cores = 1 if task == "digits" else usable_cores()  # orders are one stack
+                trained = train_missing(
+                    configs, out / task, options, resume=self.resume, processes=cores
                 )
-            comparisons.append(compare(part_records))
-            records += part_records
-            if not self.json:
-                print_comparison(comparisons[-1], None)
-                console.print()
-        write_report(records, page, title="gradherd demo: fewer epochs, fewer bytes")
+            records += trained
+            comparisons.append(compare(trained))
+            (print_orders if task == "digits" else print_exchanges)(comparisons[-1], console)
+        write_report(records, page, title="gradherd demo: fewer epochs or fewer bytes")
+        ranks = check_ranks(records, self.workers, self.quiet)
+        print_ranks(ranks, console)
         if self.json:
             results = [comparison_json(comparison, str(page)) for comparison in comparisons]
-            print_json({"comparisons": results, "report": str(page)})
-        console.print(
-            f"Took {time.monotonic() - begin:.0f} seconds. See all curves in "
-            f"[bold]{escape(str(page))}[/bold]",
-            soft_wrap=True,
+            predicted = predicted_steps(comparisons[1])
+            print_json(
+                {
+                    "comparisons": results,
+                    "report": str(page),
+                    "predicted": predicted,
+                    "ranks": ranks,
+                }
+            )
+            return
+        print_end(comparisons, time.monotonic() - begin, page, console)
+        if not ranks["equal"]:
+            raise CommandFailed("real workers did not arrive where the simulated ones did")
+
+
+def order_runs(workers: int, seeds: int) -> list[RunConfig]:
+    """Return the runs that compare orders of whole batches: all of them train side by side."""
+    from gradherd.lab.tasks.registry import find_task
+    from gradherd.lab.train.config import plan_runs
+
+    return plan_runs(
+        "digits",
+        find_task("digits").defaults,
+        orders=ORDERS,
+        sparsifiers=["dense"],
+        density=None,
+        seeds=range(seeds),
+        workers=workers,
+        unit=4,  # the batch: what workers average anyway is what the order learns from
+        virtual=True,
+    )
+
+
+def exchange_runs(workers: int, seeds: int) -> list[RunConfig]:
+    """Return the runs that compare exchanges; few epochs, since they train one by one."""
+    from gradherd.lab.tasks.registry import find_task
+    from gradherd.lab.train.config import RunConfig, sparse_recipe
+
+    # Twice the batch and the rate of the task: half the steps.
+    shared = {"workers": workers, "epochs": 6, "batch_size": 16, "lr": 0.1, "virtual": True}
+    defaults = find_task("digits-mlp").defaults
+    return [
+        sparse_recipe(RunConfig.of("digits-mlp", defaults, seed=seed, **shared, **exchange))
+        for seed in range(seeds)
+        for exchange in EXCHANGES
+    ]
+
+
+def print_orders(comparison: Comparison, console: Console) -> None:
+    """Print how many epochs each order takes, and what that shows."""
+    from gradherd.cli.tables import print_sentence
+    from gradherd.lab.text import counted
+
+    base = comparison.baseline
+    console.print("[bold]1  Does a better order need fewer epochs?[/]")
+    seeds = counted(len(base.seeds), "seed")
+    console.print(f"   {comparison.description}; {seeds}", soft_wrap=True)
+    goal = f"the loss that {base.label} ends with after {base.epochs} epochs"
+    bars = []
+    for pair in comparison.pairs:
+        text = f"not within {base.epochs}" if pair.epochs_to is None else f"{pair.epochs_to}"
+        bars.append((pair.arm.label, pair.epochs_to or base.epochs, f"{text} epochs"))
+    console.print(f"   epochs until {goal}:", soft_wrap=True)
+    print_bars(bars, console)
+    for line in findings(comparison):
+        print_sentence(line, console)
+    console.print()
+
+
+def print_exchanges(comparison: Comparison, console: Console) -> None:
+    """Print the predicted step of each exchange, and what its bytes cost in quality."""
+    from gradherd.cli.tables import print_sentence
+    from gradherd.lab.text import counted, fixed, in_bytes
+
+    base = comparison.baseline
+    console.print("[bold]2  How few bytes train as well?[/]")
+    seeds = counted(len(base.seeds), "seed")
+    console.print(f"   {comparison.description}; {seeds}", soft_wrap=True)
+    predicted = predicted_steps(comparison)
+    for rate in RATES:
+        console.print(f"   a step over {rate}, predicted:")
+        bars = []
+        for one in predicted:
+            seconds = one["step_seconds"][rate]
+            text = f"{1e3 * seconds:.1f} ms, {in_bytes(one['bytes'])} sent"
+            bars.append((str(one["exchange"]), seconds, text))
+        print_bars(bars, console)
+    note = "computing and selecting as measured here, plus the bytes at that rate; no overlap"
+    print_sentence(f"   [dim]{note}[/]", console)
+    for line in findings(comparison):
+        print_sentence(line, console)
+    for pair in comparison.pairs[1:]:
+        found = pair.metric
+        if found is not None and found.low is not None and found.high is not None:
+            mean, low, high = (fixed(x, 1, sign=True) for x in (found.mean, found.low, found.high))
+            text = f"{pair.arm.label}: {comparison.metric_name} {mean}"
+            print_sentence(f"   {text} (95 % interval {low} to {high})", console)
+    console.print()
+
+
+def predicted_steps(comparison: Comparison) -> list[dict[str, Any]]:
+    """Predict the step of each exchange: what it computes, measured here, and its bytes.
+
+    Returns:
+        For each arm its name, the bytes that a worker sends in a step, and the seconds of a step
+        on each network of `RATES`.
+    """
+    runs = [run for run in comparison.baseline.used]
+    # Computing is the same for all; the simulation takes workers in turn.
+    compute = statistics.median(
+        row.compute_seconds / (row.steps * run.config["workers"])
+        for run in runs
+        for row in run.epochs
+    )
+    predicted = []
+    for arm in comparison.arms:
+        rows = [(run, row) for run in arm.used for row in run.epochs]
+        sent = statistics.fmean(row.bytes / row.steps for _, row in rows)
+        # What a dense exchange does beside sending is adding up, which a network overlaps with.
+        selecting = 0.0
+        if arm is not comparison.baseline:
+            selecting = statistics.median(
+                row.exchange_seconds / (row.steps * run.config["workers"]) for run, row in rows
+            )
+        seconds = {
+            name: compute + selecting + 8 * sent / bandwidth for name, bandwidth in RATES.items()
+        }
+        predicted.append({"exchange": arm.label, "bytes": sent, "step_seconds": seconds})
+    return predicted
+
+
+def check_ranks(records: Sequence[RunRecord], workers: int, quiet: bool) -> dict[str, Any]:
+    """Train the first epoch of an order and of an exchange on real processes.
+
+    Returns:
+        Whether their losses and bytes are those of the simulated workers, and how far losses differ
+        at most, as a share.
+    """
+    from gradherd.cli.launch import train_runs
+
+    configs = [order_runs(workers, 1)[1], exchange_runs(workers, 1)[-1]]
+    real = [dataclasses.replace(config, epochs=1, virtual=False) for config in configs]
+    with tempfile.TemporaryDirectory(prefix="gradherd-demo-") as folder:
+        options = TrainingOptions(quiet=quiet)
+        trained = [train_runs([config], Path(folder), options)[0] for config in real]
+    differences, same_bytes = [], True
+    for config, record in zip(configs, trained, strict=True):
+        own, other = record.epochs[0], _simulated(records, config).epochs[0]
+        assert own.train_loss is not None and other.train_loss is not None
+        differences.append(abs(own.train_loss / other.train_loss - 1))
+        same_bytes &= own.bytes == other.bytes
+    equal = same_bytes and max(differences) < 1e-4
+    return {"workers": workers, "equal": equal, "largest_difference": max(differences)}
+
+
+def _simulated(records: Sequence[RunRecord], config: RunConfig) -> RunRecord:
+    return next(
+        record
+        for record in records
+        if (record.task, record.seed) == (config.task, config.seed)
+        and (record.order, record.sparsify, record.density) == config.arm
+    )
+
+
+def print_ranks(ranks: dict[str, Any], console: Console) -> None:
+    """Print whether real processes did what the simulated workers did."""
+    from gradherd.cli.tables import print_sentence
+
+    console.print("[bold]3  Do real worker processes do the same?[/]")
+    if ranks["equal"]:
+        print_sentence(
+            f"[bold green]+[/] {ranks['workers']} processes trained an epoch of cd-grab and of "
+            f"{FEW_BYTES['sparsify']}: the losses of the simulated workers (largest difference "
+            f"{ranks['largest_difference']:.0e} of it) and the same bytes.",
+            console,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DemoPart:
-    """One comparison of the demo."""
-
-    title: str
-    task: str
-    orders: tuple[str, ...] = ("d-rr",)
-    sparsifiers: tuple[str, ...] = ("dense",)
-    density: float | None = None
-    epochs: int
-
-    def configs(self, workers: int, seeds: int) -> list[RunConfig]:
-        """Return the settings of its runs."""
-        from gradherd.lab.tasks.registry import find_task
-        from gradherd.lab.train.config import plan_runs
-
-        return plan_runs(
-            self.task,
-            find_task(self.task).defaults,
-            orders=self.orders,
-            sparsifiers=self.sparsifiers,
-            density=self.density,
-            seeds=range(seeds),
-            workers=workers,
-            epochs=self.epochs,
+    else:
+        print_sentence(
+            f"[bold red]-[/] {ranks['workers']} processes trained an epoch of each, and losses "
+            f"differ by {ranks['largest_difference']:.1%} or bytes do.",
+            console,
         )
+    console.print()
 
 
-# Few epochs: both parts together should take no more than three minutes on two cores.
-_PARTS = (
-    _DemoPart(
-        title="Does a better order need fewer epochs?",
-        task="digits",
-        # The control reorders as much as cd-grab does: a gain that it lacks comes from balancing.
-        orders=("d-rr", "cd-grab", "always-plus"),
-        epochs=10,
-    ),
-    _DemoPart(
-        title="Does sending less cost accuracy?",
-        task="digits-mlp",
-        sparsifiers=("dense", "exdyna"),
-        density=0.01,
-        epochs=9,
-    ),
-)
+def findings(comparison: Comparison) -> list[str]:
+    """Return the verdicts of a comparison in a few words each, with their marks."""
+    from rich.markup import escape
+
+    from gradherd.cli.tables import MARKS
+    from gradherd.lab.report.verdicts import all_verdicts
+
+    lines = []
+    for verdict in all_verdicts(comparison):
+        colour, mark = MARKS[verdict.tone]
+        lines.append(f"[bold {colour}]{mark}[/] {escape(verdict.headline or verdict.text)}")
+    return lines
+
+
+def print_bars(rows: Sequence[tuple[str, float, str]], console: Console) -> None:
+    """Print a bar for each row: its name, a length, and what it says."""
+    block = "█" if console.encoding.startswith("utf") else "#"
+    left = max(len(name) for name, _, _ in rows)
+    room = max(8, min(40, console.width - left - 6 - max(len(text) for _, _, text in rows)))
+    longest = max(value for _, value, _ in rows)
+    for name, value, text in rows:
+        length = max(1, round(room * value / longest))
+        console.print(f"   {name:{left}}  [cyan]{block * length}[/] {text}", soft_wrap=True)
+
+
+def print_end(
+    comparisons: Sequence[Comparison], seconds: float, page: Path, console: Console
+) -> None:
+    """Print what was shown, and what to try next."""
+    from rich.markup import escape
+
+    from gradherd.cli.tables import print_sentence
+    from gradherd.lab.report.verdicts import all_verdicts
+
+    orders, exchanges = comparisons
+    tones = {(verdict.kind, verdict.arm): verdict.tone for verdict in all_verdicts(orders)}
+    pair = next(one for one in orders.pairs if one.arm.order == "cd-grab")
+    few = exchanges.pairs[-1]
+    print_sentence(f"[bold]{_shown_of_order(pair, tones)}[/]", console)
+    print_sentence(f"[bold]{_shown_of_exchange(few)}[/]", console)
+    console.print(
+        f"Took {seconds:.0f} seconds. Curves, intervals and tests: {escape(str(page))}",
+        soft_wrap=True,
+    )
+    console.print("Next, on your own model:")
+    for line in (
+        "gradherd compare my_task.py:MyTask --orders d-rr,cd-grab --virtual --seeds 5",
+        "gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms",
+    ):
+        console.print(f"  {line}", soft_wrap=True)
+    console.print("  or attach() to your own training loop: README.md shows the lines.")
+
+
+def _shown_of_order(pair: ArmPair, tones: Mapping[tuple[str, str], str]) -> str:
+    gains = tones.get(("order", pair.arm.label)) in ("gain", "mixed")
+    if not gains or pair.epochs_to is None:
+        return "Not shown with these seeds: that the order gains anything here."
+    by_balancing = any(kind == "control" and tone == "gain" for (kind, _), tone in tones.items())
+    control = (
+        ", and a control that ignores gradients does not gain"
+        if by_balancing
+        else "; that balancing is the reason is not shown"
+    )
+    return (
+        f"Shown: with {pair.arm.label} the loss of {pair.reference.epochs} epochs takes "
+        f"{pair.epochs_to}{control}."
+    )
+
+
+def _shown_of_exchange(pair: ArmPair) -> str:
+    found = pair.metric
+    if found is None or found.low is None or not pair.bytes_ratio:
+        return "Not shown with these seeds: what fewer bytes cost."
+    return (
+        f"Shown: {pair.arm.label} sends {1 / pair.bytes_ratio:.0f} times fewer bytes, and costs at "
+        f"most {max(0.0, -found.low):.1f} points of accuracy here (end of the 95 % interval)."
+    )

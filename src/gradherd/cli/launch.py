@@ -86,6 +86,7 @@ def train_runs(
     options: TrainingOptions,
     *,
     saving: CheckpointOptions | None = None,
+    processes: int = 1,
 ) -> list[RunRecord]:
     """Train all runs and return their records.
 
@@ -96,6 +97,7 @@ def train_runs(
         out: Folder for records.
         options: Where to train: in this process, on local ranks, or under torchrun.
         saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
+        processes: How many processes share virtual runs.
     """
     previous = signal.getsignal(signal.SIGTERM)
     # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
@@ -106,7 +108,8 @@ def train_runs(
     job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
     try:
         if options.virtual:
-            return _train_virtual(job)
+            processes = min(processes, len(configs))
+            return _train_virtual(job) if processes == 1 else _train_shares(job, processes)
         if under_torchrun():
             return _train_under_torchrun(job, options.device)
         return _train_locally(job, configs[0].workers)
@@ -129,7 +132,12 @@ def train_runs(
 
 
 def train_missing(
-    configs: Sequence[RunConfig], out: Path, options: TrainingOptions, *, resume: bool
+    configs: Sequence[RunConfig],
+    out: Path,
+    options: TrainingOptions,
+    *,
+    resume: bool,
+    processes: int = 1,
 ) -> list[RunRecord]:
     """Train the runs of a comparison, except those that a resumed folder already holds.
 
@@ -141,6 +149,7 @@ def train_missing(
         out: Folder for records, one folder for each run.
         options: Where to train.
         resume: Whether finished runs in `out` count.
+        processes: How many processes share virtual runs.
 
     Returns:
         The records of all runs, in the order of `configs`.
@@ -151,7 +160,7 @@ def train_missing(
         for config in configs
     ]
     missing = [config for config, record in zip(configs, known, strict=True) if record is None]
-    trained = iter(train_runs(missing, out, options) if missing else [])
+    trained = iter(train_runs(missing, out, options, processes=processes) if missing else [])
     return [next(trained) if record is None else record for record in known]
 
 
@@ -170,26 +179,51 @@ def _train_virtual(job: tuple[Any, ...]) -> list[RunRecord]:
         torch.set_num_threads(threads)
 
 
+def _train_shares(job: tuple[Any, ...], processes: int) -> list[RunRecord]:
+    """Train virtual runs in several processes; each takes every so many-th of them."""
+    shares = _on_processes(train_share, processes, job)
+    return [shares[at % processes][at // processes] for at in range(len(job[0]))]
+
+
+def train_share(
+    configs: list[RunConfig],
+    out: Path,
+    data_dir: Path | None,
+    tensorboard: bool,
+    saving: CheckpointOptions | None,
+    quiet: bool,
+) -> list[RunRecord]:
+    """Train this process's share of virtual runs, those of all processes being `configs`."""
+    world = World.detect()
+    share, quiet = configs[world.rank :: world.size], quiet or world.rank > 0
+    return train_on_this_rank(share, out, data_dir, tensorboard, saving, quiet)
+
+
 def _train_locally(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
+    return _on_processes(train_on_this_rank, workers, job)[0]
+
+
+def _on_processes(
+    fn: Callable[..., list[RunRecord]], count: int, job: tuple[Any, ...]
+) -> list[list[RunRecord]]:
     saving = job[4]
     try:
-        records: list[RunRecord] = run_ranks(
-            train_on_this_rank,
-            workers,
+        return run_ranks(
+            fn,
+            count,
             *job,
             timeout=_TRAINING_DEADLINE,
             collective_timeout=_COLLECTIVE_TIMEOUT,
             # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
             # to collect the records.
             forward_signals=() if saving is None else (signal.SIGTERM,),
-        )[0]
+        )
     except RankError as error:
         # The error of a rank carries its traceback in the message; `reason` says the same in one
         # line.
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
         raise CommandFailed(error.reason) from None
-    return records
 
 
 def _train_under_torchrun(job: tuple[Any, ...], device: str) -> list[RunRecord]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradherd.lab.report.comparison import Comparison
     from gradherd.lab.report.comparison_table import TableCell
 
-_MARKS = {
+MARKS = {
     "gain": ("green", "+"),
     "cost": ("red", "-"),
     "mixed": ("yellow", "±"),
@@ -211,7 +211,7 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
     for note in comparison.notes:
         print_sentence(f"[yellow]note[/yellow]  {escape(note)}", console)
     for verdict in all_verdicts(comparison):
-        colour, mark = _MARKS[verdict.tone]
+        colour, mark = MARKS[verdict.tone]
         short = f"[bold]{escape(verdict.headline)}[/] " if verdict.headline else ""
         print_sentence(f"[bold {colour}]{mark}[/] {short}{escape(verdict.text)}", console)
     warning = multiple_testing_note(comparison)
