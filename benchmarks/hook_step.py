@@ -12,7 +12,7 @@ import traceback
 
 import torch
 
-from gradherd.lab.bench.bench_hook import bench_hook, one_rank, training_step
+from gradherd.lab.bench.bench_sparsify import bench_hook, one_rank, training_step
 
 
 def profile(params: int, density: float, device: torch.device, steps: int = 10) -> None:

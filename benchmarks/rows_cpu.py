@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from model_steps import MODELS
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.lab.bench.bench_models import MODELS
 
 _WARM_UP, _TURNS, _STEPS = 5, 10, 2
 
 
 def loop(name: str, rows: str | None) -> Callable[[], None]:
-    """Return a training step of a model of `gradherd bench rows`, ordered by these rows or not."""
+    """Return a training step of a model of `model_steps.py`, ordered by these rows or not."""
     torch.manual_seed(0)
     spec = MODELS[name]
     model = spec.make()

@@ -5,7 +5,7 @@ Prints the correlation of centred inner products of rows with exact ones, mean a
     python benchmarks/rows_fidelity.py [--data tokens|wikitext] [--steps 28] [--ranks 16,64,128]
         [--sizes 65536,262144] [--seeds 3] [--batch 8] [--device cuda]
 
-`tokens` trains on the one batch of `gradherd bench rows --model gpt2-124m` and measures on it. The
+`tokens` trains on the one batch of `model_steps.py gpt2-124m` and measures on it. The
 more steps, the less there is to measure: after 172 the batch is known by heart. `wikitext` trains
 on new blocks of WikiText-2 (GRADHERD_DATA) in every step, and measures on the next ones.
 """
@@ -14,9 +14,9 @@ import argparse
 import statistics
 
 import torch
+from model_steps import ModelTraining, correlation, exact_gram
 from torch import Tensor
 
-from gradherd.lab.bench.bench_models import ModelTraining, _exact_gram, correlation
 from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
 from gradherd.rows.settings import TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture
@@ -62,7 +62,7 @@ def main() -> None:
             training.inputs = training.targets = texts[which].to(options.device)
         if step < options.steps:  # the last batch is only measured
             training.steps(1)
-    exact = _exact_gram(training)
+    exact = exact_gram(training)
     for size in map(int, options.sizes.split(",")):
         for rank in map(int, options.ranks.split(",")):
             rows = [TwoSidedRows(rank=rank, size=size, seed=at) for at in range(options.seeds)]

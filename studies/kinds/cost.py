@@ -10,8 +10,7 @@ import torch
 
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
-from gradherd.lab.bench.bench_coordination import bench_coordination
-from gradherd.lab.bench.bench_signs import bench_signs
+from gradherd.lab.bench.bench_balancing import bench_coordination, bench_signs
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
 from gradherd.lab.ranks import run_ranks

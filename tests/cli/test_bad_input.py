@@ -235,9 +235,7 @@ replay sparsify cube.npy --method deft --layers 1,2 | --layers must add up to
 replay sparsify cube.npy --method deft --layers a | --layers: 'a' is not a positive whole number
 replay sparsify cube.npy --out flat.npy | flat.npy
 bench signs --workers '' | --workers must name at least one number
-bench rows --batch 0 | --batch: '0' is not a positive whole number
-bench rows --model x | --model must be one of mlp
-bench rows --model mlp --cases x | --cases must be some of
+bench rows --batch 0 | --batch must be at least 1, got 0
 bench sparsify --density 0 | --density must be in (0, 1], got 0
 bench step --exchanges x | --exchanges: unknown 'x'
 bench step --batch 0 | --batch must be at least 1, got 0

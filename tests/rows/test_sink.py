@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.model_steps import correlation
 from torch import Tensor, nn
 
-from gradherd.lab.bench.bench_models import correlation
 from gradherd.rows import Capture, sink, sink_maps
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from gradherd.rows.sink_capture import SinkCapture

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
-from gradherd.lab.bench.bench_hook import one_rank
+from gradherd.lab.bench.bench_sparsify import one_rank
 from tests.gpu import only_gpu
 
 pytestmark = [

@@ -100,7 +100,7 @@ class DemoCommand:
             "digits-mlp": exchange_runs(self.workers, min(self.seeds, _EXCHANGE_SEEDS)),
         }
         planned = sum(map(len, parts.values()))
-        options = TrainingOptions(quiet=self.quiet, virtual=True)
+        options = TrainingOptions(quiet=self.quiet)
         records: list[RunRecord] = []
         comparisons: list[Comparison] = []
         for task, configs in parts.items():
@@ -155,8 +155,12 @@ def exchange_runs(workers: int, seeds: int) -> list[RunConfig]:
     from gradherd.lab.tasks.registry import find_task
     from gradherd.lab.train.config import RunConfig, sparse_recipe
 
-    # Twice the batch and the rate of the task: half the steps.
-    shared = {"workers": workers, "epochs": 6, "batch_size": 16, "lr": 0.1, "virtual": True}
+    # Twice the batch and the rate of the task: half the steps. A rate that falls to zero: what is
+    # left at the end is the exchange, not the noise of the last steps.
+    shared = {
+        "workers": workers, "epochs": 6, "batch_size": 16, "lr": 0.1, "lr_schedule": "cosine",
+        "virtual": True,
+    }  # fmt: skip
     defaults = find_task("digits-mlp").defaults
     return [
         sparse_recipe(RunConfig.of("digits-mlp", defaults, seed=seed, **shared, **exchange))

@@ -95,7 +95,7 @@ def train_runs(
     Args:
         configs: Settings of the runs.
         out: Folder for records.
-        options: Where to train: in this process, on local ranks, or under torchrun.
+        options: Where data are, and what to write and show beside records.
         saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
         processes: How many processes share virtual runs.
     """
@@ -107,11 +107,11 @@ def train_runs(
     quiet = is_quiet(options.quiet)
     job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
     try:
-        if options.virtual:
+        if configs[0].virtual:
             processes = min(processes, len(configs))
             return _train_virtual(job) if processes == 1 else _train_shares(job, processes)
         if under_torchrun():
-            return _train_under_torchrun(job, options.device)
+            return _train_under_torchrun(job, configs[0].device)
         return _train_locally(job, configs[0].workers)
     except KeyboardInterrupt:
         # The record would otherwise say "running" for ever.
@@ -147,7 +147,7 @@ def train_missing(
     Args:
         configs: Settings of all runs.
         out: Folder for records, one folder for each run.
-        options: Where to train.
+        options: Where data are, and what to write and show beside records.
         resume: Whether finished runs in `out` count.
         processes: How many processes share virtual runs.
 

@@ -9,9 +9,8 @@ from gradherd.cli.main import main
 from gradherd.comm import World
 from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.lab.bench import bench_virtual as virtual
-from gradherd.lab.bench.bench_coordination import CASES
+from gradherd.lab.bench.bench_balancing import CASES, published_loop
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
-from gradherd.lab.bench.bench_signs import published_loop
 from gradherd.rows import Capture
 
 KEYS = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}
@@ -78,7 +77,8 @@ def test_step_compares_both_orders_and_every_exchange(capsys):
 
 
 def test_sparsify_compares_picking_and_whole_exchanges(capsys):
-    output = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2)
+    output = result(capsys, "bench", "sparsify", "--workers", "3", "--dim", 20_500, "--repeats", 2,
+        "--density", 0.001)  # fmt: skip
     rows = output["rows"]
     assert all(KEYS <= set(row) for row in rows)
     cases = ["copy", "eager", "topk", "fused", "step dense", "step exdyna", "step topk"]

@@ -20,16 +20,37 @@ print(none.bytes, peak.bytes, again.bytes)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
-def test_a_peak_is_seen_though_it_is_over():
+TRAINING = """
+import torch
+from benchmarks.model_steps import MODELS, peak_bytes
+peak_bytes("lenet", "plain", 8, torch.device("cpu"), None)  # loads code
+size = sum(p.numel() for p in MODELS["mlp"].make().parameters())
+print(4 * size, peak_bytes("mlp", "plain", 8, torch.device("cpu"), None))
+"""
+
+
+def numbers_of(program: str) -> list[int]:
     printed = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         check=True,
+        cwd=Path(__file__).parents[3],
         env=os.environ | {"MIMALLOC_PURGE_DELAY": "0"},
     ).stdout
-    none, peak, again = map(int, printed.split())
+    return [int(word) for word in printed.split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
+def test_a_peak_is_seen_though_it_is_over():
+    none, peak, again = numbers_of(PROGRAM)
     assert none < 2_000_000
     assert 78_000_000 < peak < 90_000_000
     assert 38_000_000 < again < 50_000_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
+def test_the_peak_of_a_training_counts_the_model_on_every_device():
+    model, peak = numbers_of(TRAINING)
+    # Parameters, gradients and momentum: a GPU counted these, and a CPU the last steps alone.
+    assert 2.9 * model < peak < 4 * model

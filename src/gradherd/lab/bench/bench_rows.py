@@ -2,9 +2,8 @@
 
 Cases: `plain` is forward and backward alone. `vmap` (torch.func) and `loop` (one example at a time)
 form every gradient: what a user would do instead. `exact` computes what balancing needs (products
-with a vector, the Gram matrix, a weighted sum) from layer inputs and output gradients without
-forming the per-example gradients; `sketch` projects each of them to 256 elements. The ceiling is
-`plain`: gradherd reads its rows off a backward pass that happens anyway.
+with a vector, the Gram matrix, a weighted sum); `sketch` projects each gradient to 256 elements.
+The ceiling is `plain`: gradherd reads its rows off a backward pass that happens anyway.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, median_seconds
+from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, make_rows, median_seconds
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sink_capture import SinkCapture
@@ -72,7 +71,7 @@ class RowsBench:
         vmap(grad(loss), in_dims=(None, 0, 0))(weights, self.x, self.y)
 
     def exact(self, capture: Capture) -> None:
-        """Compute what balancing needs without forming the gradients."""
+        """Compute what balancing needs."""
         self.plain()
         rows = capture.pop_rows(len(self.x))
         rows.dot(self.running)
@@ -122,17 +121,5 @@ def bench_rows(
             capture.remove_hooks()
         bench.model.zero_grad()
         progress()
-    return [
-        {
-            "case": case,
-            "workers": 1,
-            "dim": bench.size,
-            "batch": batch,
-            "seconds": seconds[case],
-            "bytes": 0,
-            "peak_bytes": peaks[case],
-            "ratio": seconds[case] / seconds["plain"],
-            **ceiling_keys(seconds["plain"], seconds[case]),
-        }
-        for case in seconds
-    ]
+    rows = make_rows(seconds, peaks, workers=1, dim=bench.size, batch=batch)
+    return [row | ceiling_keys(seconds["plain"], row["seconds"]) for row in rows]

@@ -4,6 +4,7 @@ Exchanges: torch's hooks fp16 and powersgd (rank 1); exdyna, also with values of
 which is 30 steps alone, then an exchange of the difference, averaged over these steps.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from gradherd.comm.world import World
 from gradherd.hooks.attach import attach
 from gradherd.hooks.herd import Herd
 from gradherd.lab.bench.bench_rows import mlp
-from gradherd.lab.bench.timing import PeakMemory
+from gradherd.lab.bench.timing import PeakMemory, make_rows, medians_in_turns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.settings import make_settings
@@ -115,41 +116,36 @@ def bench_step(
             runs[case] = DDPTraining(order, params, batch, world, exchange)
             runs[case].steps(runs[case].block)
         peaks[case] = peak.bytes
-    times: dict[str, list[float]] = {case: [] for case in runs}
     cpu: dict[str, list[float]] = {case: [] for case in runs}
     before = {case: _parts(run) for case, run in runs.items()}
-    for _ in range(repeats):
-        for case, run in runs.items():
-            all_reduce(torch.zeros(1), world)  # a barrier: start together
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            run.steps(run.block)
-            # Of all threads of this rank. Where ranks have no cores of their own, this is what
-            # makes a step longer, and other work on the machine hardly changes it.
-            cpu[case].append((time.process_time() - cpu_begin) / run.block)
-            all_reduce(torch.zeros(1), world)  # time until the slowest rank is done
-            times[case].append((time.perf_counter() - begin) / run.block)
+
+    def measure(case: str) -> float:
+        run = runs[case]
+        all_reduce(torch.zeros(1), world)  # a barrier: start together
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        run.steps(run.block)
+        # Of all threads of this rank. Where ranks have no cores of their own, this is what makes a
+        # step longer, and other work on the machine hardly changes it.
+        cpu[case].append((time.process_time() - cpu_begin) / run.block)
+        all_reduce(torch.zeros(1), world)  # time until the slowest rank is done
+        return (time.perf_counter() - begin) / run.block
+
+    seconds = medians_in_turns({case: functools.partial(measure, case) for case in runs}, repeats)
     size = sum(p.numel() for p in runs["d-rr"].model.parameters())
-    seconds = {case: statistics.median(blocks) for case, blocks in times.items()}
-    cpu_seconds = {case: statistics.median(blocks) for case, blocks in cpu.items()}
-    return [
-        {
-            "case": case,
-            "workers": world.size,
-            "dim": size,
-            "batch": batch,
-            "seconds": seconds[case],
-            "bytes": _bytes_sent(case, run, size, world.size) // (run.block * (repeats + 1)),
-            "peak_bytes": peaks[case],
-            "ratio": seconds[case] / seconds["d-rr"],
-            "cpu_seconds": cpu_seconds[case],
-            "cpu_ratio": cpu_seconds[case] / cpu_seconds["d-rr"],
-            "parts": {
-                part: (total - before[case][part]) / (run.block * repeats)
-                for part, total in _parts(run).items()
-            },
-        }
+    sent = {
+        case: _bytes_sent(case, run, size, world.size) // (run.block * (repeats + 1))
         for case, run in runs.items()
-    ]
+    }
+    rows = make_rows(seconds, peaks, workers=world.size, dim=size, sent=sent, batch=batch)
+    for row in rows:
+        run, earlier = runs[row["case"]], before[row["case"]]
+        row["cpu_seconds"] = statistics.median(cpu[row["case"]])
+        row["cpu_ratio"] = row["cpu_seconds"] / rows[0]["cpu_seconds"]
+        row["parts"] = {
+            part: (total - earlier[part]) / (run.block * repeats)
+            for part, total in _parts(run).items()
+        }
+    return rows
 
 
 def _parts(run: DDPTraining) -> dict[str, float]:

@@ -7,14 +7,18 @@ seeds each) and `nine runs, d-rr`, which needs no per-example gradients. Seconds
 run: with nine runs side by side, each one counts a ninth.
 """
 
-import statistics
-import time
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from gradherd.lab.bench.timing import PeakMemory
+from gradherd.lab.bench.timing import (
+    PeakMemory,
+    elapsed_seconds,
+    make_rows,
+    medians_in_turns,
+)
 from gradherd.lab.tasks.lenet import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig, plan_runs
@@ -154,43 +158,28 @@ def bench_virtual(
             loops[case].epoch()
         peaks[case] = peak.bytes
         progress()
-    times: dict[str, list[float]] = {case: [] for case in CASES}
-    for _ in range(repeats):
-        for case, loop in loops.items():
-            times[case].append(_step_seconds(loop, device))
-            progress()
+    seconds = medians_in_turns(
+        {case: functools.partial(_step_seconds, loop, device) for case, loop in loops.items()},
+        repeats,
+        progress,
+    )
     for loop in loops.values():
         if isinstance(loop, TrainerLoop):
             loop.trainer.close()
-    seconds = {case: statistics.median(epochs) for case, epochs in times.items()}
     size = sum(p.numel() for p in Cifar10LeNet().model().parameters())
-    return [
-        {
-            "case": case,
-            "workers": workers,
-            "dim": size,
-            "batch": batch,
-            "runs": loop.runs,
-            "seconds": seconds[case],
-            "bytes": 0,  # Nothing is sent: all workers are in one process.
-            "peak_bytes": peaks[case],
-            "ratio": seconds[case] / seconds["plain loop"],
-            "steps_per_second": 1 / seconds[case],
-        }
-        for case, loop in loops.items()
-    ]
+    rows = make_rows(seconds, peaks, workers=workers, dim=size, batch=batch)
+    for row in rows:
+        row |= {"runs": loops[row["case"]].runs, "steps_per_second": 1 / row["seconds"]}
+    return rows
 
 
 def _step_seconds(loop: PlainLoop | TrainerLoop, device: torch.device) -> float:
     """Return the seconds per step of one run, from a whole epoch."""
-    _synchronize(device)
-    begin = time.perf_counter()
-    # A whole epoch: its end, where the next orders are set, belongs to the cost of a step.
-    steps = loop.epoch()
-    _synchronize(device)
-    return (time.perf_counter() - begin) / (steps * loop.runs)
+    steps = 0
 
+    def epoch() -> None:
+        nonlocal steps
+        # A whole epoch: its end, where the next orders are set, belongs to the cost of a step.
+        steps = loop.epoch()
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return elapsed_seconds(epoch, device) / (steps * loop.runs)

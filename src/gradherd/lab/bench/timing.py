@@ -1,12 +1,13 @@
-"""Measure the time and the peak memory of a call."""
+"""Measure the time and the peak memory of a call, and make the rows of a benchmark."""
 
 import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -65,6 +66,68 @@ def _median_gpu_seconds(
             torch.cuda.synchronize()
             times += [begin.elapsed_time(end) / 1e3 for begin, end in events]
     return statistics.median(times)
+
+
+def elapsed_seconds(fn: Callable[[], object], device: torch.device) -> float:
+    """Return the time of one call, until the device has done all of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    fn()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def medians_in_turns(
+    cases: Mapping[str, Callable[[], float]],
+    repeats: int,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Return the median of each case, measured in turns so that noise hits all alike.
+
+    Args:
+        cases: A function for each case that measures it once.
+        repeats: How often.
+        progress: Called after each measurement.
+    """
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, measure in cases.items():
+            times[name].append(measure())
+            progress()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def make_rows(
+    seconds: Mapping[str, float],
+    peaks: Mapping[str, int | None],
+    *,
+    workers: int,
+    dim: int,
+    sent: Mapping[str, int] | None = None,
+    **shared: Any,
+) -> list[dict[str, Any]]:
+    """Return a row for each case, with its time and its bytes relative to the first case.
+
+    Args:
+        seconds: Time of each case.
+        peaks: Peak memory of each case.
+        workers: Number of workers.
+        dim: Elements of a gradient.
+        sent: Bytes that a worker sends in each case; None if nothing is sent.
+        **shared: What else all rows have.
+    """
+    first = next(iter(seconds))
+    rows = []
+    for case, time_of_case in seconds.items():
+        row = {"case": case, "workers": workers, "dim": dim, **shared, "seconds": time_of_case}
+        row |= {"bytes": 0 if sent is None else sent[case], "peak_bytes": peaks[case]}
+        row["ratio"] = time_of_case / seconds[first]
+        if sent is not None:
+            row["bytes_ratio"] = sent[case] / max(1, sent[first])  # one worker sends nothing
+        rows.append(row)
+    return rows
 
 
 def ceiling_keys(ceiling: float, seconds: float) -> dict[str, float]:

@@ -1,5 +1,8 @@
 """Time whole training steps of well-known models with rows, next to the plain step.
 
+    python benchmarks/model_steps.py resnet50 --device cuda --cases batch,two-sided
+    python benchmarks/model_steps.py gpt2-124m --device cuda --compile default
+
 Every case trains the same model on the same batch with the same optimizer; only what is attached
 differs. A case takes turns with the plain loop every few steps, and ratios of neighbours count: a
 machine that slows down for a while slows down both.
@@ -12,6 +15,8 @@ was learned by heart, as it is after the steps of all cases: so it has a trainin
 Shapes: B examples.
 """
 
+import argparse
+import json
 import math
 import statistics
 import time
@@ -190,20 +195,18 @@ class ModelTraining:
             torch.cuda.synchronize()
 
 
-def _peak_bytes(
+def peak_bytes(
     name: str, case: str, batch: int | None, device: torch.device, compiled: str | None
 ) -> int | None:
-    """Return the peak memory of a step, with nothing else around."""
+    """Return the peak memory of a training: model, optimizer, what ordering keeps, and steps."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    training = ModelTraining(name, batch, device, compiled)
-    training.attach(case)
-    training.steps(_WARMUP)
     with PeakMemory(device) as peak:
-        training.steps(2)
+        training = ModelTraining(name, batch, device, compiled)
+        training.attach(case)
+        training.steps(_WARMUP)
     training.detach()
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak.bytes
+    return peak.bytes
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -238,7 +241,7 @@ def bench_models(
         A row for each case; `peak_bytes` is the peak of a step, model and optimizer included.
     """
     cases = ("plain", *(case for case in cases if case != "plain"))
-    peaks = {case: _peak_bytes(name, case, batch, device, compiled) for case in cases}
+    peaks = {case: peak_bytes(name, case, batch, device, compiled) for case in cases}
     training = ModelTraining(name, batch, device, compiled)
     training.attach("plain")
     training.steps(_WARMUP)
@@ -291,7 +294,7 @@ def _ratio(own: int | None, other: int | None) -> float | None:
 def _fidelities(training: ModelTraining, cases: tuple[str, ...]) -> dict[str, float]:
     """Return the fidelity of each kind of rows for single examples."""
     training.steps(_TRAINED)
-    exact = _exact_gram(training)
+    exact = exact_gram(training)
     result: dict[str, float] = {}
     for case in cases:
         settings = ROW_SETTINGS.get(case)
@@ -306,7 +309,7 @@ def _fidelities(training: ModelTraining, cases: tuple[str, ...]) -> dict[str, fl
     return result
 
 
-def _exact_gram(training: ModelTraining) -> Tensor:
+def exact_gram(training: ModelTraining) -> Tensor:
     """Return the inner products of all examples' gradients: (B, B)."""
     coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in training.model.modules())
     training.model.zero_grad()
@@ -339,3 +342,31 @@ def correlation(gram: Tensor, exact: Tensor) -> float:
     pairs = [(centre @ one @ centre)[upper[0], upper[1]] for one in (gram, exact)]
     value = float(torch.corrcoef(torch.stack(pairs))[0, 1])
     return value if math.isfinite(value) else 0.0
+
+
+def main() -> None:
+    """Measure and print what `gradherd bench --json` would: the bench, the device and its rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--cases", default="batch,sketch,two-sided", help=", ".join(CASES))
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", choices=COMPILE_MODES)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    cases = tuple(args.cases.split(","))
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"--cases must be some of {', '.join(CASES)}, got {', '.join(unknown)}")
+    rows = bench_models(
+        args.model,
+        cases,
+        torch.device(args.device),
+        batch=args.batch,
+        repeats=args.repeats,
+        compiled=args.compile,
+    )
+    print(json.dumps({"bench": "rows", "device": args.device, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
