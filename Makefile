@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Compare orders and sparsifiers on real workers and write a report
+demo: $(STAMP) ## See what an order and few bytes gain, in a minute, and write a report
 	@$(BIN)/gradherd demo
 
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

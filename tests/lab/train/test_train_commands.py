@@ -2,13 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from gradherd.cli import demo, launch
+from gradherd.cli import launch
 from gradherd.cli.main import main
 from gradherd.lab.train.record import RECORD_FILE, read_record
 from tests.lab.train.work import HERE
@@ -198,23 +197,3 @@ def test_what_is_compared_by_default(capsys, tmp_path):
         ("d-rr", "dense", None),
         ("d-rr", "topk", 0.01),
     ]
-
-
-def test_demo_in_small(capsys, tmp_path, monkeypatch):
-    short = tuple(replace(part, epochs=1) for part in demo._PARTS)
-    monkeypatch.setattr(demo, "_PARTS", short)
-    configs = demo._DemoPart.configs
-    few = lambda *args: [replace(config, limit=200) for config in configs(*args)]  # noqa: E731
-    monkeypatch.setattr(demo._DemoPart, "configs", few)
-    code, told, err = run(
-        capsys, "demo", "--workers", 2, "--seeds", 1, "--out", tmp_path / "demo", "--json"
-    )
-    assert (code, err) == (0, "")
-    result = json.loads(told)
-    assert [one["task"] for one in result["comparisons"]] == ["digits", "digits-mlp"]
-    assert [arm["order"] for arm in result["comparisons"][0]["arms"]] == [
-        "d-rr",
-        "cd-grab",
-        "always-plus",
-    ]
-    assert result["report"] == str(tmp_path / "demo" / "report.html")
