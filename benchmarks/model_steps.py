@@ -34,8 +34,7 @@ from gradherd.hooks.herd import Herd
 from gradherd.hooks.row_sources import ExampleRowSource
 from gradherd.lab.bench.bench_rows import mlp
 from gradherd.lab.bench.timing import PeakMemory
-from gradherd.lab.tasks.lenet import lenet
-from gradherd.lab.tasks.resnet18 import resnet18
+from gradherd.lab.tasks.images import lenet, resnet18
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import ROW_SETTINGS

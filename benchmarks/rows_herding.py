@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.lenet import Cifar10LeNet
+from gradherd.lab.tasks.images import Cifar10LeNet
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.capture import Capture

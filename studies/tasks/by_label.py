@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradherd.lab.tasks.digits import Digits
-from gradherd.lab.tasks.lenet import Cifar10LeNet
+from gradherd.lab.tasks.images import Cifar10LeNet
 from gradherd.lab.tasks.task import Split
 
 

@@ -155,8 +155,7 @@ class StudyCommand:
         from gradherd.lab.study.kinds import RunContext, task_path
         from gradherd.lab.study.run import ProcessDied, run_planned
         from gradherd.lab.tasks.safe_readers import DamagedData
-        from gradherd.lab.tasks.task import UnsuitableSettings
-        from gradherd.lab.train.loop import BadStart
+        from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
 
         if not todo:
             return []
@@ -184,7 +183,7 @@ class StudyCommand:
             raise
         except UnsuitableSettings as error:
             raise UsageError(str(error)) from None
-        except (BadStart, DamagedData, ProcessDied) as error:
+        except (BadTask, DamagedData, ProcessDied) as error:
             raise CommandFailed(str(error)) from None
         finally:
             signal.signal(signal.SIGTERM, previous)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradherd.lab.tasks.resnet18 import ResidualBlock
+from gradherd.lab.tasks.images import ResidualBlock
 from gradherd.lab.tasks.task import Split
 from gradherd.lab.train import cuda_graphs
 from gradherd.lab.train.cuda_graphs import GraphedFunction, RngStates, has_dropout

@@ -19,7 +19,7 @@ from gradherd.lab.bench.timing import (
     make_rows,
     medians_in_turns,
 )
-from gradherd.lab.tasks.lenet import Cifar10LeNet
+from gradherd.lab.tasks.images import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig, plan_runs
 from gradherd.lab.train.stacked_trainer import StackedTrainer

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.error import HTTPError
 
-from gradherd.lab.tasks.cifar10 import read_batches
 from gradherd.lab.tasks.data_files import LocalDataSet, find_in_folder
 from gradherd.lab.tasks.datasets import DataSet, Download
 from gradherd.lab.tasks.hmda import read_hmda
+from gradherd.lab.tasks.images import read_batches
 from gradherd.lab.tasks.safe_readers import ZIP_ERRORS, DamagedData, error_line, read_zip_member
 
 DownloadProgress = Callable[[str, int, int | None], None]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.metrics import mean_over_examples
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file
-from gradherd.lab.tasks.task import Defaults, Split
+from gradherd.lab.tasks.task import Defaults, Split, Task
 
 FEATURES = 18
 _FILE = "hmda-2017-NJ.npz"
@@ -21,7 +21,7 @@ _MAX_VALUE = 1e15
 
 
 @dataclass(frozen=True)
-class HMDA:
+class HMDA(Task):
     """Logistic regression on mortgage applications of 2017: 19 parameters, convex.
 
     As in the CD-GraB paper, except for the state: New Jersey instead of New York. Features
@@ -71,13 +71,13 @@ class HMDA:
         return F.binary_cross_entropy_with_logits(model(inputs).squeeze(1), targets)
 
     def linear_form(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (n, 19) features, whose product with the parameters is the logit, and labels."""
+        """Return (n, 19) features and labels."""
         inputs, targets = tensors
         return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1), targets
 
-    def score_gradient(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def score_gradient(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the derivative of each example's loss by its logit, in any shape."""
-        return logits.sigmoid() - targets
+        return scores.sigmoid() - targets
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the accuracy in percent."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.metrics import mean_over_examples
 from gradherd.lab.tasks.safe_readers import DamagedData, error_line, parse_table
-from gradherd.lab.tasks.task import Defaults, Split
+from gradherd.lab.tasks.task import Defaults, Split, Task
 from gradherd.lab.text import printable
 
 WINDOW, AHEAD, STRIDE, HORIZON = 20, 6, 3, 13
@@ -42,7 +42,7 @@ class Forecaster(nn.Module):
 
 
 @dataclass(frozen=True)
-class M4MLP:
+class M4MLP(Task):
     """A network of 5,569 parameters on windows of the M4 competition's weekly series.
 
     As in the CD-GraB paper: each series is standardised with its own mean and standard deviation,

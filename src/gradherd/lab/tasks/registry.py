@@ -10,11 +10,10 @@ from types import ModuleType
 from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
-from gradherd.lab.tasks.lenet import Cifar10LeNet, FashionLeNet
+from gradherd.lab.tasks.images import Cifar10LeNet, Cifar10ResNet18, FashionLeNet
 from gradherd.lab.tasks.m4 import M4MLP
-from gradherd.lab.tasks.resnet18 import Cifar10ResNet18
 from gradherd.lab.tasks.sst2 import SST2Transformer
-from gradherd.lab.tasks.task import Defaults, Task
+from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task
 from gradherd.lab.tasks.wikitext2 import WikiText2CarriedLSTM, WikiText2GPT2, WikiText2LSTM
 from gradherd.lab.text import printable
 
@@ -33,9 +32,6 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 """Tasks by name."""
 
-# A task may be any class: it is checked for members, not for a base class.
-_MEMBERS = tuple(name for name in vars(Task) if not name.startswith("_"))
-
 
 def find_task(name: str) -> Task:
     """Return the task of that name, or the class given as `path/to/file.py:ClassName`.
@@ -52,7 +48,7 @@ def find_task(name: str) -> Task:
             f"unknown task {name!r}; known are {', '.join(TASKS)}; "
             "for your own task give path/to/file.py:ClassName"
         )
-    return TASKS[name]()
+    return as_task(TASKS[name]())
 
 
 def _from_file(name: str) -> Task:
@@ -71,7 +67,7 @@ def _from_file(name: str) -> Task:
         task = make()
     except Exception as error:
         raise ValueError(f"task {name!r}: {class_name}() fails: {_describe(error)}") from error
-    missing = [member for member in _MEMBERS if not hasattr(task, member)]
+    missing = [member for member in REQUIRED if not hasattr(task, member)]
     if missing:
         raise ValueError(
             f"task {name!r}: {class_name} is not a task, it lacks {', '.join(missing)}"
@@ -81,8 +77,7 @@ def _from_file(name: str) -> Task:
             f"task {name!r}: {class_name}.defaults must be gradherd.lab.tasks.Defaults, "
             f"got {type(task.defaults).__name__}"
         )
-    checked: Task = task
-    return checked
+    return as_task(task)
 
 
 def import_file(path: Path, what: str) -> ModuleType:

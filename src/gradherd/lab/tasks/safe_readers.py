@@ -36,9 +36,10 @@ ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, KeyError, RuntimeErr
 
 RuntimeError covers encrypted members and, as NotImplementedError, features of newer zip versions.
 """
-# An .npy header is a Python literal: a crafted one can break the parser in any of these ways.
+# An .npy header is a Python literal: a crafted one can break the parser in any of these ways, or
+# declare an array that no memory holds.
 _HEADER_ERRORS = (
-    *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),
+    *(ValueError, TypeError, SyntaxError, OverflowError),
     *(RecursionError, MemoryError, tokenize.TokenError),
 )
 # The methods that numpy writes. Python cannot bound the output of the others while decompressing.
@@ -210,8 +211,15 @@ def parse_npz(content: bytes, path: Path, names: tuple[str, ...]) -> list[NDArra
             missing = [name for name in names if f"{name}.npy" not in present]
             if missing:
                 raise ValueError(f"it has no array {missing[0]!r}")
-            return [parse_npy(read_zip_member(archive, f"{name}.npy")) for name in names]
-    except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
+            members = [io.BytesIO(read_zip_member(archive, f"{name}.npy")) for name in names]
+        with warnings.catch_warnings():
+            # numpy warns about headers written by Python 2, and then reads them correctly.
+            warnings.simplefilter("ignore")
+            arrays = [np.load(member, allow_pickle=False) for member in members]
+        if not all(array.nbytes for array in arrays):
+            raise ValueError("it holds an empty array")
+        return arrays
+    except (OSError, EOFError, *ZIP_ERRORS, *_HEADER_ERRORS) as error:
         raise DamagedData(
             f"{path} is not a valid .npz archive: {error_line(error)}; fetch it again"
         ) from None
@@ -231,32 +239,3 @@ def read_zip_member(archive: zipfile.ZipFile, name: str, max_bytes: int = MAX_BY
     if len(content) != info.file_size:
         raise ValueError(f"{name} has {len(content):,} bytes, but declares {info.file_size:,}")
     return content
-
-
-def parse_npy(content: bytes) -> NDArray[Any]:
-    """Return an array in the .npy format, read-only; raise ValueError if it is not one.
-
-    `np.load` would allocate what the header declares before it reads the data.
-    """
-    file = io.BytesIO(content)
-    with warnings.catch_warnings():
-        # numpy warns about headers written by Python 2, and then reads them correctly.
-        warnings.simplefilter("ignore")
-        try:
-            read_header = {
-                (1, 0): np.lib.format.read_array_header_1_0,
-                (2, 0): np.lib.format.read_array_header_2_0,
-            }[np.lib.format.read_magic(file)]
-            shape, fortran_order, dtype = read_header(file)
-        except _HEADER_ERRORS as error:
-            raise ValueError(f"it has no valid array header ({error_line(error)})") from None
-    if dtype.hasobject:
-        raise ValueError("it holds objects, which are pickles (allow_pickle=False)")
-    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) != len(content) - file.tell():
-        raise ValueError(
-            f"its data does not have the declared shape {printable(shape, 60)} and {dtype.str}"
-        )
-    if not dtype.itemsize:
-        raise ValueError("its elements have no size")
-    values = np.frombuffer(content, dtype, offset=file.tell())
-    return values.reshape(shape, order="F" if fortran_order else "C")

@@ -10,14 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
 from gradherd.lab.tasks.language import Transformer, build_vocabulary, token_ids
-from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_table
-from gradherd.lab.tasks.task import Defaults, Split, check_limit
+from gradherd.lab.tasks.task import Classifier, Defaults, Split, check_limit
 
 WORDS = 12_000
 LENGTH = 64
@@ -42,7 +40,7 @@ class PhraseClassifier(nn.Module):
 
 
 @dataclass(frozen=True)
-class SST2Transformer:
+class SST2Transformer(Classifier):
     """A transformer encoder with 2 layers, 4 heads, width 96: 1,382,210 parameters.
 
     The vocabulary is the 12,000 most frequent words of the training part, taken from the file as
@@ -53,7 +51,7 @@ class SST2Transformer:
     description: ClassVar = "a small transformer encoder on SST-2 phrases, 1.4 M parameters"
     data: ClassVar = ("sst2",)
     metric_name: ClassVar = "dev accuracy (%)"
-    higher_is_better: ClassVar = True
+    metric_chunk: ClassVar = 200
     defaults: ClassVar = Defaults(
         workers=4,
         batch_size=8,
@@ -88,14 +86,11 @@ class SST2Transformer:
         """Return the network."""
         return PhraseClassifier()
 
-    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
-        """Return the mean cross-entropy."""
-        words, labels = tensors
-        return F.cross_entropy(model(_trim_padding(words)), labels)
-
-    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the accuracy in percent."""
-        return accuracy(model, *tensors, prepare=_trim_padding, chunk=200)
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Drop the columns that are padding in all phrases: most phrases are short."""
+        if inputs.is_cuda:
+            return inputs  # Reading the longest length would make the host wait for the GPU.
+        return inputs[:, : int((inputs != PADDING).sum(1).max())]
 
 
 def read_phrases(local: LocalDataSet, name: str) -> tuple[list[list[str]], list[int]]:
@@ -109,10 +104,3 @@ def read_phrases(local: LocalDataSet, name: str) -> tuple[list[list[str]], list[
         phrases.append(words)
         labels.append(int(row[1]))
     return phrases, labels
-
-
-def _trim_padding(words: Tensor) -> Tensor:
-    """Drop the columns that are padding in all phrases: most phrases are short."""
-    if words.is_cuda:
-        return words  # Reading the longest length would make the host wait for the GPU.
-    return words[:, : int((words != PADDING).sum(1).max())]

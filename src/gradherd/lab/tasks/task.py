@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.defaults import Defaults as Defaults
+from gradherd.lab.tasks.metrics import accuracy
 
 Tensors = tuple[Tensor, ...]
 """Tensors with one entry per example along the first dimension."""
@@ -57,41 +59,25 @@ class Split:
         )
 
 
-class Task(Protocol):
+class Task:
     """Something to train: data, a model, a loss and a metric.
 
-    A task is a frozen dataclass without state; whatever is learned is in the model.
+    A task is a frozen dataclass without state; whatever is learned is in the model. A class of
+    one's own need not inherit from this one: `find_task` adds what it lacks of the second half.
     """
 
-    @property
-    def name(self) -> str:
-        """Name on the command line."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """One-line description."""
-        ...
-
-    @property
-    def data(self) -> tuple[str, ...]:
-        """Names of the data sets it needs; empty if it needs none or ships with a package."""
-        ...
-
-    @property
-    def metric_name(self) -> str:
-        """Name of the metric, with its unit."""
-        ...
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a larger metric is better."""
-        ...
-
-    @property
-    def defaults(self) -> Defaults:
-        """Default settings."""
-        ...
+    name: ClassVar[str]
+    """Name on the command line."""
+    description: ClassVar[str]
+    """One-line description."""
+    data: ClassVar[tuple[str, ...]]
+    """Names of the data sets it needs; empty if it needs none or ships with a package."""
+    metric_name: ClassVar[str]
+    """Name of the metric, with its unit."""
+    higher_is_better: ClassVar[bool]
+    """Whether a larger metric is better."""
+    defaults: ClassVar[Defaults]
+    """Default settings."""
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Load the examples.
@@ -100,19 +86,101 @@ class Task(Protocol):
             data_dir: Folder to search first; then come GRADHERD_DATA and the cache folder.
             limit: Load only the first `limit` examples of each part.
         """
-        ...
+        raise NotImplementedError
 
     def model(self) -> nn.Module:
         """Return a new model, initialised from torch's global generator."""
-        ...
+        raise NotImplementedError
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
         """Return the mean loss over the examples of a batch; calls the model once."""
-        ...
+        raise NotImplementedError
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the metric over these examples; leave the model unchanged."""
-        ...
+        raise NotImplementedError
+
+    # The rest is optional.
+
+    evaluation_chunk: ClassVar[int] = 64
+    """Examples of a large model that are evaluated at once on a GPU."""
+
+    def augment(self, generator: torch.Generator, *tensors: Tensor) -> Tensors:
+        """Return all training examples, transformed at random; not overridden, there is no way."""
+        raise NotImplementedError
+
+    def initial_state(self, count: int, device: torch.device) -> Tensors:
+        """Return what a worker carries into its first batch of `count` examples, all zero."""
+        return ()
+
+    def carried_loss(
+        self, model: nn.Module, state: Tensors, *tensors: Tensor
+    ) -> tuple[Tensor, Tensors]:
+        """Return the mean loss of a batch, and the state to carry into the next one."""
+        return self.loss(model, *tensors), state
+
+    def whole_loss(self, model: nn.Module, *tensors: Tensor) -> float | None:
+        """Return the mean loss over all examples; None if they may be read in any order."""
+        return None
+
+    def linear_form(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return (n, D) features, whose product with the parameters is the score, and (n,) targets.
+
+        None if scores are not linear in the parameters.
+        """
+        return None
+
+    def score_gradient(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Return the derivative of each example's loss by its score; goes with `linear_form`."""
+        raise NotImplementedError
+
+
+REQUIRED = (*(name for name in Task.__annotations__ if name != "evaluation_chunk"),)
+REQUIRED += ("load", "model", "loss", "metric")
+"""Members that a task must have."""
+
+
+def as_task(found: Any) -> Task:
+    """Return an object as a task: optional members that its class lacks become those of `Task`."""
+    if not isinstance(found, Task):
+        kind = type(found)
+        # Not a wrapper: whoever asks for other members, or for its class, gets the user's own.
+        object.__setattr__(found, "__class__", type(kind.__name__, (kind, Task), {}))
+    task: Task = found
+    return task
+
+
+def augments(task: Task) -> bool:
+    """Return whether a task can transform its examples at random."""
+    return getattr(task.augment, "__func__", None) is not Task.augment
+
+
+def carries_state(task: Task) -> bool:
+    """Return whether a task carries a state from batch to batch."""
+    return getattr(task.carried_loss, "__func__", None) is not Task.carried_loss
+
+
+class Classifier(Task):
+    """A task with inputs and labels: cross-entropy, and accuracy in percent."""
+
+    metric_name: ClassVar[str] = "test accuracy (%)"
+    higher_is_better: ClassVar[bool] = True
+    metric_chunk: ClassVar[int] = 1000
+    """Examples of the test set that are classified at once."""
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Turn stored inputs into those of the model, chunk by chunk."""
+        return inputs
+
+    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        inputs, labels = tensors
+        return F.cross_entropy(model(self.prepare(inputs)), labels)
+
+    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the accuracy in percent."""
+        chunk = self.evaluation_chunk if tensors[0].is_cuda else self.metric_chunk
+        return accuracy(model, *tensors, prepare=self.prepare, chunk=max(chunk, self.metric_chunk))
 
 
 def load_split(task: Task, data_dir: Path | None, limit: int | None) -> Split:

@@ -22,7 +22,14 @@ from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir, find_dataset
 from gradherd.lab.tasks.language import GPT2, BytePairEncoder, build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import eval_mode, mean_over_examples
 from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file, split_lines
-from gradherd.lab.tasks.task import Defaults, Split, Tensors, UnsuitableSettings, check_limit
+from gradherd.lab.tasks.task import (
+    Defaults,
+    Split,
+    Task,
+    Tensors,
+    UnsuitableSettings,
+    check_limit,
+)
 
 WORDS, LSTM_LENGTH, WIDTH, COLUMNS = 33_278, 35, 32, 16
 UNKNOWN, END = "<unk>", "<eos>"
@@ -48,7 +55,7 @@ class WordLSTM(nn.Module):
 
 
 @dataclass(frozen=True)
-class WikiText2LSTM:
+class WikiText2LSTM(Task):
     """A two-layer LSTM of width 32 with tied weights, no dropout: 1,081,792 parameters.
 
     An example is a sequence of 35 words and the word after each. The hidden state starts at zero
@@ -226,7 +233,7 @@ def _words(text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class WikiText2GPT2:
+class WikiText2GPT2(Task):
     """GPT-2 with 2 layers, 2 heads, width 128, context 128: 6,846,080 parameters.
 
     As in the CD-GraB paper, but on WikiText-2 instead of WikiText-103. An example is a block of

@@ -4,12 +4,11 @@ Letters: S runs, K steps, G groups of B examples in a step, N = G B, D parameter
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradherd.lab.tasks.task import Task, Tensors
+from gradherd.lab.tasks.task import Task, Tensors, augments
 
 
 class LinearForm:
@@ -18,13 +17,12 @@ class LinearForm:
     Seven operations per step, where autograd and vmap take eighty: such a model is all overhead.
 
     Args:
-        task: Has `linear_form` and `score_gradient`.
-        tensors: The training examples.
+        task: Has a `score_gradient`.
+        form: The result of its `linear_form` on the training examples.
     """
 
-    def __init__(self, task: Any, tensors: Tensors) -> None:
-        self.tensors: Tensors = task.linear_form(*tensors)
-        self._score_gradient: Callable[[Tensor, Tensor], Tensor] = task.score_gradient
+    def __init__(self, task: Task, form: tuple[Tensor, Tensor]) -> None:
+        self.tensors, self._score_gradient = form, task.score_gradient
 
     def lookup(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return (S, K, N, D) features and (S, K, N, 1) targets of (S, K, N) examples."""
@@ -68,9 +66,10 @@ def linear_form(
         tensors: The training examples.
     """
     # Augmented examples change from epoch to epoch, which features computed once would miss.
-    if not hasattr(task, "linear_form") or hasattr(task, "augment"):
+    form = None if augments(task) else task.linear_form(*tensors)
+    if form is None:
         return None
-    linear = LinearForm(task, tensors)
+    linear = LinearForm(task, form)
     size, device = linear.tensors[0].shape[1], tensors[0].device
     flat = torch.linspace(-1, 1, 2 * size, device=device).view(2, size)
     sample = torch.arange(8, device=device).remainder(len(tensors[0])).view(2, 2, 2)

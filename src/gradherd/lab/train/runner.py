@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.task import Split, Task, load_split
+from gradherd.lab.tasks.task import Split, Task, carries_state, load_split
 from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.checkpoint_schedule import Checkpointer
 from gradherd.lab.train.config import RunConfig, count_steps
@@ -70,7 +70,7 @@ def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -
         data_dir: Folder to search for data first.
     """
     task, examples = find_task(configs[0].task), dict[int | None, int]()
-    if not hasattr(task, "initial_state"):
+    if not carries_state(task):
         return
     for config in configs:
         if config.limit not in examples:

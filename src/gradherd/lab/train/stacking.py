@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.task import Task, Tensors
+from gradherd.lab.tasks.task import Task, Tensors, carries_state
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.virtual_order import row_settings
 from gradherd.lab.train.vmap_layers import why_not_vmappable
@@ -64,7 +64,7 @@ def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
         model: A model of it; a perturbed copy is used.
         tensors: The training examples.
     """
-    if hasattr(task, "carried_loss"):
+    if carries_state(task):
         return "its loss carries a state from batch to batch"
     sample, model = _sample_indices(tensors), copy.deepcopy(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

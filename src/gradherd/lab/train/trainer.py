@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradherd.comm.collectives import all_reduce, broadcast
 from gradherd.comm.world import World
 from gradherd.lab.tasks.metrics import eval_mode
-from gradherd.lab.tasks.task import Task, Tensors, UnsuitableSettings, check_loss
+from gradherd.lab.tasks.task import (
+    Task,
+    Tensors,
+    UnsuitableSettings,
+    augments,
+    carries_state,
+    check_loss,
+)
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.record import finite_or_none
@@ -23,7 +30,7 @@ from gradherd.lab.train.record import finite_or_none
 _SMALL_MODEL, _CHUNK, _BATCHES = 100_000, 1000, 8
 # A model of a few parameters has activations as small as its inputs: calls are what it costs.
 _TINY_MODEL, _TINY_CHUNK = 1000, 16_384
-_GPU_CHUNK, _GPU_CHUNK_LARGE = 10_000, 64
+_GPU_CHUNK = 10_000
 # Without cuDNN's kernels, which torch prefers for bfloat16 on Hopper GPUs and which return NaN for
 # some shapes (pytorch/pytorch#196678).
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -127,10 +134,9 @@ class EpochExamples:
     """
 
     def __init__(self, config: RunConfig, task: Task, tensors: Tensors) -> None:
-        augment = getattr(task, "augment", None)
-        if config.augment and augment is None:
+        if config.augment and not augments(task):
             raise ValueError(f"task {task.name!r} has no augmentation: leave out augment")
-        self._augment = augment if config.augment else None
+        self._augment = task.augment if config.augment else None
         self._seed, self._original = config.seed, tensors
         self.tensors = tuple(map(torch.clone, tensors)) if config.augment else tensors
 
@@ -164,12 +170,10 @@ class TrainingLoss:
 
     def __init__(self, config: RunConfig, task: Task, examples: int, workers: int) -> None:
         self._task, self._states = task, list[Tensors]()
-        make = getattr(task, "initial_state", None)
-        if make is None:
-            return
-        check_carried(config, task, examples)
-        device = torch.device(config.device)
-        self._states = [make(config.batch_size, device) for _ in range(workers)]
+        if carries_state(task):
+            check_carried(config, task, examples)
+            state, device = task.initial_state, torch.device(config.device)
+            self._states = [state(config.batch_size, device) for _ in range(workers)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -185,12 +189,12 @@ class TrainingLoss:
         """Return the mean loss on a batch of one of the workers."""
         if not self._states:
             return self._task.loss(model, *examples)
-        state, task = self._states[worker], cast(Any, self._task)
+        state = self._states[worker]
         # A copy: the backward needs the state that the forward has read.
-        loss, after = task.carried_loss(model, tuple(map(torch.clone, state)), *examples)
+        loss, after = self._task.carried_loss(model, tuple(map(torch.clone, state)), *examples)
         for tensor, new in zip(state, after, strict=True):
             tensor.copy_(new.detach())
-        return cast(Tensor, loss)
+        return loss
 
 
 def check_carried(config: RunConfig, task: Task, examples: int) -> None:
@@ -231,8 +235,7 @@ def evaluation_chunk(task: Task, model: nn.Module, batch_size: int) -> int:
     """
     small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if next(model.parameters()).is_cuda:
-        large: int = getattr(task, "evaluation_chunk", _GPU_CHUNK_LARGE)
-        return _GPU_CHUNK if small else large
+        return _GPU_CHUNK if small else task.evaluation_chunk
     if sum(p.numel() for p in model.parameters()) < _TINY_MODEL:
         return _TINY_CHUNK
     return _CHUNK if small else min(256, max(8, _BATCHES * batch_size))
@@ -253,12 +256,16 @@ def full_loss(
         world: The R ranks that share the work; all of them must call this.
         chunk: Examples evaluated at once.
     """
-    whole_loss = getattr(task, "whole_loss", None)
-    if whole_loss is not None:  # Its examples have to be read one after another.
-        whole = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-        if not world.rank:
-            whole.fill_(whole_loss(model, *tensors))
-        return finite_or_none(float(all_reduce(whole, world).value))
+    if carries_state(task):  # Its examples may have to be read one after another, by one rank.
+        found = task.whole_loss(model, *tensors) if not world.rank else 0.0
+        whole = torch.tensor(
+            [0.0 if found is None else found, float(found is None)],
+            dtype=torch.float64,
+            device=tensors[0].device,
+        )
+        value, missing = all_reduce(whole, world).value.tolist()
+        if not missing:
+            return finite_or_none(value)
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):

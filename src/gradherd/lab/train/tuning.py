@@ -3,15 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.metrics import eval_mode
-from gradherd.lab.tasks.task import Split, Task, UnsuitableSettings
+from gradherd.lab.tasks.task import (
+    REQUIRED,
+    Split,
+    Task,
+    UnsuitableSettings,
+    carries_state,
+)
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
 
@@ -21,30 +25,31 @@ HELD_OUT = 0.2
 _CHUNK = 256
 
 
-@dataclass(frozen=True)
-class HeldOutTask:
+class HeldOutTask(Task):
     """A task whose metric is the loss on training examples that are held out."""
 
-    task: Task
-    metric_name: str = "loss on held-out examples"
-    higher_is_better: bool = False
+    metric_name = "loss on held-out examples"
+    higher_is_better = False
 
-    # Everything else is the task's own.
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
+    def __init__(self, task: Task) -> None:
+        own = vars(HeldOutTask)
+        # Everything else is the task's own.
+        for name in (*REQUIRED, *vars(Task)):
+            if name not in own and not name.startswith("_"):
+                setattr(self, name, getattr(task, name))
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the mean loss."""
         total, count = 0.0, len(tensors[0])
         with eval_mode(model), torch.no_grad():
             for chunk in zip(*(tensor.split(_CHUNK) for tensor in tensors), strict=True):
-                total += float(self.task.loss(model, *chunk)) * len(chunk[0])
+                total += float(self.loss(model, *chunk)) * len(chunk[0])
         return total / count
 
 
 def check_can_hold_out(task: Task) -> None:
     """Raise UnsuitableSettings if no examples of a task can be held out."""
-    if hasattr(task, "carried_loss"):
+    if carries_state(task):
         raise UnsuitableSettings(
             f"task {task.name!r} carries a state through its examples: none of them can be held "
             "out, so give a learning rate"

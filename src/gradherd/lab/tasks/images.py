@@ -1,0 +1,419 @@
+"""`cifar10-lenet`, `cifar10-resnet18` and `fashion-lenet`, and the data that they read.
+
+CIFAR-10 comes in several forms. Each is converted to rows of the binary form, one label byte and
+3,072 pixels, whose checksums are known.
+
+Shapes: B images, C channels.
+"""
+
+import itertools
+import pickletools
+import tarfile
+import warnings
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset, verify_file
+from gradherd.lab.tasks.datasets import CIFAR_BATCHES, DATASETS
+from gradherd.lab.tasks.safe_readers import (
+    MAX_BYTES,
+    DamagedData,
+    error_line,
+    parse_idx,
+    parse_npz,
+    parse_tiles,
+)
+from gradherd.lab.tasks.task import Classifier, Defaults, Split, Tensors, check_limit
+
+# A label byte, then red, green and blue planes of 32 x 32 pixels.
+ROW_BYTES = 1 + 3 * 32 * 32
+BATCH_NAMES = tuple(name for name, _ in CIFAR_BATCHES)
+Rows = NDArray[np.uint8]
+_MAX_MEMBERS = 1000
+"""Members of the archive that are examined; the real one has eight."""
+
+
+def lenet(channels: int, padding: int = 0) -> nn.Sequential:
+    """Return LeNet with ReLU and max-pooling, from (B, channels, 32, 32) images to 10 classes.
+
+    Args:
+        channels: Channels of the images.
+        padding: Zero padding of the first layer; 2 turns 28 x 28 images into 32 x 32.
+    """
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=padding),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        # On 5 x 5 maps this is a full connection, as in the original.
+        nn.Conv2d(16, 120, 5),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions with a shortcut around them.
+
+    Args:
+        channels_in: C.
+        channels_out: C'.
+        stride: Of the first convolution and of the shortcut.
+    """
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        # No bias: BatchNorm subtracts the mean, and with it any bias.
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                nn.BatchNorm2d(channels_out),
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (B, C, H, W) to (B, C', H / stride, W / stride)."""
+        inner = F.relu(self.norm1(self.conv1(images)))
+        return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(images))
+
+
+def resnet18() -> nn.Sequential:
+    """Return ResNet-18 for 32 x 32 images: no initial pooling, 10 classes."""
+    blocks, channels_in = [], 64
+    for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        blocks += [
+            ResidualBlock(channels_in, channels, stride),
+            ResidualBlock(channels, channels, 1),
+        ]
+        channels_in = channels
+    return nn.Sequential(
+        # 3 x 3 with stride 1, not 7 x 7 with stride 2 as for ImageNet: images have 32 pixels a
+        # side.
+        nn.Conv2d(3, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+@dataclass(frozen=True)
+class Cifar10LeNet(Classifier):
+    """LeNet on CIFAR-10: 62,006 parameters; channels normalised, augmented on request only."""
+
+    name: ClassVar = "cifar10-lenet"
+    description: ClassVar = "LeNet on CIFAR-10 images, 62,006 parameters"
+    data: ClassVar = ("cifar10",)
+    defaults: ClassVar = Defaults(
+        workers=64,
+        batch_size=1,
+        lr=1e-3,
+        momentum=0.9,
+        weight_decay=1e-2,
+        epochs=100,
+        seeds=3,
+        source="CD-GraB paper (arXiv:2302.00845), its LeNet ablation: 64 workers, global batch "
+        "64, lr 1e-3, momentum 0.9, weight decay 1e-2.",
+    )
+
+    def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
+        """Load (n, 3, 32, 32) uint8 pixels and (n,) labels."""
+        return load_cifar10(data_dir, limit)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return lenet(3)
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Return float pixels, each channel with mean 0 and standard deviation 1 over the set."""
+        mean, std = _statistics(inputs.device)
+        return (inputs.float() - mean) / std
+
+    def augment(self, generator: torch.Generator, *tensors: Tensor) -> Tensors:
+        """Return the training examples cropped (after padding by 4) and flipped at random."""
+        pixels, labels = tensors
+        return crop_and_flip(pixels, generator), labels
+
+
+@dataclass(frozen=True)
+class Cifar10ResNet18(Cifar10LeNet):
+    """ResNet-18 on CIFAR-10: 11,173,962 parameters, BatchNorm.
+
+    Unlike in the ExDyna experiments, images are cropped and flipped at random only in runs with
+    `augment`: without it an example's gradient predicts its next one better.
+    """
+
+    name: ClassVar = "cifar10-resnet18"
+    description: ClassVar = "ResNet-18 on CIFAR-10 images, 11,173,962 parameters"
+    evaluation_chunk: ClassVar = 1000
+    metric_chunk: ClassVar = 250
+    defaults: ClassVar = Defaults(
+        workers=8,
+        batch_size=32,
+        unit=32,
+        lr=0.2,
+        momentum=0.9,
+        weight_decay=1e-4,
+        lr_drop=0.1,
+        lr_drop_every=150,
+        epochs=200,
+        seeds=1,
+        source="ExDyna paper (arXiv:2402.13781) and its code: 8 workers with 32 images each, "
+        "lr 0.2 divided by 10 at epoch 150, momentum 0.9, weight decay 1e-4; without its five "
+        "epochs of warm-up.",
+    )
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return resnet18()
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Return normalised images, on a GPU in the layout that its convolutions like best."""
+        images = super().prepare(inputs)
+        return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
+
+
+@dataclass(frozen=True)
+class FashionLeNet(Classifier):
+    """LeNet on Fashion-MNIST: 61,706 parameters; no augmentation, pixels normalised."""
+
+    name: ClassVar = "fashion-lenet"
+    description: ClassVar = "LeNet on Fashion-MNIST images, 61,706 parameters"
+    data: ClassVar = ("fashion-mnist",)
+    defaults: ClassVar = Defaults(
+        workers=64,
+        batch_size=1,
+        lr=3e-3,
+        momentum=0.9,
+        epochs=22,
+        seeds=3,
+        source="Our own choice: the workers and batch of the CD-GraB paper's LeNet ablation "
+        "(arXiv:2302.00845), with lr 3e-3 and no weight decay.",
+    )
+
+    def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
+        """Load (n, 1, 28, 28) uint8 pixels and (n,) labels, 60,000 + 10,000 of them."""
+        local = find_dataset("fashion-mnist", data_dir)
+        return Split(_read_fashion(local, "train"), _read_fashion(local, "t10k")).first(limit)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return lenet(1, padding=2)
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Return float pixels, mean 0 and standard deviation 1 over the 60,000 training images."""
+        return (inputs.float() / 255 - 0.2860) / 0.3530
+
+
+def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Split:
+    """Load CIFAR-10.
+
+    Pixels stay uint8 and are normalised in the loss: as float32 the set would take four times the
+    memory.
+
+    Args:
+        data_dir: Folder to search first.
+        limit: Load only the first `limit` examples of each part.
+
+    Returns:
+        (n, 3, 32, 32) uint8 pixels and (n,) labels: 50,000 for training, 10,000 for test.
+
+    Raises:
+        MissingData: The data set is in none of the folders.
+        DamagedData: A file is damaged.
+    """
+    check_limit(limit)
+    local = find_dataset("cifar10", data_dir)
+    # The first batch is enough for small limits: reading all of them takes seconds.
+    rows = read_batches(local, BATCH_NAMES if limit is None else (BATCH_NAMES[0], BATCH_NAMES[-1]))
+    if limit is not None and limit > len(rows[BATCH_NAMES[0]]):
+        rows |= read_batches(local, BATCH_NAMES[1:-1])
+    train = np.concatenate([rows[name] for name in BATCH_NAMES[:-1] if name in rows])
+    return Split(_to_tensors(train), _to_tensors(rows[BATCH_NAMES[-1]])).first(limit)
+
+
+def read_batches(local: LocalDataSet, names: Iterable[str] = BATCH_NAMES) -> dict[str, Rows]:
+    """Read some batches, verified against the published checksums.
+
+    Args:
+        local: The data set on disk, in any form.
+        names: Batches to read, from BATCH_NAMES.
+
+    Returns:
+        (m, 3073) uint8 rows of each batch.
+    """
+    names = tuple(names)
+    is_archive = local.form.name == "archive"
+    # One scan for all batches: a compressed archive cannot be entered in the middle.
+    contents = _read_archive(local, names) if is_archive else {}
+    # What an error names: the file that the user can fetch again.
+    place = local.paths["cifar-10-binary.tar.gz"] if is_archive else local.folder
+    # Only the binary form has published checksums. All forms are converted to it, so one list
+    # verifies all of them, lossless WebP included.
+    published = {file.name: file for file in DATASETS["cifar10"].form("binary").files}
+    batches = {}
+    for name in names:
+        content = contents[name] if name in contents else _read_batch(local, name)
+        location = f"{place}: {name}"
+        verify_file(published[f"{name}.bin"], content, location)
+        if len(content) % ROW_BYTES or not content:
+            raise DamagedData(
+                f"{location} is {len(content):,} bytes, not a multiple of {ROW_BYTES}; "
+                "fetch it again"
+            )
+        rows = np.frombuffer(content, np.uint8).reshape(-1, ROW_BYTES)
+        if rows[:, 0].max() > 9:
+            raise DamagedData(
+                f"{location} has label {rows[:, 0].max()}, expected 0 to 9; fetch it again"
+            )
+        batches[name] = rows
+    return batches
+
+
+@cache  # Else every step would copy them to the GPU.
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    mean = torch.tensor([0.4914, 0.4822, 0.4465], device=device) * 255
+    std = torch.tensor([0.2023, 0.1994, 0.2010], device=device) * 255
+    return mean.view(3, 1, 1), std.view(3, 1, 1)
+
+
+def crop_and_flip(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Return (n, 3, 32, 32) images, each shifted by up to 4 pixels and mirrored at random.
+
+    Args:
+        pixels: (n, 3, 32, 32) images; what is shifted in is black.
+        generator: A generator on the CPU, so that a GPU run sees the same crops.
+    """
+    moved = torch.empty_like(pixels)
+    size, device = pixels.shape[-1], pixels.device
+    offsets, channel = torch.arange(size), torch.arange(3, device=device).view(3, 1, 1)
+    # In parts: padded copies of all images at once would take twice the memory.
+    for part, out in zip(pixels.split(10_000), moved.split(10_000), strict=True):
+        top, left, flip = (torch.randint(n, (len(part), 1), generator=generator) for n in (9, 9, 2))
+        rows = (top + offsets).to(device).view(-1, 1, size, 1)
+        columns = left + torch.where(flip > 0, size - 1 - offsets, offsets)
+        example = torch.arange(len(part), device=device).view(-1, 1, 1, 1)
+        padded = F.pad(part, (4, 4, 4, 4))
+        out.copy_(padded[example, channel, rows, columns.to(device).view(-1, 1, 1, size)])
+    return moved
+
+
+def _to_tensors(rows: Rows) -> tuple[Tensor, Tensor]:
+    # Rows have 3,073 bytes: without a copy, images would not be contiguous.
+    pixels = np.ascontiguousarray(rows[:, 1:]).reshape(-1, 3, 32, 32)
+    return torch.from_numpy(pixels), torch.from_numpy(rows[:, 0].astype(np.int64))
+
+
+def _read_batch(local: LocalDataSet, name: str) -> bytes:
+    if local.form.name == "sheets":
+        return _from_sheet(local, name)
+    if local.form.name == "pickles":
+        return _from_pickle(local, name)
+    return local.read(f"{name}.bin")
+
+
+def _from_sheet(local: LocalDataSet, name: str) -> bytes:
+    path = local.paths["labels.npz"]
+    (labels,) = parse_npz(local.read("labels.npz"), path, (name,))
+    image = f"{name}.webp"
+    tiles = parse_tiles(local.read(image), local.paths[image], 32).reshape(-1, ROW_BYTES - 1)
+    if labels.shape != (len(tiles),) or labels.dtype != np.uint8:
+        raise DamagedData(
+            f"{path}: {name} has labels {labels.shape} of {labels.dtype} "
+            f"for {len(tiles):,} tiles, expected one byte for each; fetch it again"
+        )
+    return np.concatenate([labels[:, None], tiles], 1).tobytes()
+
+
+def _from_pickle(local: LocalDataSet, name: str) -> bytes:
+    """Return the rows of a batch of the Python edition, without unpickling it.
+
+    A pickle is a program. Its opcodes are only listed: the numbers after the key "labels" are the
+    labels, and the one long string of bytes is the pixels. Checksums tell whether that was right.
+    """
+    path, pixels, labels, key = local.paths[name], b"", bytearray(), b""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in strings of protocol 0
+            opcodes = list(pickletools.genops(local.read(name)))
+        for opcode, argument, _ in opcodes:
+            if isinstance(argument, str) and opcode.name not in ("GLOBAL", "INST"):
+                # Python 2 wrote bytes as str, which pickletools decodes as Latin-1.
+                argument = argument.encode("latin1", "replace")
+            if isinstance(argument, bytes | bytearray):
+                key = bytes(argument)
+                pixels = key if len(key) >= ROW_BYTES - 1 else pixels
+            elif key == b"labels" and isinstance(argument, int) and "INT" in opcode.name:
+                labels.append(argument)
+    except (ValueError, TypeError, LookupError) as error:
+        raise DamagedData(f"{path} is no pickle: {error_line(error)}; fetch it again") from None
+    if not labels or len(pixels) != len(labels) * (ROW_BYTES - 1):
+        raise DamagedData(
+            f"{path} has {len(labels):,} labels and {len(pixels):,} pixels, not images; "
+            "fetch it again"
+        )
+    rows = np.frombuffer(pixels, np.uint8).reshape(len(labels), -1)
+    return np.concatenate([np.frombuffer(labels, np.uint8)[:, None], rows], 1).tobytes()
+
+
+def _read_archive(local: LocalDataSet, names: tuple[str, ...]) -> dict[str, bytes]:
+    """Read some batches from the archive in one scan; nothing is written to disk."""
+    (path,) = local.paths.values()
+    wanted = {f"cifar-10-batches-bin/{name}.bin": name for name in names}
+    contents: dict[str, bytes] = {}
+    try:
+        # In stream mode ("r|") no header can make tarfile seek backwards and loop.
+        with tarfile.open(path, mode="r|gz") as archive:
+            for member in itertools.islice(archive, _MAX_MEMBERS):
+                # No links, and no sparse files, which expand to more than the archive holds.
+                plain = member.isreg() and not member.issparse() and member.size <= MAX_BYTES
+                file = archive.extractfile(member) if plain and member.name in wanted else None
+                if file is not None:
+                    contents[wanted[member.name]] = file.read()
+                # Decompressing the rest would take seconds.
+                if len(contents) == len(wanted):
+                    break
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+        raise DamagedData(
+            f"{path} is not a valid archive: {error_line(error)}; fetch it again"
+        ) from None
+    for name in names:
+        if name not in contents:
+            raise DamagedData(f"{path} lacks {name}.bin; fetch it again")
+    return contents
+
+
+def _read_fashion(local: LocalDataSet, part: str) -> tuple[Tensor, Tensor]:
+    image_file, label_file = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
+    pixels = parse_idx(local.read(image_file), local.paths[image_file], 3)
+    labels = parse_idx(local.read(label_file), local.paths[label_file], 1)
+    if pixels.shape != (len(labels), 28, 28) or not len(labels):
+        raise DamagedData(
+            f"{local.paths[image_file]} holds {pixels.shape}, "
+            f"expected ({len(labels)}, 28, 28) to match its labels"
+        )
+    if labels.max() > 9:
+        raise DamagedData(f"{local.paths[label_file]} has label {labels.max()}, expected 0 to 9")
+    # A copy, since the array shares read-only memory with the file's bytes.
+    return torch.tensor(pixels).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
