@@ -22,11 +22,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.lab.tasks.cifar10 import _to_tensors, crop_and_flip, normalize, read_batches
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.resnet18 import resnet18
+from gradherd.lab.tasks.images import (
+    Cifar10LeNet,
+    _to_tensors,
+    crop_and_flip,
+    read_batches,
+    resnet18,
+)
 
 BATCH = 128
+normalize = Cifar10LeNet().prepare
 
 
 def load(folder: Path, names: list[str]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
