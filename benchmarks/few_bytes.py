@@ -142,8 +142,6 @@ class Arm:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     decay: float = 1.0
-    predict: float = 0.0
-    """Send the difference to this share of the last mean, which all workers know."""
     senders: bool = False
     """SparseLoCo: divide by how many workers have sent a coordinate instead of by all."""
 
@@ -153,11 +151,10 @@ ARMS = {
     "dense": Arm("dense"),
     "local-2": replace(LOCAL, every=2),
     "local-4": replace(LOCAL, every=4),
-    "local-8": replace(LOCAL, every=8, outer_lr=0.7, outer_momentum=0.5),
-    "local-16": replace(LOCAL, every=16, outer_lr=0.8, outer_momentum=0.6),
-    "local-30": replace(LOCAL, every=30, outer_lr=0.8, outer_momentum=0.6),
+    "local-5": replace(LOCAL, every=5),
+    "local-9": replace(LOCAL, every=9, lr=1.9e-3, outer_lr=0.7, outer_momentum=0.5),
+    "local-18": replace(LOCAL, every=18, lr=1.4e-3, outer_lr=0.8, outer_momentum=0.6),
     "local-4-fp32": replace(LOCAL, every=4, values="fp32"),
-    "local-16-fp32": replace(LOCAL, every=16, values="fp32", outer_lr=0.8, outer_momentum=0.6),
     "bits-2": Arm("gradients", values="int2"),
     "bits-1": Arm("gradients", values="int1"),
     "exdyna-0.01": Arm("gradients", "exdyna", 0.01),
@@ -255,7 +252,6 @@ class Run:
         self._outer = OuterOptimizer(outer, self._shared)
         self._dense_bytes = mean_bytes(dim, workers)
         self.bytes, self._step = 0, 0
-        self._last = torch.zeros_like(self._shared)
         self._losses, self._adamw = fast_functions(shape, device.type)
 
     def train(self, epochs: int) -> dict[str, Any]:
@@ -312,9 +308,7 @@ class Run:
         if arm.kind in ("local", "sparseloco") and (
             self._step % arm.every == 0 or self._step == self._steps
         ):
-            guess = arm.predict * self._last
-            self._last = exchange.step(self._shared - self._weights - guess) + guess
-            self._outer.step(self._last)
+            self._outer.step(exchange.step(self._shared - self._weights))
             self.bytes += exchange.metrics["bytes"]
             self._weights.copy_(self._shared.expand_as(self._weights))
             if arm.decay != 1 and isinstance(exchange, VirtualWorkers):
