@@ -3,7 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gradherd.lab.report.measures import (
     EPOCH_FIELDS,
@@ -15,11 +15,22 @@ from gradherd.lab.report.measures import (
     measure_words,
     relative_change,
 )
-from gradherd.lab.report.svg_chart import ChartLine, chart
-from gradherd.lab.report.svg_parts import WIDE, Layout, line_styles
+from gradherd.lab.report.svg import (
+    COLOURS,
+    SMALL,
+    WIDE,
+    ChartAxis,
+    ChartLine,
+    Layout,
+    line_chart,
+    line_styles,
+    svg_head,
+    svg_text,
+)
 from gradherd.lab.study.file import Figure, Study, check_known, has_type
 from gradherd.lab.study.kinds import kind_of, method_names
 from gradherd.lab.study.results import RunResult
+from gradherd.lab.text import printable, significant
 
 Results = Mapping[str, Sequence[RunResult]]
 """Results by arm."""
@@ -29,6 +40,8 @@ TIMES = ("epoch", "step", "round", "bytes")
 """x axes along which a run has a series of values."""
 _LOG_X = ("bytes", "lr", "workers")
 """x axes whose values span orders of magnitude."""
+_LEAST_ROW = 20
+"""Pixels of a row of effects."""
 _SERIES_WORDS = {"bound": "herding_bound"}
 """Measures that mean the last round, but are drawn for every round."""
 
@@ -115,7 +128,7 @@ def _draw(
     names = short_names([line.name for line in lines])
     styles = line_styles(names, method_names())
     x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
-    return chart(
+    return line_chart(
         figure.title,
         x_words,
         words,
@@ -252,3 +265,63 @@ def lines_over_setting(figure: Figure, results: Results) -> list[ChartLine]:
     return [
         ChartLine(name, sorted(some), sorted(bands.get(name, ()))) for name, some in points.items()
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectRow:
+    """One effect: where it was measured, how large it is, and what it means."""
+
+    name: str
+    mean: float
+    interval: tuple[float, float] | None
+    text: str
+    """The effect in words, to the right of the plot."""
+    style: int
+    """Colour and dashes; see `svg.line_styles`."""
+
+
+def effect_chart(
+    title: str, x: str, rows: Sequence[EffectRow], *, names: int = 132, layout: Layout = SMALL
+) -> str:
+    """Return effects as dots with their 95 % intervals, one row each, around zero.
+
+    Args:
+        title: Title above the chart.
+        x: Label of the x axis.
+        rows: The effects.
+        names: Pixels for the names of rows.
+        layout: Gives the width.
+    """
+    ends = [end for row in rows for end in (row.mean, *(row.interval or ()))]
+    low, high = min(0.0, *ends), max(0.0, *ends)
+    # An axis of at least one percent, or one point: less must look like nothing.
+    lacking = max(0.0, 1.0 - (high - low)) / 2
+    margin = 0.05 * (high - low) + lacking
+    # As high as other charts of this layout, so that they can stand side by side.
+    size = max(_LEAST_ROW, (layout.height - layout.top - layout.bottom) / len(rows))
+    height = round(layout.top + size * len(rows) + layout.bottom)
+    axis = ChartAxis(low - margin, high + margin, names + 12, layout.width - 62)
+    foot = height - layout.bottom
+    parts = [svg_head(title, layout, height, [row.style for row in rows])]
+    for mark in axis.ticks():
+        at = axis.at(mark)
+        # Zero stands out: which side of it an interval lies on is the answer.
+        strength = ".8" if mark == 0 else ".25"
+        parts.append(
+            f'<path d="M{at:.1f} {layout.top}V{foot}" class="rule" stroke-opacity="{strength}"/>'
+        )
+        parts.append(svg_text(at, foot + 16, significant(mark, 3), "middle"))
+    parts.append(svg_text((axis.start + axis.end) / 2, foot + 34, x, "middle"))
+    for number, row in enumerate(rows):
+        at = layout.top + size * number + size / 2
+        colour = row.style % len(COLOURS)
+        parts.append(svg_text(names + 4, at + 4, printable(row.name, names // 6), "end"))
+        if row.interval is not None:
+            left, right = (axis.at(end) for end in row.interval)
+            path = f"M{left:.1f} {at:.1f}H{right:.1f}"
+            parts.append(f'<path d="{path}" class="s{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<circle cx="{axis.at(row.mean):.1f}" cy="{at:.1f}" r="4" class="f{colour}"/>'
+        )
+        parts.append(svg_text(layout.width - 6, at + 4, row.text, "end"))
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -22,12 +22,17 @@ from pathlib import Path
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from gradherd.lab.report.bar_charts import EffectRow, effect_chart
 from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge_study
-from gradherd.lab.report.svg_parts import SMALL
+from gradherd.lab.report.svg import SMALL
 from gradherd.lab.study.file import Study, read_study
 from gradherd.lab.text import fixed
-from studies.evidence.charts import check_figures, draw_charts, draw_figure
+from studies.evidence.charts import (
+    EffectRow,
+    check_figures,
+    draw_charts,
+    draw_figure,
+    effect_chart,
+)
 from studies.evidence.pages import (
     StudySection,
     cell,

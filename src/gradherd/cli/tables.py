@@ -212,8 +212,10 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
         print_sentence(f"[yellow]note[/yellow]  {escape(note)}", console)
     for verdict in all_verdicts(comparison):
         colour, mark = MARKS[verdict.tone]
-        short = f"[bold]{escape(verdict.headline)}[/] " if verdict.headline else ""
-        print_sentence(f"[bold {colour}]{mark}[/] {short}{escape(verdict.text)}", console)
+        more = "" if verdict.text == verdict.headline else f" [dim]{escape(verdict.text)}[/]"
+        print_sentence(
+            f"[bold {colour}]{mark}[/] [bold]{escape(verdict.headline)}[/]{more}", console
+        )
     warning = multiple_testing_note(comparison)
     if warning is not None:
         print_sentence(f"[dim]{escape(warning)}[/]", console)

@@ -43,7 +43,7 @@ def look(browser):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
         page.goto(path.as_uri())
-        page.wait_for_selector("html[data-drawn=true]", timeout=30_000)
+        page.wait_for_selector("html[data-ready=true]", timeout=30_000)
         yield page
         context.close()
         assert complaints == []

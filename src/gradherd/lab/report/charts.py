@@ -1,14 +1,8 @@
-"""The charts of a comparison, as plain data, and as the drawings that need no script.
-
-A chart of curves is {"kind", "title", "note", "alt", "x", "y", "log", "lines", "levels"}: `x` maps
-the axes that can be chosen to their labels, `log` is None for charts without a log switch, `levels`
-are horizontal lines. A line is {"arm", "xs", "mean", "low", "high", "runs"}, where `runs` are
-the single seeds. A chart of bars has only its drawing. Colours are missing: `svg_parts` has them.
-"""
+"""The charts of a comparison: drawings that a page can switch between and hide arms in."""
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gradherd.lab.report.arms import (
     TIME_PARTS,
@@ -17,60 +11,48 @@ from gradherd.lab.report.arms import (
     mean_seconds,
     values_at,
 )
-from gradherd.lab.report.bar_charts import BarRow, bar_chart
 from gradherd.lab.report.comparison import Comparison
 from gradherd.lab.report.stats import MeanStd, finite, mean_std
-from gradherd.lab.report.svg_chart import ChartLine, chart
-from gradherd.lab.report.svg_parts import INLINE, line_styles
-from gradherd.lab.text import counted, in_seconds, listed, printable, significant
-from gradherd.lab.train.record import EpochRow
+from gradherd.lab.report.svg import INLINE, BarRow, ChartLine, bar_chart, line_chart, line_styles
+from gradherd.lab.text import counted, in_bytes, in_seconds, listed, printable, significant
 
-Chart = dict[str, Any]
+X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
+    "epochs": ("epoch", None),
+    "seconds": ("seconds of training", in_seconds),
+    "bytes": ("bytes sent per worker", in_bytes),
+}
+"""What curves can be drawn over: the label of the axis, and how its values are written."""
 
-X_AXES = {"epochs": "epochs", "seconds": "seconds of training", "bytes": "bytes sent per worker"}
+
+@dataclass(frozen=True, kw_only=True)
+class PageChart:
+    """A chart of a page."""
+
+    kind: str
+    """loss, metric, herding, density, load or time."""
+    title: str
+    note: str
+    """What is drawn, in small print."""
+    alt: str
+    """What is drawn, for those who cannot see it."""
+    drawings: Mapping[str, str]
+    """SVG by the x axis; "only" if there is no choice."""
+    parts: Mapping[int, str] = field(default_factory=dict)
+    """Names of the parts of bars, by their number."""
 
 
-def charts_of(comparison: Comparison) -> list[Chart]:
-    """Return the charts of a comparison that have data, in page order.
-
-    Args:
-        comparison: The arms of one task.
-
-    Returns:
-        Plain JSON; arms are named by their position in `comparison.arms`. Each has its drawing
-        under "svg".
-    """
-    styles = line_styles([arm.label for arm in comparison.arms])
+def charts_of(comparison: Comparison) -> list[PageChart]:
+    """Return the charts of a comparison that have data, in page order."""
     # Only charts that have data: an empty frame would look like a failure.
-    curves = [one for build in (_loss, _metric, _herding, _density) if (one := build(comparison))]
-    bars = [one for draw in (_load, _time) if (one := draw(comparison, styles)) is not None]
-    return [{**one, "svg": drawing(one, comparison, styles)} for one in curves] + bars
+    draw = (_loss, _metric, _herding, _density, _load, _time)
+    return [one for make in draw if (one := make(comparison)) is not None]
 
 
-def drawing(one: Chart, comparison: Comparison, styles: Sequence[int]) -> str:
-    """Return a chart of curves as SVG, over its first x axis."""
-    axis, log = next(iter(one["x"])), bool(one["log"])
-    lines = []
-    for line in one["lines"]:
-        columns = zip(line["xs"][axis], line["mean"], line["low"], line["high"], strict=False)
-        known = [row for row in columns if row[1] is not None]
-        band = [(x, low, high) for x, _, low, high in known if low is not None]
-        lines.append(
-            ChartLine(
-                comparison.arms[line["arm"]].label,
-                [(x, mean) for x, mean, _, _ in known],
-                # A band that reaches below zero has no place on a log axis.
-                [(x, low if low > 0 or not log else high / 100, high) for x, low, high in band],
-                styles[line["arm"]],
-                f"a{line['arm']}",
-            )
-        )
-    levels = [(level["y"], level["text"]) for level in one["levels"]]
-    label = one["x"][axis]
-    return chart(one["title"], label, one["y"], lines, log=log, levels=levels, layout=INLINE)
+def _styles(comparison: Comparison) -> list[int]:
+    return line_styles([arm.label for arm in comparison.arms])
 
 
-def _loss(comparison: Comparison) -> Chart | None:
+def _loss(comparison: Comparison) -> PageChart | None:
     arms, base = comparison.arms, comparison.baseline
     means = [p.mean for arm in arms for p in arm.loss_by_epoch if p.mean is not None]
     if not means:
@@ -79,128 +61,110 @@ def _loss(comparison: Comparison) -> Chart | None:
     # The goal that "epochs to baseline's final loss" in the table refers to.
     if base.final_loss.mean is not None:
         text = f"{'final' if base.finished else 'last'} loss of {printable(base.label, 20)}"
-        levels = [{"y": base.final_loss.mean, "text": text, "arm": 0}]
+        levels = [(base.final_loss.mean, text)]
     ends = [(arm.label, arm.final_loss.mean) for arm in arms if arm.final_loss.mean]
     finals = [f"{label} ends at {significant(mean)}" for label, mean in ends]
-    return {
-        "kind": "loss",
-        "title": "Train loss",
-        "note": _seeds_note(arms, "over the full training set, after each epoch"),
-        "alt": f"Train loss by epoch: {listed(finals)}." if finals else "Train loss by epoch.",
-        "lines": [curve(i, arm, arm.loss_by_epoch, "train_loss") for i, arm in enumerate(arms)],
-        "levels": levels,
-        "x": X_AXES,
-        "y": "train loss",
-        # Over a factor of ten, the later epochs look flat on a linear axis.
-        "log": min(means) > 0 and max(means) > 10 * min(means) if min(means) > 0 else None,
-    }
+    # Over a factor of ten, the later epochs look flat on a linear axis.
+    log = min(means) > 0 and max(means) > 10 * min(means)
+    points = [arm.loss_by_epoch for arm in arms]
+    return PageChart(
+        kind="loss",
+        title="Train loss",
+        note=_seeds_note(arms, "over the full training set, after each epoch"),
+        alt=f"Train loss by epoch: {listed(finals)}." if finals else "Train loss by epoch.",
+        drawings=_curves(comparison, points, "train_loss", "train loss", log=log, levels=levels),
+    )
 
 
-def _metric(comparison: Comparison) -> Chart | None:
-    arms = comparison.arms
+def _metric(comparison: Comparison) -> PageChart | None:
+    arms, name = comparison.arms, comparison.metric_name
     if not any(point.mean is not None for arm in arms for point in arm.metric_by_epoch):
         return None
     better = "higher" if comparison.higher_is_better else "lower"
-    return {
-        "kind": "metric",
-        "title": comparison.metric_name,
-        "note": _seeds_note(arms, f"{better} is better"),
-        "alt": f"{comparison.metric_name} by epoch, {better} is better.",
-        "lines": [curve(i, arm, arm.metric_by_epoch, "metric") for i, arm in enumerate(arms)],
-        "levels": [],
-        "x": X_AXES,
-        "y": comparison.metric_name,
-        "log": None,  # no switch: accuracies lie close together, and a logarithm changes nothing
-    }
+    return PageChart(
+        kind="metric",
+        title=name,
+        note=_seeds_note(arms, f"{better} is better"),
+        alt=f"{name} by epoch, {better} is better.",
+        drawings=_curves(comparison, [arm.metric_by_epoch for arm in arms], "metric", name),
+    )
 
 
-def _herding(comparison: Comparison) -> Chart | None:
-    lines = []
-    for index, arm in enumerate(comparison.arms):
-        # Runs whose gradients of an epoch are too many to be stored have no bound.
-        bounds = [
+def _herding(comparison: Comparison) -> PageChart | None:
+    # Runs whose gradients of an epoch are too many to be stored have no bound.
+    bounds = [
+        [
             mean_std(values_at(arm.used, epoch, lambda row: row.herding_bound))
             for epoch in range(1, arm.epochs + 1)
         ]
-        if any(bound.mean is not None for bound in bounds):
-            lines.append(curve(index, arm, bounds, "herding_bound"))
-    if not lines:
+        for arm in comparison.arms
+    ]
+    if not any(point.mean is not None for points in bounds for point in points):
         return None
-    return {
-        "kind": "herding",
-        "title": "Herding bound",
-        "note": "Largest deviation of prefix sums of gradients in each epoch; lower is better.",
-        "alt": "Herding bound by epoch, lower is better.",
-        "lines": lines,
-        "levels": [],
-        "x": {"epochs": "epochs"},
-        "y": "herding bound",
-        "log": False,
-    }
+    drawings = _curves(comparison, bounds, "herding_bound", "herding bound")
+    return PageChart(
+        kind="herding",
+        title="Herding bound",
+        note="Largest deviation of prefix sums of gradients in each epoch; lower is better.",
+        alt="Herding bound by epoch, lower is better.",
+        drawings={"only": drawings["epochs"]},
+    )
 
 
-def _density(comparison: Comparison) -> Chart | None:
+def _density(comparison: Comparison) -> PageChart | None:
     """Return the share of elements sent by step, with its target."""
-    lines, levels = [], []
-    for index, arm in enumerate(comparison.arms):
-        points = density_over_steps(arm)
-        if not points:
-            continue
-        steps, means, lows, highs = (list(column) for column in zip(*points, strict=True))
-        ends = {"mean": means, "low": lows, "high": highs}
-        lines.append({"arm": index, "xs": {"steps": steps}, **ends, "runs": []})
-        if arm.density is not None:
-            levels.append({"y": arm.density, "text": "", "arm": index})
+    lines, targets = [], set()
+    for index, (arm, style) in enumerate(zip(comparison.arms, _styles(comparison), strict=True)):
+        if points := density_over_steps(arm):
+            means = [(step, mean) for step, mean, _, _ in points]
+            band = [(step, low, high) for step, _, low, high in points]
+            lines.append(ChartLine(arm.label, means, band, style, f"a{index}"))
+            targets.add(arm.density)
     if not lines:
         return None
-    # Arms usually share one target: one line, with a word, instead of lines on top of each other.
-    if len({level["y"] for level in levels}) == 1:
-        levels = [{**levels[0], "text": "target"}]
-    return {
-        "kind": "density",
-        "title": "Density over steps",
-        "note": "Share of gradient elements sent; band: minimum to maximum, dashed: target.",
-        "alt": "Density by step against its target.",
-        "lines": lines,
-        "levels": levels,
-        "x": {"steps": "step"},
-        "y": "density",
-        "log": False,
-    }
+    # Arms usually share one target, which then has a word.
+    word = "target" if len(targets) == 1 else ""
+    levels = [(target, word) for target in sorted(one for one in targets if one is not None)]
+    drawing = line_chart("density", "step", "density", lines, levels=levels, layout=INLINE)
+    return PageChart(
+        kind="density",
+        title="Density over steps",
+        note="Share of gradient elements sent; band: minimum to maximum, dashed: target.",
+        alt="Density by step against its target.",
+        drawings={"only": drawing},
+    )
 
 
-def _load(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
+def _load(comparison: Comparison) -> PageChart | None:
     """Return how many elements each worker selected."""
     rows = []
-    for index, arm in enumerate(comparison.arms):
+    for index, (arm, style) in enumerate(zip(comparison.arms, _styles(comparison), strict=True)):
         loads = [row.load for run in arm.used for row in run.epochs if row.load]
         # Runs with different numbers of workers have no load per worker in common.
         if not loads or len({len(load) for load in loads}) != 1:
             continue
-        means = [statistics.fmean(column) for column in zip(*loads, strict=True)]
         rows += [
             BarRow(
                 # One name for all bars of an arm: a name per bar would repeat itself.
                 name=arm.label if worker == 0 else "",
-                parts=[(mean, f"f{styles[index] % 8}")],
+                parts=[(mean, f"f{style % 8}")],
                 text=f"{significant(mean)} (worker {worker})",
                 group=f"a{index}",
             )
-            for worker, mean in enumerate(means)
+            for worker, mean in enumerate(map(statistics.fmean, zip(*loads, strict=True)))
         ]
     if not rows:
         return None
-    return {
-        "kind": "load",
-        "title": "Load of each worker",
-        "note": "Elements each worker selects per step, mean over steps and seeds; equal is best.",
-        "alt": "Elements selected by each worker.",
-        "log": None,
-        "svg": bar_chart("elements per step", rows),
-    }
+    return PageChart(
+        kind="load",
+        title="Load of each worker",
+        note="Elements each worker selects per step, mean over steps and seeds; equal is best.",
+        alt="Elements selected by each worker.",
+        drawings={"only": bar_chart("elements per step", rows)},
+    )
 
 
-def _time(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
+def _time(comparison: Comparison) -> PageChart | None:
     arms = [(index, arm) for index, arm in enumerate(comparison.arms) if arm.seconds]
     if not arms:
         return None
@@ -208,29 +172,28 @@ def _time(comparison: Comparison, styles: Sequence[int]) -> Chart | None:
     # Not the measured seconds: parts are clamped at zero, and a bar must be as long as its parts.
     total = [sum(column) for column in zip(*seconds.values(), strict=True)]
     # A part below half a percent in every arm would be an invisible bar with a legend entry.
-    visible = [
-        part
-        for part in TIME_PARTS
+    visible = {
+        number: part
+        for number, part in enumerate(TIME_PARTS)
         if any(value > 0.005 * whole for value, whole in zip(seconds[part], total, strict=True))
-    ]
+    }
     rows = [
         BarRow(
             name=arm.label,
-            parts=[(seconds[part][at], f"part-{TIME_PARTS.index(part)}") for part in visible],
+            parts=[(seconds[part][at], f"part-{number}") for number, part in visible.items()],
             text=in_seconds(total[at]),
             group=f"a{index}",
         )
         for at, (index, arm) in enumerate(arms)
     ]
-    return {
-        "kind": "time",
-        "title": "Where time goes",
-        "note": "Seconds per epoch on worker 0, mean over epochs and seeds, without evaluation.",
-        "alt": "Seconds per epoch by part, for each arm.",
-        "parts": [{"part": TIME_PARTS.index(part), "name": part} for part in visible],
-        "log": None,
-        "svg": bar_chart("seconds per epoch", rows),
-    }
+    return PageChart(
+        kind="time",
+        title="Where time goes",
+        note="Seconds per epoch on worker 0, mean over epochs and seeds, without evaluation.",
+        alt="Seconds per epoch by part, for each arm.",
+        drawings={"only": bar_chart("seconds per epoch", rows)},
+        parts=visible,
+    )
 
 
 def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
@@ -242,46 +205,66 @@ def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
     return f"Mean over {seeds}, band ± one standard deviation; {what}."
 
 
-def curve(index: int, arm: ArmSummary, points: Sequence[MeanStd], field: str) -> dict[str, Any]:
-    """Return an arm's mean over seeds, a band of one standard deviation, and its single seeds.
+def _curves(
+    comparison: Comparison,
+    points: Sequence[Sequence[MeanStd]],
+    field: str,
+    words: str,
+    *,
+    log: bool = False,
+    levels: Sequence[tuple[float, str]] = (),
+) -> dict[str, str]:
+    """Return curves of all arms over each x axis.
 
     Args:
-        index: Position of the arm, which decides its colour.
-        arm: The arm.
-        points: Mean and standard deviation after each epoch.
+        comparison: The arms.
+        points: Mean and standard deviation after each epoch, for each arm.
         field: The field of an epoch's row that they are of.
+        words: Label of the y axis.
+        log: Whether the y axis is logarithmic.
+        levels: Dashed horizontal lines with a few words.
     """
+    drawings = {}
+    for axis, (label, x_text) in X_AXES.items():
+        lines = [
+            _curve(index, arm, own, style, field, axis)
+            for index, (arm, own, style) in enumerate(
+                zip(comparison.arms, points, _styles(comparison), strict=True)
+            )
+        ]
+        drawings[axis] = line_chart(
+            words, label, words, lines, log=log, levels=levels, layout=INLINE, x_text=x_text
+        )
+    return drawings
+
+
+def _curve(
+    index: int, arm: ArmSummary, points: Sequence[MeanStd], style: int, field: str, axis: str
+) -> ChartLine:
+    """Return an arm's mean over seeds, a band of one standard deviation, and its single seeds."""
+    xs: Sequence[float] = {
+        "epochs": range(1, arm.epochs + 1),
+        "seconds": arm.seconds_by_epoch,
+        "bytes": arm.bytes_by_epoch,
+    }[axis]
+    known = [
+        (x, p.mean, p.std or 0.0) for x, p in zip(xs, points, strict=True) if p.mean is not None
+    ]
     # One seed has no standard deviation: a band would pretend otherwise.
     several = len(arm.seeds) > 1
-    ends = [
-        (p.mean - p.std, p.mean + p.std)
-        if several and p.mean is not None and p.std is not None
-        else (None, None)
-        for p in points
-    ]
     runs = [
-        {"seed": run.seed, "y": [_value(row, field) for row in run.epochs[: arm.epochs]]}
+        [
+            (x, value)
+            for x, row in zip(xs, run.epochs, strict=False)
+            if (value := finite(getattr(row, field))) is not None
+        ]
         for run in arm.used
     ]
-    return {
-        "arm": index,
-        # All three axes are sent along, so that the page can switch between them without a server.
-        "xs": {
-            "epochs": list(range(1, arm.epochs + 1)),
-            "seconds": [_rounded(second) for second in arm.seconds_by_epoch],
-            "bytes": [round(count) for count in arm.bytes_by_epoch],
-        },
-        "mean": [_rounded(point.mean) for point in points],
-        "low": [_rounded(low) for low, _ in ends],
-        "high": [_rounded(high) for _, high in ends],
-        "runs": runs if several else [],
-    }
-
-
-def _value(row: EpochRow, field: str) -> float | None:
-    return _rounded(finite(getattr(row, field)))
-
-
-def _rounded(value: float | None) -> float | None:
-    # Seven digits are more than a screen shows, and half the size of a double's seventeen.
-    return None if value is None else float(f"{value:.7g}")
+    return ChartLine(
+        arm.label,
+        [(x, mean) for x, mean, _ in known],
+        [(x, mean - std, mean + std) for x, mean, std in known] if several else (),
+        style,
+        f"a{index}",
+        runs if several else (),
+    )

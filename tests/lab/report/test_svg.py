@@ -1,10 +1,22 @@
+import itertools
 import math
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from gradherd.lab.report.svg_chart import ChartAxis, ChartLine, chart
-from gradherd.lab.report.svg_parts import SMALL
+from gradherd.lab.report.svg import (
+    COLOURS,
+    INK,
+    INLINE,
+    PAPER,
+    SMALL,
+    ChartAxis,
+    ChartLine,
+    dashes,
+    line_styles,
+)
+from gradherd.lab.report.svg import line_chart as chart
+from gradherd.lab.study.kinds import method_names
 
 
 def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
@@ -104,3 +116,56 @@ def test_a_line_under_another_is_named():
              ChartLine("c", [(1, 1.0), (2, 2.0)])]  # fmt: skip
     words = {one.text for one in ET.fromstring(chart("t", "x", "y", lines)).iter()}
     assert {"a", "b (under a)", "c"} <= words
+
+
+def test_a_chart_of_a_page_tells_its_figures():
+    """A place for each x while they are few, else at even distances; nearest points are told."""
+    few = ChartLine("<a>", [(1, 0.5), (2, 0.25)], [(1, 0.4, 0.6), (2, 0.2, 0.3)], runs=[[(1, 0.9)]])
+    image = chart("t", "epoch", "y", [few], layout=INLINE)
+    titles = [one.text for one in ET.fromstring(image).iter("title")]
+    assert titles == ["epoch 1\n<a>: 0.5 ± 0.1", "epoch 2\n<a>: 0.25 ± 0.05"]
+    assert image.count('class="s0 run"') == 1 and "strip" not in chart("t", "x", "y", [few])
+    many = [ChartLine("a", [(x, 1.0 + x) for x in range(100)]), ChartLine("b", [(0.2, 7.0)])]
+    image = chart("t", "x", "y", many, layout=INLINE, x_text=lambda x: f"{x:.0f} MB")
+    titles = [one.text for one in ET.fromstring(image).iter("title")]
+    assert len(titles) == 40 and titles[0] == "1 MB\na: 2\nb: 7" and "60 MB" in image
+    widths = [float(one.get("width")) for one in ET.fromstring(image).iter("rect")]
+    assert sum(widths) == pytest.approx(INLINE.width - INLINE.left - INLINE.side, abs=2)
+
+
+def luminance(colour):
+    """Return the relative luminance, as WCAG 2.1 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("dark", [0, 1])
+def test_lines_and_words_can_be_read(dark):
+    for pair in (*COLOURS, INK):
+        low, high = sorted(luminance(one[dark]) for one in (pair, PAPER))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, pair
+
+
+def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
+    for names in method_names():
+        styles = dict(zip(names, line_styles(names, method_names()), strict=True))
+        assert len(set(styles.values())) == len(names)
+        for some in itertools.combinations(names, 2):
+            assert line_styles(some, method_names()) == [styles[name] for name in some]
+
+
+def test_a_method_that_is_added_later_has_a_style_of_its_own():
+    registered = [[*names, "mine"] for names in method_names()]
+    base, known, mine = line_styles(["d-rr", "cd-grab", "mine"], registered)
+    assert (base, known) == (0, 1) and mine not in (base, known)
+    assert line_styles(["mine", "shuffle-once"], registered)[0] == mine
+
+
+def test_lines_of_one_method_share_its_colour_and_differ_in_dashes():
+    names = ["d-rr + dense", "cd-grab + dense", "d-rr + exdyna 0.01", "cd-grab + exdyna 0.01"]
+    styles = line_styles(names)
+    assert [style % len(COLOURS) for style in styles[:3]] == [0, 1, 0]
+    assert len({(style % len(COLOURS), dashes(style)) for style in styles}) == 4
+    many = line_styles([f"order-{n}" for n in range(20)])
+    assert len({(style % len(COLOURS), dashes(style)) for style in many}) == 20

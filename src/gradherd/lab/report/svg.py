@@ -1,0 +1,544 @@
+"""Charts as SVG, readable on light and dark pages: curves with bands, and bars.
+
+The same drawings are files of the evidence pages and parts of the HTML report. Written by hand
+because files are committed, and a test compares them with their records to the byte: they are 7 kB
+each and depend on no other package's version. matplotlib's output changes between releases.
+
+A method has the same colour and dashes on all pages and in all charts. Every colour has a contrast
+of at least 4.5:1 on its background, light or dark; a test computes it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from xml.sax.saxutils import escape
+
+from gradherd.lab.text import printable, significant
+
+COLOURS = (
+    ("#5f6673", "#a7aeba"), ("#0068a3", "#58b4f0"), ("#b54700", "#ff9660"), ("#00775a", "#3fcba0"),
+    ("#9c3f80", "#ee9bcf"), ("#7a6000", "#e0c341"), ("#5f4bb6", "#b5a6ff"), ("#b3261e", "#ff8a80"),
+)  # fmt: skip
+"""Light and dark variants; the first, a grey, is the baseline's."""
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+"""Dashes of lines that share a colour, as `stroke-dasharray`."""
+INK, PAPER = ("#4a515c", "#b9c1cc"), ("#ffffff", "#181c22")
+"""Text and background of charts, light and dark."""
+METHODS = (
+    ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
+     "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw"),
+    ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
+     "sage", "demo", "powersgd"),
+)  # fmt: skip
+"""Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
+_MAX_MARKED = 8
+"""Up to this many distinct x values of a logarithmic axis are all marked."""
+_LEAST_SPAN = 0.1
+"""Least height of a y axis, as a share of its values: less is noise, and must look flat."""
+_LEGEND_LINE = 18
+_LETTER = 6.6
+"""Mean width of a letter at 12 pixels, with some room to spare."""
+_STRIPS = 40
+"""Most places across a chart that tell the figures there."""
+
+
+def line_styles(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[int]:
+    """Return a style per line: colour `style % 8`, dashes `style // 8`.
+
+    A method has its own style everywhere. Further lines of it keep the colour and get other dashes,
+    as long as there are dashes left; lines that name no method get styles that nobody uses.
+
+    Args:
+        names: Names of lines, such as "exdyna 0.01, online" for a line of exdyna.
+        registered: Orders and sparsifiers added since; their styles follow those of `METHODS`.
+
+    >>> line_styles(["d-rr", "always-plus"]), line_styles(["exdyna 0.01", "exdyna 0.01, online"])
+    ([0, 5], [1, 9])
+    >>> line_styles(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
+    [1, 2, 3, 4, 5]
+    """
+    methods = [name.split(", ")[0].split(" ")[0] for name in names]
+    families = [
+        tuple(dict.fromkeys((*first, *more)))
+        for first, more in itertools.zip_longest(METHODS, registered, fillvalue=())
+    ]
+    known = next((one for one in families if any(m in one for m in methods)), ())
+    own = {method: known.index(method) for method in methods if method in known}
+    # The first colour is the baseline's: no other line gets it where methods are known.
+    free = (n for n in itertools.count(1 if own else 0) if n not in own.values())
+    enough = max(map(methods.count, methods), default=0) <= len(DASHES)
+    styles: list[int] = []
+    for at, method in enumerate(methods):
+        before = methods[:at].count(method)
+        style = own[method] + before * len(COLOURS) if method in own else None
+        taken = style is None or (before and (not enough or style in own.values()))
+        styles.append(next(n for n in free if n not in styles) if taken or style is None else style)
+    return styles
+
+
+def dashes(style: int) -> str:
+    """Return the `stroke-dasharray` of a style; empty for a solid line."""
+    return DASHES[style // len(COLOURS) % len(DASHES)]
+
+
+def style_sheet(styles: Sequence[int], dark: bool = False) -> str:
+    """Return CSS for the classes of charts: `s1` strokes in colour 1, `f1` fills.
+
+    Args:
+        styles: Styles that the chart uses.
+        dark: Whether to return the dark variants.
+    """
+    colours = sorted({style % len(COLOURS) for style in styles})
+    rules = [f".s{n}{{stroke:{COLOURS[n][dark]}}}.f{n}{{fill:{COLOURS[n][dark]}}}" for n in colours]
+    ink, paper = INK[dark], PAPER[dark]
+    return f"text{{fill:{ink}}}.rule{{stroke:{ink}}}.paper{{fill:{paper}}}" + "".join(rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Size of a chart in pixels, and where its names are."""
+
+    width: int
+    height: int
+    left: int = 64
+    top: int = 34
+    bottom: int = 46
+    side: int = 16
+    """Room to the right of the plot; the legend is there if it is wide enough."""
+    columns: int = 0
+    """Columns of a legend below the plot; 0 for none."""
+    alone: bool = True
+    """Whether the chart is a file of its own, with a title, a background and its own colours."""
+
+
+WIDE = Layout(width=800, height=340, side=280)
+"""A file with a legend to the right of the plot."""
+SMALL = Layout(width=380, height=236, left=52, columns=3)
+"""A file with a legend below the plot; three of them fit side by side."""
+INLINE = Layout(width=460, height=280, left=66, top=12, bottom=52, alone=False)
+"""Part of a page that has the title, the legend and the colours."""
+NARROW = Layout(width=360, height=300, top=12, alone=False)
+"""As INLINE, for bars: so narrow that a phone need not shrink their names."""
+
+
+@dataclass(frozen=True)
+class ChartLine:
+    """One line of a chart, with a band around it."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
+    """(x, low, high): the range over single runs, or a deviation."""
+    style: int | None = None
+    """As `line_styles` gives it; None uses the position among the lines."""
+    group: str = ""
+    """Class of the line's group, by which a page can hide it."""
+    runs: Sequence[Sequence[tuple[float, float]]] = ()
+    """Single runs, which a page can show instead of the band."""
+
+
+@dataclass(frozen=True)
+class ChartAxis:
+    """Maps values to pixel coordinates."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+    whole: bool = False
+    """Whether only integers are marked, as for epochs."""
+    only: tuple[float, ...] = ()
+    """Values to mark; empty marks round values."""
+
+    def at(self, value: float) -> float:
+        """Return the coordinate of a value."""
+        low, high, scaled = (self._scaled(v) for v in (self.low, self.high, value))
+        share = (scaled - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+    def _scaled(self, value: float) -> float:
+        # An axis that must include zero may start there, and zero has no logarithm.
+        return math.log10(max(value, 1e-300)) if self.log else value
+
+    def ticks(self) -> list[float]:
+        """Return the values to mark.
+
+        >>> ChartAxis(0, 30, 0, 1).ticks(), ChartAxis(0.5, 400, 0, 1, log=True).ticks()
+        ([0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0], [1.0, 10.0, 100.0])
+        """
+        if self.only:
+            return list(self.only)
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            # Over few decades the powers of ten alone leave the axis almost unmarked.
+            marks = (1, 2, 5) if len(powers) < 5 else (1,)
+            every = [m * 10.0**power for power in powers[:: 1 + len(powers) // 8] for m in marks]
+            inside = [mark for mark in every if self.low <= mark <= self.high]
+            if len(inside) > 1:
+                return inside
+        if self.high <= self.low:
+            return [self.low]
+        rough = (self.high - self.low) / 6
+        size = 10 ** math.floor(math.log10(rough))
+        # 0.999: a quotient that should be exactly 1, 2 or 5 may lie just above it.
+        step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough * 0.999)
+        step = max(step, 1.0) if self.whole else step
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        # 3 * 0.1 is 0.30000000000000004, which would be its label.
+        return [round(float(n * step), 12) for n in range(first, last + 1)]
+
+
+def line_chart(
+    title: str,
+    x: str,
+    y: str,
+    lines: Sequence[ChartLine],
+    *,
+    log: bool = False,
+    log_x: bool = False,
+    zero: bool = False,
+    least: float | None = None,
+    levels: Sequence[tuple[float, str]] = (),
+    layout: Layout = WIDE,
+    x_text: Callable[[float], str] | None = None,
+) -> str:
+    """Return a line chart as SVG.
+
+    Points that a logarithmic axis cannot show are dropped, and lines without points.
+
+    Args:
+        title: Title above the chart.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        lines: The lines; the first is drawn on top.
+        log: Whether the y axis is logarithmic.
+        log_x: Whether the x axis is logarithmic.
+        zero: Whether the y axis includes zero, with a stronger line there.
+        least: Least span of the y axis; by default a share of its largest value.
+        levels: Dashed horizontal lines with a few words.
+        layout: Size, and place of the legend.
+        x_text: Writes a value of the x axis; by default a number with as few digits as it takes.
+
+    Raises:
+        ValueError: No line has a point to draw.
+    """
+    visible = [
+        _drawable(replace(line, style=n if line.style is None else line.style), log, log_x)
+        for n, line in enumerate(lines)
+    ]
+    visible = [line for line in visible if line.points]
+    if not visible:
+        raise ValueError(f"{title}: there is nothing to draw")
+    # Axes are fitted to what is drawn, after points without a place are gone.
+    xs = [px for line in visible for px, _ in line.points]
+    ys = [py for line in visible for _, py in line.points]
+    ys += [end for line in visible for _, low, high in line.band for end in (low, high)]
+    ys += [py for line in visible for run in line.runs for _, py in run]
+    # A goal that no arm has reached must be in sight, too.
+    ys += [level for level, _ in levels if level > 0 or not log]
+    low, high = _with_margin(min(ys), max(ys), log, least)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    # Half an epoch does not exist, so it should not be marked.
+    whole = all(px == int(px) for px in xs) and not log_x
+    few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _MAX_MARKED else ()
+    end = layout.width - layout.side
+    x_axis = ChartAxis(min(xs), max(xs), layout.left, end, log_x, whole, few)
+    # A legend beside the plot needs a taller chart for many lines, one below it for each row.
+    rows = math.ceil(len(visible) / layout.columns) if layout.columns else 0
+    beside = layout.top + _LEGEND_LINE * len(visible) if layout.alone and not rows else 0
+    height = max(layout.height, beside)
+    foot = height - layout.bottom - _LEGEND_LINE * rows
+    y_axis = ChartAxis(low, high, foot, layout.top, log)
+    parts = [svg_head(title, layout, height, [line.style or 0 for line in visible])]
+    parts += _grid(x_axis, y_axis, x, y, zero=zero, x_text=x_text)
+    for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
+        parts += _draw_line(line, x_axis, y_axis)
+        if layout.alone:
+            hidden = "" if layout.columns else _covered(line, visible[:number], y_axis)
+            parts += _legend_entry(
+                number, replace(line, name=line.name + hidden), x_axis, foot, layout
+            )
+    parts += [
+        f'<path d="M{x_axis.start:g} {pixels(y_axis.at(level))}H{x_axis.end:g}" '
+        f'class="rule" stroke-dasharray="4 4"/>{_label_of(words, x_axis, y_axis.at(level))}'
+        for level, words in levels
+        if level > 0 or not log
+    ]
+    if not layout.alone:
+        parts += _strips(visible, x_axis, y_axis, x, x_text)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
+    def has_place(x: float, low: float, high: float) -> bool:
+        return math.isfinite(high) and (low > 0 or not log) and (x > 0 or not log_x)
+
+    points = [(x, y) for x, y in line.points if has_place(x, y, y)]
+    # A band that reaches below zero ends at the foot of a logarithmic axis.
+    band = [(x, low if low > 0 or not log else high / 100, high) for x, low, high in line.band]
+    band = [one for one in band if has_place(*one)]
+    runs = [[(x, y) for x, y in run if has_place(x, y, y)] for run in line.runs]
+    return replace(line, points=points, band=band, runs=[run for run in runs if run])
+
+
+def _with_margin(low: float, high: float, log: bool, least: float | None) -> tuple[float, float]:
+    """Return the ends of an axis: a margin, and a height that does not magnify noise.
+
+    >>> low, high = _with_margin(0.0099985, 0.01, False, None)
+    >>> round(low, 5), round(high, 5)
+    (0.0095, 0.0105)
+    """
+    if log:  # where equal ratios, not equal differences, are equally far apart
+        return low / 1.1, high * 1.1
+    wanted = _LEAST_SPAN * max(abs(low), abs(high)) if least is None else least
+    # A line at zero has no size of its own; its axis still needs a height.
+    lacking = max(0.0, (wanted or 1.0) - (high - low)) / 2
+    margin = 0.04 * (high - low) + lacking
+    return low - margin, high + margin
+
+
+def _grid(
+    x_axis: ChartAxis,
+    y_axis: ChartAxis,
+    x: str,
+    y: str,
+    *,
+    zero: bool,
+    x_text: Callable[[float], str] | None,
+) -> list[str]:
+    parts = []
+    for value, label in _labelled(y_axis):
+        at = pixels(y_axis.at(value))
+        # Zero divides better from worse where differences are drawn.
+        strength = ".8" if zero and value == 0 else ".25"
+        path = f'd="M{x_axis.start:g} {at}H{x_axis.end:g}"'
+        parts.append(f'<path {path} class="rule" stroke-opacity="{strength}"/>')
+        parts.append(svg_text(x_axis.start - 8, y_axis.at(value) + 4, label, "end"))
+    for value, label in _labelled(x_axis, x_text):
+        parts.append(svg_text(x_axis.at(value), y_axis.start + 18, label, "middle"))
+    parts.append(svg_text((x_axis.start + x_axis.end) / 2, y_axis.start + 38, x, "middle"))
+    middle = pixels((y_axis.start + y_axis.end) / 2)
+    parts.append(
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle"'
+        f"{smaller_font(y, y_axis.start - y_axis.end, 12)}>{escaped(y)}</text>"
+    )
+    return parts
+
+
+def _labelled(
+    axis: ChartAxis, text: Callable[[float], str] | None = None
+) -> list[tuple[float, str]]:
+    """Return the marks of an axis with labels of enough digits to be distinct.
+
+    >>> _labelled(ChartAxis(1, 1.0004, 0, 1))[:3]
+    [(1.0, '1'), (1.0001, '1.0001'), (1.0002, '1.0002')]
+    """
+    marks = axis.ticks()
+    if text is not None:
+        return [(mark, text(mark)) for mark in marks]
+    for digits in range(3, 12):
+        labels = [significant(mark, digits) for mark in marks]
+        if len(set(labels)) == len(labels):
+            break
+    return list(zip(marks, labels, strict=True))
+
+
+def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[str]:
+    number = (line.style or 0) % len(COLOURS)
+    parts = []
+    if line.band:
+        upper = [(x, high) for x, _, high in line.band]
+        lower = [(x, low) for x, low, _ in reversed(line.band)]
+        # There along the upper ends and back along the lower ones.
+        outline = _path([*upper, *lower], x_axis, y_axis)
+        parts.append(f'<path d="{outline}Z" class="f{number} band" fill-opacity=".1"/>')
+    for run in line.runs:
+        path = _path(run, x_axis, y_axis)
+        parts.append(f'<path d="{path}" class="s{number} run" fill="none" stroke-opacity=".6"/>')
+    parts.append(f'<path d="{_path(line.points, x_axis, y_axis)}" {_stroke(line)}/>')
+    # Few points: a line alone would suggest that everything between them was measured.
+    if len(line.points) < 8:
+        parts += [
+            f'<circle cx="{pixels(x_axis.at(x))}" cy="{pixels(y_axis.at(y))}" '
+            f'r="3" class="f{number}"/>'
+            for x, y in line.points
+        ]
+    return [f'<g class="{line.group}">', *parts, "</g>"] if line.group else parts
+
+
+def _stroke(line: ChartLine) -> str:
+    dash = dashes(line.style or 0)
+    style = f'class="s{(line.style or 0) % len(COLOURS)}" fill="none" stroke-width="2"'
+    return f'{style} stroke-dasharray="{dash}"' if dash else style
+
+
+def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> str:
+    """Return a note for the legend if a line cannot be seen, because it is under another one."""
+    for other in above:
+        pairs = list(zip(line.points, other.points, strict=False))
+        # Less than a pixel apart at every point.
+        same = len(line.points) == len(other.points) and all(
+            a[0] == b[0] and abs(y_axis.at(a[1]) - y_axis.at(b[1])) < 1 for a, b in pairs
+        )
+        if same:
+            return f" (under {other.name})"
+    return ""
+
+
+def _legend_entry(
+    number: int, line: ChartLine, x_axis: ChartAxis, foot: float, layout: Layout
+) -> list[str]:
+    if layout.columns:
+        room = (layout.width - 20) / layout.columns
+        left = 12 + number % layout.columns * room
+        at = foot + layout.bottom + 6 + _LEGEND_LINE * (number // layout.columns)
+        length, most = 18.0, int((room - 26) / 6)  # names are cut to their column
+    else:
+        left, at, length, most = x_axis.end + 16, layout.top + 8 + _LEGEND_LINE * number, 22.0, 36
+    return [
+        f'<path d="M{pixels(left)} {pixels(at)}h{length:g}" {_stroke(line)}/>',
+        svg_text(left + length + 6, at + 4, printable(line.name, most), "start"),
+    ]
+
+
+def _label_of(words: str, x_axis: ChartAxis, at: float) -> str:
+    return svg_text(x_axis.start + 6, at - 4, words, "start") if words else ""
+
+
+def _path(points: Sequence[tuple[float, float]], x_axis: ChartAxis, y_axis: ChartAxis) -> str:
+    return "M" + "L".join(f"{pixels(x_axis.at(x))} {pixels(y_axis.at(y))}" for x, y in points)
+
+
+def _strips(
+    lines: Sequence[ChartLine],
+    x_axis: ChartAxis,
+    y_axis: ChartAxis,
+    x: str,
+    x_text: Callable[[float], str] | None,
+) -> list[str]:
+    """Return upright strips across the plot that tell, as a tooltip, the figures of each line."""
+    places = sorted({px for line in lines for px, _ in line.points})
+    if len(places) > _STRIPS:
+        step = (x_axis.high - x_axis.low) / _STRIPS
+        places = [x_axis.low + (n + 0.5) * step for n in range(_STRIPS)]
+    ends = [x_axis.start, *(x_axis.at((a + b) / 2) for a, b in itertools.pairwise(places))]
+    size = f'y="{y_axis.end:g}" height="{y_axis.start - y_axis.end:g}"'
+    parts = []
+    for place, left, right in zip(places, ends, [*ends[1:], x_axis.end], strict=True):
+        words = [f"{x} {significant(place, 4)}" if x_text is None else x_text(place)]
+        for line in lines:
+            at, y = min(line.points, key=lambda point: abs(point[0] - place))
+            spread = next(
+                (f" ± {significant((h - w) / 2, 2)}" for b, w, h in line.band if b == at), ""
+            )
+            words.append(f"{printable(line.name, 40)}: {significant(y)}{spread}")
+        told = "&#10;".join(map(escaped, words))
+        parts.append(
+            f'<rect x="{pixels(left)}" {size} width="{pixels(right - left)}" class="strip">'
+            f"<title>{told}</title></rect>"
+        )
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarRow:
+    """One bar, made of parts that follow each other."""
+
+    name: str
+    parts: Sequence[tuple[float, str]]
+    """Length and CSS class of each part."""
+    text: str
+    """The figure in words, at the end of the bar."""
+    group: str
+    """Class of the row, by which a page can hide it."""
+
+
+def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
+    """Return horizontal bars from zero as SVG for a page that has the title and the colours.
+
+    Args:
+        x: Label of the x axis.
+        rows: The bars.
+    """
+    # Many bars, such as those of 64 workers, become thin, and lose their figures.
+    layout = NARROW
+    size = 26 if len(rows) <= 12 else min(16, max(4, 480 // len(rows)))
+    longest = max(sum(length for length, _ in row.parts) for row in rows) or 1.0
+    # Names and figures get the room they need, and the bars what is left of the width.
+    names = 12 + _LETTER * max(len(printable(row.name, 22)) for row in rows)
+    figures = 10 + _LETTER * max(len(row.text) for row in rows)
+    axis = ChartAxis(0.0, longest, names, max(layout.width - figures, names + 60))
+    height = layout.top + size * len(rows) + layout.bottom
+    foot = height - layout.bottom
+    parts = [svg_head("", layout, height, [])]
+    for mark in axis.ticks():
+        path = f'd="M{axis.at(mark):.1f} {layout.top}V{foot}"'
+        parts.append(f'<path {path} class="rule" stroke-opacity=".25"/>')
+        parts.append(svg_text(axis.at(mark), foot + 18, significant(mark, 3), "middle"))
+    parts.append(svg_text((axis.start + axis.end) / 2, foot + 38, x, "middle"))
+    for number, row in enumerate(rows):
+        at, done = layout.top + size * number, 0.0
+        parts.append(f'<g class="{row.group}">')
+        parts.append(svg_text(names - 8, at + size / 2 + 4, printable(row.name, 22), "end"))
+        for length, colour in row.parts:
+            left, right = axis.at(done), axis.at(done + length)
+            gap = 3 if size > 12 else 0.5
+            place = f'x="{left:.1f}" y="{at + gap:g}" width="{right - left:.1f}"'
+            place += f' height="{size - 2 * gap:g}"'
+            parts.append(f'<rect {place} class="{colour}"/>')
+            done += length
+        if size > 12:  # thinner bars have no room for a line of text
+            parts.append(svg_text(axis.at(done) + 6, at + size / 2 + 4, row.text, "start"))
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> str:
+    """Return the opening tag of a chart; as a file of its own also its colours and its title."""
+    size = f'viewBox="0 0 {layout.width} {height}"'
+    font = 'font-family="system-ui, sans-serif" font-size="12"'
+    if not layout.alone:
+        return f'<svg {size} class="chart" aria-hidden="true" {font}>'
+    words = escaped(title)
+    # An image cannot know the background of its page, so it brings its own. It follows the system's
+    # theme, with the same contrast whatever the page does.
+    dark = f"@media(prefers-color-scheme:dark){{{style_sheet(styles, dark=True)}}}"
+    room = layout.width - layout.left - 4 if layout.columns else layout.width
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} width="{layout.width}" '
+            f'height="{height}" role="img" {font}>',
+            f"<style>{style_sheet(styles)}{dark}</style>",
+            f"<title>{words}</title>",
+            '<rect class="paper" width="100%" height="100%" rx="6"/>',
+            f'<text x="{12 if layout.columns else layout.left}" y="20" font-size="14" '
+            f'font-weight="600"{smaller_font(title, room, 14)}>{words}</text>',
+        ]
+    )
+
+
+def smaller_font(words: str, room: float, usual: int) -> str:
+    """Return a smaller font for text that would not fit; letters are about half as wide as high."""
+    size = math.floor(20 * room / max(1, len(words)) * 0.92) / 10
+    return f' style="font-size:{max(size, 7.0)}px"' if size < usual - 1.4 else ""
+
+
+def svg_text(x: float, y: float, words: str, anchor: str) -> str:
+    """Return words at a place; anchor is start, middle or end."""
+    place = f'x="{pixels(x)}" y="{pixels(y)}" text-anchor="{anchor}"'
+    return f"<text {place}>{escaped(words)}</text>"
+
+
+def escaped(words: str) -> str:
+    """Return words that cannot break out of their element."""
+    return escape(printable(words, 90), {'"': "&quot;"})
+
+
+def pixels(value: float) -> str:
+    """Return a coordinate in pixels."""
+    # A tenth of a pixel: more digits only make committed files larger, and differ more often.
+    return f"{value:.1f}".removesuffix(".0")
