@@ -10,11 +10,11 @@ from gradherd.lab.report.measures import (
     MEASURES,
     check_measures,
     in_percent,
-    mean_by_seed,
     measure,
     measure_words,
     relative_change,
 )
+from gradherd.lab.report.stats import mean_std
 from gradherd.lab.report.svg import (
     COLOURS,
     SMALL,
@@ -254,7 +254,7 @@ def lines_over_setting(figure: Figure, results: Results) -> list[ChartLine]:
         settings = runs[0].settings
         x = float(settings[figure.x])
         values = measure(figure.y, None, runs, None).arm
-        mean = mean_by_seed(values)
+        mean = mean_std(list(values.values())).mean
         known = [value for value in values.values() if value is not None]
         line = name if figure.lines == "arm" else str(settings.get(figure.lines))
         # Also without a point: dropping the line would change the colours of those that follow.

@@ -6,7 +6,7 @@ results has no verdict, and the study says why.
 
 The template is Markdown with jinja2's `{{ ... }}`, and calls
 
-- `figure(claim)`: the figure that a verdict rests on, signed, with a link to its study;
+- `figure(claim)`: the figure that a verdict rests on, with a link to its study;
 - `row(words, claim)`: a row of a table: words, the paper's figure, ours, the verdict;
 - `effects(title, x, {claim: name})`: a picture of effects with their intervals;
 - `picture(study, number, title)`: a chart of a study, smaller;
@@ -84,34 +84,6 @@ def render_summary(
     return text, summary.images
 
 
-def _signed(verdict: ClaimVerdict) -> str:
-    """Return a change with signs; empty for what is no change, or so large that it is a factor."""
-    changes = verdict.changes
-    if not changes or verdict.claim.test in ("at-most", "at-least") or max(changes) >= 2:
-        return ""
-    return signed_change(changes, in_points=verdict.in_points)
-
-
-def signed_change(changes: Sequence[float], *, in_points: bool) -> str:
-    """Return a mean change and its 95 % interval with signs.
-
-    In a summary, where many changes stand side by side, signs are seen sooner than "less".
-
-    >>> signed_change([-0.011, 0.002, 0.003], in_points=True)
-    '\N{MINUS SIGN}0.2 points (\N{MINUS SIGN}2.1 to +1.7)'
-    >>> signed_change([-0.3, -0.3], in_points=False)
-    '\N{MINUS SIGN}30&nbsp;%'
-    """
-    ends = [statistics.fmean(changes), *(interval_of(changes) or ())]
-    # All ends with the decimals of the largest, so that they line up.
-    largest = max(abs(end) for end in ends)
-    places = 0 if largest >= 0.0995 and not in_points else 1 if largest >= 0.00995 else 2
-    mean, *interval = (fixed(100 * end, places, sign=True) for end in ends)
-    text = f"{mean} points" if in_points else f"{mean}&nbsp;%"
-    # Bytes hardly differ from seed to seed.
-    return text if len(set(interval)) < 2 else f"{text} ({interval[0]} to {interval[1]})"
-
-
 class _Summary:
     """What the template can call; collects pictures on the way."""
 
@@ -132,7 +104,7 @@ class _Summary:
         if entry is None:
             return "not measured yet"
         # Without a limit, which is no part of a sentence.
-        return self._link(_signed(entry[0]) or short_cell(entry[0], limit=False), entry[1])
+        return self._link(short_cell(entry[0], limit=False), entry[1])
 
     def _link(self, words: str, section: StudySection) -> str:
         return f"[{words}](evidence/{section.study.name}.md)"
@@ -143,7 +115,7 @@ class _Summary:
         if entry is None:
             return f"| {words} | | | not measured yet |"
         verdict, section = entry
-        ours = self._link(_signed(verdict) or short_cell(verdict), section)
+        ours = self._link(short_cell(verdict), section)
         return f"| {words} | {cell(verdict.claim.paper)} | {ours} | {mark(verdict)} |"
 
     def effects(self, title: str, x: str, claims: Mapping[str, str], names: int = 132) -> str:

@@ -98,8 +98,8 @@ def test_a_template_gives_the_words_and_records_the_figures(root):
     files = write_evidence(root).files
     page = files[PAGE]
     link = "(evidence/small.md)"
-    assert f"[0.00&nbsp;%]{link} 1\n" in page and "1 claim from papers: 0 confirmed" in page
-    assert f"| It is less | p | [0.00&nbsp;%]{link} | not&nbsp;confirmed |" in page
+    assert f"[0.00&nbsp;% more]{link} 1\n" in page and "1 claim from papers: 0 confirmed" in page
+    assert f"| It is less | p | [0.00&nbsp;% more]{link} | not&nbsp;confirmed |" in page
     assert 'src="images/evidence/summary-2.svg"' in page
     effects, smaller = (files[IMAGES / f"summary-{n}.svg"] for n in (1, 2))
     assert ">digits<" in effects and ">none<" not in effects and ">Smaller<" in smaller

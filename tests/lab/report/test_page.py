@@ -45,20 +45,19 @@ def test_every_chart_is_drawn(look, usual):
         charts = page.evaluate("[...document.querySelectorAll('.plot')].map(p => p.id)")
         assert charts == [
             "c0-loss", "c0-metric", "c0-herding", "c0-time",
-            "c1-loss", "c1-metric", "c1-herding", "c1-density", "c1-load", "c1-time",
+            "c1-loss", "c1-metric", "c1-herding", "c1-density", "c1-time",
         ]  # fmt: skip
         for chart in ("c0-loss", "c0-metric", "c0-herding", "c1-loss", "c1-metric"):
             assert page.locator(f"#{chart} {LINES}").count() == 3
             assert page.locator(f"#{chart} .band >> visible=true").count() == 3
         assert page.locator(f"#c1-density {LINES}").count() == 2
-        assert page.locator("#c1-load rect").count() == 2 * 4
         # Curves over anything but epochs are there, too, and hidden.
         assert (
             page.locator("#c0-loss svg").count() == 3
             and page.locator("#c0-herding svg").count() == 1
         )
-        assert page.locator("#c0-time rect").count() == 3 * 5
-        assert page.locator("#c1-time rect").count() == 3 * 4
+        assert page.locator("#c0-time i").count() == 3 * 5
+        assert page.locator("#c1-time i").count() == 3 * 4
         assert "final loss of d-rr" in page.locator("#c0-loss .over-epochs").text_content()
 
 
@@ -72,8 +71,8 @@ def test_charts_need_no_script(browser, usual):
     assert not page.locator("#theme").is_visible()
     # Arms can be hidden, in curves and bars, and axes chosen.
     page.locator("#c0 [data-arm='2']").uncheck()
-    for chart in ("c0-loss .over-epochs", "c0-time"):
-        shown = [one.is_visible() for one in page.locator(f"#{chart} g").all()]
+    for chart in ("c0-loss .over-epochs g", "c0-time .bar"):
+        shown = [one.is_visible() for one in page.locator(f"#{chart}").all()]
         assert sorted(shown) == [False, True, True]
     assert all(one.is_visible() for one in page.locator("#c1-loss .over-epochs g").all())
     page.locator("#c0 [data-over=bytes]").check()
@@ -130,7 +129,7 @@ def test_hidden_arms_are_gone_from_curves_and_bars(look, usual):
             page.locator(f"#c0 [data-arm='{arm}']").uncheck()
         assert page.locator(f"#c0-loss {LINES}").count() == 1
         assert page.locator(f"#c1-loss {LINES}").count() == 3
-        assert page.locator("#c0-time rect >> visible=true").count() == 5
+        assert page.locator("#c0-time i >> visible=true").count() == 5
         page.locator("#c0 [data-arm='0']").check()
         assert page.locator(f"#c0-loss {LINES}").count() == 2
 
@@ -252,7 +251,7 @@ def test_hostile_labels_are_shown_as_written_in_charts(look, page_of):
     evil = "<b>x</b> & y"
     path = page_of("labels", [record(evil), record("cd-grab"), record(metric_name="m", task="t")])
     with look(path) as page:
-        assert page.locator("#c0-time g text").first.text_content() == evil
+        assert page.locator("#c0-time .name").first.text_content() == evil
         assert f"final loss of {evil}" in page.locator("#c0-loss .over-epochs").text_content()
 
 
@@ -283,7 +282,7 @@ def test_odd_records_make_a_page(look, page_of):
             rows = page.locator(f"#c{index} table.arms tbody tr").count()
             assert rows == len({run.order for run in found})
         for plot in page.locator(".plot").all():
-            assert plot.locator("g > path, circle, rect").count() > 0
+            assert plot.locator("g > path, circle, .bar").count() > 0
         empty = page.locator("section.comparison", has_text="no run finished its first epoch")
         assert empty.locator(".plot").count() == 0
 

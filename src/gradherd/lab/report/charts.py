@@ -1,6 +1,5 @@
 """The charts of a comparison: drawings that a page can switch between and hide arms in."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from gradherd.lab.report.arms import (
 )
 from gradherd.lab.report.comparison import Comparison
 from gradherd.lab.report.stats import MeanStd, finite, mean_std
-from gradherd.lab.report.svg import INLINE, BarRow, ChartLine, bar_chart, line_chart, line_styles
+from gradherd.lab.report.svg import INLINE, ChartLine, line_chart, line_styles
 from gradherd.lab.text import counted, in_bytes, in_seconds, listed, printable, significant
 
 X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
@@ -25,18 +24,31 @@ X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimeBar:
+    """How long an epoch of an arm takes."""
+
+    arm: int
+    """Position of the arm."""
+    name: str
+    shares: Mapping[int, float]
+    """Percent of the longest bar, by the number of the part."""
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PageChart:
     """A chart of a page."""
 
     kind: str
-    """loss, metric, herding, density, load or time."""
+    """loss, metric, herding, density or time."""
     title: str
     note: str
     """What is drawn, in small print."""
     alt: str
     """What is drawn, for those who cannot see it."""
-    drawings: Mapping[str, str]
+    drawings: Mapping[str, str] = field(default_factory=dict)
     """SVG by the x axis; "only" if there is no choice."""
+    bars: Sequence[TimeBar] = ()
     parts: Mapping[int, str] = field(default_factory=dict)
     """Names of the parts of bars, by their number."""
 
@@ -44,7 +56,7 @@ class PageChart:
 def charts_of(comparison: Comparison) -> list[PageChart]:
     """Return the charts of a comparison that have data, in page order."""
     # Only charts that have data: an empty frame would look like a failure.
-    draw = (_loss, _metric, _herding, _density, _load, _time)
+    draw = (_loss, _metric, _herding, _density, _time)
     return [one for make in draw if (one := make(comparison)) is not None]
 
 
@@ -135,64 +147,34 @@ def _density(comparison: Comparison) -> PageChart | None:
     )
 
 
-def _load(comparison: Comparison) -> PageChart | None:
-    """Return how many elements each worker selected."""
-    rows = []
-    for index, (arm, style) in enumerate(zip(comparison.arms, _styles(comparison), strict=True)):
-        loads = [row.load for run in arm.used for row in run.epochs if row.load]
-        # Runs with different numbers of workers have no load per worker in common.
-        if not loads or len({len(load) for load in loads}) != 1:
-            continue
-        rows += [
-            BarRow(
-                # One name for all bars of an arm: a name per bar would repeat itself.
-                name=arm.label if worker == 0 else "",
-                parts=[(mean, f"f{style % 8}")],
-                text=f"{significant(mean)} (worker {worker})",
-                group=f"a{index}",
-            )
-            for worker, mean in enumerate(map(statistics.fmean, zip(*loads, strict=True)))
-        ]
-    if not rows:
-        return None
-    return PageChart(
-        kind="load",
-        title="Load of each worker",
-        note="Elements each worker selects per step, mean over steps and seeds; equal is best.",
-        alt="Elements selected by each worker.",
-        drawings={"only": bar_chart("elements per step", rows)},
-    )
-
-
 def _time(comparison: Comparison) -> PageChart | None:
     arms = [(index, arm) for index, arm in enumerate(comparison.arms) if arm.seconds]
     if not arms:
         return None
-    seconds = {part: [mean_seconds(arm, part) for _, arm in arms] for part in TIME_PARTS}
+    seconds = [[mean_seconds(arm, part) for part in TIME_PARTS] for _, arm in arms]
     # Not the measured seconds: parts are clamped at zero, and a bar must be as long as its parts.
-    total = [sum(column) for column in zip(*seconds.values(), strict=True)]
+    longest = max(map(sum, seconds)) or 1.0
     # A part below half a percent in every arm would be an invisible bar with a legend entry.
     visible = {
         number: part
         for number, part in enumerate(TIME_PARTS)
-        if any(value > 0.005 * whole for value, whole in zip(seconds[part], total, strict=True))
+        if any(own[number] > 0.005 * sum(own) for own in seconds)
     }
-    rows = [
-        BarRow(
-            name=arm.label,
-            parts=[(seconds[part][at], f"part-{number}") for number, part in visible.items()],
-            text=in_seconds(total[at]),
-            group=f"a{index}",
-        )
-        for at, (index, arm) in enumerate(arms)
-    ]
     return PageChart(
         kind="time",
         title="Where time goes",
         note="Seconds per epoch on worker 0, mean over epochs and seeds, without evaluation.",
         alt="Seconds per epoch by part, for each arm.",
-        drawings={"only": bar_chart("seconds per epoch", rows)},
         parts=visible,
+        bars=[
+            TimeBar(
+                arm=index,
+                name=arm.label,
+                shares={number: 100 * own[number] / longest for number in visible},
+                text=in_seconds(sum(own)),
+            )
+            for (index, arm), own in zip(arms, seconds, strict=True)
+        ],
     )
 
 

@@ -18,16 +18,25 @@ What is counted, such as bytes, needs no test if it is the same in every seed. T
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from gradherd.lab.report.measures import ALWAYS, Measurement, measure, relative_change, unit_of
+from gradherd.lab.report.measures import ALWAYS, BySeed, Measurement, measure, relative_change
 from gradherd.lab.report.rule import MIN_SEEDS, Family
-from gradherd.lab.report.stats import PairedDifference, paired_difference
+from gradherd.lab.report.stats import PairedDifference, mean_std, paired_difference
 from gradherd.lab.study.file import PAIRED, Arm, Claim, Study
 from gradherd.lab.study.results import RunResult, read_arms, same_settings
-from gradherd.lab.text import counted, fixed, mean_and_std, p_value, percent, significant
+from gradherd.lab.text import (
+    counted,
+    fixed,
+    in_bytes,
+    mean_and_std,
+    p_value,
+    percent,
+    significant,
+)
 
 CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"
 FEW_SEEDS = "not enough seeds"
@@ -151,8 +160,7 @@ def _measured(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> Measu
 
 def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
     paper = paper_effect(one.claim, one.measured.in_percent, one.measured.higher_is_better)
-    seeds, verdict = list(one.effects), verdict_of(one, family, paper)
-    test, lost = one.test, ""
+    verdict, test, lost = verdict_of(one, family, paper), one.test, ""
     corrected = None if test is None else family.corrected_p(test)
     if verdict in (WEAKER, NOT_CONFIRMED) and test is not None and corrected is not None:
         large = paper is None or test.mean >= paper / 2
@@ -161,10 +169,10 @@ def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
     return ClaimVerdict(
         one.claim,
         verdict,
-        _our_figures(one, seeds, family),
-        *_short_figure(one.claim, one.measured, seeds),
+        _our_figures(one, family),
+        *_short_figure(one),
         lost,
-        tuple(_changes(one.measured, seeds)),
+        tuple(_changes(one.measured, list(one.effects))),
         one.measured.in_percent,
     )
 
@@ -275,51 +283,33 @@ def _too_short(result: RunResult, epoch: int | None) -> bool:
     return short and result.status != "diverged"
 
 
-def _our_figures(one: MeasuredClaim, seeds: Sequence[int], family: Family) -> str:
+def _our_figures(one: MeasuredClaim, family: Family) -> str:
     """Return our figures on a claim in words, over the seeds that both arms have."""
-    claim, measured = one.claim, one.measured
-    missing = "not reached" if claim.measure in PAIRED else "not finite"
-    arm = {seed: measured.arm[seed] for seed in seeds}
-    against = {} if measured.against is None else {seed: measured.against[seed] for seed in seeds}
-    unit = unit_of(claim.measure, [*arm.values(), *against.values()])
-    figures = f"{measured.words}: {_mean_text(arm, missing, unit)}"
-    if against and claim.measure != "epochs_share":
-        figures += f" against {_mean_text(against, missing, unit)}"
-    parts = [figures, _change_text(measured, seeds), _threshold(claim, unit, measured.in_percent)]
+    claim, measured, seeds = one.claim, one.measured, list(one.effects)
+    figures = f"{measured.words}: {_mean_text(claim, measured.arm, seeds)}"
+    if measured.against is not None and claim.measure != "epochs_share":
+        figures += f" against {_mean_text(claim, measured.against, seeds)}"
+    parts = [figures, _change_text(measured, seeds), _threshold(claim, measured.in_percent)]
     if one.other_reading is not None and (change := _change_text(one.other_reading[1], seeds)):
         parts.append(f"{one.other_reading[0]} {change}")
-    parts += [_p_values(one.test, family), counted(len(seeds), "seed")]
-    return "; ".join(part for part in parts if part)
-
-
-def _p_values(test: PairedDifference | None, family: Family) -> str:
+    test = one.test
     corrected = None if test is None else family.corrected_p(test)
-    if test is None or corrected is None:
-        return ""
-    if p_value(test.p) == p_value(corrected):
-        return p_value(test.p)
-    tests = counted(family.size, "claim")
-    return f"{p_value(test.p)}, corrected for {tests} {p_value(corrected)}"
+    if test is not None and corrected is not None:
+        told = p_value(test.p)
+        if p_value(corrected) != told:
+            told += f", corrected for {counted(family.size, 'claim')} {p_value(corrected)}"
+        parts.append(told)
+    return "; ".join([*(part for part in parts if part), counted(len(seeds), "seed")])
 
 
-def _short_figure(claim: Claim, measured: Measurement, seeds: Sequence[int]) -> tuple[str, str]:
+def _short_figure(one: MeasuredClaim) -> tuple[str, str]:
     """Return what a table of many claims has room for, and the number it is held against."""
+    claim, measured, seeds = one.claim, one.measured, list(one.effects)
     change = _change_text(measured, seeds)
     if change and claim.test not in ("at-most", "at-least"):
         return change.replace("95 % interval ", "").replace(" % to ", " to "), ""
-    missing = "not reached" if claim.measure in PAIRED else "not finite"
-    arm = {seed: measured.arm[seed] for seed in seeds}
-    unit = unit_of(claim.measure, arm.values())
-    limit = _threshold(claim, unit, measured.in_percent).removeprefix("must be ")
-    return _mean_text(arm, missing, unit), limit
-
-
-def _change_text(measured: Measurement, seeds: Sequence[int]) -> str:
-    """Return how the arm differs from the reference; empty where a value is missing."""
-    changes = _changes(measured, seeds)
-    if not changes:
-        return ""
-    return _more_or_less(changes, _points, " points") if measured.in_percent else _relative(changes)
+    limit = _threshold(claim, measured.in_percent).removeprefix("must be ")
+    return _mean_text(claim, measured.arm, seeds), limit
 
 
 def _changes(measured: Measurement, seeds: Sequence[int]) -> list[float]:
@@ -327,63 +317,50 @@ def _changes(measured: Measurement, seeds: Sequence[int]) -> list[float]:
     changes: list[float] = []
     for seed in seeds if measured.against is not None else ():
         value, reference = measured.arm[seed], (measured.against or {})[seed]
+        change = None
+        if value is not None and reference is not None:
+            change = relative_change(value, reference, measured.in_percent)
         # The change over the remaining seeds would look like a result.
-        if value is None or reference is None:
-            return []
-        change = relative_change(value, reference, measured.in_percent)
         if change is None:
             return []
         changes.append(change)
     return changes
 
 
-def _threshold(claim: Claim, unit: tuple[float, str], in_percent: bool) -> str:
-    """Return the number of the claim that the verdict depends on, if it has one."""
-    if claim.value is None:
-        return ""
-    if claim.test == "no-worse":
-        tolerance = f"{_points(claim.value)} points" if in_percent else percent(claim.value)
-        return f"up to {tolerance} worse is allowed"
-    words = {"at-most": "at most", "at-least": "at least"}[claim.test]
-    return f"must be {words} {significant(claim.value / unit[0], 3)}{unit[1]}"
+def _change_text(measured: Measurement, seeds: Sequence[int]) -> str:
+    """Return how the arm differs from the reference; empty where a value is missing."""
+    changes = _changes(measured, seeds)
+    return change_text(changes, in_points=measured.in_percent) if changes else ""
+
+
+def change_text(changes: Sequence[float], *, in_points: bool = False) -> str:
+    """Return a mean change with its interval in words.
+
+    Args:
+        changes: A change per seed, as a share.
+        in_points: Whether they are differences of percentages.
+
+    >>> change_text([-0.29, -0.3, -0.31]), change_text([4.0])
+    ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
+    >>> change_text([-0.02, -0.03], in_points=True)
+    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
+    """
+    mean, interval = statistics.fmean(changes), interval_of(changes) or ()
+    if mean >= 2 and not in_points:  # Easier to read than "400 % more".
+        text, *ends = (significant(1 + one, 3) for one in (mean, *interval))
+        text += " times as much"
+    else:
+        # The interval turns around with the mean, so that its ends agree with the word "less".
+        sign = 1 if mean >= 0 else -1
+        turned = (sign * mean, *sorted(sign * end for end in interval))
+        text, *ends = (_points(one) if in_points else percent(one) for one in turned)
+        text += f"{' points' if in_points else ''} {'more' if sign > 0 else 'less'}"
+    # Bytes hardly differ from seed to seed.
+    return f"{text} (95 % interval {ends[0]} to {ends[1]})" if len(set(ends)) > 1 else text
 
 
 def _points(share: float) -> str:
-    """Return a share as points.
-
-    >>> _more_or_less([-0.02, -0.03], _points, " points")
-    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
-    """
     return fixed(100 * share, 1 if abs(share) >= 0.00995 else 2)
-
-
-def _relative(changes: Sequence[float]) -> str:
-    """Return a relative change with its interval.
-
-    >>> _relative([-0.29, -0.3, -0.31]), _relative([4.0])
-    ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
-    """
-    mean = statistics.fmean(changes)
-    # "5 times as much" is easier to read than "400 % more".
-    if mean < 2:
-        return _more_or_less(changes, percent)
-    text = f"{significant(1 + mean, 3)} times as much"
-    interval = interval_of(changes)
-    if interval is None:
-        return text
-    low, high = (significant(1 + end, 3) for end in interval)
-    return f"{text} (95 % interval {low} to {high})" if low != high else text
-
-
-def _more_or_less(changes: Sequence[float], text_of: Callable[[float], str], unit: str = "") -> str:
-    mean, interval = statistics.fmean(changes), interval_of(changes)
-    # The interval turns around with the mean, so that its ends agree with the word "less".
-    sign = 1 if mean >= 0 else -1
-    text = f"{text_of(sign * mean)}{unit} {'more' if sign > 0 else 'less'}"
-    if interval is None:
-        return text
-    low, high = (text_of(end) for end in sorted(sign * end for end in interval))
-    return f"{text} (95 % interval {low} to {high})" if low != high else text
 
 
 def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
@@ -394,11 +371,24 @@ def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
     return difference.low, difference.high
 
 
-def _mean_text(values: Mapping[int, float | None], missing: str, unit: tuple[float, str]) -> str:
-    divisor, suffix = unit
-    known = [value / divisor for value in values.values() if value is not None]
+def _threshold(claim: Claim, in_percent: bool) -> str:
+    """Return the number of the claim that the verdict depends on, if it has one."""
+    if claim.value is None:
+        return ""
+    if claim.test == "no-worse":
+        tolerance = f"{_points(claim.value)} points" if in_percent else percent(claim.value)
+        return f"up to {tolerance} worse is allowed"
+    value = in_bytes if claim.measure.endswith("bytes") else partial(significant, digits=3)
+    return f"must be {claim.test.replace('-', ' ')} {value(claim.value)}"
+
+
+def _mean_text(claim: Claim, values: BySeed, seeds: Sequence[int]) -> str:
+    found = mean_std([values[seed] for seed in seeds])
     # No mean of the rest: it would hide the runs that failed.
-    if len(known) < len(values):
-        return f"{missing} in {len(values) - len(known)} of {counted(len(values), 'run')}"
-    std = statistics.stdev(known) if len(known) > 1 else 0.0
-    return mean_and_std(statistics.fmean(known), std, len(known)) + suffix
+    if found.mean is None:
+        missing = "not reached" if claim.measure in PAIRED else "not finite"
+        count = sum(values[seed] is None for seed in seeds)
+        return f"{missing} in {count} of {counted(len(seeds), 'run')}"
+    if claim.measure.endswith("bytes"):
+        return in_bytes(found.mean)
+    return mean_and_std(found.mean, found.std, len(seeds))

@@ -3,8 +3,7 @@
 Training runs have the measures below; all other runs have the entries of their summary.
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -236,13 +235,6 @@ def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | 
     return values
 
 
-def mean_by_seed(values: BySeed) -> float | None:
-    """Return the mean over seeds; None if a run has no value."""
-    known = [value for value in values.values() if value is not None]
-    # As in `stats.mean_std`: without the runs that failed, the mean would look better.
-    return statistics.fmean(known) if known and len(known) == len(values) else None
-
-
 def measure_words(name: str, metric: str = "metric", when: str = "") -> str:
     """Return a measure in words; `when` is appended where it is of one epoch.
 
@@ -263,19 +255,3 @@ def measure_words(name: str, metric: str = "metric", when: str = "") -> str:
     if name != field:
         return f"{words}, mean over the last half of the epochs"
     return f"{words} {when}" if when else words
-
-
-def unit_of(name: str, values: Iterable[float | None]) -> tuple[float, str]:
-    """Return the divisor and the unit to show a measure's values in.
-
-    >>> unit_of("bytes", [2e9, None]), unit_of("sharded.peak_bytes", [3e7])
-    ((1000000000.0, ' GB'), (1000000.0, ' MB'))
-    >>> unit_of("train_loss", [2e9]), unit_of("bytes", [12.0])
-    ((1.0, ''), (1.0, ' bytes'))
-    """
-    if not name.endswith("bytes"):
-        return 1.0, ""
-    # One unit for all values of a row, so that they can be compared at a glance.
-    largest = max((value for value in values if value is not None), default=0.0)
-    units = ((1e9, " GB"), (1e6, " MB"), (1e3, " kB"), (1.0, " bytes"))
-    return next((unit for unit in units if largest >= unit[0]), units[-1])

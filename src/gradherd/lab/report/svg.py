@@ -1,4 +1,4 @@
-"""Charts as SVG, readable on light and dark pages: curves with bands, and bars.
+"""Charts as SVG, readable on light and dark pages: curves with bands.
 
 The same drawings are files of the evidence pages and parts of the HTML report. Written by hand
 because files are committed, and a test compares them with their records to the byte: they are 7 kB
@@ -37,8 +37,6 @@ _MAX_MARKED = 8
 _LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
 _LEGEND_LINE = 18
-_LETTER = 6.6
-"""Mean width of a letter at 12 pixels, with some room to spare."""
 _STRIPS = 40
 """Most places across a chart that tell the figures there."""
 
@@ -118,8 +116,6 @@ SMALL = Layout(width=380, height=236, left=52, columns=3)
 """A file with a legend below the plot; three of them fit side by side."""
 INLINE = Layout(width=460, height=280, left=66, top=12, bottom=52, alone=False)
 """Part of a page that has the title, the legend and the colours."""
-NARROW = Layout(width=360, height=300, top=12, alone=False)
-"""As INLINE, for bars: so narrow that a phone need not shrink their names."""
 
 
 @dataclass(frozen=True)
@@ -442,59 +438,6 @@ def _strips(
             f"<title>{told}</title></rect>"
         )
     return parts
-
-
-@dataclass(frozen=True, kw_only=True)
-class BarRow:
-    """One bar, made of parts that follow each other."""
-
-    name: str
-    parts: Sequence[tuple[float, str]]
-    """Length and CSS class of each part."""
-    text: str
-    """The figure in words, at the end of the bar."""
-    group: str
-    """Class of the row, by which a page can hide it."""
-
-
-def bar_chart(x: str, rows: Sequence[BarRow]) -> str:
-    """Return horizontal bars from zero as SVG for a page that has the title and the colours.
-
-    Args:
-        x: Label of the x axis.
-        rows: The bars.
-    """
-    # Many bars, such as those of 64 workers, become thin, and lose their figures.
-    layout = NARROW
-    size = 26 if len(rows) <= 12 else min(16, max(4, 480 // len(rows)))
-    longest = max(sum(length for length, _ in row.parts) for row in rows) or 1.0
-    # Names and figures get the room they need, and the bars what is left of the width.
-    names = 12 + _LETTER * max(len(printable(row.name, 22)) for row in rows)
-    figures = 10 + _LETTER * max(len(row.text) for row in rows)
-    axis = ChartAxis(0.0, longest, names, max(layout.width - figures, names + 60))
-    height = layout.top + size * len(rows) + layout.bottom
-    foot = height - layout.bottom
-    parts = [svg_head("", layout, height, [])]
-    for mark in axis.ticks():
-        path = f'd="M{axis.at(mark):.1f} {layout.top}V{foot}"'
-        parts.append(f'<path {path} class="rule" stroke-opacity=".25"/>')
-        parts.append(svg_text(axis.at(mark), foot + 18, significant(mark, 3), "middle"))
-    parts.append(svg_text((axis.start + axis.end) / 2, foot + 38, x, "middle"))
-    for number, row in enumerate(rows):
-        at, done = layout.top + size * number, 0.0
-        parts.append(f'<g class="{row.group}">')
-        parts.append(svg_text(names - 8, at + size / 2 + 4, printable(row.name, 22), "end"))
-        for length, colour in row.parts:
-            left, right = axis.at(done), axis.at(done + length)
-            gap = 3 if size > 12 else 0.5
-            place = f'x="{left:.1f}" y="{at + gap:g}" width="{right - left:.1f}"'
-            place += f' height="{size - 2 * gap:g}"'
-            parts.append(f'<rect {place} class="{colour}"/>')
-            done += length
-        if size > 12:  # thinner bars have no room for a line of text
-            parts.append(svg_text(axis.at(done) + 6, at + size / 2 + 4, row.text, "start"))
-        parts.append("</g>")
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> str:
