@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gradherd.cli import doctor_checks
-from gradherd.cli.doctor_checks import PACKAGES, Check, Package, check_package
+from gradherd.cli import doctor
+from gradherd.cli.doctor import PACKAGES, Check, Package, check_package
 from gradherd.cli.main import main
 from gradherd.lab.tasks.datasets import DATASETS
 
 ROOT = Path(__file__).parents[2]
-WORKS = Check(name="two local workers", status="ok", found="stubbed", essential=True)
+WORKS = Check("two local workers", "ok", "stubbed", essential=True)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch) -> Path:
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("GRADHERD_DATA", "GLOO_SOCKET_IFNAME", *doctor_checks.LAUNCHER_VARIABLES):
+    for name in ("GRADHERD_DATA", "GLOO_SOCKET_IFNAME", *doctor.LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return here
 
@@ -31,7 +31,7 @@ def place(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def no_workers(monkeypatch):
     """Start no processes where they are not the point."""
-    monkeypatch.setattr(doctor_checks, "local_workers", lambda: WORKS)
+    monkeypatch.setattr(doctor, "local_workers", lambda: WORKS)
 
 
 def examined(capsys, *args) -> tuple[int, dict[str, dict[str, str]], str]:
@@ -118,7 +118,7 @@ def test_what_is_needed_and_lacks_is_a_problem():
 
 
 def test_workers_that_cannot_meet_are_code_1(capsys, monkeypatch):
-    monkeypatch.setattr(doctor_checks, "sum_of_ranks", fails)
+    monkeypatch.setattr(doctor, "sum_of_ranks", fails)
     code, checks, err = examined(capsys)
     result = checks["two local workers"]
     assert code == 1 and result["status"] == "problem" and "no network today" in result["found"]
@@ -131,7 +131,7 @@ def fails() -> float:
 
 
 def test_workers_that_take_too_long_are_a_problem(monkeypatch):
-    result = doctor_checks.local_workers(deadline=0.0)
+    result = doctor.local_workers(deadline=0.0)
     assert result.status == "problem" and "TimeoutError" in result.found
 
 
@@ -162,7 +162,7 @@ def test_data_is_found_where_the_variable_says(capsys, monkeypatch, place, no_wo
 
 
 def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
-    monkeypatch.setattr(doctor_checks, "MIN_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 1 << 60)
     code, checks, err = examined(capsys)
     assert code == 1 and "disk, current folder" in err
     assert "--out" in checks["disk, current folder"]["hint"]
@@ -170,7 +170,7 @@ def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
 
 
 def test_a_folder_that_cannot_be_written_to(place):
-    result = doctor_checks.disk("disk", lambda: place / "away", "x", "go elsewhere")
+    result = doctor.disk("disk", lambda: place / "away", "x", "go elsewhere")
     assert result.status == "problem" and "go elsewhere" in result.hint
     assert "cannot be written to" in result.found
 

@@ -59,6 +59,27 @@ def test_replay_order_reads_well_for_people(capsys, tiny):
     assert "worker 1: 0 2 5 4 3 1" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "shape", "said"),
+    [
+        ("sparsify", (4, 50, 8), "read as 4 steps of 50 workers; a file of axes (workers, units, "),
+        (
+            "order",
+            (50, 4, 8),
+            "read as 50 workers of 4 units; a file of axes (steps, workers, dim)",
+        ),
+        ("sparsify", (50, 4, 8), ""),
+        ("order", (4, 50, 8), ""),
+    ],
+)
+def test_a_file_that_looks_like_that_of_the_other_replay(capsys, tmp_path, command, shape, said):
+    path = tmp_path / "z.npy"
+    np.save(path, np.random.RandomState(0).randn(*shape))
+    code, _, err = run(capsys, "replay", command, path, "--json")
+    assert code == 0 and err.startswith(f"gradherd: {said}" if said else "")
+    assert bool(err) == bool(said)
+
+
 def test_herding_json_has_its_keys_and_shrinks(capsys):
     code, out, err = run(
         capsys, "herding", "--workers", 20, "--units", 50, "--dim", 4, "--rounds", 6,

@@ -10,14 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from gradherd.cli.arguments import (
     MAX_SEEDS,
-    Flag,
-    MaybeStr,
     check_at_least,
-    json_help,
     parse_names,
     print_json,
     torchrun_rank,
@@ -37,6 +32,7 @@ from gradherd.cli.options import (
     parse_exchanges,
     warn_of_divergence,
 )
+from gradherd.cli.parser import Arg
 from gradherd.lab.train import exchange_names
 from gradherd.ordering.registry import POLICIES
 
@@ -47,7 +43,6 @@ if TYPE_CHECKING:
 
 TUNING_FILE = "tuning.json"
 """What --tune has tried and chosen."""
-_DEFAULT_ORDERS = "(default: d-rr, and cd-grab if nothing else is compared)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,40 +62,33 @@ class CompareCommand:
     task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
     orders: Annotated[
-        MaybeStr,
-        tyro.conf.arg(
+        str | None,
+        Arg(
             metavar="A,B",
             help=f"Orders of examples, separated by commas, from: {ORDERS}.",
-            help_behavior_hint=_DEFAULT_ORDERS,
+            default="d-rr, and cd-grab if nothing else is compared",
         ),
     ] = None
     sparsifiers: Annotated[
-        MaybeStr,
-        tyro.conf.arg(
+        str | None,
+        Arg(
             metavar="C,D",
             help=f"Sparsifiers, separated by commas, from: {EXCHANGES}. exdyna:0.02@30 has a "
             "density of its own, and exchanges what 30 local steps have changed.",
-            help_behavior_hint="(default: dense)",
+            default="dense",
         ),
     ] = None
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
-    tune: Annotated[
-        MaybeStr, tyro.conf.arg(metavar="lr=A,B", help_behavior_hint="(default: none)")
-    ] = None
+    tune: Annotated[str | None, Arg(metavar="lr=A,B", default="none")] = None
     """First give each arm the best of these learning rates, on examples that are held out."""
     seeds: IntByTask = None
     """Number of seeds: 3 means seeds 0, 1 and 2."""
-    resume: Flag = False
+    resume: bool = False
     """Keep the finished runs in --out and train only the others; the settings must be the same."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"task", "baseline", "arms": [{"order", "sparsify", "final_loss", '
-            '"final_metric", "loss_by_epoch", "epochs_to_baseline", "bytes", "seconds", '
-            '...}], "report"}.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"task", "baseline", "arms": [{"order", "sparsify", "final_loss", "final_metric",
+    "loss_by_epoch", "epochs_to_baseline", "bytes", "seconds", ...}], "report"}."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How each run is trained. What you leave out comes from the task."""
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradherd.cli.arguments import FolderOption, check_name, json_help, print_json
+from gradherd.cli.arguments import FolderOption, check_name, print_json
 from gradherd.cli.errors import UsageError
+from gradherd.cli.parser import Arg
 from gradherd.cli.tables import print_sentence, print_table
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
@@ -42,12 +42,8 @@ class DataListCommand:
 
     data_dir: FolderOption = None
     """Folder to search first."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"folders", "sets": [{"name", "title", "tasks", "found", "form", "advice"}]}.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"folders", "sets": [{"name", "title", "tasks", "found", "form", "advice"}]}."""
 
     def run(self) -> None:
         """Search for all data sets and print where they are."""
@@ -94,16 +90,12 @@ class DataGetCommand:
     """
 
     set: Annotated[
-        str,
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="NAME", help=f"Data set, one of: {', '.join(DATASETS)}."),
+        str, Arg(metavar="NAME", help=f"One of: {', '.join(DATASETS)}.", positional=True)
     ]
     data_dir: FolderOption = None
     """Folder to put it into, instead of the cache folder."""
-    json: Annotated[
-        bool,
-        json_help('Print {"name", "folder", "files", "bytes"}.'),
-    ] = False
+    json: bool = False
+    """Print {"name", "folder", "files", "bytes"}."""
 
     def run(self) -> None:
         """Download the data set."""
@@ -129,29 +121,14 @@ class DataGetCommand:
             print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
 
     def _fetch(self, root: Path) -> LocalDataSet:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import Progress
 
         from gradherd.lab.tasks.download import download_dataset
 
-        # One bar per file, in bytes: not the bar of `progress`, which has one for everything.
+        # One bar per file: not the bar of `progress`, which has one for everything.
         console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        ) as progress:
-            # Files are known one by one, as their downloads begin.
-            bars = {}
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            bars = {}  # Files are known one by one, as their downloads begin.
 
             def update(file: str, done: int, size: int | None) -> None:
                 if file not in bars:
@@ -172,14 +149,9 @@ class DataCheckCommand:
 
     data_dir: FolderOption = None
     """Folder to search first."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is '
-            "ok, damaged, unchecked (the package that reads it is not installed) or "
-            "missing."
-        ),
-    ] = False
+    json: bool = False
+    """Print {"sets": [{"name", "status", "found", "form", "problem"}]}; status is ok, damaged,
+    unchecked (the package that reads it is not installed) or missing."""
 
     def run(self) -> None:
         """Check all data sets."""

@@ -26,14 +26,17 @@ from gradherd.cli.options import TrainingOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gradherd.lab.report.arms import ArmSummary
     from gradherd.lab.report.comparison import ArmPair, Comparison
     from gradherd.lab.train.config import RunConfig
     from gradherd.lab.train.record import RunRecord
 
 # The control reorders as much as cd-grab does: a gain that it lacks comes from balancing.
 ORDERS = ("d-rr", "cd-grab", "always-plus")
-FEW_BYTES: dict[str, Any] = {"sparsify": "exdyna", "density": 0.01}
+FEW_BYTES: dict[str, Any] = {"local_steps": 4, "method": {"values": "int1"}}
 """The exchange that is shown beside the dense one and PowerSGD: settings of RunConfig."""
+_NAMES = {"dense every 4": "4 steps, 1 bit"}
+"""What bars call an arm, where its label says less."""
 EXCHANGES: tuple[dict[str, Any], ...] = ({}, {"sparsify": "powersgd", "density": 0.01}, FEW_BYTES)
 # Orders train side by side, so their seeds are cheap; exchanges train one run after the other.
 _EXCHANGE_SEEDS = 5
@@ -48,10 +51,10 @@ class DemoCommand:
     First, logistic regression on images of digits with three orders: d-rr reshuffles at random,
     cd-grab (CD-GraB) balances the gradients of all workers, and always-plus is a control that moves
     examples as much without looking at gradients. Then a network with 300,000 parameters whose
-    workers exchange their whole gradients (dense), torch's PowerSGD, or one element in a hundred
-    (exdyna), with the time of a step predicted for two networks. These workers are simulated, so
-    that there are enough seeds to tell a gain from luck. Last, real worker processes train the
-    first epoch again and must arrive where the simulated ones did. Needs scikit-learn, no network.
+    workers exchange their whole gradients (dense), torch's PowerSGD, or after every four steps one
+    bit for each parameter, with the time of a step predicted for two networks. These workers are
+    simulated, so that there are enough seeds to tell a gain from luck. Last, real worker processes
+    train an epoch of each, and must arrive where simulated ones do. Needs scikit-learn, no network.
 
     Example: gradherd demo --out my-demo
     """
@@ -155,10 +158,10 @@ def exchange_runs(workers: int, seeds: int) -> list[RunConfig]:
     from gradherd.lab.tasks.registry import find_task
     from gradherd.lab.train.config import RunConfig, sparse_recipe
 
-    # Twice the batch and the rate of the task: half the steps. A rate that falls to zero: what is
-    # left at the end is the exchange, not the noise of the last steps.
+    # The rate is the best of 0.1, 0.2 and 0.4 for dense. It falls to zero: what is left at the end
+    # is the exchange, not the noise of the last steps.
     shared = {
-        "workers": workers, "epochs": 6, "batch_size": 16, "lr": 0.1, "lr_schedule": "cosine",
+        "workers": workers, "epochs": 6, "batch_size": 16, "lr": 0.2, "lr_schedule": "cosine",
         "virtual": True,
     }  # fmt: skip
     defaults = find_task("digits-mlp").defaults
@@ -171,54 +174,43 @@ def exchange_runs(workers: int, seeds: int) -> list[RunConfig]:
 
 def print_orders(comparison: Comparison, console: Console) -> None:
     """Print how many epochs each order takes, and what that shows."""
-    from gradherd.cli.tables import print_sentence
-    from gradherd.lab.text import counted
-
+    _print_heading("1  Does a better order need fewer epochs?", comparison, console)
     base = comparison.baseline
-    console.print("[bold]1  Does a better order need fewer epochs?[/]")
-    seeds = counted(len(base.seeds), "seed")
-    console.print(f"   {comparison.description}; {seeds}", soft_wrap=True)
     goal = f"the loss that {base.label} ends with after {base.epochs} epochs"
+    _print(f"   epochs until {goal}:", console)
     bars = []
     for pair in comparison.pairs:
         text = f"not within {base.epochs}" if pair.epochs_to is None else f"{pair.epochs_to}"
         bars.append((pair.arm.label, pair.epochs_to or base.epochs, f"{text} epochs"))
-    console.print(f"   epochs until {goal}:", soft_wrap=True)
     print_bars(bars, console)
-    for line in findings(comparison):
-        print_sentence(line, console)
-    console.print()
+    _print_findings(comparison, console)
 
 
 def print_exchanges(comparison: Comparison, console: Console) -> None:
     """Print the predicted step of each exchange, and what its bytes cost in quality."""
-    from gradherd.cli.tables import print_sentence
-    from gradherd.lab.text import counted, fixed, in_bytes
+    from gradherd.lab.text import fixed, in_bytes
 
-    base = comparison.baseline
-    console.print("[bold]2  How few bytes train as well?[/]")
-    seeds = counted(len(base.seeds), "seed")
-    console.print(f"   {comparison.description}; {seeds}", soft_wrap=True)
+    _print_heading("2  How few bytes train as well?", comparison, console)
     predicted = predicted_steps(comparison)
     for rate in RATES:
-        console.print(f"   a step over {rate}, predicted:")
+        _print(f"   a step over {rate}, predicted:", console)
         bars = []
         for one in predicted:
             seconds = one["step_seconds"][rate]
             text = f"{1e3 * seconds:.1f} ms, {in_bytes(one['bytes'])} sent"
-            bars.append((str(one["exchange"]), seconds, text))
+            bars.append((one["exchange"], seconds, text))
         print_bars(bars, console)
-    note = "computing and selecting as measured here, plus the bytes at that rate; no overlap"
-    print_sentence(f"   [dim]{note}[/]", console)
-    for line in findings(comparison):
-        print_sentence(line, console)
+    _print(
+        "   [dim]computing as measured here, plus the bytes at that rate; no overlap[/]", console
+    )
     for pair in comparison.pairs[1:]:
         found = pair.metric
         if found is not None and found.low is not None and found.high is not None:
             mean, low, high = (fixed(x, 1, sign=True) for x in (found.mean, found.low, found.high))
-            text = f"{pair.arm.label}: {comparison.metric_name} {mean}"
-            print_sentence(f"   {text} (95 % interval {low} to {high})", console)
-    console.print()
+            interval = f"95 % interval {low} to {high}"
+            text = f"{_name(pair.arm.label)}: {comparison.metric_name} {mean} ({interval})"
+            _print(f"   {text}", console)
+    _print_findings(comparison, console)
 
 
 def predicted_steps(comparison: Comparison) -> list[dict[str, Any]]:
@@ -228,27 +220,23 @@ def predicted_steps(comparison: Comparison) -> list[dict[str, Any]]:
         For each arm its name, the bytes that a worker sends in a step, and the seconds of a step
         on each network of `RATES`.
     """
-    runs = [run for run in comparison.baseline.used]
-    # Computing is the same for all; the simulation takes workers in turn.
-    compute = statistics.median(
-        row.compute_seconds / (row.steps * run.config["workers"])
-        for run in runs
-        for row in run.epochs
-    )
-    predicted = []
+
+    def median(arm: ArmSummary, part: str) -> float:
+        # The simulation takes workers in turn.
+        return statistics.median(
+            float(getattr(row, part)) / (row.steps * int(run.config["workers"]))
+            for run in arm.used
+            for row in run.epochs
+        )
+
+    base, predicted = comparison.baseline, []
     for arm in comparison.arms:
-        rows = [(run, row) for run in arm.used for row in run.epochs]
-        sent = statistics.fmean(row.bytes / row.steps for _, row in rows)
-        # What a dense exchange does beside sending is adding up, which a network overlaps with.
-        selecting = 0.0
-        if arm is not comparison.baseline:
-            selecting = statistics.median(
-                row.exchange_seconds / (row.steps * run.config["workers"]) for run, row in rows
-            )
-        seconds = {
-            name: compute + selecting + 8 * sent / bandwidth for name, bandwidth in RATES.items()
-        }
-        predicted.append({"exchange": arm.label, "bytes": sent, "step_seconds": seconds})
+        sent = statistics.fmean(row.bytes / row.steps for run in arm.used for row in run.epochs)
+        # A dense exchange computes nothing but sums, while it sends.
+        own = 0.0 if arm is base else median(arm, "exchange_seconds")
+        compute = median(base, "compute_seconds") + own  # the same model for all
+        seconds = {name: compute + 8 * sent / rate for name, rate in RATES.items()}
+        predicted.append({"exchange": _name(arm.label), "bytes": sent, "step_seconds": seconds})
     return predicted
 
 
@@ -278,37 +266,61 @@ def check_ranks(workers: int, quiet: bool) -> dict[str, Any]:
 
 def print_ranks(ranks: dict[str, Any], console: Console) -> None:
     """Print whether real processes did what the simulated workers did."""
-    from gradherd.cli.tables import print_sentence
-
-    console.print("[bold]3  Do real worker processes do the same?[/]")
+    _print("[bold]3  Do real worker processes do the same?[/]", console)
+    trained = f"{ranks['workers']} processes trained an epoch of cd-grab and of few bytes:"
+    difference = f"losses differ by {ranks['largest_difference']:.1e} of their value"
     if ranks["equal"]:
-        print_sentence(
-            f"[bold green]+[/] {ranks['workers']} processes trained an epoch of cd-grab and of "
-            f"{FEW_BYTES['sparsify']}: the losses of the simulated workers (largest difference "
-            f"{ranks['largest_difference']:.0e} of it) and the same bytes.",
-            console,
-        )
+        _print(f"[bold green]+[/] {trained} as simulated; {difference}, bytes by 0.", console)
     else:
-        print_sentence(
-            f"[bold red]-[/] {ranks['workers']} processes trained an epoch of each, and losses "
-            f"differ by {ranks['largest_difference']:.1%} or bytes do.",
-            console,
-        )
+        _print(f"[bold red]-[/] {trained} not as simulated; {difference}, or bytes do.", console)
     console.print()
 
 
-def findings(comparison: Comparison) -> list[str]:
-    """Return the verdicts of a comparison in a few words each, with their marks."""
+def print_end(
+    comparisons: Sequence[Comparison], seconds: float, page: Path, console: Console
+) -> None:
+    """Print what was shown, and what to try next."""
     from rich.markup import escape
 
-    from gradherd.cli.tables import MARKS
     from gradherd.lab.report.verdicts import all_verdicts
 
-    lines = []
-    for verdict in all_verdicts(comparison):
-        colour, mark = MARKS[verdict.tone]
-        lines.append(f"[bold {colour}]{mark}[/] {escape(verdict.headline or verdict.text)}")
-    return lines
+    orders, exchanges = comparisons
+    tones = {(verdict.kind, verdict.arm): verdict.tone for verdict in all_verdicts(orders)}
+    pair = next(one for one in orders.pairs if one.arm.order == "cd-grab")
+    _print(f"[bold]{_shown_of_order(pair, tones)}[/]", console)
+    _print(f"[bold]{_shown_of_exchange(exchanges.pairs[-1])}[/]", console)
+    curves = f"Curves, intervals and tests: {escape(str(page))}"
+    console.print(f"Took {seconds:.0f} seconds. {curves}", soft_wrap=True)
+    console.print("Next, on your own model:")
+    for line in (
+        "gradherd compare my_task.py:MyTask --orders d-rr,cd-grab --virtual --seeds 5",
+        "gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms",
+        "or attach() to your own training loop: README.md shows the lines",
+    ):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+def _shown_of_order(pair: ArmPair, tones: Mapping[tuple[str, str], str]) -> str:
+    gains = tones.get(("order", pair.arm.label)) in ("gain", "mixed")
+    if not gains or pair.epochs_to is None:
+        return "Not shown with these seeds: that the order gains anything here."
+    by_balancing = any(kind == "control" and tone == "gain" for (kind, _), tone in tones.items())
+    control = (
+        ", and a control that ignores gradients does not gain"
+        if by_balancing
+        else "; that balancing is the reason is not shown"
+    )
+    took = f"takes {pair.epochs_to}{control}"
+    return f"Shown: with {pair.arm.label} the loss of {pair.reference.epochs} epochs {took}."
+
+
+def _shown_of_exchange(pair: ArmPair) -> str:
+    found = pair.metric
+    if found is None or found.low is None or not pair.bytes_ratio:
+        return "Not shown with these seeds: what fewer bytes cost."
+    fewer = f"{_name(pair.arm.label)} sends {1 / pair.bytes_ratio:.0f} times fewer bytes"
+    most = f"at most {max(0.0, -found.low):.1f} points of accuracy (end of the 95 % interval)"
+    return f"Shown: {fewer} and costs {most}."
 
 
 def print_bars(rows: Sequence[tuple[str, float, str]], console: Console) -> None:
@@ -322,55 +334,35 @@ def print_bars(rows: Sequence[tuple[str, float, str]], console: Console) -> None
         console.print(f"   {name:{left}}  [cyan]{block * length}[/] {text}", soft_wrap=True)
 
 
-def print_end(
-    comparisons: Sequence[Comparison], seconds: float, page: Path, console: Console
-) -> None:
-    """Print what was shown, and what to try next."""
+def _print_heading(title: str, comparison: Comparison, console: Console) -> None:
+    from gradherd.lab.text import counted
+
+    _print(f"[bold]{title}[/]", console)
+    seeds = counted(len(comparison.baseline.seeds), "seed")
+    _print(f"   {comparison.description}; {seeds}", console)
+
+
+def _print_findings(comparison: Comparison, console: Console) -> None:
+    """Print the verdicts of a comparison in a few words each; the page has all figures."""
     from rich.markup import escape
 
-    from gradherd.cli.tables import print_sentence
+    from gradherd.cli.tables import MARKS
     from gradherd.lab.report.verdicts import all_verdicts
 
-    orders, exchanges = comparisons
-    tones = {(verdict.kind, verdict.arm): verdict.tone for verdict in all_verdicts(orders)}
-    pair = next(one for one in orders.pairs if one.arm.order == "cd-grab")
-    few = exchanges.pairs[-1]
-    print_sentence(f"[bold]{_shown_of_order(pair, tones)}[/]", console)
-    print_sentence(f"[bold]{_shown_of_exchange(few)}[/]", console)
-    console.print(
-        f"Took {seconds:.0f} seconds. Curves, intervals and tests: {escape(str(page))}",
-        soft_wrap=True,
-    )
-    console.print("Next, on your own model:")
-    for line in (
-        "gradherd compare my_task.py:MyTask --orders d-rr,cd-grab --virtual --seeds 5",
-        "gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms",
-    ):
-        console.print(f"  {line}", soft_wrap=True)
-    console.print("  or attach() to your own training loop: README.md shows the lines.")
+    for verdict in all_verdicts(comparison):
+        colour, mark = MARKS[verdict.tone]
+        _print(f"[bold {colour}]{mark}[/] {escape(_name(verdict.headline))}", console)
+    console.print()
 
 
-def _shown_of_order(pair: ArmPair, tones: Mapping[tuple[str, str], str]) -> str:
-    gains = tones.get(("order", pair.arm.label)) in ("gain", "mixed")
-    if not gains or pair.epochs_to is None:
-        return "Not shown with these seeds: that the order gains anything here."
-    by_balancing = any(kind == "control" and tone == "gain" for (kind, _), tone in tones.items())
-    control = (
-        ", and a control that ignores gradients does not gain"
-        if by_balancing
-        else "; that balancing is the reason is not shown"
-    )
-    return (
-        f"Shown: with {pair.arm.label} the loss of {pair.reference.epochs} epochs takes "
-        f"{pair.epochs_to}{control}."
-    )
+def _name(text: str) -> str:
+    """Return a label, or a text that begins with one, with the name that bars have."""
+    for label, name in _NAMES.items():
+        text = text.replace(label, name)
+    return text
 
 
-def _shown_of_exchange(pair: ArmPair) -> str:
-    found = pair.metric
-    if found is None or found.low is None or not pair.bytes_ratio:
-        return "Not shown with these seeds: what fewer bytes cost."
-    return (
-        f"Shown: {pair.arm.label} sends {1 / pair.bytes_ratio:.0f} times fewer bytes, and costs at "
-        f"most {max(0.0, -found.low):.1f} points of accuracy here (end of the 95 % interval)."
-    )
+def _print(markup: str, console: Console) -> None:
+    from gradherd.cli.tables import print_sentence
+
+    print_sentence(markup, console)

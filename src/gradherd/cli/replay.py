@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from gradherd.cli.arguments import (
     FileArgument,
     FolderOption,
-    MaybeStr,
     check_at_least,
     check_density,
     check_name,
-    json_help,
     parse_counts,
     print_json,
 )
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import METHODS, ORDERS
+from gradherd.cli.parser import Arg
 from gradherd.cli.tables import print_sentence, print_table
 from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, ValueFormat
@@ -58,23 +56,18 @@ class ReplayOrderCommand:
 
     file: FileArgument
     """Array (workers, units, dim) in numpy's .npy format."""
-    order: Annotated[str, tyro.conf.arg(help=f"Policy, one of: {ORDERS}.")] = "cd-grab"
+    order: Annotated[str, Arg(help=f"Policy, one of: {ORDERS}.")] = "cd-grab"
     rounds: int = 10
     """Number of rounds in which the policy reorders."""
     start: Literal["identity", "random"] = "identity"
     """First order: as in the file (identity) or random."""
     signs: Annotated[
-        str,
-        tyro.conf.arg(
-            help=f"Sign rule of the balancing policies, one of: {', '.join(SIGN_RULES)}."
-        ),
+        str, Arg(help=f"Sign rule of the balancing policies, one of: {', '.join(SIGN_RULES)}.")
     ] = "greedy"
     seed: int = 0
     """Seed of all random choices."""
-    json: Annotated[
-        bool,
-        json_help('Print {"order", "bounds": [H0..HR], "orders": [[unit ids] per worker]}.'),
-    ] = False
+    json: bool = False
+    """Print {"order", "bounds": [H0..HR], "orders": [[unit ids] per worker]}."""
 
     def run(self) -> None:
         """Replay the file."""
@@ -93,6 +86,9 @@ class ReplayOrderCommand:
             vectors = load_vectors(self.file)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        workers, units, _ = vectors.shape
+        if workers > units:
+            _warn_of_axes(f"{workers} workers of {units} units", "steps, workers, dim", "sparsify")
         with counted_loop(self.rounds, "rounds") as advance:
             result = replay_order(
                 vectors,
@@ -135,43 +131,25 @@ class ReplaySparsifyCommand:
 
     file: FileArgument
     """Array (steps, workers, dim) in numpy's .npy format."""
-    method: Annotated[str, tyro.conf.arg(help=f"Sparsifier, one of: {METHODS}.")] = "exdyna"
+    method: Annotated[str, Arg(help=f"Sparsifier, one of: {METHODS}.")] = "exdyna"
     density: float = DEFAULT_DENSITY
     """Share of the elements to send, in (0, 1]; dense sends all."""
-    threshold: Annotated[
-        Optional[Literal["consensus", "online"]],  # noqa: UP045
-        tyro.conf.arg(
-            metavar="{consensus,online}",
-            help="For methods that select by a threshold: agree on one in each step (consensus), "
-            "or adjust it a little after each step as in the papers (online).",
-            help_behavior_hint="(default: consensus)",
-        ),
-    ] = None
+    threshold: Annotated[Literal["consensus", "online"] | None, Arg(default="consensus")] = None
+    """For methods that select by a threshold: agree on one in each step (consensus), or adjust it
+    a little after each step as in the papers (online)."""
     values: ValueFormat = "fp32"
     """Precision of the values sent; what is rounded off stays in the residual."""
-    local_steps: Annotated[
-        int, tyro.conf.arg(metavar="H", help_behavior_hint="(default: none)")
-    ] = 1
+    local_steps: Annotated[int, Arg(metavar="H", default="none")] = 1
     """Exchange the sum of H gradients at every H-th step, as local steps of SGD would; residuals
     shrink by 0.95 each time, as in training."""
-    layers: Annotated[
-        MaybeStr,
-        tyro.conf.arg(
-            metavar="N,N",
-            help="For methods that look at layers: lengths of the tensors that make up the "
-            "vector, separated by commas.",
-            help_behavior_hint="",
-        ),
-    ] = None
+    layers: Annotated[str | None, Arg(metavar="N,N")] = None
+    """For methods that look at layers: lengths of the tensors that make up the vector, separated
+    by commas."""
     out: FolderOption = None
     """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"method", "density", "steps": [{"selected", "per_rank", "threshold", '
-            '"density", "padding", "residual_norm", "bytes"}]}.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"method", "density", "steps": [{"selected", "per_rank", "threshold", "density",
+    "padding", "residual_norm", "bytes"}]}."""
 
     def run(self) -> None:
         """Replay the file."""
@@ -183,7 +161,11 @@ class ReplaySparsifyCommand:
         try:
             # Mapped, not read: the file may be larger than memory.
             gradients = open_array(self.file, ("steps", "workers", "dim"))
-            layers = self._layers(gradients.shape[2])
+            count, workers, dim = gradients.shape
+            if workers > count:
+                axes = "workers, units, dim"
+                _warn_of_axes(f"{count} steps of {workers} workers", axes, "order")
+            layers = self._layers(dim)
             with counted_loop(len(gradients), "steps") as advance:
                 steps = replay_sparsify(
                     gradients,
@@ -208,21 +190,22 @@ class ReplaySparsifyCommand:
         check_name("--method", self.method, SPARSIFIERS)
         check_density(self.density)
         check_at_least("--local-steps", self.local_steps, 1)
-        if self.threshold is not None and "threshold" not in setting_names(self.method):
-            known = _methods_where(lambda name: "threshold" in setting_names(name))
-            raise UsageError(
-                f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
-                f"with {known}"
-            )
+        takes_threshold = "threshold" in setting_names(self.method)
+        # A setting without effect is refused, not ignored.
+        for given, has_effect, option, methods in (
+            (self.threshold, takes_threshold, f"--threshold {self.threshold}",
+             [name for name in SPARSIFIERS if "threshold" in setting_names(name)]),
+            (self.layers, uses_layers(self.method), "--layers", filter(uses_layers, SPARSIFIERS)),
+        ):  # fmt: skip
+            if given is not None and not has_effect:
+                raise UsageError(
+                    f"{option} has no effect with --method {self.method}: use it with "
+                    f"{' or '.join(methods)}"
+                )
         if self.values != "fp32" and sums_values(self.method):
             raise UsageError(
                 f"--values {self.values} has no effect: {self.method} adds up values between "
                 "workers"
-            )
-        if self.layers is not None and not uses_layers(self.method):
-            raise UsageError(
-                f"--layers has no effect with --method {self.method}: use it with "
-                f"{_methods_where(uses_layers)}"
             )
         from gradherd.sparsify.settings import Sparsify
 
@@ -257,27 +240,26 @@ class ReplaySparsifyCommand:
             f"{dim:,} elements" + (f", {len(steps)} exchanges" if self.local_steps > 1 else ""),
             show_header=False,
         )
-        table.add_row("mean density", f"{mean['density']:.6g}")
-        table.add_row(
-            "mean deviation from the target density", f"{100 * statistics.fmean(errors):.2f} %"
-        )
-        table.add_row("steps within 10 % of the target density", f"{100 * within:.1f} %")
-        table.add_row("mean padding", f"{mean['padding']:.3f}")
-        table.add_row(
-            "norm of the residual after the last step", f"{steps[-1]['residual_norm']:.6g}"
-        )
-        table.add_row("bytes sent per worker and step", f"{sent_bytes:,.0f}")
-        # One worker sends nothing, dense or not.
-        if dense_bytes:
-            table.add_row(
-                "... relative to a dense exchange", f"{100 * sent_bytes / dense_bytes:.3f} %"
-            )
+        rows = {
+            "mean density": f"{mean['density']:.6g}",
+            "mean deviation from the target density": f"{100 * statistics.fmean(errors):.2f} %",
+            "steps within 10 % of the target density": f"{100 * within:.1f} %",
+            "mean padding": f"{mean['padding']:.3f}",
+            "norm of the residual after the last step": f"{steps[-1]['residual_norm']:.6g}",
+            "bytes sent per worker and step": f"{sent_bytes:,.0f}",
+        }
+        if dense_bytes:  # one worker sends nothing, dense or not
+            share = 100 * sent_bytes / dense_bytes
+            rows["... relative to a dense exchange"] = f"{share:.3f} %"
+        for label, value in rows.items():
+            table.add_row(label, value)
         print_table(table)
         if self.out is not None:
             # A path is copied whole, so the terminal breaks it.
             Console().print(f"wrote mean.npy and residual.npy to {self.out}", soft_wrap=True)
 
 
-def _methods_where(condition: Callable[[str], bool]) -> str:
-    """Return the names of the methods that the registry says have a setting."""
-    return " or ".join(name for name in SPARSIFIERS if condition(name))
+def _warn_of_axes(read: str, other: str, command: str) -> None:
+    """Say how a file was read whose first two axes look like those of the other command."""
+    said = f"read as {read}; a file of axes ({other}) is for `gradherd replay {command}`"
+    print(f"gradherd: {said}", file=sys.stderr)

@@ -6,17 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from gradherd.cli.arguments import (
-    Flag,
-    MaybeInt,
-    check_at_least,
-    check_name,
-    json_help,
-    print_json,
-    torchrun_rank,
-)
+from gradherd.cli.arguments import check_at_least, check_name, print_json, torchrun_rank
 from gradherd.cli.errors import UsageError
 from gradherd.cli.options import (
     EXCHANGES,
@@ -30,6 +20,7 @@ from gradherd.cli.options import (
     naming_options,
     warn_of_divergence,
 )
+from gradherd.cli.parser import Arg
 from gradherd.lab.train import exchange_names
 from gradherd.ordering.registry import POLICIES
 
@@ -54,31 +45,23 @@ class TrainCommand:
 
     task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
-    order: Annotated[str, tyro.conf.arg(help=f"Order of examples, one of: {ORDERS}.")] = "d-rr"
-    sparsify: Annotated[
-        str, tyro.conf.arg(help=f"How gradients are exchanged, one of: {EXCHANGES}.")
-    ] = "dense"
+    order: Annotated[str, Arg(help=f"Order of examples, one of: {ORDERS}.")] = "d-rr"
+    sparsify: Annotated[str, Arg(help=f"How gradients are exchanged, one of: {EXCHANGES}.")] = (
+        "dense"
+    )
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
-    local_steps: Annotated[
-        MaybeInt, tyro.conf.arg(metavar="H", help_behavior_hint="(default: none)")
-    ] = None
+    local_steps: Annotated[int | None, Arg(metavar="H", default="none")] = None
     """Let workers take H steps on their own, then exchange what these have changed."""
     seed: int = 0
     """Seed of the model and the order."""
-    checkpoint_every: Annotated[
-        MaybeInt, tyro.conf.arg(metavar="STEPS", help_behavior_hint="(default: once a minute)")
-    ] = None
+    checkpoint_every: Annotated[int | None, Arg(metavar="STEPS", default="once a minute")] = None
     """Save a checkpoint every so many steps; the last two are kept."""
-    resume: Flag = False
+    resume: bool = False
     """Continue from the newest intact checkpoint in --out; start from scratch if there is none."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", '
-            '"final_loss", "final_metric", "seconds", "bytes", "out"}.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"task", "order", "sparsify", "density", "seed", "status", "epochs", "final_loss",
+    "final_metric", "seconds", "bytes", "out"}."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     """How the run is trained. What you leave out comes from the task."""
 
