@@ -315,9 +315,9 @@ def exact_gram(training: ModelTraining) -> Tensor:
     if coupled:  # A single example has no batch statistics.
         capture = Capture(training.model)
         training.loss(training.inputs, training.targets).backward()
-        gram = capture.pop_rows(training.batch).gram()
+        rows = capture.pop_rows(training.batch)
         capture.remove_hooks()
-        return gram.double()
+        return (rows @ rows.T).double()
     grads = []
     for inputs, targets in zip(training.inputs.split(1), training.targets.split(1), strict=True):
         training.model.zero_grad()

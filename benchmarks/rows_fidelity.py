@@ -18,8 +18,8 @@ from model_steps import ModelTraining, correlation, exact_gram
 from torch import Tensor
 
 from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
+from gradherd.rows.capture import Capture
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 
 BLOCKS = 3840
 """Blocks of 128 tokens that are read: enough for 120 batches of 8 x 512."""
@@ -34,10 +34,10 @@ def wikitext(length: int) -> Tensor:
 
 def fidelity(training: ModelTraining, exact: Tensor, rows: TwoSidedRows) -> float:
     """Return the fidelity of rows of the batch that waits."""
-    capture = SinkCapture(training.model, rows, batch_size=training.batch)
+    capture = Capture(training.model, rows, batch_size=training.batch)
     training.model.zero_grad()
     training.loss(training.inputs, training.targets).backward()
-    sketches = capture.pop_sketch(training.batch).double()
+    sketches = capture.pop_rows(training.batch).double()
     capture.remove_hooks()
     return correlation(sketches @ sketches.T, exact)
 

@@ -19,8 +19,7 @@ from gradherd.lab.tasks.images import Cifar10LeNet
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.capture import Capture
-from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
+from gradherd.rows.settings import ExactRows, TwoSidedRows
 
 TASK = Cifar10LeNet()
 BATCH, LAST = 256, 3
@@ -44,15 +43,11 @@ def read_rows(
     model: nn.Module, settings: TwoSidedRows | None, examples: Sequence[Tensor]
 ) -> Tensor:
     """Return the rows of all examples: exact ones without settings."""
-    capture = Capture(model) if settings is None else SinkCapture(model, settings)
+    capture = Capture(model, settings or ExactRows())
     parts = []
     for batch in zip(*(tensor.split(BATCH) for tensor in examples), strict=True):
         TASK.loss(model, *batch).backward()
-        count = len(batch[0])
-        if isinstance(capture, Capture):
-            parts.append(capture.pop_rows(count).dense())
-        else:
-            parts.append(capture.pop_sketch(count))
+        parts.append(capture.pop_rows(len(batch[0])))
     capture.remove_hooks()
     return torch.cat(parts)
 

@@ -106,25 +106,11 @@ def test_compiled_model_with_batches():
     assert found == want
 
 
-@pytest.mark.parametrize("rows", ["auto", "exact"])
-def test_exact_rows_of_a_compiled_model_are_refused(rows):
-    model = torch.compile(network(), backend="eager")
-    sampler = OrderedSampler(examples(8), "cd-grab", batch_size=4)
-    with pytest.raises(ValueError, match="attach to the model before compiling"):
-        attach(model, order=sampler, rows=rows)
-    inside = network()
-    inside[2].compile(backend="eager")
-    with pytest.raises(ValueError, match="attach to the model before compiling"):
-        attach(inside, order=sampler, rows=rows)
-
-
 # dynamo's own, about what it cannot trace and how it traces autograd functions
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("unit", "rows"), [(4, "batch"), (1, "exact"), (1, "two-sided")])
 def test_compiled_models_learn_the_same_orders(unit, rows, before):
-    if rows == "exact" and before:
-        return  # refused: see above
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -134,14 +120,13 @@ def test_compiled_models_learn_the_same_orders(unit, rows, before):
     )
     nets = network(), network()
     want = train(nets[0], nets[0], plain, Loop(epochs=1), rows)[1]
-    # Exact rows read hooks, which no graph takes along.
-    options = {"backend": "aot_eager", "fullgraph": rows != "exact"}
+    options = {"backend": "aot_eager", "fullgraph": True}
     model = torch.compile(nets[1], **options) if before else nets[1]
     herd = attach(model, order=compiled, rows=rows)
     if not before:
         nets[1].compile(**options)
     assert train(model, model, compiled, Loop(epochs=1), herd=herd)[1] == want
-    assert rows == "exact" or counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 1
     herd.detach()
 
 

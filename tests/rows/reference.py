@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows import FlatSpec, Rows
-from gradherd.rows.sink_capture import SinkCapture
+from gradherd.rows import FlatSpec
+from gradherd.rows.capture import Capture
 
 
 def loop_over_examples(
@@ -35,20 +35,7 @@ def close(one: Tensor, two: Tensor) -> None:
     torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-10)
 
 
-def check_operations(rows: Rows, dense: Tensor) -> None:
-    """Assert that every operation of `rows` agrees with the (B, D) matrix `dense`."""
-    examples, size = dense.shape
-    generator = torch.Generator().manual_seed(5)
-    vectors = torch.randn(2, size, generator=generator, dtype=dense.dtype)
-    weights = torch.randn(3, examples, generator=generator, dtype=dense.dtype)
-    assert len(rows) == examples
-    close(rows.dense(), dense)
-    close(rows.dot(vectors), vectors @ dense.T)
-    close(rows.gram(), dense @ dense.T)
-    close(rows.combine(weights), weights @ dense)
-
-
-def mapped(capture: SinkCapture, grads: Tensor) -> Tensor:
+def mapped(capture: Capture, grads: Tensor) -> Tensor:
     """Apply the map of a capture's rows to gradients (B, D), parameter by parameter."""
     parts = {
         name: part if name not in capture.left_out else torch.zeros_like(part)
@@ -58,7 +45,4 @@ def mapped(capture: SinkCapture, grads: Tensor) -> Tensor:
     for index, part in enumerate(parts.values()):
         if index in capture._uses:
             rows += capture.project_rows(index, part)
-    if capture._capture is not None:  # modules that are run again: their gradients are sketched
-        again = [parts[name].flatten(1) for name in capture._capture.spec.names]
-        rows += capture._sketch(torch.cat(again, 1), "others")
     return rows

@@ -10,7 +10,6 @@ from torch import nn
 
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import SketchRows, TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from tests.rows.zoo import ResNet, ViT
 
 pytestmark = [
@@ -49,7 +48,7 @@ def test_products_are_those_of_the_cpu(positions):
         _, capture = on(device, model, tokens, labels, Capture)
         rows = capture.pop_rows(9)
         vector = torch.linspace(-1, 1, capture.spec.size).unsqueeze(0)
-        products = [rows.gram(), rows.dot(vector), rows.combine(torch.ones(1, 9))]
+        products = [rows @ rows.T, rows @ vector[0], rows.sum(0)]
         results.append([tensor.cpu() for tensor in products])
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-4)
@@ -62,8 +61,8 @@ def test_sketches_are_those_of_the_cpu(positions, size):
     results = []
     for device in ("cpu", "cuda"):
         settings = SketchRows(size=size, seed=3, strict=True)
-        _, capture = on(device, model, tokens, labels, partial(SinkCapture, settings=settings))
-        results.append(capture.pop_sketch(9).cpu())
+        _, capture = on(device, model, tokens, labels, partial(Capture, settings=settings))
+        results.append(capture.pop_rows(9).cpu())
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
@@ -74,14 +73,14 @@ def test_sketches_of_images_are_those_of_the_cpu(make):
     results = []
     for device in ("cpu", "cuda"):
         settings = TwoSidedRows(size=512, rank=4, strict=True)
-        _, capture = on(device, model, images, labels, partial(SinkCapture, settings=settings))
-        results.append(capture.pop_sketch(9).cpu())
+        _, capture = on(device, model, images, labels, partial(Capture, settings=settings))
+        results.append(capture.pop_rows(9).cpu())
     # Convolutions round to TF32.
     assert float((results[1] - results[0]).norm() / results[0].norm()) < 0.02
 
 
 def test_a_model_that_moves_after_it_was_tapped_is_refused():
     model = Net()
-    SinkCapture(model, SketchRows())
+    Capture(model, SketchRows())
     with pytest.raises(RuntimeError, match="move it first, then attach"):
         model.to("cuda")(torch.zeros(9, 2, dtype=torch.int64, device="cuda"))

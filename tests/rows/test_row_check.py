@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradherd.rows import Capture
 from gradherd.rows.row_check import CHECK_EVERY, FIRST_CHECKS
-from gradherd.rows.settings import SketchRows
-from gradherd.rows.sink_capture import SinkCapture
+from gradherd.rows.settings import ExactRows, SketchRows
 from tests.rows.reference import close, loop_over_examples
 from tests.rows.test_capture import BATCH, MODELS, per_example, values
 
@@ -49,9 +48,9 @@ def test_no_false_alarm(kind: str, dtype: torch.dtype) -> None:
     if autocast and kind.startswith("lstm"):
         pytest.skip("not every CPU has LSTMs in bfloat16")
     model = make().to(torch.float32 if autocast else dtype)
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     other = copy.deepcopy(model)  # captures would see what the other one runs again
-    sketch = SinkCapture(other, SketchRows(size=16), batch_size=BATCH)
+    sketch = Capture(other, SketchRows(size=16), batch_size=BATCH)
     x = x.to(torch.float32 if autocast else dtype) if x.is_floating_point() else x
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -59,7 +58,7 @@ def test_no_false_alarm(kind: str, dtype: torch.dtype) -> None:
         for loss in losses:
             loss.backward()
         capture.pop_rows(BATCH)
-        sketch.pop_sketch(BATCH)
+        sketch.pop_rows(BATCH)
     assert capture.left_out == {}
     # No layer knows of parameters in a list.
     assert set(sketch.left_out) == ({"scales.0", "scales.1"} if kind == "own" else set())
@@ -78,7 +77,7 @@ def test_no_false_alarm_at_any_size(
 ) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, width), nn.LayerNorm(width), nn.PReLU(), nn.Linear(width, 2))
-    capture = Capture(model, batch_dim=0, strict=True)
+    capture = Capture(model, ExactRows(batch_dim=0, strict=True))
     (per_example(model(torch.randn(examples, positions, 3))).mean() * scale).backward()
     capture.pop_rows(examples)
 
@@ -86,7 +85,7 @@ def test_no_false_alarm_at_any_size(
 def test_rows_that_cancel_before_batch_norm_pass() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     step(model, torch.randn(16, 3, 8, 8))
     capture.pop_rows(16)
 
@@ -101,7 +100,7 @@ def test_a_weight_used_outside_its_module_is_left_out_and_named(
     capture = Capture(model)
     for _ in range(5):
         step(model, x)
-        close(capture.pop_rows(BATCH).dense(), expected)
+        close(capture.pop_rows(BATCH), expected)
     assert list(capture.left_out) == ["embed.weight"]
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("gradherd", logging.WARNING)
@@ -114,20 +113,20 @@ def test_a_weight_used_outside_its_module_is_left_out_and_named(
 def test_sketches_leave_out_the_same() -> None:
     torch.manual_seed(0)
     model, x = TiedByFunction().double(), tokens_of_batch()
-    capture = SinkCapture(model, SketchRows(size=64), batch_size=BATCH)
+    capture = Capture(model, SketchRows(size=64), batch_size=BATCH)
     step(model, x)
-    first = capture.pop_sketch(BATCH)
+    first = capture.pop_rows(BATCH)
     with torch.no_grad():
         before = model.embed.weight.clone()
     step(model, x)
-    close(capture.pop_sketch(BATCH), first)
+    close(capture.pop_rows(BATCH), first)
     assert torch.equal(before, model.embed.weight)
     assert list(capture.left_out) == ["embed.weight"]
 
 
 def test_strict_raises() -> None:
     model = TiedByFunction()
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     step(model, tokens_of_batch())
     with pytest.raises(RuntimeError, match=r"embed.weight .*strict=True"):
         capture.pop_rows(BATCH)
@@ -155,7 +154,7 @@ def test_rows_of_a_rule_and_of_a_replay_are_added(scale: float) -> None:
     capture = Capture(model, batch_size=BATCH)
     for _ in range(3):
         step(model, x)
-        rows = capture.pop_rows(BATCH).dense()
+        rows = capture.pop_rows(BATCH)
     if not scale:
         close(rows, loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH))
     # With a third use that no module owns, they do not add up.
@@ -177,34 +176,34 @@ def test_gradients_of_inputs_alone_do_not_count() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x = values(BATCH, 3).requires_grad_()
     expected = loop_over_examples(model, lambda part: per_example(model(x[part])), BATCH)
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     loss = per_example(model(x)).mean()
     torch.autograd.grad(loss, x, retain_graph=True)
     assert not capture.waiting
     loss.backward()
     assert capture.waiting
-    close(capture.pop_rows(BATCH).dense(), expected)
+    close(capture.pop_rows(BATCH), expected)
 
 
 def test_a_user_s_hook_on_a_parameter_is_no_mismatch() -> None:
     model = nn.Linear(3, 2)
     model.weight.register_hook(lambda grad: grad * 0)
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     step(model, torch.randn(BATCH, 3))
-    assert capture.pop_rows(BATCH).dense()[:, :6].any()
+    assert capture.pop_rows(BATCH)[:, :6].any()
     assert not model.weight.grad.any()
 
 
 def test_a_gradient_that_is_not_finite_is_no_mismatch() -> None:
     model = nn.Linear(3, 2)
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     (per_example(model(torch.randn(BATCH, 3))).mean() * float("inf")).backward()
     capture.pop_rows(BATCH)
 
 
 def test_sparse_gradients_are_compared() -> None:
     model = nn.Embedding(7, 3, sparse=True)
-    capture = Capture(model, strict=True)
+    capture = Capture(model, ExactRows(strict=True))
     step(model, tokens_of_batch())
     capture.pop_rows(BATCH)
 
@@ -235,4 +234,4 @@ def test_what_other_ranks_leave_out_is_left_out_here() -> None:
     mask[1] = 1
     capture.leave_out(mask)
     assert capture.left_out == {"0.bias": "on another rank"}
-    assert not capture.pop_rows(BATCH).dense()[:, 6:8].any()
+    assert not capture.pop_rows(BATCH)[:, 6:8].any()

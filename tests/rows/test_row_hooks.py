@@ -4,23 +4,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.capture import Capture
 from gradherd.rows.row_check import FIRST_CHECKS
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from tests.rows.test_sink import small
 from tests.rows.zoo import BATCH
 
 SIZE = 96
 
 
-def unhooked() -> tuple[nn.Sequential, SinkCapture, Tensor]:
+def unhooked() -> tuple[nn.Sequential, Capture, Tensor]:
     """Return a model whose rows are no longer checked, and a batch."""
     model, x = small(), torch.randn(BATCH, 3, 6, requires_grad=True)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     for _ in range(FIRST_CHECKS):
         assert all(p._backward_hooks for p in model.parameters())
         model(x).square().mean().backward()
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
     assert not any(p._backward_hooks for p in model.parameters())
     return model, capture, x
 
@@ -42,7 +42,7 @@ def test_parameters_have_hooks_only_while_rows_are_checked() -> None:
     model, capture, x = unhooked()
     model.eval()  # seen with the next rows
     model(x).square().mean().backward()
-    capture.pop_sketch(BATCH)
+    capture.pop_rows(BATCH)
     assert all(p._backward_hooks for p in model.parameters())
 
 
@@ -54,16 +54,16 @@ def test_which_backwards_count_without_hooks() -> None:
 
     loss().backward()
     assert capture.waiting
-    once = capture.pop_sketch(BATCH)
+    once = capture.pop_rows(BATCH)
     assert not capture.waiting
     torch.autograd.grad(loss(), x)  # as a gradient penalty does
     loss().backward(inputs=[x])
     assert not capture.waiting
     loss().backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), once)
+    torch.testing.assert_close(capture.pop_rows(BATCH), once)
     loss().backward()
     loss().backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), 2 * once)
+    torch.testing.assert_close(capture.pop_rows(BATCH), 2 * once)
     # Handed to the caller, or of some tensors alone: then autograd leaves the sinks out.
     torch.autograd.grad(loss(), list(model.parameters()))
     loss().backward(inputs=list(model.parameters()))
@@ -71,14 +71,14 @@ def test_which_backwards_count_without_hooks() -> None:
     for frozen, p in enumerate(model.parameters()):  # Frozen later, one after another.
         loss().backward()
         assert capture.waiting
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
         p.requires_grad_(False)
         if frozen == 3:
             loss().backward()
             assert not capture.waiting
     model.requires_grad_(True)
     loss().backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), once)
+    torch.testing.assert_close(capture.pop_rows(BATCH), once)
     assert not capture.waiting
 
 
@@ -93,10 +93,10 @@ def test_parameters_that_are_left_out_keep_their_hooks() -> None:
             return F.linear(self.head(self.layer(x) * self.scale), self.tied.weight)
 
     model, x = Scaled(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
     for _ in range(FIRST_CHECKS + 1):
         model(x).square().mean().backward()
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
     assert list(capture.left_out) == ["scale", "tied.weight"]
     # No sink tells of a backward that reaches them alone.
     hooked = {name for name, p in model.named_parameters() if p._backward_hooks}

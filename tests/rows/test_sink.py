@@ -11,16 +11,10 @@ from torch import Tensor, nn
 
 from gradherd.rows import Capture, sink, sink_maps
 from gradherd.rows.settings import SketchRows, TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses
 
 SIZE = 96
-READ_WHERE_SHARED = {
-    "positions-flat", "positions-flat-square", "positions", "positions-square",
-    "time-major-square", "gpt2", "gpt2-square", "bert", "bert-square",
-}  # fmt: skip
-"""Models whose tables of positions exact rows leave out."""
 
 
 def is_close(rows: Tensor, expected: Tensor, error: float = 1e-8) -> bool:
@@ -28,7 +22,11 @@ def is_close(rows: Tensor, expected: Tensor, error: float = 1e-8) -> bool:
     return float((rows - expected).norm(dim=1).max() / expected.norm(dim=1).max()) < error
 
 
-def check(case: Case, rank: int, left_out: Iterable[str] = (), error: float = 1e-8) -> SinkCapture:
+def gram_of(rows: Tensor) -> Tensor:
+    return rows @ rows.T
+
+
+def check(case: Case, rank: int, left_out: Iterable[str] = (), error: float = 1e-8) -> Capture:
     """Compare the rows of a model with the map of the gradients of single examples."""
     torch.manual_seed(0)
     model = case.make().double()
@@ -42,9 +40,9 @@ def check(case: Case, rank: int, left_out: Iterable[str] = (), error: float = 1e
 
     expected = loop_over_examples(model, of_examples, BATCH)
     model.load_state_dict(state)
-    capture = SinkCapture(model, TwoSidedRows(rank=rank, size=SIZE), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(rank=rank, size=SIZE), batch_size=BATCH)
     losses(case, model, x).mean().backward()
-    rows = capture.pop_sketch(BATCH)
+    rows = capture.pop_rows(BATCH)
     capture.remove_hooks()
     assert set(capture.left_out) == set(left_out)
     assert is_close(rows, mapped(capture, expected), error)
@@ -54,7 +52,7 @@ def check(case: Case, rank: int, left_out: Iterable[str] = (), error: float = 1e
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ZOO)
 def test_rows_are_the_map_of_single_gradients(name: str) -> None:
-    check(ZOO[name], 4, () if name in READ_WHERE_SHARED else ZOO[name].left_out)
+    check(ZOO[name], 4, ZOO[name].left_out)
 
 
 @pytest.mark.filterwarnings("ignore")  # not ours: of transformers and what it imports
@@ -64,7 +62,7 @@ def test_rows_of_transformers_are_the_map_of_single_gradients(name: str) -> None
     case = TRANSFORMERS[name]
     # T5 normalises in float32, whatever the precision of the model.
     error = 1e-6 if name.startswith("t5") else 1e-8
-    check(case, 4, () if name in READ_WHERE_SHARED else case.left_out, error)
+    check(case, 4, case.left_out, error)
 
 
 def test_rows_are_the_product_of_gradients_and_a_matrix() -> None:
@@ -79,9 +77,9 @@ def test_rows_are_the_product_of_gradients_and_a_matrix() -> None:
         return F.cross_entropy(model(x[part]), y[part], reduction="none")
 
     expected = loop_over_examples(model, of_examples, BATCH)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
     of_examples(slice(None)).mean().backward()
-    assert is_close(capture.pop_sketch(BATCH), expected @ capture.matrix())
+    assert is_close(capture.pop_rows(BATCH), expected @ capture.matrix())
 
 
 def layers() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -153,7 +151,7 @@ def test_layers(name: str, rank: int) -> None:
     x = x.double() if x.is_floating_point() else x
     # In evaluation mode, batch norm keeps examples apart.
     capture = check(Case(lambda: layer, lambda: x, eval=name.startswith("batch norm")), rank)
-    assert capture._capture is None, "it is run again"
+    assert not capture._whole, "it is run again"
 
 
 def test_examples_of_a_batch_norm_in_training_are_those_of_exact_rows() -> None:
@@ -165,11 +163,11 @@ def test_examples_of_a_batch_norm_in_training_are_those_of_exact_rows() -> None:
     x = torch.randn(BATCH, 2, 5, 5).double()
     exact = Capture(model)
     model(x).sin().sum(1).mean().backward()
-    expected = exact.pop_rows(BATCH).dense()
+    expected = exact.pop_rows(BATCH)
     exact.remove_hooks()
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     model(x).sin().sum(1).mean().backward()
-    assert is_close(capture.pop_sketch(BATCH), mapped(capture, expected))
+    assert is_close(capture.pop_rows(BATCH), mapped(capture, expected))
 
 
 @pytest.mark.parametrize("shape", [(300, 100), (100, 300), (90, 50)])
@@ -180,9 +178,9 @@ def test_layers_with_one_position(shape: tuple[int, int], size: int) -> None:
     model = nn.Sequential(nn.Linear(columns, rows), nn.Tanh(), nn.Linear(rows, 5)).double()
     x = torch.randn(BATCH, columns).double()
     expected = loop_over_examples(model, lambda part: model(x[part]).square().sum(1), BATCH)
-    capture = SinkCapture(model, SketchRows(size=size, strict=True))
+    capture = Capture(model, SketchRows(size=size, strict=True))
     model(x).square().sum(1).mean().backward()
-    assert is_close(capture.pop_sketch(BATCH), mapped(capture, expected))
+    assert is_close(capture.pop_rows(BATCH), mapped(capture, expected))
     # Whether it is sketched as an outer product, or whole because it is short.
     outer = isinstance(capture._uses[0][0].layer.single, sink_maps.OuterMap)
     assert outer == (rows * columns > max(size, sink_maps.MOST_BUCKETS))
@@ -244,10 +242,10 @@ def test_attention(make: Callable[[], nn.Module]) -> None:
     expected = loop_over_examples(
         model, lambda part: model(x.narrow(dim, part.start, 1)).sin().sum(), BATCH
     )
-    capture = SinkCapture(model, TwoSidedRows(rank=4, size=SIZE, batch_dim=dim, strict=True))
+    capture = Capture(model, TwoSidedRows(rank=4, size=SIZE, batch_dim=dim, strict=True))
     (model(x).sin().sum() / BATCH).backward()
-    assert capture._capture is None, "it is run again"
-    assert is_close(capture.pop_sketch(BATCH), mapped(capture, expected))
+    assert not capture._whole, "it is run again"
+    assert is_close(capture.pop_rows(BATCH), mapped(capture, expected))
 
 
 def masks() -> dict[str, dict[str, Tensor]]:
@@ -296,7 +294,7 @@ def test_outputs_of_attention_are_those_of_torch(
         return results
 
     expected = run()
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     for found, own in zip(run(), expected, strict=True):
         if own is None:
             assert found is None
@@ -311,7 +309,7 @@ def test_causal_attention_to_itself_is_that_of_torch(batch_first: bool) -> None:
     model = nn.MultiheadAttention(8, 2, bias=False, batch_first=batch_first)
     x, mask = torch.randn(5, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
     expected = model(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
-    SinkCapture(model, TwoSidedRows())
+    Capture(model, TwoSidedRows())
     found = model(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
     torch.testing.assert_close(found, expected)
 
@@ -327,7 +325,7 @@ def test_attention_of_other_kinds_is_left_as_it_is(options: dict, frozen: bool) 
                 getattr(model, name).requires_grad_(False)
     x = torch.randn(BATCH, 3, 8)
     expected = model(x, x, x)[0]
-    SinkCapture(model, TwoSidedRows())
+    Capture(model, TwoSidedRows())
     torch.testing.assert_close(model(x, x, x)[0], expected)
 
 
@@ -342,22 +340,22 @@ def test_attention_without_a_batch_is_that_of_torch_and_left_out() -> None:
 
     model, x = Alone(), torch.randn(BATCH, 3, 6)
     expected = model(x)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
     out = model(x)
     torch.testing.assert_close(out, expected)
     out.square().mean().backward()
-    capture.pop_sketch(BATCH)
+    capture.pop_rows(BATCH)
     assert {name.split(".")[0] for name in capture.left_out} == {"layer"}
 
 
 def test_attention_that_fails_raises_and_works_again() -> None:
     model = nn.MultiheadAttention(8, 2)
-    capture = SinkCapture(model, TwoSidedRows(batch_dim=1, strict=True))
+    capture = Capture(model, TwoSidedRows(batch_dim=1, strict=True))
     x = torch.randn(5, BATCH, 8)
     with pytest.raises((RuntimeError, AssertionError)):
         model(x, torch.randn(5, BATCH, 7), torch.randn(5, BATCH, 7))
     model(x, x, x)[0].square().mean().backward()
-    assert capture.pop_sketch(BATCH).isfinite().all()
+    assert capture.pop_rows(BATCH).isfinite().all()
 
 
 # Parameters that a module uses itself.
@@ -406,13 +404,13 @@ def test_a_token_of_which_examples_get_no_copies_is_left_out(use: str) -> None:
 def check_sizes(model: nn.Module, sizes: Iterable[int], batch_size: int | None) -> None:
     """Compare the rows of batches of some sizes with the map of the gradients of examples."""
     plain = copy.deepcopy(model)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE), batch_size=batch_size)
+    capture = Capture(model, TwoSidedRows(size=SIZE), batch_size=batch_size)
     for examples in sizes:
         x = torch.randn(examples, 3, 6).double()
         singles = (plain(one[None]).square().sum() for one in x)
         expected = torch.stack([gradient(plain, loss) for loss in singles])
         model(x).square().sum((1, 2)).mean().backward()
-        rows = capture.pop_sketch(examples)
+        rows = capture.pop_rows(examples)
         assert capture.left_out == {}
         assert rows.shape == (examples, SIZE)
         assert is_close(rows, mapped(capture, expected))
@@ -467,10 +465,10 @@ def test_copies_of_a_token_for_positions_are_not_taken_for_those_of_examples() -
 def test_a_batch_of_another_length_runs_whatever_the_first_one_was_like() -> None:
     torch.manual_seed(0)
     model = TimeMajor()
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
     for positions in (BATCH, 7):
         model(torch.randn(BATCH, positions, 6)).square().mean().backward()
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
 
 
 class RelativePositions(nn.Module):
@@ -492,7 +490,7 @@ def test_one_pair_of_positions_is_not_taken_for_a_table_of_positions() -> None:
     torch.manual_seed(0)
     model, x = RelativePositions(), torch.randn(BATCH, 1, 6)
     expected = model(x)
-    SinkCapture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
+    Capture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
     model(torch.randn(BATCH, 3, 6))
     torch.testing.assert_close(model(x), expected)
 
@@ -515,11 +513,11 @@ def test_inner_products_are_preserved() -> None:
     x = torch.randn(4, 3, 12, 12)[classes] + torch.randn(24, 3, 12, 12)
     exact = Capture(model)
     F.cross_entropy(model(x), classes).backward()
-    gram = exact.pop_rows(24).gram()
+    gram = gram_of(exact.pop_rows(24))
     exact.remove_hooks()
-    capture = SinkCapture(model, TwoSidedRows(size=4096))
+    capture = Capture(model, TwoSidedRows(size=4096))
     F.cross_entropy(model(x), classes).backward()
-    rows = capture.pop_sketch(24)
+    rows = capture.pop_rows(24)
     assert correlation(rows @ rows.T, gram) > 0.97
     assert 0.9 < float((rows @ rows.T).trace() / gram.trace()) < 1.1
 
@@ -528,11 +526,11 @@ def test_small_models_are_exact() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
     exact = Capture(model)
     model(x).square().mean().backward()
-    gram = exact.pop_rows(BATCH).gram()
+    gram = gram_of(exact.pop_rows(BATCH))
     exact.remove_hooks()
-    capture = SinkCapture(model, TwoSidedRows(size=4096))  # as many as columns, or more
+    capture = Capture(model, TwoSidedRows(size=4096))  # as many as columns, or more
     model(x).square().mean().backward()
-    rows = capture.pop_sketch(BATCH)
+    rows = capture.pop_rows(BATCH)
     torch.testing.assert_close(rows @ rows.T, gram)
 
 
@@ -554,13 +552,13 @@ def test_inner_products_are_right_on_average(kind: str, monkeypatch: pytest.Monk
         model, x = alike_layers(), torch.randn(BATCH, 3, 12)
     exact = Capture(model)
     model(x).square().mean().backward()
-    gram = exact.pop_rows(BATCH).gram()
+    gram = gram_of(exact.pop_rows(BATCH))
     exact.remove_hooks()
     grams = []
     for seed in range(200):
-        capture = SinkCapture(model, TwoSidedRows(rank=3, size=128, seed=seed))
+        capture = Capture(model, TwoSidedRows(rank=3, size=128, seed=seed))
         model(x).square().mean().backward()
-        rows = capture.pop_sketch(BATCH)
+        rows = capture.pop_rows(BATCH)
         capture.remove_hooks()
         grams.append(rows @ rows.T)
     found = torch.stack(grams)
@@ -574,9 +572,9 @@ def test_equal_seeds_give_equal_rows() -> None:
     state = torch.get_rng_state()
     found = []
     for seed in (0, 0, 1):
-        capture = SinkCapture(model, SketchRows(size=32, seed=seed))
+        capture = Capture(model, SketchRows(size=32, seed=seed))
         model(x).square().mean().backward()
-        found.append(capture.pop_sketch(BATCH))
+        found.append(capture.pop_rows(BATCH))
         capture.remove_hooks()
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2])
@@ -587,20 +585,20 @@ def test_equal_seeds_give_equal_rows() -> None:
 def test_reduction_and_loss_scale(settings: SketchRows | TwoSidedRows) -> None:
     torch.manual_seed(0)
     model, x = small().double(), torch.randn(BATCH, 6).double()
-    capture = SinkCapture(model, settings)
+    capture = Capture(model, settings)
     model(x).square().sum().backward()
-    summed = capture.pop_sketch(BATCH, reduction="sum")
+    summed = capture.pop_rows(BATCH, reduction="sum")
     assert summed.shape == (BATCH, 33)
     model(x).square().sum(1).mean().backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), summed)
+    torch.testing.assert_close(capture.pop_rows(BATCH), summed)
     (model(x).square().sum(1).mean() * 8).backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH, loss_scale=8.0), summed)
+    torch.testing.assert_close(capture.pop_rows(BATCH, loss_scale=8.0), summed)
     with pytest.raises(ValueError, match="'mean' or 'sum', got 'max'"):
-        capture.pop_sketch(BATCH, reduction="max")  # type: ignore[arg-type]
+        capture.pop_rows(BATCH, reduction="max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        capture.pop_sketch(0)
+        capture.pop_rows(0)
     with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
-        capture.pop_sketch(BATCH, loss_scale=0.0)
+        capture.pop_rows(BATCH, loss_scale=0.0)
 
 
 @pytest.mark.parametrize(("parameters", "size"), [(10, 1024), (25_000_000, 16384), (1e9, 65536)])
@@ -612,7 +610,7 @@ def test_longer_rows_for_larger_models(parameters: float, size: int) -> None:
 
 def columns_of(model: nn.Module, settings: SketchRows | TwoSidedRows) -> int:
     """Return the columns that the first weight of a model is projected to."""
-    columns: int = SinkCapture(model, settings)._uses[0][0].layer.matrix.columns
+    columns: int = Capture(model, settings)._uses[0][0].layer.matrix.columns
     return columns
 
 
@@ -633,10 +631,10 @@ def test_columns_do_not_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> N
     def rows() -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
-        capture = SinkCapture(model, TwoSidedRows(rank=2, size=64))
+        capture = Capture(model, TwoSidedRows(rank=2, size=64))
         for _ in range(8):  # past the batches that are checked
             model(torch.randn(3, 4, 6)).square().sum().backward()
-            found = capture.pop_sketch(3)
+            found = capture.pop_rows(3)
         return found
 
     expected = rows()
@@ -658,11 +656,11 @@ def test_a_model_that_cannot_run_without_gradients() -> None:
 
     torch.manual_seed(0)
     model, x = Watched().double(), torch.randn(5, 3, dtype=torch.float64)
-    capture = SinkCapture(model, SketchRows(size=64))
+    capture = Capture(model, SketchRows(size=64))
     model(x).square().sum(1).mean().backward()
-    rows = capture.pop_sketch(5)
+    rows = capture.pop_rows(5)
     capture.remove_hooks()
     exact = Capture(model)
     model(x).square().sum(1).mean().backward()
-    gram = exact.pop_rows(5).gram()
+    gram = gram_of(exact.pop_rows(5))
     torch.testing.assert_close(rows @ rows.T, gram)  # nothing is lost in rows that are long enough

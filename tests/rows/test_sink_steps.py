@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradherd.rows.capture import Capture
 from gradherd.rows.row_check import FIRST_CHECKS
 from gradherd.rows.settings import SketchRows, TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.test_sink import SIZE, Shared, check, check_sizes, is_close, small
 from tests.rows.zoo import BATCH, Case
@@ -19,73 +19,73 @@ from tests.rows.zoo import BATCH, Case
 
 def test_several_uses_and_backwards_add_up() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     (model(x).square().mean() + model(2 * x).square().mean()).backward()
-    together = capture.pop_sketch(BATCH)
+    together = capture.pop_rows(BATCH)
     model(x).square().mean().backward()
     model(2 * x).square().mean().backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), together)
+    torch.testing.assert_close(capture.pop_rows(BATCH), together)
     model(x).square().mean().backward()
-    alone = capture.pop_sketch(BATCH)
+    alone = capture.pop_rows(BATCH)
     assert not torch.allclose(alone, together)
 
 
 def test_gradients_of_inputs_alone_do_not_count() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6, requires_grad=True)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     model(x).square().mean().backward()
-    expected = capture.pop_sketch(BATCH)
+    expected = capture.pop_rows(BATCH)
     torch.autograd.grad(model(x).square().mean(), x)
     assert not capture.waiting
     model(x).square().mean().backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), expected)
+    torch.testing.assert_close(capture.pop_rows(BATCH), expected)
 
 
 def test_gradients_handed_to_the_caller_have_no_rows_and_are_refused() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
     torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
     with pytest.raises(RuntimeError, match="4 of 4 parameters"):
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
 
 
 def test_a_second_backward_through_one_graph_counts_as_well() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     model(x).square().mean().backward()
-    once = capture.pop_sketch(BATCH)
+    once = capture.pop_rows(BATCH)
     loss = model(x).square().mean()
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
-    torch.testing.assert_close(capture.pop_sketch(BATCH), 2 * once)
+    torch.testing.assert_close(capture.pop_rows(BATCH), 2 * once)
     loss.backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), once)
+    torch.testing.assert_close(capture.pop_rows(BATCH), once)
 
 
 @pytest.mark.parametrize("batches", [0, FIRST_CHECKS])
 def test_a_gradient_penalty_is_refused(batches: int) -> None:
     """Also after the first batches, whose rows are checked in any case."""
     model, x = small(), torch.randn(BATCH, 3, 6, requires_grad=True)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
     for _ in range(batches):
         model(x).sin().mean().backward()
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
     loss = model(x).sin().mean()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     (loss + grad.square().sum()).backward()
     with pytest.raises(RuntimeError, match="order whole batches"):
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_backward_that_can_be_differentiated_has_the_same_rows() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     model(x).square().mean().backward()
-    expected = capture.pop_sketch(BATCH)
+    expected = capture.pop_rows(BATCH)
     model.zero_grad()
     model(x).square().mean().backward(create_graph=True)
-    rows = capture.pop_sketch(BATCH)
+    rows = capture.pop_rows(BATCH)
     torch.testing.assert_close(rows, expected)
     assert not rows.requires_grad
     model.zero_grad()  # of p.grad, which holds its graph
@@ -93,7 +93,7 @@ def test_a_backward_that_can_be_differentiated_has_the_same_rows() -> None:
 
 def test_inputs_overwritten_before_the_backward_are_refused_by_autograd() -> None:
     model, x = nn.Sequential(nn.Embedding(9, 4)), torch.randint(9, (BATCH, 3))
-    SinkCapture(model, TwoSidedRows())
+    Capture(model, TwoSidedRows())
     out = model(x)
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -121,16 +121,16 @@ def test_inputs_that_no_backward_needs_may_be_overwritten() -> None:
 
 def test_offloaded_activations_have_the_same_rows() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     model(x).square().mean().backward()
-    expected = capture.pop_sketch(BATCH)
+    expected = capture.pop_rows(BATCH)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: packed.append(tensor) or tensor.clone(), lambda tensor: tensor
     ):
         loss = model(x).square().mean()
     loss.backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), expected)
+    torch.testing.assert_close(capture.pop_rows(BATCH), expected)
     assert packed, "nothing was offloaded"
 
 
@@ -183,11 +183,11 @@ def test_activation_checkpointing_changes_nothing(kind: str, way: str) -> None:
     for each in ("plain", way):
         torch.manual_seed(0)
         model = Checkpointed(blocks()[kind], each)
-        capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+        capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
         rows = []
         for _ in range(FIRST_CHECKS + 1):  # also without checks
             model(x).square().mean().backward()
-            rows.append(capture.pop_sketch(BATCH))
+            rows.append(capture.pop_rows(BATCH))
         found.append(torch.stack(rows))
     torch.testing.assert_close(found[1], found[0])
     assert (found[0].norm(dim=2) > 0).all()
@@ -214,25 +214,25 @@ def test_activations_inside_a_checkpoint_are_not_held(way: str) -> None:
     watched = Watched()
     model = Checkpointed(nn.Sequential(nn.Linear(6, 7), watched, nn.Linear(7, 6)), way)
     x = torch.randn(BATCH, 3, 6, requires_grad=True)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True), batch_size=BATCH)
     for _ in range(FIRST_CHECKS + 1):
         loss = model(x).square().mean()
         assert watched.alive() == 0
         loss.backward()
         assert watched.alive() == 0
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
 
 
 def test_activations_are_let_go_in_the_backward() -> None:
     watched = Watched()
     model = nn.Sequential(nn.Linear(6, 7), watched, nn.Linear(7, 6))
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True), batch_size=BATCH)
     for _ in range(FIRST_CHECKS + 1):
         loss = model(torch.randn(BATCH, 3, 6)).square().mean()  # keeps the graph
         assert watched.alive() == 1
         loss.backward()
         assert watched.alive() == 0
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
 
 
 # Batches.
@@ -241,32 +241,32 @@ def test_activations_are_let_go_in_the_backward() -> None:
 @pytest.mark.parametrize("examples", [2, 7])
 def test_a_batch_of_another_size_is_refused(examples: int) -> None:
     model = small()
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     model(torch.randn(BATCH, 3, 6)).square().mean().backward()
     with pytest.raises(RuntimeError, match=f"given {BATCH} examples, but the batch has {examples}"):
-        capture.pop_sketch(examples)
+        capture.pop_rows(examples)
     assert not capture.waiting
 
 
 def test_a_larger_forward_of_which_nothing_is_learned_does_no_harm() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
     model(x).square().mean().backward()
-    expected = capture.pop_sketch(BATCH)
+    expected = capture.pop_rows(BATCH)
     loss = model(x).square().mean()
     with torch.no_grad():
         model(torch.cat([x, x]))
     loss.backward()
-    torch.testing.assert_close(capture.pop_sketch(BATCH), expected)
+    torch.testing.assert_close(capture.pop_rows(BATCH), expected)
 
 
 def test_a_larger_forward_in_the_same_step_is_refused_when_rows_are_taken() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(size=SIZE), batch_size=BATCH)
     loss = model(x).square().mean() + model(torch.cat([x, x])).square().mean()
     loss.backward()  # training goes on
     with pytest.raises(RuntimeError, match=f"given {2 * BATCH} examples, .* has {BATCH}"):
-        capture.pop_sketch(BATCH)
+        capture.pop_rows(BATCH)
 
 
 def test_short_and_long_batches() -> None:
@@ -277,10 +277,10 @@ def test_short_and_long_batches() -> None:
 
 def test_parts_of_the_model_are_refused_where_the_batch_is_unknown() -> None:
     model, x = small(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     model[2](model[0](x)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="call the model itself"):
-        capture.pop_sketch(BATCH)
+    with pytest.raises(ValueError, match="the loop calls parts of the attached model"):
+        capture.pop_rows(BATCH)
 
 
 class CalledByParts(nn.Module):
@@ -303,10 +303,10 @@ def test_parts_of_the_model_have_rows_where_the_batch_dimension_is_given() -> No
         return model.encode(x[part]).square().sum((1, 2))
 
     expected = loop_over_examples(model, of_examples, BATCH)
-    capture = SinkCapture(model, SketchRows(size=SIZE, batch_dim=0), batch_size=BATCH)
+    capture = Capture(model, SketchRows(size=SIZE, batch_dim=0), batch_size=BATCH)
     for _ in range(FIRST_CHECKS + 1):
         of_examples(slice(None)).mean().backward()
-        rows = capture.pop_sketch(BATCH)
+        rows = capture.pop_rows(BATCH)
         # Indices may be examples or positions: left out.
         assert list(capture.left_out) == ["positions.weight"]
         assert is_close(rows, mapped(capture, expected))
@@ -323,11 +323,11 @@ def test_unused_layers_are_zero() -> None:
             return out
 
     model, x = Either(), torch.randn(BATCH, 3, 6)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     rows = []
     for both in (False, True, False):
         model(x, both).square().mean().backward()
-        rows.append(capture.pop_sketch(BATCH))
+        rows.append(capture.pop_rows(BATCH))
     torch.testing.assert_close(rows[0], rows[2], rtol=0, atol=0)
     assert not torch.allclose(rows[0], rows[1])
 
@@ -337,13 +337,13 @@ def test_parameters_frozen_later_have_no_rows() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5), nn.LayerNorm(5))
     model, x = model.double(), torch.randn(BATCH, 3, 6).double()
     expected = loop_over_examples(model, lambda part: model(x[part]).sin().sum((1, 2)), BATCH)
-    capture = SinkCapture(model, TwoSidedRows(size=SIZE, strict=True))
+    capture = Capture(model, TwoSidedRows(size=SIZE, strict=True))
     frozen = {"0.weight", "1.weight", "2.bias", "3.bias"}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     for _ in range(FIRST_CHECKS + 1):  # also when nothing is checked
         model(x).sin().sum((1, 2)).mean().backward()
-        rows = capture.pop_sketch(BATCH)
+        rows = capture.pop_rows(BATCH)
         views = capture.spec.views(expected)
         for name in frozen:
             views[name].zero_()

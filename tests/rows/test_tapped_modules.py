@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradherd.rows.capture import Capture
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from tests.rows.zoo import BATCH, ResNet, ViT
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -47,11 +47,11 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
 def test_training_is_what_it_was(kind: str) -> None:
     def train(tapped: bool) -> tuple[list[Tensor | None], list[Tensor], Tensor]:
         model, x = make(kind)
-        capture = SinkCapture(model, TwoSidedRows()) if tapped else None
+        capture = Capture(model, TwoSidedRows()) if tapped else None
         for _ in range(3):
             step(model, x)
             if capture:
-                capture.pop_sketch(BATCH)
+                capture.pop_rows(BATCH)
         return gradients(model), list(model.buffers()), torch.get_rng_state()
 
     plain, tapped = train(False), train(True)
@@ -66,7 +66,7 @@ def test_evaluation_and_inference_mode_work() -> None:
     model, x = make("vit")
     model.eval()
     expected = model(x)
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
     with torch.inference_mode():
@@ -85,9 +85,9 @@ def test_nothing_is_left_behind(kind: str) -> None:
     before = snapshot(model)
     step(model, x)
     expected = [None if grad is None else grad.clone() for grad in gradients(model)]
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     step(model, x)
-    capture.pop_sketch(BATCH)
+    capture.pop_rows(BATCH)
     assert snapshot(model) != before, "nothing was tapped"
     capture.remove_hooks()
     assert snapshot(model) == before
@@ -106,9 +106,9 @@ def test_a_model_can_be_tapped_again() -> None:
     model, x = make("vit")
     found = []
     for _ in range(2):
-        capture = SinkCapture(model, TwoSidedRows())
+        capture = Capture(model, TwoSidedRows())
         step(model, x)
-        found.append(capture.pop_sketch(BATCH))
+        found.append(capture.pop_rows(BATCH))
         capture.remove_hooks()
     assert torch.equal(*found)
 
@@ -116,7 +116,7 @@ def test_a_model_can_be_tapped_again() -> None:
 def test_tapped_modules_look_like_what_they_are() -> None:
     model, _ = make("vit")
     shown, names = repr(model), list(model.state_dict())
-    SinkCapture(model, TwoSidedRows())
+    Capture(model, TwoSidedRows())
     assert repr(model) == shown
     assert list(model.state_dict()) == names
     assert isinstance(model.head, nn.Linear)
@@ -150,9 +150,9 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_copies_are_plain_modules(kind: str, way: str) -> None:
     model, x = make(kind)
     types = [type(one) for one in model.modules()]
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     step(model, x)
-    rows = capture.pop_sketch(BATCH)
+    rows = capture.pop_rows(BATCH)
     other = COPIES[way](model)
     assert [type(one) for one in other.modules()] == types
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -164,8 +164,8 @@ def test_copies_are_plain_modules(kind: str, way: str) -> None:
     for mine, theirs in zip(gradients(model), gradients(other), strict=True):
         torch.testing.assert_close(theirs, mine)
     step(model, x)
-    torch.testing.assert_close(capture.pop_sketch(BATCH), rows)
-    SinkCapture(other, TwoSidedRows())  # may be tapped as well
+    torch.testing.assert_close(capture.pop_rows(BATCH), rows)
+    Capture(other, TwoSidedRows())  # may be tapped as well
 
 
 class Locked(nn.Module):
@@ -193,7 +193,7 @@ class Locked(nn.Module):
 def test_copies_are_made_as_the_model_says(way: str) -> None:
     model, x = Locked(), torch.randn(BATCH, 6)
     assert COPIES[way](model).lock is not model.lock
-    SinkCapture(model, TwoSidedRows())
+    Capture(model, TwoSidedRows())
     other = COPIES[way](model)
     assert type(other) is Locked
     torch.testing.assert_close(other(x), model(x))
@@ -216,11 +216,11 @@ def test_arguments_besides_the_input_reach_the_layer() -> None:
     torch.manual_seed(0)
     model, x = Upsampling(), torch.randn(BATCH, 3, 5)
     expected = model(x)
-    capture = SinkCapture(model, TwoSidedRows(strict=True))
+    capture = Capture(model, TwoSidedRows(strict=True))
     out = model(x)
     torch.testing.assert_close(out, expected)
     out.square().mean().backward()
-    capture.pop_sketch(BATCH)
+    capture.pop_rows(BATCH)
 
 
 def test_inputs_may_come_by_name() -> None:
@@ -234,9 +234,9 @@ def test_inputs_may_come_by_name() -> None:
             return out
 
     model, x = Names(), torch.randn(BATCH, 6)
-    capture = SinkCapture(model, TwoSidedRows(strict=True))
+    capture = Capture(model, TwoSidedRows(strict=True))
     step(model, x)
-    assert capture.pop_sketch(BATCH).any()
+    assert capture.pop_rows(BATCH).any()
 
 
 def test_hooks_of_the_user_see_and_change_what_they_did() -> None:
@@ -248,19 +248,19 @@ def test_hooks_of_the_user_see_and_change_what_they_did() -> None:
     step(model, x)
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    capture = SinkCapture(model, TwoSidedRows(strict=True))
+    capture = Capture(model, TwoSidedRows(strict=True))
     step(model, x)
-    capture.pop_sketch(BATCH)
+    capture.pop_rows(BATCH)
     torch.testing.assert_close(gradients(model), expected)
     torch.testing.assert_close(*seen)
 
 
 def test_a_layer_replaced_by_the_user_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 40))
-    capture = SinkCapture(model, TwoSidedRows())
+    capture = Capture(model, TwoSidedRows())
     model[0] = nn.Linear(6, 8)
     step(model, torch.randn(BATCH, 6))
-    rows = capture.pop_sketch(BATCH)  # of what is left
+    rows = capture.pop_rows(BATCH)  # of what is left
     assert rows.any()
     capture.remove_hooks()
     assert type(model[2]) is nn.Linear
@@ -270,9 +270,9 @@ def test_a_layer_replaced_by_the_user_is_noticed() -> None:
 def test_what_was_attached_is_freed_with_its_tensors(restored: bool) -> None:
     def attach() -> weakref.ref[Any]:
         model = nn.Sequential(nn.Linear(6, 5), nn.PReLU(5))
-        capture = SinkCapture(model, TwoSidedRows(), batch_size=4)
+        capture = Capture(model, TwoSidedRows(), batch_size=4)
         model(torch.randn(4, 6)).sum().backward()
-        capture.pop_sketch(4)
+        capture.pop_rows(4)
         if restored:
             capture.remove_hooks()
         return weakref.ref(capture)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradherd.rows.capture import Capture
 from gradherd.rows.row_check import FIRST_CHECKS
 from gradherd.rows.settings import TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 
 pytestmark = [  # not ours: torch's compiler warns of what it does itself
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -185,7 +185,7 @@ class Ran:
             net.compile(**options)
         if way == "blocks":
             net.block.compile(**options)
-        self.capture = SinkCapture(called, TwoSidedRows(rank=4, size=2048), batch_size=BATCH)
+        self.capture = Capture(called, TwoSidedRows(rank=4, size=2048), batch_size=BATCH)
         if way == "compiled after":
             called = torch.compile(net, **options)
         self.rows: list[Tensor] = []
@@ -193,7 +193,7 @@ class Ran:
         for _ in range(EPOCHS):
             for examples in sizes:
                 step(called, x[:examples])
-                self.rows.append(self.capture.pop_sketch(examples))
+                self.rows.append(self.capture.pop_rows(examples))
                 if not accumulate:
                     net.zero_grad()
             self.graphs.append(counters()["stats"]["unique_graphs"])
@@ -314,11 +314,11 @@ def test_a_compiled_model_leaves_out_what_the_model_itself_does() -> None:
 
 def test_a_compiled_model_refuses_a_batch_of_another_size() -> None:
     model = nn.Linear(6, 5)
-    capture = SinkCapture(model, TwoSidedRows(), batch_size=BATCH)
+    capture = Capture(model, TwoSidedRows(), batch_size=BATCH)
     compiled = torch.compile(model, **OPTIONS)
     compiled(torch.randn(BATCH, 6)).square().mean().backward()
     with pytest.raises(RuntimeError, match=f"given {BATCH} examples, but the batch has {SHORT}"):
-        capture.pop_sketch(SHORT)
+        capture.pop_rows(SHORT)
 
 
 class Named(nn.Module):
@@ -342,10 +342,10 @@ def test_a_compiled_model_may_be_given_a_dict() -> None:
 
 def test_models_that_are_not_compiled_do_not_load_the_compiler() -> None:
     code = (
-        "import sys, torch; from gradherd.rows.sink_capture import SinkCapture;"
+        "import sys, torch; from gradherd.rows.capture import Capture;"
         "from gradherd.rows.settings import SketchRows;"
-        "model = torch.nn.Linear(6, 5); capture = SinkCapture(model, SketchRows());"
-        "model(torch.randn(4, 6)).sum().backward(); capture.pop_sketch(4);"
+        "model = torch.nn.Linear(6, 5); capture = Capture(model, SketchRows());"
+        "model(torch.randn(4, 6)).sum().backward(); capture.pop_rows(4);"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -291,13 +291,11 @@ ZOO: dict[str, Case] = {
     "dataclass": Case(lambda: Wrapped(ReturnsDataclass(), 6), floats(BATCH, 3)),
     "dataclass-of-the-model": Case(ReturnsDataclass, floats(BATCH, 3)),
     "tied-by-function": Case(TiedByFunction, ids(BATCH, 5), ("embed.weight",)),
-    "positions-flat": Case(lambda: Positions(-1), ids(BATCH, 5), ("table.weight",)),
-    "positions-flat-square": Case(lambda: Positions(-1), ids(BATCH, BATCH), ("table.weight",)),
-    "positions": Case(lambda: Positions(1, -1), ids(BATCH, 5), ("table.weight",)),
-    "positions-square": Case(lambda: Positions(1, -1), ids(BATCH, BATCH), ("table.weight",)),
-    "time-major-square": Case(
-        lambda: Positions(1, -1, time_major=True), ids(BATCH, BATCH), ("table.weight",)
-    ),
+    "positions-flat": Case(lambda: Positions(-1), ids(BATCH, 5)),
+    "positions-flat-square": Case(lambda: Positions(-1), ids(BATCH, BATCH)),
+    "positions": Case(lambda: Positions(1, -1), ids(BATCH, 5)),
+    "positions-square": Case(lambda: Positions(1, -1), ids(BATCH, BATCH)),
+    "time-major-square": Case(lambda: Positions(1, -1, time_major=True), ids(BATCH, BATCH)),
     "user-hook": Case(HookedOutput, floats(BATCH, 3)),
     "last-state": Case(LastState, floats(BATCH, 5, 3)),
     "last-state-evaluated": Case(LastState, floats(BATCH, 5, 3), eval=True),
@@ -313,12 +311,11 @@ _T5_BIASES = tuple(
     f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     for part in ("encoder", "decoder")
 )
-_BERT_POSITIONS = ("bert.embeddings.position_embeddings.weight",)
 TRANSFORMERS: dict[str, Case] = {
-    "gpt2": Case(gpt2, ids(BATCH, 6), ("transformer.wpe.weight",), language_model_loss),
-    "gpt2-square": Case(gpt2, ids(BATCH, 4), ("transformer.wpe.weight",), language_model_loss),
-    "bert": Case(bert, ids(BATCH, 6), _BERT_POSITIONS, bert_loss),
-    "bert-square": Case(bert, ids(BATCH, 4), _BERT_POSITIONS, bert_loss),
+    "gpt2": Case(gpt2, ids(BATCH, 6), (), language_model_loss),
+    "gpt2-square": Case(gpt2, ids(BATCH, 4), (), language_model_loss),
+    "bert": Case(bert, ids(BATCH, 6), (), bert_loss),
+    "bert-square": Case(bert, ids(BATCH, 4), (), bert_loss),
     "t5": Case(t5, ids(BATCH, 6), _T5_BIASES, t5_loss),
     "t5-square": Case(t5, ids(BATCH, 4), _T5_BIASES, t5_loss),
     "llama": Case(llama, ids(BATCH, 6), (), language_model_loss),

@@ -14,7 +14,7 @@ from gradherd.hooks.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.torch_names import uncompiled
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.parameter_owners import describe, refuse_compiled
+from gradherd.rows.layer_plan import describe
 from gradherd.rows.settings import (
     BatchRows,
     ExactRows,
@@ -62,8 +62,6 @@ def plan_rows(
     else:
         free = isinstance(bare, DDP) and hook_is_free(bare)
     settings, why = _choose(bare, order, rows, free and not sparsifies)
-    if isinstance(settings, ExactRows) and order.unit < order.batch_size:
-        refuse_compiled(model)
     needed = isinstance(settings, BatchRows) and order.ordering.policy.needs_rows
     if worlds is not None and needed and sparsifies:
         raise ValueError(

@@ -22,7 +22,6 @@ from gradherd.hooks.torch_names import call_after_backward
 from gradherd.rows.capture import Capture
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from gradherd.rows.sketch import CountSketch, has_kernels
 from gradherd.rows.torch_names import current_backward
 
@@ -257,17 +256,7 @@ class ExampleRowSource(RowSource):
         self._unit = unit
         bare = unwrap_model(model)
         sharded = gradient_registrar(bare) if fsdp_modules(bare) else None
-        self._capture: Capture | SinkCapture
-        if isinstance(settings, ExactRows):
-            self._capture = Capture(
-                model,
-                batch_dim=settings.batch_dim,
-                strict=settings.strict,
-                batch_size=batch_size,
-                sharded=sharded,
-            )
-        else:
-            self._capture = SinkCapture(model, settings, batch_size=batch_size, sharded=sharded)
+        self._capture = Capture(model, settings, batch_size=batch_size, sharded=sharded)
 
     @property
     def waiting(self) -> bool:
@@ -276,13 +265,9 @@ class ExampleRowSource(RowSource):
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
-        reduction = self._settings.reduction
-        if isinstance(self._capture, Capture):
-            single = self._capture.pop_rows(
-                examples, reduction=reduction, loss_scale=loss_scale
-            ).dense()
-        else:
-            single = self._capture.pop_sketch(examples, reduction=reduction, loss_scale=loss_scale)
+        single = self._capture.pop_rows(
+            examples, reduction=self._settings.reduction, loss_scale=loss_scale
+        )
         if self._unit == 1:
             return single
         # A unit is ordered by the mean gradient of its examples.

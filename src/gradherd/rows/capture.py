@@ -1,117 +1,59 @@
-"""Exact rows of a model, read off the user's own backward.
+"""Rows of a whole model, read off the user's own backward: exact, or sketches.
 
-The outputs of every module that owns parameters pass through a `_ModuleTap`, an autograd Function
-that changes nothing of them. Its backward is given the gradients of the outputs and what was saved
-of the inputs, and computes at once what the module adds to the rows: by the rule of its layer type,
-or by running the module again. What a tap holds until then autograd has saved, as for any layer, so
-checkpointing, offloading and a retained graph work as they do.
+Every layer hands its rows to sinks (`rows.sink`). For sketches a layer maps each example's gradient
+to a few columns, and layers share sinks; for exact rows it hands over the gradients themselves, and
+every layer has sinks of its own. Modules without such a layer are run again, and hand over their
+gradients, too (`rows.replayed_modules`).
 
-Shapes: B examples, D elements of all trainable parameters.
+Shapes: B examples, N elements of a sink, k elements of a row, D elements of all parameters.
 """
 
 import logging
-import time
+import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
-from gradherd.rows.exact_rows import DenseTerm, FactoredRows, Term, at_least_float32
 from gradherd.rows.forward_replay import (
     ForwardContext,
+    ModelHook,
     ModuleCall,
-    UncopiedHook,
     detach_all,
-    map_tensors,
     repeat_forward,
-    replay,
-    skip_on_replay,
     tensor_leaves,
 )
-from gradherd.rows.layer_rules import leading_dims, statistics_of
-from gradherd.rows.parameter_owners import (
-    ParameterOwner,
-    parameter_owners,
-    refuse_compiled,
-    unwrap_model,
-)
+from gradherd.rows.layer_plan import plan_layers
+from gradherd.rows.parameter_owners import unwrap_model
+from gradherd.rows.replayed_modules import ReplayedModule
 from gradherd.rows.row_check import Registrar, RowCheck, tolerance
-from gradherd.rows.torch_names import current_backward
+from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
+from gradherd.rows.sink import SinkPool, at_least_float32, is_spectrum
+from gradherd.rows.sink_layers import DirectLayer, MapSettings
+from gradherd.rows.sketch import CountSketch, hashes
+from gradherd.rows.torch_names import current_backward, mark_constant
 
 log = logging.getLogger("gradherd")
 
+# Gradients that `matrix` maps at a time.
+_MATRIX_ROWS = 1024
+LOOK_CLOSER = 2
+"""Byte of a check: one of several parameters has no usable rows; the next batch will tell which."""
+Slots = dict[int, list[Tensor]]
+"""Rows (B, n) of a parameter, by the map of its layer: those of each layer that uses it."""
 Reduction = Literal["mean", "sum"]
-
-
-class _ModuleTap(torch.autograd.Function):
-    """Passes on a module's outputs; in the backward, tells of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, arrived: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the first `count` tensors; save the others, and hand them to `arrived`."""
-        ctx.arrived = arrived
-        ctx.save_for_backward(*tensors[count:])
-        ctx.set_materialize_grads(False)  # outputs that are not used have no gradient
-        # Not views: those that a Function makes may not be changed in place, as ReLU does it.
-        return tuple(tensor.detach() for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return the gradients as they are."""
-        saved = ctx.arrived(ctx, grads)
-        return None, None, *grads, *(None for _ in range(saved))
-
-
-@dataclass(frozen=True)
-class _Use:
-    """One forward of a module, as far as it is not saved by autograd."""
-
-    owner: ParameterOwner
-    wanted: dict[str, nn.Parameter]
-    """Parameters whose rows are wanted, by their local names."""
-    outputs: tuple[int, ...]
-    """Positions of the outputs that are tapped."""
-    call: ModuleCall | None
-    """How to run a module without a rule again; its tensors are empty and their values saved."""
-    shapes: dict[int, torch.Size]
-    """Of these outputs by their position; of the INPUT of a module with a rule."""
-    dims: dict[int, int | None]
-    """Batch dimensions of the same; None without one."""
-
-    @property
-    def examples(self) -> int | None:
-        """B; None if it is not the same everywhere."""
-        sizes = {self.shapes[i][dim] for i, dim in self.dims.items() if dim is not None}
-        return sizes.pop() if len(sizes) == 1 else None
-
-    @property
-    def label(self) -> str:
-        """The module's name for errors; the model itself has none."""
-        return self.owner.name or type(self.owner.module).__name__
-
-
-class _Found(NamedTuple):
-    """What one use of a parameter adds to the rows in one backward."""
-
-    parameter: int
-    """Index of the parameter."""
-    task: int
-    """The backward (autograd's graph task)."""
-    use: _Use
-    term: Term | None
-    """None if it has no batch dimension."""
+_EXACT = ExactRows()
 
 
 class Capture:
-    """Read per-example gradients off a model's ordinary backward.
+    """Read per-example gradients, or sketches of them, off a model's ordinary backward.
 
     Call `pop_rows` after `backward()`. Rows leave out parameters that are frozen when the capture
     is created. They also leave out parameters without gradients of single examples; on the first
@@ -120,7 +62,7 @@ class Capture:
     >>> model = nn.Linear(2, 1, bias=False)
     >>> capture = Capture(model)
     >>> model(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).mean().backward()
-    >>> capture.pop_rows(2).dense()
+    >>> capture.pop_rows(2)
     tensor([[1., 2.],
             [3., 4.]])
     """
@@ -128,314 +70,422 @@ class Capture:
     def __init__(
         self,
         model: nn.Module,
+        settings: ExactRows | SketchRows | TwoSidedRows = _EXACT,
         *,
-        batch_dim: int | None = None,
-        strict: bool = False,
         batch_size: int | None = None,
         sharded: Registrar | None = None,
-        owners: Sequence[ParameterOwner] | None = None,
     ) -> None:
-        """Register the hooks.
+        """Tap the layers.
 
         Args:
-            model: Any module, or one wrapped in DDP.
-            batch_dim: Batch dimension of the model's inputs; None takes the first, or that of the
-                size `batch_size`. Give 1 for time-major models whose number of time steps may equal
-                the batch size.
-            strict: Raise where a parameter would be left out.
-            batch_size: Examples in a full batch of the loader, if they are known.
+            model: Any module, or one wrapped in DDP or by torch.compile.
+            settings: Which rows: sizes, seed and reduction.
+            batch_size: Examples in a full batch of the loader. A model that was compiled before its
+                first batch needs it.
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
-                rule: those are run again, for which their parameters would have to be gathered.
-            owners: Read the parameters of these modules only; None reads all.
+                layer: those are run again, for which their parameters would have to be gathered.
         """
-        refuse_compiled(model)
-        model = unwrap_model(model)
-        if owners is None:
-            owners = list(parameter_owners(model))
-        # A set of tensors by identity: tied weights appear in several owners, but once in a row.
-        owned = {p for owner in owners for p in owner.parameters.values()}
-        self.spec = FlatSpec.of(model, owned)
-        self._model = model
-        parameters = [p for p in model.parameters() if p in owned]
-        # By parameter, not by name: modules that share a weight know it under different names.
-        self._index = {parameter: index for index, parameter in enumerate(parameters)}
-        self._check = RowCheck(self.spec, parameters, strict=strict, register=sharded)
+        outer, model = model, unwrap_model(model)
+        self.spec = FlatSpec.of(model)
+        self._model, self._settings = model, settings
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
-        if parameters:
-            first = parameters[0]  # not new_empty: a shard's would be a DTensor
+        if self._parameters:
+            first = self._parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._dims = BatchDims(batch_dim, sharded=sharded is not None, batch_size=batch_size)
-        # Examples of the forward that runs, None outside of forwards, and of the last one.
-        self._batch: int | None = None
-        self._last_batch: int | None = None
-        self._silent = False
-        self._shapes: list[tuple[str, Shapes]] | None = None
-        self._contexts: dict[str, ForwardContext] = {}
-        self._found: list[_Found] = []
-        self._tolerances: dict[int, float] = {}
-        self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
+        self._dims = BatchDims(
+            settings.batch_dim, sharded=sharded is not None, batch_size=batch_size
+        )
+        self._is_exact = isinstance(settings, ExactRows)
+        self._size, maps = self.spec.size, MapSettings(0, 0, 0, self._like, is_exact=True)
+        if not isinstance(settings, ExactRows):
+            tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+            self._size = settings.size_for(self.spec.size)
+            self._sketch = CountSketch(self._size, settings.seed)
+            columns = settings.rank_for(looks_up_tokens=tokens)
+            maps = MapSettings(columns, self._size, settings.seed, self._like)
+        self._pool = SinkPool(self._like, batch_size, is_exact=self._is_exact)
+        self._pool.given_dim = settings.batch_dim
+        self._tensors = maps.tensors
+        self._looks_closer = False
+        self._dtypes = {p.dtype for p in self._parameters}  # and that of autocast
         self._task = -1
         self._began: Callable[[], None] = lambda: None
-        self._differentiated = False  # whether a backward was run with create_graph=True
-        self._unfrozen: set[str] = set()
-        self._seconds = 0.0
-        self._handles: list[Any] = [
-            # In front of FSDP's own hook: the model is run inside.
-            model.register_forward_pre_hook(
-                UncopiedHook(self._before_model), with_kwargs=True, prepend=True
-            ),
-            model.register_forward_hook(UncopiedHook(self._after_model), always_call=True),
-        ]
-        unread = {
-            self.spec.names[self._index[p]]
-            for owner in owners
-            if owner.rule is None and sharded is not None
-            for p in owner.parameters.values()
+        self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
+        self._suspects: set[str] = set()  # keys of sinks whose sums are wrong
+        self._probe_traced = mark_constant(lambda *given: self._probe_given(*given))
+        plan = plan_layers(model, self.spec, maps, self._pool, self._dims)
+        self._uses, self._untap = plan.uses, plan.untap
+        every = (one for layer in self._pool.layers for one in layer.maps if one is not None)
+        self._tensors.pack({id(one): one for one in every}.values())
+        # The wrapper of torch.compile around the whole model; its hooks are not part of the graph.
+        self._tensors.is_whole = hasattr(outer, "_orig_mod")
+        # Parameters whose gradients arrive as they are, and not as columns that layers share.
+        self._whole = [i for i, uses in self._uses.items() if uses[0].layer.has_own_sinks]
+        self._layout = {
+            key: one
+            for layer in self._pool.layers
+            for key, one in zip(layer.keys, layer.maps, strict=True)
+            if one is not None and not layer.has_own_sinks
         }
-        for owner in owners:
-            if owner.rule is not None or sharded is None:
-                self._register(owner)
-        why = "its module has no rule, and a sharded one cannot be run again"
+        self._places = self._place_columns()
+        self._check = RowCheck(
+            self.spec,
+            self._parameters,
+            strict=settings.strict,
+            register=sharded,
+            project=self._project,
+        )
+        self._pool.on_arrival = self._check.began = self._begin
+        self._pool.is_apart = self._check.due
+        if batch_size is not None:
+            self._pool.make_sinks(batch_size)
+        hook = ModelHook(self._before_model, self._before_compiled)
+        after = ModelHook(self._after_model, self._after_compiled)
+        # In front of FSDP's own hook: the model is run inside.
+        self._handles = [
+            outer.register_forward_pre_hook(hook, with_kwargs=True, prepend=True),
+            outer.register_forward_hook(after, always_call=True),
+        ]
         try:
-            self._check.leave_out(dict.fromkeys(sorted(unread), why))
+            self._check.leave_out(plan.left_out)
         except RuntimeError:
             self.remove_hooks()
             raise
 
-    def _register(self, owner: ParameterOwner) -> None:
-        if owner.rule is None:
-            hook = UncopiedHook(partial(self._before_forward, owner))
-            self._handles.append(owner.module.register_forward_pre_hook(hook, prepend=True))
-        # Before all other hooks: those may change the output, and rows are about the forward.
-        after = UncopiedHook(partial(self._after_forward, owner))
-        self._handles.append(
-            owner.module.register_forward_hook(after, prepend=True, with_kwargs=True)
-        )
+    # What happens in a step.
 
-    # What happens in a forward.
-
-    @skip_on_replay
     def _before_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or self._silent:
+        pool = self._pool
+        if not torch.is_grad_enabled() or pool.recorded is not None or not pool.is_open:
             return
-        self._batch = self._last_batch = self._dims.look_at(args, kwargs, self._probe)
+        if self._parameters and self._parameters[0].device != self._like.device:
+            raise RuntimeError(
+                f"the model is on {self._parameters[0].device} now, but it was attached on "
+                f"{self._like.device}: move it first, then attach"
+            )
+        examples = self._look_at(args, kwargs)
+        if examples is not None and examples > pool.examples:
+            pool.make_sinks(examples)
+        pool.batch = pool.last_batch = examples
+
+    def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do the same while the model is traced: this is part of the graph."""
+        given = (*args, *kwargs.values())
+        if all(one is None or isinstance(one, Tensor | bool | int | float | str) for one in given):
+            self._probe_traced(len(args), tuple(kwargs), *given)
+        dim, pool = self._dims.model_dim, self._pool
+        self._tensors.is_whole = True
+        first = _first_tensor(given, dim)
+        pool.batch = None if first is None else first.shape[dim]
+
+    def _after_compiled(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._pool.batch, self._tensors.is_whole = None, False
+
+    def _probe_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
+        """Find batch dimensions of a model that is being traced, with its real inputs."""
+        kwargs = dict(zip(names, given[count:], strict=True))
+        self._look_at(given[:count], kwargs)
+
+    def _look_at(self, args: Any, kwargs: Any) -> int | None:
+        """Return the examples of a batch; find batch dimensions if its kind is new."""
+        examples = self._dims.look_at(args, kwargs, self._probe)
+        kind_of_device = self._like.device.type
+        if torch.is_autocast_enabled(kind_of_device):
+            self._dtypes.add(torch.get_autocast_dtype(kind_of_device))
+        return examples
 
     def _after_model(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        if not self._silent:
-            self._batch = None
+        if self._pool.recorded is None:
+            self._pool.batch = None
 
     def _probe(self, args: Any, kwargs: Any, examples: int) -> None:
-        """Find batch dimensions: run the model as it is and with one more example."""
+        """Find the batch dimension of every layer: run the model as it is and with one more."""
+        pool = self._pool
         args, kwargs = detach_all((args, kwargs))
         call = ModuleCall(self._model, args, kwargs, ForwardContext.save(self._model))
-        with self._silently(), warnings.catch_warnings():
+        with torch.no_grad(), _eagerly(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
+            pool.shares = False
             calls: dict[str, list[Shapes]] = {}
             try:
-                for name, shapes in self._shapes_of(call, args, kwargs):
-                    calls.setdefault(name, []).append(shapes)
+                recorded, outputs = self._run(examples, call, args, kwargs)
             except Exception as error:
                 if self._dims.sharded:  # parameters may have stayed gathered
                     raise
                 # It needs gradients, say. Then sizes decide which dimensions hold examples.
                 log.debug("the model cannot be run without gradients: %s", error)
                 return
-            self._dims.probe(call, examples, calls, self._shapes_of)
+            for name, shapes in recorded:
+                calls.setdefault(name, []).append(shapes)
 
-    def _shapes_of(self, call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
-        """Run the model with other arguments; return the shapes in its modules."""
-        shapes: list[tuple[str, Shapes]] = []
-        self._shapes = shapes
+            def run(call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
+                return self._run(examples + 1, call, args, kwargs)[0]
+
+            self._dims.probe(call, examples, calls, run)
+            self._set_dims(calls)
+            pool.shares = self._try_sharing(call, examples, outputs)
+
+    def _try_sharing(self, call: ModuleCall, examples: int, outputs: Any) -> bool:
+        """Say whether the model computes the same if examples get copies of what they share.
+
+        Also with one more example: what takes positions for examples fails then.
+        """
+        pool, given = self._pool, (call.args, call.kwargs)
         try:
-            # Sharded modules gather their parameters in hooks of their own, so those must run.
-            outputs = repeat_forward(call, args, kwargs, hooks=self._dims.sharded)
+            more = self._dims.one_more(call, examples, False)
+            _, larger = self._run(examples + 1, call, *more)
+            pool.shares = True
+            _, shared = self._run(examples, call, *given)
+            _, shared_larger = self._run(examples + 1, call, *more)
+        except Exception:  # whatever the model says to a tensor that is expanded
+            return False
         finally:
-            self._shapes = None
-        # The model itself was not called as a module, so its own hooks have not run.
-        return [*shapes, ("", call_shapes(args, kwargs, outputs))]
+            pool.shares = False
+        return _alike(outputs, shared) and _alike(larger, shared_larger)
 
-    @skip_on_replay
-    def _before_forward(self, owner: ParameterOwner, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not self._silent:
-            self._contexts[owner.name] = ForwardContext.save(module)
+    def _set_dims(self, calls: Mapping[str, list[Shapes]]) -> None:
+        for layer in self._pool.layers:
+            if isinstance(layer, ReplayedModule):
+                continue
+            for shapes in calls.get(layer.name, ()):
+                ndim = len(shapes[INPUT])
+                if self._dims.knows(layer.name, INPUT, ndim):
+                    layer.ndim, layer.dim = ndim, self._dims.dim_of(layer.name, INPUT, ndim)
+                    layer.uses_single = layer.is_single(shapes[INPUT])
 
-    def _after_forward(
-        self,
-        owner: ParameterOwner,
-        module: nn.Module,
-        args: Any,
-        kwargs: dict[str, Any],
-        outputs: Any,
-    ) -> Any:
-        if self._shapes is not None:
-            self._shapes.append((owner.name, call_shapes(args, kwargs, outputs)))
-            return None
-        # No backward follows: evaluation, or the first forward of a reentrant checkpoint, which
-        # runs again with gradients enabled.
-        if not torch.is_grad_enabled() or self._silent:
-            return None
-        if isinstance(outputs, tuple) and any(isinstance(out, PackedSequence) for out in outputs):
-            raise ValueError(
-                f"module '{owner.name}' got a PackedSequence, in which examples are interleaved: "
-                "pad the sequences instead, or order whole batches"
-            )
-        leaves = tensor_leaves(outputs)
-        tapped = tuple(index for index, out in enumerate(leaves) if out.requires_grad)
-        wanted = self._wanted(owner)
-        if not tapped or not wanted:
-            return None
-        given = tuple(leaves[index] for index in tapped)
-        call, shapes = None, dict(zip(tapped, (out.shape for out in given), strict=True))
-        if owner.rule is None:
-            bare, named = map_tensors(lambda one: one.new_empty(0), (args, kwargs))
-            call = ModuleCall(module, bare, named, self._contexts.pop(owner.name))
-            # Detached: references to the graph would keep the activations of layers below alive.
-            given += tuple(one.detach() for one in tensor_leaves((args, kwargs)))
-        else:
-            # The input comes first, whatever its name.
-            inputs: Tensor = args[0] if args else next(iter(kwargs.values()))
-            shapes = {INPUT: inputs.shape}
-            # What a bias needs is the gradient alone; the input may be changed then.
-            held = inputs.detach() if "weight" in wanted else self._like
-            given += (held, *statistics_of(module))
-        use = _Use(owner, wanted, tapped, call, shapes, self._find_dims(owner, shapes))
-        passed = iter(_ModuleTap.apply(partial(self._arrived, use), len(tapped), *given))  # type: ignore[no-untyped-call]
-        return map_tensors(lambda out: next(passed) if out.requires_grad else out, outputs)
-
-    def _wanted(self, owner: ParameterOwner) -> dict[str, nn.Parameter]:
-        """Return a module's parameters that have rows now, by their local names."""
-        if owner.rule is not None:
-            for local, parameter in owner.module.named_parameters(recurse=False):
-                if parameter.requires_grad and local not in owner.parameters:
-                    self._warn_of_unfrozen(f"{owner.name}.{local}" if owner.name else local)
-        return {
-            local: parameter
-            for local, parameter in owner.parameters.items()
-            if parameter.requires_grad and not self._check.is_left_out(self._index[parameter])
-        }
-
-    def _warn_of_unfrozen(self, name: str) -> None:
-        if name not in self._unfrozen:
-            self._unfrozen.add(name)
-            log.warning(
-                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
-                "include it",
-                name,
-            )
-
-    def _find_dims(
-        self, owner: ParameterOwner, shapes: dict[int, torch.Size]
-    ) -> dict[int, int | None]:
-        """Return the batch dimensions of a module's outputs, or of its INPUT, by its shapes."""
-        batch, dims = self._batch_now(), {}
-        for index, shape in shapes.items():
-            leading = leading_dims(owner.module, len(shape)) if index == INPUT else len(shape)
-            dims[index] = self._dims.find(owner.name, index, shape, leading, batch)
-        return dims
-
-    def _batch_now(self) -> int | None:
-        """Return the examples of the forward that runs; None outside of forwards."""
-        if self._batch is None and current_backward() != -1:
-            return self._last_batch  # a checkpoint runs a block again
-        return self._batch
-
-    # What happens in a backward.
-
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward."""
-        self._began = began
-
-    def _arrived(self, use: _Use, ctx: Any, grads: tuple[Tensor | None, ...]) -> int:
-        """Compute what a use adds to the rows; return how many tensors were saved for it."""
+    def _run(
+        self, examples: int, call: ModuleCall, args: Any, kwargs: Any
+    ) -> tuple[list[tuple[str, Shapes]], Any]:
+        """Run the model again; return the shapes in it and in its layers, and its outputs."""
+        pool = self._pool
+        pool.recorded, pool.batch = [], examples
         try:
-            saved = ctx.saved_tensors
-        except RuntimeError as error:
-            if "inplace" not in str(error):
-                raise
-            raise RuntimeError(
-                f"an input of module '{use.label}' was changed in place after its forward, so rows "
-                "of single examples cannot be read: replace the in-place operation by its plain "
-                "form"
-            ) from error
-        started = time.perf_counter()
+            outputs = repeat_forward(call, args, kwargs, hooks=self._dims.sharded)
+            # The model itself was not called as a module, so its own hooks have not run.
+            return [*pool.recorded, ("", call_shapes(args, kwargs, outputs))], outputs
+        finally:
+            pool.recorded, pool.batch = None, None
+
+    def _begin(self) -> None:
+        """Note that a backward has brought something."""
         task = current_backward()
         if task != self._task:
             self._task = task
             self._began()
-        self._differentiated |= torch.is_grad_enabled()
-        came = {
-            index: grad.detach()
-            for index, grad in zip(use.outputs, grads, strict=True)
-            if grad is not None
-        }
-        with self._silently():
-            for local, term in self._terms_of(use, came, saved):
-                index = self._index[use.wanted[local]]
-                self._found.append(_Found(index, task, use, term))
-                if self._check.due:
-                    autocast = use.call.context.autocast_dtype if use.call else None
-                    seen = (use.wanted[local], *saved, *came.values())
-                    widest = max(tolerance(seen, autocast), self._tolerances.get(index, 0.0))
-                    self._tolerances[index] = widest
-        self._seconds += time.perf_counter() - started
-        return len(saved)
 
-    def _terms_of(
-        self, use: _Use, grads: dict[int, Tensor], saved: tuple[Tensor, ...]
-    ) -> Iterator[tuple[str, Term | None]]:
-        """Yield the terms of the wanted parameters, None for those without a batch dimension."""
-        used, examples = (INPUT,) if use.call is None else tuple(grads), use.examples
-        dims = {index: dim for index in used if (dim := use.dims[index]) is not None}
-        owner, names = use.owner, use.wanted
-        if examples is None or len(dims) < len(used):
-            yield from ((local, None) for local in names)
-        elif owner.rule is not None:
-            inputs, *statistics = saved
-            (grad,) = grads.values()
-            yield from owner.rule(owner.module, inputs, grad, dims[INPUT], names, *statistics)
-        else:
-            assert use.call is not None
-            tensors = iter(saved)
-            args, kwargs = map_tensors(lambda _: next(tensors), (use.call.args, use.call.kwargs))
-            call = replace(use.call, args=args, kwargs=kwargs)
-            rows = replay(call, grads, dims, list(names.values()), examples)
-            for local, row in zip(names, rows, strict=True):
-                yield local, DenseTerm(at_least_float32(row))
+    def on_backward(self, began: Callable[[], None]) -> None:
+        """Call `began` before what each backward brings is noted."""
+        self._began = began
 
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        """Tap nothing inside: modules run again to compute rows."""
-        before, self._silent = self._silent, True
-        try:
-            # Half precision is for the model; rows keep theirs, also in a backward under autocast.
-            with torch.no_grad(), torch.autocast(self._like.device.type, enabled=False):
-                yield
-        finally:
-            self._silent = before
-
-    # What the rows of a batch are.
+    @property
+    def seconds_in_backward(self) -> float:
+        """Seconds spent inside backwards on modules that are run again."""
+        return self._pool.seconds
 
     @property
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
-        return self._check.reached
-
-    @property
-    def seconds_in_backward(self) -> float:
-        """Seconds spent on rows inside backwards so far."""
-        return self._seconds
+        return bool(self._pool.arrived) or self._check.reached
 
     @property
     def left_out(self) -> dict[str, str]:
         """Names of the parameters that rows leave out, with the reason."""
         return dict(self._check.left_out)
 
+    # Checks.
+
+    def _project(self, index: int, grad: Tensor) -> Tensor:
+        """Map a parameter's gradient to what its rows add up to; called while a check is due."""
+        if index not in self._uses:
+            return grad.new_zeros(0)
+        with torch.no_grad():
+            return torch.cat(self._uses[index][0].project(at_least_float32(grad)))
+
+    def check_bitmask(self, examples: int) -> Tensor | None:
+        """Check the rows that wait if a check is due.
+
+        Ranks must leave out the same parameters. Each calls this before a pop, combines the masks
+        of all ranks, and gives the result to `leave_out`. With one worker, a pop does so itself.
+
+        Args:
+            examples: B, the number of examples of the batch.
+
+        Returns:
+            A byte for each parameter, not 0 if something is wrong with it; None if no check is due.
+        """
+        if not self._check.due:
+            return None
+        self._refuse_mismatch(examples)
+        apart, groups = self._by_sinks()
+        measured = {index: self._measure(index, slots) for index, slots in apart.items()}
+        measured = {index: found for index, found in measured.items() if math.isfinite(found[1])}
+        dtypes = self._dtypes | self._pool.dtypes
+        if any(getattr(layer, "in_float32", False) for layer in self._pool.layers):
+            dtypes.add(torch.float32)
+        autocast = [self._like.to(dtype) for dtype in dtypes]
+        allowed = tolerance([self._like, *autocast])
+        with_rows = {index for index, slots in apart.items() if slots}
+        self._failures = self._check.judge(measured, with_rows, allowed, self._like.dtype)
+        self._failures |= self._used_once(apart, examples) | self._without_batch()
+        self._suspects = {
+            key for key, members in groups.items() if not self._adds_up(key, members, allowed)
+        }
+        mask = self._check.mask(self._failures)
+        for key in self._suspects:
+            for index, _ in groups[key]:
+                mask[index] = max(int(mask[index]), LOOK_CLOSER)
+        return mask
+
+    def _by_sinks(self) -> tuple[dict[int, Slots], dict[str, list[tuple[int, int]]]]:
+        """Return the rows of parameters that are known apart, by their slots, and the others.
+
+        The others by the sinks that they share: index and slot of each.
+        """
+        arrived = self._pool.arrived
+        apart: dict[int, Slots] = {}
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for index, uses in self._uses.items():
+            if self._check.is_left_out(index):
+                continue
+            found: Slots = {}
+            shared = []
+            for use in uses:
+                for slot in use.slots:
+                    if (key := use.layer.own_keys[slot]) in arrived:
+                        found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
+                if (key := use.layer.keys[use.usual_slot]) in arrived:
+                    shared.append((key, use.usual_slot))
+            if found or not shared:
+                apart[index] = found
+            else:
+                for key, slot in dict.fromkeys(shared):
+                    groups.setdefault(key, []).append((index, slot))
+        return apart, groups
+
+    def _reference(self, index: int, slot: int) -> Tensor | None:
+        """Return the part of a projected gradient that belongs to a slot."""
+        whole, (use, *_) = self._check.reference(index), self._uses[index]
+        if whole is None or use.local:
+            return whole
+        sizes = [use.layer.maps[one].size for one in use.slots]
+        parts: tuple[Tensor, ...] = whole.split(sizes)
+        return parts[use.slots.index(slot)]
+
+    def _measure(self, index: int, slots: Slots) -> tuple[float, float, float]:
+        """Return the norms of error and gradient, and the sum of the norms of the rows."""
+        if not slots:  # rows of a parameter without any are compared with its gradient
+            whole = self._check.reference(index)
+            alone = 0.0 if whole is None else float(whole.norm())
+            return alone, alone, 0.0
+        total = self._like.new_zeros(3)
+        for slot, uses in slots.items():
+            rows = at_least_float32(uses[0] if len(uses) == 1 else torch.stack(uses).sum(0))
+            error, reference = rows.sum(0), self._reference(index, slot)
+            size = error.new_zeros(())
+            if reference is not None:
+                error, size = error - reference.to(error), reference.norm()
+            # Of each use by itself: rows of two uses may cancel.
+            norms = sum(at_least_float32(one).norm(dim=1).sum() for one in uses)
+            total += torch.stack([error.norm(), size.to(error), torch.as_tensor(norms).to(error)])
+        error_norm, size_norm, row_norms = total.tolist()
+        return error_norm, size_norm, row_norms
+
+    def _adds_up(self, key: str, members: list[tuple[int, int]], allowed: float) -> bool:
+        """Say whether the rows in a sink add up to the gradients of all its parameters."""
+        rows = at_least_float32(self._pool.arrived[key])
+        total = rows.sum(0)
+        for index, slot in members:
+            reference = self._reference(index, slot)
+            if reference is not None:
+                self._uses[index][0].columns(slot, total[None])[0].sub_(reference.to(total))
+        error, norms = torch.stack([total.norm(), rows.norm(dim=1).sum()]).tolist()
+        return not math.isfinite(norms) or error <= allowed * norms + 1e-30
+
+    def _used_once(self, apart: Mapping[int, Slots], examples: int) -> dict[str, str]:
+        """Return parameters with a copy for each example of which only the first was used."""
+        found = {}
+        for index, slots in apart.items():
+            if slots and isinstance(self._uses[index][0].layer, DirectLayer):
+                (uses,) = slots.values()
+                rows = uses[0][:examples]
+                used, same = (rows != 0).any(1), (rows == rows[:1]).all()
+                once = bool(used[0]) and (not bool(used[1:].any()) or bool(same))
+                if len(used) > 1 and once:
+                    found[self.spec.names[index]] = "its module uses it once for all examples"
+        return found
+
+    def _without_batch(self) -> dict[str, str]:
+        """Return the parameters of layers whose input holds no examples, with the reason."""
+        strangers = self._pool.strangers
+        if strangers and self._pool.last_batch is None and self._dims.given is None:
+            raise ValueError(
+                f"the loop calls parts of the attached model ({', '.join(strangers)}), not the "
+                "model itself, so it is not known which dimension of their inputs holds the "
+                "examples: call the model, or give the settings of rows batch_dim=0 if it is the "
+                "first one"
+            )
+        return {
+            self.spec.names[index]: strangers[use.layer.name]
+            for index, uses in self._uses.items()
+            for use in uses
+            if use.layer.name in strangers
+        }
+
+    def leave_out(self, mask: Tensor) -> None:
+        """Leave out the parameters whose byte in `mask` says so, from the rows that wait on.
+
+        Raises:
+            RuntimeError: In strict mode, or if more than half of the elements are left out.
+        """
+        flags = dict(zip(self.spec.names, mask.tolist(), strict=True))
+        chosen = [name for name, byte in flags.items() if byte not in (0, LOOK_CLOSER)]
+        failures = self._failures or {}
+        try:
+            self._leave_out({name: failures.get(name, "on another rank") for name in chosen})
+        except RuntimeError:
+            self.clear()
+            raise
+        # Sums are wrong: on the next batch every layer has sinks of its own, so that it is known
+        # which parameter it is.
+        self._looks_closer = LOOK_CLOSER in flags.values()
+
+    def _leave_out(self, reasons: Mapping[str, str]) -> None:
+        self._check.leave_out(reasons)
+        for index, uses in self._uses.items():
+            if self.spec.names[index] in reasons:
+                for use in uses:
+                    use.silence()
+
+    def _refuse_mismatch(self, examples: int) -> None:
+        sizes = set(self._pool.sizes)
+        if self._pool.differentiated:
+            self.clear()
+            raise RuntimeError(
+                "the loss contains gradients (create_graph=True), of which rows of single examples "
+                "know nothing: order whole batches (unit=batch_size, rows='batch')"
+            )
+        if self._pool.arrived and not sizes and examples > self._pool.examples:
+            sizes = {self._pool.examples}
+        if self._check.due and not sizes:  # compiled layers do not tell
+            rest = [bool(rows[examples:].any()) for rows in self._pool.arrived.values()]
+            sizes = {self._pool.examples} if any(rest) else sizes
+        if len(sizes) > 1 or (sizes and examples not in sizes):
+            self.clear()
+            raise RuntimeError(
+                f"the model was given {min(sizes - {examples})} examples, but the batch has "
+                f"{examples}: one batch of the loader is one forward"
+            )
+
+    # Rows.
+
     def pop_rows(
         self, examples: int, *, reduction: Reduction = "mean", loss_scale: float = 1.0
-    ) -> FactoredRows:
-        """Return the rows of everything recorded since the last pop, and forget it.
+    ) -> Tensor:
+        """Return the rows (B, k) of everything since the last pop, and forget it; exact: (B, D).
 
         Several backwards before a pop add up, as those of one loss would.
 
@@ -448,108 +498,162 @@ class Capture:
         """
         scale = row_scale(examples, reduction, loss_scale)
         try:
+            self._refuse_mismatch(examples)
             if self._failures is None and (mask := self.check_bitmask(examples)) is not None:
                 self.leave_out(mask)
-            terms, unbatched = self._read(examples)
             # Not in step with other ranks, which follow with the next check.
-            self._check.leave_out(unbatched)
+            self._leave_out(self._without_batch())
+            with torch.no_grad():
+                rows = self._exact(examples) if self._is_exact else self._sketched(examples)
+            self._warn_of_unfrozen()
         finally:
-            self.clear()
             self._check.next_batch(self._model.training)
-        left_out = self._check.left_out
-        of_names = zip(self.spec.names, terms, strict=True)
-        kept = tuple(() if name in left_out else tuple(uses) for name, uses in of_names)
-        return FactoredRows(self.spec, kept, examples, scale, self._like)
-
-    def _read(self, examples: int) -> tuple[list[list[Term]], dict[str, str]]:
-        """Return the terms of each parameter, and the parameters without a batch dimension."""
-        terms: list[list[Term]] = [[] for _ in self.spec.names]
-        unbatched: dict[str, str] = {}
-        for index, task, use, term in self._found:
-            # `torch.autograd.grad(output, input)` passes by the outputs of layers as well, but
-            # gives their parameters no gradient.
-            if task not in self._check.tasks[index]:
-                continue
-            if term is None:
-                shape = tuple(next(iter(use.shapes.values())))
-                unbatched[self.spec.names[index]] = (
-                    f"module '{use.label}' sees a tensor of shape {shape}, of which no "
-                    f"dimension holds the {examples} examples of the batch"
-                )
-            elif use.examples != examples:
-                raise RuntimeError(
-                    f"the model was given {use.examples} examples, but the batch has {examples}: "
-                    "one batch of the loader is one forward"
-                )
-            else:
-                terms[index].append(term)
-        if unbatched and self._last_batch is None and self._dims.given is None:
-            called = ", ".join(dict.fromkeys(use.owner.name for _, _, use, _ in self._found))
-            raise ValueError(
-                f"the loop calls parts of the attached model ({called}), not the model itself, so "
-                "it is not known which dimension of their inputs holds the examples: call the "
-                "model, or give ExactRows or SketchRows batch_dim=0 if it is the first one"
-            )
-        return terms, unbatched
-
-    def check_bitmask(self, examples: int) -> Tensor | None:
-        """Check the rows that wait if a check is due.
-
-        Ranks must leave out the same parameters. Each calls this before a pop, combines the masks
-        of all ranks, and gives the result to `leave_out`. With one worker, a pop does so itself.
-
-        Args:
-            examples: B, the number of examples of the batch.
-
-        Returns:
-            A byte for each parameter, 1 if it has to be left out; None if no check is due.
-        """
-        if not self._check.due:
-            return None
-        try:
-            terms, unbatched = self._read(examples)
-        except Exception:
-            self.clear()  # otherwise the same error would come at every step
-            raise
-        hint = "the loss contains gradients (create_graph=True)" if self._differentiated else ""
-        self._failures = self._check.failures(terms, self._tolerances, self._like, hint)
-        self._failures |= unbatched
-        return self._check.mask(self._failures)
-
-    def leave_out(self, mask: Tensor) -> None:
-        """Leave out the parameters whose byte in `mask` is not 0, from the rows that wait on.
-
-        Raises:
-            RuntimeError: In strict mode, or if more than half of the elements are left out.
-        """
-        chosen = [name for name, byte in zip(self.spec.names, mask.tolist(), strict=True) if byte]
-        failures = self._failures or {}
-        try:
-            self._check.leave_out({name: failures.get(name, "on another rank") for name in chosen})
-        except RuntimeError:
+            if self._looks_closer:
+                self._check.restart()
+            self._pool.is_apart, self._pool.compiles_apart = self._check.due, self._looks_closer
             self.clear()
-            raise
+        return rows.mul_(scale)
 
-    def ignored(self) -> AbstractContextManager[None]:
-        """Return a context in which forwards are not recorded, as those of another search."""
-        return self._silently()
+    def _warn_of_unfrozen(self) -> None:
+        """Warn once of each parameter that was frozen when the rows were set up."""
+        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
+            del self._frozen[name]
+            log.warning(
+                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
+                "include it",
+                name,
+            )
+
+    def _whole_rows(self, index: int, examples: int) -> Tensor | None:
+        """Return the gradients (B, N) of a parameter that have arrived as they are."""
+        if self._check.is_left_out(index):
+            return None
+        total: Tensor | None = None
+        for use in self._uses.get(index, ()):
+            for slot in use.slots:
+                arrived = self._pool.arrived.get(use.layer.own_keys[slot])
+                if arrived is not None:
+                    rows = use.columns(slot, arrived)[:examples]
+                    total = rows if total is None else total + rows
+        return total
+
+    def _exact(self, examples: int) -> Tensor:
+        """Return the rows (B, D), neither averaged nor unscaled."""
+        parts = [self._like.new_zeros(examples, 0)]
+        for index, count in enumerate(self.spec.numels):
+            rows = self._whole_rows(index, examples)
+            parts.append(self._like.new_zeros(examples, count) if rows is None else rows)
+        return torch.cat(parts, 1)
+
+    def _sketched(self, examples: int) -> Tensor:
+        """Return the rows (B, k), neither averaged nor unscaled."""
+        total = self._like.new_zeros(examples, self._size)
+        for index in self._whole:
+            rows = self._whole_rows(index, examples)
+            if rows is not None:
+                total += self._sketch(rows, self.spec.names[index])
+        self._add_columns(total)
+        return total
+
+    def _add_columns(self, total: Tensor) -> None:
+        """Add columns that layers have mapped gradients to, to rows (B, k)."""
+        arrived, left_out = self._pool.arrived, self._check.left_out
+        columns = {key: rows for key, rows in arrived.items() if key in self._layout}
+        for key in self._suspects:  # until it is known what is wrong with them
+            columns.pop(key, None)
+        apart = [layer for layer in self._pool.layers if not layer.has_own_sinks]
+        apart = apart if any(key not in self._layout for key in arrived) else []
+        silent = [use for i, uses in self._uses.items() if self.spec.names[i] in left_out
+                  for use in uses]  # fmt: skip
+        for layer in apart:
+            for slot, (own, key) in enumerate(zip(layer.own_keys, layer.keys, strict=True)):
+                rows = arrived.get(own)
+                if rows is None:
+                    continue
+                for use in silent:
+                    if use.layer is layer and slot in use.slots:
+                        use.columns(slot, rows).zero_()
+                columns[key] = columns[key] + rows if key in columns else rows
+        for key in self._places:
+            if key in columns:
+                self._add(total, key, columns[key][: len(total)])
+
+    def _place_columns(self) -> dict[str, int | None]:
+        """Decide where in a row the columns of each sink are added; None: they are hashed."""
+        lengths = {
+            key: one.buckets if is_spectrum(one) else one.size for key, one in self._layout.items()
+        }
+        if sum(lengths.values()) <= self._size:  # side by side, and nothing is lost
+            starts = accumulate(lengths.values(), initial=0)
+            return dict(zip(lengths, starts, strict=False))
+        # They have random signs already, so what falls on the same place does not add up.
+        return {
+            key: int(hashes(self._sketch.seed, key, 0, 1)[0] % (self._size - length + 1))
+            if length <= self._size
+            else None
+            for key, length in lengths.items()
+        }
+
+    def _add(self, total: Tensor, key: str, columns: Tensor) -> None:
+        """Add columns (B, N) of a sink to rows (B, k)."""
+        one, start = self._layout[key], self._places[key]
+        if is_spectrum(one):
+            columns = one.vectors(columns)
+        if start is None:
+            total += self._sketch(columns, key)
+        else:
+            total[:, start : start + columns.shape[1]].add_(columns)
+
+    def matrix(self) -> Tensor:
+        """Return (D, k), which takes a gradient to its row; the model must have taken a batch.
+
+        For callers that have the gradients of single examples anyway.
+        """
+        if self._whole or self._check.left_out:
+            raise ValueError("rows of this model are not a product of its gradients and a matrix")
+        blocks = []
+        for index, (count, shape) in enumerate(
+            zip(self.spec.numels, self.spec.shapes, strict=True)
+        ):
+            for lo in range(0, count, _MATRIX_ROWS):
+                basis = self._like.new_zeros(min(_MATRIX_ROWS, count - lo), count)
+                basis.diagonal(lo).fill_(1)
+                blocks.append(self.project_rows(index, basis.view(-1, *shape)))
+        return torch.cat(blocks)
+
+    def project_rows(self, index: int, grads: Tensor) -> Tensor:
+        """Return what gradients (B, *shape) of one parameter add to the rows (B, k)."""
+        use = self._uses[index][0]
+        if use.layer.has_own_sinks:
+            return self._sketch(grads.flatten(1), self.spec.names[index])
+        slot = use.usual_slot
+        which = use.slots.index(slot)
+        columns = torch.stack([use.project(one)[which] for one in grads])
+        key = use.layer.keys[slot]
+        part = columns.new_zeros(len(grads), self._layout[key].size)
+        use.columns(slot, part).copy_(columns)
+        total = columns.new_zeros(len(grads), self._size)
+        self._add(total, key, part)
+        return total
 
     def restart_checks(self) -> None:
-        """Check the next batches as if they were the first, such as after loading a state."""
+        """Check the next batches as if they were the first."""
         self._check.restart()
+        self._pool.is_apart = True
 
     def clear(self) -> None:
         """Forget everything recorded."""
-        self._found, self._tolerances, self._failures = [], {}, None
-        self._differentiated = False
+        self._pool.clear()
+        self._failures, self._suspects, self._looks_closer = None, set(), False
         self._check.clear()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks and forget everything."""
+        """Leave the model as it was."""
+        self._pool.is_open = False
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self._contexts.clear()
+        for untap in self._untap:
+            untap()
         self._check.remove_hooks()
         self.clear()
 
@@ -564,3 +668,35 @@ def row_scale(examples: int, reduction: str, loss_scale: float) -> float:
         raise ValueError(f"loss_scale must be positive, got {loss_scale}")
     # A mean divides the loss of each example by B; its own gradient is B times what arrived.
     return (examples if reduction == "mean" else 1) / loss_scale
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled parts of a model run as they are."""
+    # torch 2.7 has it, too. Where nothing was compiled, the compiler need not be loaded.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
+
+
+def _first_tensor(tree: Any, dim: int) -> Tensor | None:
+    """Return the first tensor in nested arguments that has a dimension; traced with the model."""
+    if isinstance(tree, Tensor):
+        return tree if tree.dim() > dim else None
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if isinstance(tree, tuple | list):
+        for one in tree:
+            found = _first_tensor(one, dim)
+            if found is not None:
+                return found
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Say whether two results of a model are the same."""
+    pairs = list(zip(tensor_leaves(one), tensor_leaves(other), strict=True))
+    return all(
+        a.shape == b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-3, equal_nan=True)
+        for a, b in pairs
+    )

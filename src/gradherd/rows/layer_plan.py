@@ -4,10 +4,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.parameter_owners import ParameterOwner, parameter_owners, plain_type
+from gradherd.rows.batch_dims import BatchDims
+from gradherd.rows.parameter_owners import (
+    ParameterOwner,
+    parameter_owners,
+    plain_type,
+    refuse_compiled,
+    unwrap_model,
+)
+from gradherd.rows.replayed_modules import ReplayedModule
 from gradherd.rows.sink import SinkPool, SketchedLayer, tap_module
 from gradherd.rows.sink_layers import (
     ChannelNorm,
@@ -21,7 +30,10 @@ from gradherd.rows.sink_layers import (
     TappedAttention,
     TappedParameters,
 )
-from gradherd.rows.sink_maps import FilterMap, MatrixMap, OuterMap
+from gradherd.rows.sink_maps import FilterMap, MatrixMap, OuterMap, VectorMap, WholeMap
+
+WeightMaps = tuple[MatrixMap | WholeMap, MatrixMap | OuterMap | None]
+"""Maps of a weight, for many positions and, if it is another one, for one."""
 
 MATRIX, VECTOR, SINGLE = 0, 1, 2
 """Places of the three maps of a layer."""
@@ -69,9 +81,13 @@ class ParameterUse:
         """Leave the parameter out of all later rows."""
         for slot in self.slots:
             one = self.layer.maps[slot]
+            if isinstance(one, WholeMap):
+                continue
             signs = one.signs[one.parts[self.local]] if self.local else one.signs
             # In place: a compiled model goes on as it is, with rows of zero.
             signs.zero_()
+        if isinstance(self.layer, ReplayedModule):
+            self.layer.left_out.add(self.local)
 
 
 @dataclass
@@ -80,8 +96,6 @@ class LayerPlan:
 
     uses: dict[int, list[ParameterUse]] = field(default_factory=dict)
     """By the index of the parameter."""
-    others: list[ParameterOwner] = field(default_factory=list)
-    """Modules without a sink, to be run again."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Parameters without rows, with the reason."""
     untap: list[Callable[[], None]] = field(default_factory=list)
@@ -89,19 +103,23 @@ class LayerPlan:
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool) -> None:
+    def __init__(
+        self, model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool, dims: BatchDims
+    ) -> None:
         self.maps, self.pool, self.spec, self.plan = maps, pool, spec, LayerPlan()
+        self.model, self.dims = model, dims
         # By parameter, not by name: modules that share a weight know it under different names.
         trained = (p for p in model.parameters() if p.requires_grad)
         self.index = {parameter: at for at, parameter in enumerate(trained)}
         owners = list(parameter_owners(model))
         self.shared = _used_twice(owners)
-        self._weights: dict[int, tuple[MatrixMap, MatrixMap | OuterMap | None]] = {}
+        self._weights: dict[int, WeightMaps] = {}
         # A weight that is shared with a module without a sink has all its rows from elsewhere.
         self._elsewhere = {
             parameter
             for owner in owners
-            if self._layer(owner) is None and not is_plain_attention(owner, self.shared)
+            if layer_for(owner, pool, self.shared) is None
+            and (maps.is_exact or not is_plain_attention(owner, self.shared))
             for parameter in owner.parameters.values()
         }
         for owner in owners:
@@ -112,49 +130,20 @@ class _Planner:
 
     def _add(self, owner: ParameterOwner) -> None:
         module, own = owner.module, owner.parameters
-        if is_plain_attention(owner, self.shared):
+        if not self.maps.is_exact and is_plain_attention(owner, self.shared):
             self._add_attention(owner)
             return
-        layer = self._layer(owner)
+        layer = layer_for(owner, self.pool, self.shared)
         if layer is not None and self._elsewhere.isdisjoint(own.values()):
             self._fill(layer, own)
             self.plan.untap.append(tap_module(module, layer))
-        elif has_layers(owner):
+        elif has_layers(owner) and not self.maps.is_exact:
             self._add_direct(owner)
+        elif self.dims.sharded:
+            why = "its module has no rule, and a sharded one cannot be run again"
+            self.plan.left_out |= {self.name(parameter): why for parameter in own.values()}
         else:
-            self.plan.others.append(owner)
-
-    def _layer(self, owner: ParameterOwner) -> SketchedLayer | None:
-        """Return the layer of a module, or None for modules that have none."""
-        module, name, pool = owner.module, owner.name, self.pool
-        kind = plain_type(module)
-        # A parametrized weight is computed before each forward, from parameters of other names.
-        named = dict(module.named_parameters(recurse=False))
-        if not set(owner.parameters) <= set(named) <= {"weight", "bias"}:
-            return None
-        if hasattr(module, "parametrizations") or module._forward_pre_hooks:
-            return None  # a hook may compute the weight (spectral_norm)
-
-        def is_a(*kinds: type[nn.Module]) -> bool:
-            return any(issubclass(kind, one) and kind.forward is one.forward for one in kinds)
-
-        if is_a(nn.Linear):
-            return LinearLayer(name, pool)
-        if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-            return LinearLayer(name, pool, transposed=True)
-        if is_a(*_CONVOLUTIONS):
-            return ConvLayer(name, pool, module)
-        # Embedding: the gradient of a token may depend on how often the batch has it.
-        if is_a(nn.Embedding) and not module.scale_grad_by_freq:
-            return EmbeddingLayer(name, pool, module.padding_idx)  # type: ignore[arg-type]
-        if any(parameter in self.shared for parameter in owner.parameters.values()):
-            return None
-        if is_a(nn.LayerNorm):
-            return LastDimsNorm(name, pool, module, rms=False)
-        likeness = kind.__name__.endswith(_RMS_NORMS) and hasattr(module, "variance_epsilon")
-        if is_a(nn.RMSNorm) or (likeness and set(owner.parameters) == {"weight"}):
-            return LastDimsNorm(name, pool, module, rms=True)
-        return ChannelNorm(name, pool, module) if is_a(*_CHANNEL_NORMS) else None
+            self._add_replayed(owner)
 
     def _fill(
         self, layer: SketchedLayer, parameters: Mapping[str, nn.Parameter], prefix: str = ""
@@ -182,17 +171,18 @@ class _Planner:
         )
         self.pool.layers.append(layer)
 
-    def _weight_maps(
-        self, layer: SketchedLayer, weight: nn.Parameter
-    ) -> tuple[MatrixMap, MatrixMap | OuterMap | None]:
+    def _weight_maps(self, layer: SketchedLayer, weight: nn.Parameter) -> WeightMaps:
         """Return the maps of a weight: the same for all layers that use it."""
         index, maps, name = self.index[weight], self.maps, self.name(weight)
         if index in self._weights:
             return self._weights[index]
         shape = tuple(weight.shape)
         single: MatrixMap | OuterMap | None = None
-        if isinstance(layer, ConvLayer):
-            matrix: MatrixMap = FilterMap(
+        matrix: MatrixMap | WholeMap
+        if maps.is_exact:
+            matrix = WholeMap(shape)
+        elif isinstance(layer, ConvLayer):
+            matrix = FilterMap(
                 shape, columns=maps.columns, seed=maps.seed, name=name, like=maps.like
             )
             if layer.may_be_single and matrix.columns < math.prod(shape[1:]):
@@ -210,6 +200,17 @@ class _Planner:
 
     def _note(self, parameter: nn.Parameter, use: ParameterUse) -> None:
         self.plan.uses.setdefault(self.index[parameter], []).append(use)
+
+    def _add_replayed(self, owner: ParameterOwner) -> None:
+        refuse_compiled(self.model)
+        layer = ReplayedModule(owner, self.pool, self.dims)
+        self.plan.untap.append(layer.remove)
+        sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}
+        # Whole: modules may share parameters, whose rows have to be added before they are sketched.
+        layer.vector = VectorMap(sizes, seed=None, name=owner.name, like=self.maps.like)
+        for local, parameter in owner.parameters.items():
+            self._note(parameter, ParameterUse(layer, local))
+        self.pool.layers.append(layer)
 
     def _add_attention(self, owner: ParameterOwner) -> None:
         layers = {}
@@ -241,16 +242,81 @@ class _Planner:
             self.plan.untap.append(undo)
 
 
-def plan_layers(model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool) -> LayerPlan:
-    """Tap all layers of a model that have rows by a sink.
+def plan_layers(
+    model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool, dims: BatchDims
+) -> LayerPlan:
+    """Tap all layers of a model, and hook into the modules that are run again.
 
     Args:
         model: The model.
         spec: Its parameters.
         maps: Sizes and seed.
         pool: Is given the layers.
+        dims: Knows which dimensions hold the examples.
     """
-    return _Planner(model, spec, maps, pool).plan
+    return _Planner(model, spec, maps, pool, dims).plan
+
+
+def layer_for(
+    owner: ParameterOwner, pool: SinkPool, shared: set[nn.Parameter]
+) -> SketchedLayer | None:
+    """Return the layer of a module, or None for modules that have none.
+
+    Args:
+        owner: The module.
+        pool: The sinks of the layer.
+        shared: Parameters that several modules own.
+    """
+    module, name, kind = owner.module, owner.name, plain_type(owner.module)
+    # A parametrized weight is computed before each forward, from parameters of other names.
+    named = dict(module.named_parameters(recurse=False))
+    if not set(owner.parameters) <= set(named) <= {"weight", "bias"}:
+        return None
+    if hasattr(module, "parametrizations") or module._forward_pre_hooks:
+        return None  # a hook may compute the weight (spectral_norm)
+
+    def is_a(*kinds: type[nn.Module]) -> bool:
+        return any(issubclass(kind, one) and kind.forward is one.forward for one in kinds)
+
+    if is_a(nn.Linear):
+        return LinearLayer(name, pool)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return LinearLayer(name, pool, transposed=True)
+    if is_a(*_CONVOLUTIONS):
+        return ConvLayer(name, pool, module)
+    # Embedding: the gradient of a token may depend on how often the batch has it.
+    if is_a(nn.Embedding) and not module.scale_grad_by_freq:
+        return EmbeddingLayer(name, pool, module.padding_idx)  # type: ignore[arg-type]
+    if any(parameter in shared for parameter in owner.parameters.values()):
+        return None
+    if is_a(nn.LayerNorm):
+        return LastDimsNorm(name, pool, module, rms=False)
+    likeness = kind.__name__.endswith(_RMS_NORMS) and hasattr(module, "variance_epsilon")
+    if is_a(nn.RMSNorm) or (likeness and set(owner.parameters) == {"weight"}):
+        return LastDimsNorm(name, pool, module, rms=True)
+    return ChannelNorm(name, pool, module) if is_a(*_CHANNEL_NORMS) else None
+
+
+def describe(model: nn.Module) -> str:
+    """Say in one line which modules have rules and which are run again for exact rows.
+
+    >>> describe(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
+    'rows: 1 module by rule (Linear); 1 replayed, slower: 1 (LSTM)'
+    """
+    owners = list(parameter_owners(unwrap_model(model)))
+    shared, pool = _used_twice(owners), SinkPool(torch.empty(0), None)
+    replayed = [owner for owner in owners if layer_for(owner, pool, shared) is None]
+    kinds = sorted({type(owner.module).__name__ for owner in owners if owner not in replayed})
+    count = len(owners) - len(replayed)
+    line = f"rows: {count} module{'s' * (count != 1)} by rule"
+    line += f" ({', '.join(kinds)})" if kinds else ""
+    if replayed:
+        names = ", ".join(
+            f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
+            for owner in replayed
+        )
+        line += f"; {len(replayed)} replayed, slower: {names}"
+    return line
 
 
 def _used_twice(owners: list[ParameterOwner]) -> set[nn.Parameter]:

@@ -8,17 +8,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gradherd.rows.layer_rules import Rule, is_trainable, rule_for
-
 
 @dataclass(frozen=True)
 class ParameterOwner:
-    """A module that owns trainable parameters, and the rule for its rows."""
+    """A module that owns trainable parameters."""
 
     name: str
     module: nn.Module
-    rule: Rule | None
-    """None: the forward is replayed."""
     parameters: dict[str, nn.Parameter]
     """Trainable parameters by their local name."""
 
@@ -44,9 +40,9 @@ def parameter_owners(model: nn.Module) -> Iterator[ParameterOwner]:
             children: list[tuple[str, nn.Module]] = []
         else:
             named, children = _own_parameters(module)
-        trainable = {local: p for local, p in named.items() if is_trainable(p)}
+        trainable = {local: p for local, p in named.items() if p.requires_grad}
         if trainable:
-            yield ParameterOwner(name, module, None if owns_all else rule_for(module), trainable)
+            yield ParameterOwner(name, module, trainable)
         prefix = f"{name}." if name else ""
         # Reversed, because a stack gives the last one first: owners come in the order of the model.
         stack.extend((prefix + local, child) for local, child in reversed(children))
@@ -96,27 +92,6 @@ def refuse_compiled(model: nn.Module) -> None:
                 f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
                 "attach to the model before compiling it, use rows='sketch', or order whole batches"
             )
-
-
-def describe(model: nn.Module) -> str:
-    """Say in one line which modules have rules and which are replayed.
-
-    >>> describe(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
-    'rows: 1 module by rule (Linear); 1 replayed, slower: 1 (LSTM)'
-    """
-    owners = list(parameter_owners(unwrap_model(model)))
-    by_rule = [owner for owner in owners if owner.rule is not None]
-    replayed = [owner for owner in owners if owner.rule is None]
-    kinds = ", ".join(sorted({type(owner.module).__name__ for owner in by_rule}))
-    line = f"rows: {len(by_rule)} module{'s' * (len(by_rule) != 1)} by rule"
-    line += f" ({kinds})" if kinds else ""
-    if replayed:
-        names = ", ".join(
-            f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
-            for owner in replayed
-        )
-        line += f"; {len(replayed)} replayed, slower: {names}"
-    return line
 
 
 def register_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -10,7 +10,6 @@ Shapes: B examples, N elements of a parameter.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.exact_rows import Term
 from gradherd.rows.parameter_owners import register_first, remove_hook
-from gradherd.rows.torch_names import current_backward
 
 log = logging.getLogger("gradherd")
 
@@ -59,8 +56,7 @@ class RowCheck:
         *,
         strict: bool = False,
         register: Registrar | None = None,
-        project: Callable[[int, Tensor], Tensor] | None = None,
-        keeps_hooks: bool = True,
+        project: Callable[[int, Tensor], Tensor],
     ) -> None:
         """Register a hook on each parameter.
 
@@ -71,9 +67,7 @@ class RowCheck:
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
             project: Linear map of the gradient of a parameter, given by its index, to what rows
-                are compared in. None compares whole gradients, of which a copy is held.
-            keeps_hooks: Whether parameters keep their hooks while no check is due. A hook in Python
-                for each of them takes longer than many a small layer.
+                are compared in; returns a tensor of its own.
         """
         self.began: Callable[[], None] = lambda: None
         """Called with each gradient of a parameter, before it is noted."""
@@ -81,9 +75,6 @@ class RowCheck:
         """Names of the parameters that are left out, with the reason."""
         self.due = True
         """Whether the rows of the current batch are to be checked."""
-        self.tasks: list[set[int]] = [set() for _ in parameters]
-        """For each parameter, the backwards (autograd's graph tasks) that reached it."""
-        self._noted: list[set[int]] = []  # those of `tasks` that are not empty
         self.reached = False
         """Whether a backward has reached any parameter since the last `clear`."""
         self._spec = spec
@@ -94,30 +85,24 @@ class RowCheck:
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
         self._parameters, self._register = parameters, register or register_first
-        self._keeps_hooks = keeps_hooks
         self._handles: dict[int, Any] = {}
         self._set_hooks()
 
     def _set_hooks(self) -> None:
         """Register the hooks that are missing and remove those that are not needed."""
         for index, parameter in enumerate(self._parameters):
-            # A backward may reach nothing but parameters that are left out, and counts.
-            if self.due or self._keeps_hooks or self.is_left_out(index):
+            # A hook in Python for each of them takes longer than many a small layer. But a backward
+            # may reach nothing but parameters that are left out, and counts.
+            if self.due or self.is_left_out(index):
                 if index not in self._handles:
                     self._handles[index] = self._register(parameter, self._hook(index))
             elif index in self._handles:
                 remove_hook(parameter, self._handles.pop(index))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        tasks = self.tasks[index]
-
         def hook(grad: Tensor) -> None:
             self.began()
             self.reached = True
-            task = current_backward()
-            if not tasks:
-                self._noted.append(tasks)
-            tasks.add(task)
             if self.due:
                 self._receive(index, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
@@ -125,47 +110,9 @@ class RowCheck:
 
     def _receive(self, index: int, grad: Tensor) -> None:
         """Keep a gradient to compare it with rows."""
-        # A copy: autograd may make this tensor p.grad, which is then clipped in place.
-        kept = grad.clone() if self._project is None else self._project(index, grad)
+        kept = self._project(index, grad)
         before = self._references[index]
         self._references[index] = kept if before is None else before + kept
-
-    def failures(
-        self,
-        terms: Sequence[Sequence[Term]],
-        tolerances: Mapping[int, float],
-        like: Tensor,
-        hint: str,
-    ) -> dict[str, str]:
-        """Return the parameters whose rows do not add up to their gradient, with the reason.
-
-        Args:
-            terms: For each parameter, the terms of its rows, neither averaged nor unscaled.
-            tolerances: For parameters by index, the relative error that their precision allows.
-            like: A tensor of the rows' dtype and device.
-            hint: What else is known of this backward, for the reason.
-        """
-        measured: dict[int, tuple[float, float, float]] = {}
-        for index, name in enumerate(self._spec.names):
-            reference, uses = self._references[index], terms[index]
-            if name in self.left_out or (reference is None and not uses):
-                continue
-            # Rows of a parameter without a gradient are compared with zero.
-            total, size = like.new_zeros(self._spec.numels[index]), 0.0
-            # An error is measured against the norms of the rows, not that of their sum: the rows
-            # of a bias in front of BatchNorm cancel, and what is left is rounding.
-            norms = 0.0
-            for term in uses:
-                each = term.norms()
-                term.combine(torch.ones_like(each), total)
-                norms += float(each.sum())
-            if reference is not None:
-                total -= reference.reshape(-1).to(total)
-                size = float(reference.norm())
-            if math.isfinite(size):  # else an overflow, which GradScaler handles
-                measured[index] = float(total.norm()), size, norms
-        has_rows = {index for index, uses in enumerate(terms) if uses}
-        return self.judge(measured, has_rows, tolerances, like.dtype, hint)
 
     def reference(self, index: int) -> Tensor | None:
         """Return the gradient of a parameter in this batch, as projected; None without one."""
@@ -179,9 +126,8 @@ class RowCheck:
         self,
         measured: Mapping[int, tuple[float, float, float]],
         has_rows: Set[int],
-        tolerances: Mapping[int, float],
+        allowed: float,
         dtype: torch.dtype,
-        hint: str,
     ) -> dict[str, str]:
         """Return the parameters whose errors are too large, with the reason.
 
@@ -189,19 +135,17 @@ class RowCheck:
             measured: For parameters by index, the norm of the difference between rows and
                 gradient, the norm of the gradient, and the sum of the norms of the rows.
             has_rows: The parameters that have rows at all.
-            tolerances: For parameters by index, the relative error that their precision allows.
+            allowed: The relative error that their precision allows.
             dtype: Of the rows.
-            hint: What else is known of this backward, for the reason.
         """
         # Errors that are small beside the whole row do not matter. Without this, a gradient that
         # is nothing but rounding (of a LayerNorm over one feature) would fail.
         floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())
         reasons: dict[str, str] = {}
         for index, (error, size, norms) in measured.items():
-            allowed = tolerances.get(index, TOLERANCES[torch.float32])
             # Written with `not`, so that an error of NaN fails as well.
             if not error <= allowed * max(norms, floor) + torch.finfo(dtype).tiny * 1e6:
-                reasons[self._spec.names[index]] = _reason(error, size, index in has_rows, hint)
+                reasons[self._spec.names[index]] = _reason(error, size, index in has_rows)
         return reasons
 
     def mask(self, names: Iterable[str]) -> Tensor:
@@ -239,11 +183,7 @@ class RowCheck:
 
     def clear(self) -> None:
         """Forget the gradients of the current batch."""
-        if self.reached:
-            self.reached = False
-            for tasks in self._noted:
-                tasks.clear()
-            self._noted.clear()
+        self.reached = False
         if self.due:
             self._references = [None] * len(self._references)
 
@@ -279,15 +219,14 @@ class RowCheck:
         self.clear()
 
 
-def _reason(error: float, size: float, has_rows: bool, hint: str) -> str:
+def _reason(error: float, size: float, has_rows: bool) -> str:
     if not has_rows:
-        return hint or "no call of the module that owns it led to its gradient"
+        return "no call of the module that owns it led to its gradient"
     off = f"{error / size:.0%} off" if size > 0 else "the gradient is 0"
-    cause = hint or "is it used outside the module that owns it?"
-    return f"they do not add up to its gradient, {off}: {cause}"
+    return f"they do not add up to its gradient, {off}: is it used outside the module that owns it?"
 
 
-def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) -> float:
+def tolerance(tensors: Iterable[Tensor]) -> float:
     """Return the relative error that sums over these tensors may have."""
     widest = 0.0
     for dtype, cuda in {(t.dtype, t.is_cuda) for t in tensors if t.is_floating_point()}:
@@ -302,6 +241,4 @@ def tolerance(tensors: Iterable[Tensor], autocast: torch.dtype | None = None) ->
             and (matmul == "high" or torch.backends.cudnn.allow_tf32)
         ):
             widest = max(widest, _TF32_TOLERANCE)
-    if autocast is not None:
-        widest = max(widest, TOLERANCES[autocast])
     return widest

@@ -14,7 +14,8 @@ Shapes: B examples of a full batch, N elements of a sink.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.batch_dims import INPUT, Shapes
 from gradherd.rows.sink_maps import Map, finish_all
 from gradherd.rows.torch_names import current_backward
 
@@ -79,6 +81,9 @@ class Tap(torch.autograd.Function):
         layer, use, wanted = ctx.layer, ctx.use, ctx.wanted
         passed = layer.given(grads, use)
         nothing = [None] * (2 + len(saved))
+        if layer.pool.is_exact:
+            grads = at_least_float32(grads)
+            inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
         if torch.compiler.is_compiling():
             matrix, vector = layer.columns(inputs, grads, use, wanted, *saved)
             if matrix is not None:
@@ -126,14 +131,17 @@ class SinkPool:
     and layers get sinks of their own only if something is wrong.
     """
 
-    def __init__(self, like: Tensor, examples: int | None) -> None:
+    def __init__(self, like: Tensor, examples: int | None, *, is_exact: bool = False) -> None:
         """Begin without sinks.
 
         Args:
             like: A tensor of the rows' dtype and device.
             examples: B; None takes that of the largest batch.
+            is_exact: Whether rows are the gradients themselves: then no two layers share a sink.
         """
-        self.like = like
+        self.like, self.is_exact = like, is_exact
+        self.seconds = 0.0
+        """Spent in backwards on modules that are run again."""
         self.examples = examples or 0
         self.batch: Any = None
         """Examples of the forward that runs; None outside of forwards."""
@@ -149,15 +157,15 @@ class SinkPool:
         """Whether examples get copies of what they share: class tokens, positions. Tried when
         batch dimensions are looked for."""
         self.sizes: set[int] = set()
-        """Numbers of examples that layers have seen in this batch; not of compiled layers."""
+        """Numbers of examples whose rows have come in this batch; not of compiled layers."""
         self.dtypes: set[torch.dtype] = set()
         """Dtypes of inputs that layers have seen in this batch; not of compiled layers."""
         self.given_dim: int | None = None
         """The user's setting for all tensors of the model."""
         self.differentiated = False
         """Whether a backward of this batch was differentiated: the loss contains gradients."""
-        self.recorded: list[tuple[str, Any]] | None = None
-        """Shapes of the layers' inputs while the batch dimension is looked for."""
+        self.recorded: list[tuple[str, Shapes]] | None = None
+        """Shapes in the layers while the batch dimension is looked for."""
         self.strangers: dict[str, str] = {}
         """Layers whose batch dimension is not known, with the reason."""
         self.on_arrival: Callable[[], None] = lambda: None
@@ -168,24 +176,47 @@ class SinkPool:
         """All layers that share the sinks."""
         self._waiting: dict[tuple[int, int], WaitingColumns] = {}  # by the backward and the sink
 
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Tap nothing inside: modules run again to compute rows."""
+        before, self.is_open = self.is_open, False
+        try:
+            # Half precision is for the model; rows keep theirs, also in a backward under autocast.
+            with torch.no_grad(), torch.autocast(self.like.device.type, enabled=False):
+                yield
+        finally:
+            self.is_open = before
+
+    def see(self, examples: int, output: Tensor) -> None:
+        """Note what a layer has seen."""
+        if self.is_apart and output.dtype.is_floating_point:
+            self.dtypes |= {output.dtype}
+        if examples > self.examples:
+            self.make_sinks(examples)
+
     def make_sinks(self, examples: int) -> None:
         """Give all layers sinks for so many examples."""
         self.examples = examples
-        sinks: dict[str, Tensor] = {}
+        sinks: dict[tuple[str, int | None], Tensor] = {}
 
-        def sink(key: str, size: int) -> Tensor:
-            if key not in sinks:
-                sinks[key] = self._new_sink(key, size)
-            return sinks[key]
+        def sink(key: str, size: int, width: int | None) -> Tensor:
+            if (key, width) not in sinks:
+                sinks[key, width] = self._new_sink(key, size if width is None else width)
+            return sinks[key, width]
 
         for layer in self.layers:
-            for keys, name in ((layer.keys, "shared"), (layer.own_keys, "own")):
+            # Where rows are long, only graphs need a sink of their length: see `wait`.
+            alone, graph = 0 if layer.has_own_sinks else None, None if layer.compiles else 0
+            for keys, name, wide in ((layer.keys, "shared", graph), (layer.own_keys, "own", alone)):
                 pairs = zip(layer.maps, keys, strict=True)
-                found = (None if one is None else sink(key, one.size) for one, key in pairs)
+                found = (None if one is None else sink(key, one.size, wide) for one, key in pairs)
                 setattr(layer, name, tuple(found))
 
     def _new_sink(self, key: str, size: int) -> Tensor:
-        sink = self.like.new_zeros(self.examples, size).requires_grad_()
+        if self.is_exact:  # As long as a parameter, so nothing is stored.
+            sink = self.like.new_zeros(()).expand(self.examples, size).requires_grad_()
+        else:
+            sink = self.like.new_zeros(self.examples, size).requires_grad_()
         # Python cannot free what such a hook of a tensor holds together with the tensor.
         hook = partial(_arrive_at, WeakMethod(self._arrive), key)
         sink.register_post_accumulate_grad_hook(hook)
@@ -197,6 +228,7 @@ class SinkPool:
         Return, to the first who comes, zeros that are to be handed to autograd, so that it tells
         the sink when all have run.
         """
+        self.sizes.add(len(columns))
         key = (current_backward(), id(sink))
         waiting = self._waiting.get(key)
         if waiting is not None:
@@ -229,7 +261,9 @@ class SinkPool:
     def is_apart_now(self) -> bool:
         """Say whether the layer that runs uses sinks of its own."""
         # A graph must not depend on `is_apart`, which changes.
-        return self.compiles_apart if torch.compiler.is_compiling() else self.is_apart
+        if torch.compiler.is_compiling():
+            return self.compiles_apart and not self.is_exact
+        return self.is_apart or self.is_exact
 
     def batch_now(self) -> Any:
         """Return the examples of the forward that runs; None outside of forwards."""
@@ -283,7 +317,7 @@ class WaitingColumns:
         self._finish()
         first, *others = self._sums
         total = first.to(sink.dtype)
-        if total.shape != sink.shape:
+        if len(total) != len(sink):
             total = F.pad(total, (0, 0, 0, len(sink) - len(total)))
         for one in others:
             total[: len(one)].add_(one)
@@ -323,6 +357,8 @@ class SketchedLayer(ABC):
         """Whether examples have one position in the input that `dim` is about."""
         self.features = 1
         """Last dimensions of the input that cannot hold examples."""
+        self.compiles = True
+        """Whether the layer may be part of a graph."""
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -330,8 +366,15 @@ class SketchedLayer(ABC):
         return self.matrix, self.vector, self.single
 
     @property
+    def has_own_sinks(self) -> bool:
+        """Whether it shares none of its sinks with other layers."""
+        return self.pool.is_exact or not self.compiles
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the sinks that it shares with others: columns of equal number are added up."""
+        if self.has_own_sinks:
+            return self.own_keys
         kinds = ("matrix", "vector", "spectrum" if is_spectrum(self.single) else "matrix")
         sizes = (0 if one is None else one.size for one in self.maps)
         return tuple(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
@@ -407,7 +450,7 @@ class SketchedLayer(ABC):
         """Return the output, behind a tap if rows are wanted."""
         pool = self.pool
         if pool.recorded is not None:
-            pool.recorded.append((self.name, inputs.shape))
+            pool.recorded.append((self.name, {INPUT: inputs.shape}))
             return (
                 output
                 if self.batch_dim(inputs) is not None
@@ -420,11 +463,7 @@ class SketchedLayer(ABC):
             return self.tap_shared(module, inputs, output)
         examples = inputs.shape[dim]
         if not torch.compiler.is_compiling():
-            pool.sizes.add(examples)
-            if pool.is_apart and output.dtype.is_floating_point:
-                pool.dtypes |= {output.dtype}
-            if examples > pool.examples:
-                pool.make_sinks(examples)
+            pool.see(examples, output)
         elif examples > pool.examples:
             return output
         single = self.single is not None and self.is_single(inputs.shape)
@@ -446,11 +485,13 @@ class SketchedLayer(ABC):
             shape = tuple(inputs.shape)
             self.pool.strangers[self.name] = (
                 f"its input of shape {shape} has no dimension for examples"
-                if self.ndim == inputs.dim() or self.pool.batch is not None
-                else "which dimension holds the examples is not known: call the model itself, not "
-                "its parts"
             )
         return output
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return `tensor` in float32 or better: half precision is too coarse for sums."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def is_spectrum(one: Any) -> bool:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.layer_rules import padding_of_input
 from gradherd.rows.sink import TAP, SinkPool, SketchedLayer, Tap, Tapped, Wanted, is_trained
 from gradherd.rows.sink_maps import (
     MOST_BUCKETS,
@@ -19,6 +18,7 @@ from gradherd.rows.sink_maps import (
     MatrixMap,
     OuterMap,
     VectorMap,
+    WholeMap,
     products,
 )
 from gradherd.rows.sketch import has_kernels
@@ -27,7 +27,9 @@ from gradherd.rows.sketch import has_kernels
 class MapSettings:
     """Sizes and seed of the maps of one model."""
 
-    def __init__(self, columns: int, size: int, seed: int, like: Tensor) -> None:
+    def __init__(
+        self, columns: int, size: int, seed: int, like: Tensor, *, is_exact: bool = False
+    ) -> None:
         """Keep.
 
         Args:
@@ -35,7 +37,9 @@ class MapSettings:
             size: Elements of a row.
             seed: Seed of all signs.
             like: A tensor of the rows' dtype and device.
+            is_exact: Whether nothing is projected.
         """
+        self.is_exact = is_exact
         self.columns, self.size, self.seed, self.like = columns, size, seed, like
         self.tensors = MapTensors()
         self.buckets = min(MOST_BUCKETS, size)
@@ -58,7 +62,8 @@ class MapSettings:
 
     def vector(self, sizes: dict[str, int], name: str) -> VectorMap:
         """Return the map of biases and scales."""
-        return VectorMap(sizes, seed=self.seed, name=name, like=self.like)
+        seed = None if self.is_exact else self.seed
+        return VectorMap(sizes, seed=seed, name=name, like=self.like)
 
 
 def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
@@ -106,7 +111,7 @@ class LinearLayer(SketchedLayer):
 
 
 def linear_columns(
-    matrix: MatrixMap | OuterMap,
+    matrix: MatrixMap | OuterMap | WholeMap,
     left: Tensor,
     right: Tensor,
     transposed: bool,
@@ -122,7 +127,11 @@ def linear_columns(
         part: The outputs that `left` is about, if not all.
     """
     first, second = (right, left) if transposed else (left, right)
-    if isinstance(matrix, OuterMap):
+    if isinstance(matrix, WholeMap) and part is not None:
+        width = math.prod(matrix.shape[1:])
+        around = (part[0] * width, (matrix.shape[0] - part[1]) * width)
+        return F.pad(matrix.columns_of(first, second), around)
+    if isinstance(matrix, OuterMap | WholeMap):
         return matrix.columns_of(first, second)
     projected, kept = (first, second) if matrix.keep == 1 else (second, first)
     if part is None:
@@ -172,6 +181,9 @@ class ConvLayer(SketchedLayer):
         matrix, groups, n = self.matrix, self.groups, inputs.shape[0]
         if groups > 1:  # All groups share the filters; outputs tell them apart.
             small = small.reshape(n * groups, -1, *small.shape[2:])
+        if isinstance(matrix, WholeMap):
+            left = large.reshape(n * groups, -1, large[0, 0].numel())
+            return products(left, self.windows(small)).view(n, -1), vector
         thin = matrix.thin(small.to(large.dtype), self.stride, self.padding, self.dilation)
         thin = thin.flatten(2)
         if groups == 1:
@@ -179,6 +191,17 @@ class ConvLayer(SketchedLayer):
         right = large.reshape(n * groups, -1, thin.shape[-1]).transpose(1, 2)
         columns = products(thin, right).unflatten(0, (n, groups))
         return columns.transpose(1, 2).flatten(2), vector
+
+    def windows(self, small: Tensor) -> Tensor:
+        """Return what lies under a filter at each place: (n, T, C * places)."""
+        if any(self.padding):
+            small = F.pad(small, [side for one in reversed(self.padding) for side in (one, one)])
+        dims = len(self.window)
+        for at, (size, stride, dilation) in enumerate(
+            zip(self.window, self.stride, self.dilation, strict=True), start=2
+        ):
+            small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
     def matrix_map(self, use: Any) -> Any:
         """Return the map that the columns of the weight belong to."""
@@ -208,10 +231,21 @@ class EmbeddingLayer(SketchedLayer):
         matrix = self.matrix
         if right.dim() == 2:
             right = right.unsqueeze(1)
+        if isinstance(matrix, WholeMap):
+            return self.table_rows(tokens, right, matrix), None
         thin = F.embedding(tokens, matrix.side_for(right))
         if self.padding is not None:
             thin = thin * (tokens != self.padding).unsqueeze(-1)
         return matrix.combine(thin, right), None
+
+    def table_rows(self, tokens: Tensor, right: Tensor, matrix: WholeMap) -> Tensor:
+        """Return each example's gradient of the whole table."""
+        if self.padding is not None:  # torch gives the padding token no gradient
+            right = right * (tokens != self.padding).unsqueeze(-1)
+        examples, (tokens_known, width) = len(right), matrix.shape
+        places = tokens + torch.arange(examples, device=tokens.device)[:, None] * tokens_known
+        sums = right.new_zeros(examples * tokens_known, width)
+        return sums.index_add(0, places.flatten(), right.reshape(-1, width)).view(examples, -1)
 
     def shown(self, output: Tensor, use: Any) -> Tensor:
         """Give every example its own copy of what all share."""
@@ -240,6 +274,17 @@ class EmbeddingLayer(SketchedLayer):
         use = (-batch, output.dim() > 2)
         tapped: Tensor = Tap.apply(output, inputs, matrix, None, self, use)  # type: ignore[no-untyped-call]
         return tapped
+
+
+def padding_of_input(module: Any) -> tuple[int, ...]:
+    """Return how a convolution pads its input itself, as `F.pad` takes it: last dimension first."""
+    if module.padding == "same":
+        around = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        pairs = [(one // 2, one - one // 2) for one in around]
+    else:
+        valid = (0,) * len(module.kernel_size)
+        pairs = [(one, one) for one in (valid if module.padding == "valid" else module.padding)]
+    return tuple(side for pair in reversed(pairs) for side in pair)
 
 
 def norm_kernels(inputs: Tensor) -> Any:

@@ -13,6 +13,7 @@ each position t, without forming the gradient G = sum of g_t x_t^T itself:
   matrix: the circular convolution of two count sketches. Kept as a spectrum, so that layers are
   added up before the one transform back.
 - `VectorMap`, for biases and scales: a sign for each element, and nothing is lost.
+- `WholeMap`, for exact rows: G itself.
 
 Every map also takes a whole gradient (`project`): rows are checked by comparing their sum with it.
 
@@ -343,21 +344,49 @@ class OuterMap(Map):
         return vectors
 
 
+class WholeMap(Map):
+    """Keeps a weight's gradient as it is, row by row."""
+
+    has_signs = False
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        """Keep the shape of the weight."""
+        super().__init__()
+        self.shape, self.size = shape, math.prod(shape)
+
+    def columns_of(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the gradients (B, size) of factors (B, T, rows) and (B, T, columns)."""
+        return products(left.transpose(1, 2), right).flatten(1)
+
+    def finish(self, columns: Tensor) -> Tensor:
+        """Return the gradients."""
+        return columns
+
+    def project(self, grad: Tensor) -> Tensor:
+        """Return a whole gradient, flat."""
+        return grad.flatten()
+
+
 class VectorMap(Map):
     """Gives every element of a vector a sign."""
 
-    def __init__(self, sizes: dict[str, int], *, seed: int, name: str, like: Tensor) -> None:
+    def __init__(self, sizes: dict[str, int], *, seed: int | None, name: str, like: Tensor) -> None:
         """Draw the signs.
 
         Args:
             sizes: Elements of each parameter that is part of the vector, by name.
-            seed: Seed of the signs.
+            seed: Seed of the signs; None for exact rows, in which all are plus.
             name: Of the vector.
             like: A tensor of the rows' dtype and device.
         """
         super().__init__()
         self.size = sum(sizes.values())
-        self.signs = random_signs(seed, f"{name}/vector", self.size, 1)[:, 0].to(like)
+        drawn = (
+            torch.ones(self.size)
+            if seed is None
+            else random_signs(seed, f"{name}/vector", self.size, 1)[:, 0]
+        )
+        self.signs = drawn.to(like)
         begin = 0
         self.parts: dict[str, slice] = {}
         for local, size in sizes.items():

@@ -116,7 +116,7 @@ def test_the_gradient_of_every_example_can_be_read(loaded):
     columns = tuple(column[:2] for column in split.train)
     capture = Capture(model)
     task.loss(model, *columns).backward()
-    rows = capture.pop_rows(2).dense()
+    rows = capture.pop_rows(2)
     capture.remove_hooks()
     for at, row in enumerate(rows):
         loss = task.loss(model, *(column[at : at + 1] for column in columns))

@@ -1,9 +1,10 @@
 """Time per-example gradients of an MLP.
 
 Cases: `plain` is forward and backward alone. `vmap` (torch.func) and `loop` (one example at a time)
-form every gradient: what a user would do instead. `exact` computes what balancing needs (products
-with a vector, the Gram matrix, a weighted sum); `sketch` projects each gradient to 256 elements.
-The ceiling is `plain`: gradherd reads its rows off a backward pass that happens anyway.
+form every gradient: what a user would do instead. `exact` forms them from layer inputs and output
+gradients, and computes what balancing needs (products with a vector, a weighted sum); `sketch`
+projects each of them to 256 elements without forming it. The ceiling is
+`plain`: gradherd reads its rows off a backward pass that happens anyway.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from torch.func import functional_call, grad, vmap
 from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, make_rows, median_seconds
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import SketchRows
-from gradherd.rows.sink_capture import SinkCapture
 
 _SKETCH = 256
 _INPUTS, _CLASSES = 784, 10
@@ -71,17 +71,16 @@ class RowsBench:
         vmap(grad(loss), in_dims=(None, 0, 0))(weights, self.x, self.y)
 
     def exact(self, capture: Capture) -> None:
-        """Compute what balancing needs."""
+        """Form the gradients, and compute what balancing needs."""
         self.plain()
         rows = capture.pop_rows(len(self.x))
-        rows.dot(self.running)
-        rows.gram()
-        rows.combine(self.signs)
+        rows @ self.running[0]
+        self.signs @ rows
 
-    def sketch(self, capture: SinkCapture) -> None:
+    def sketch(self, capture: Capture) -> None:
         """Project every gradient to a few elements."""
         self.plain()
-        capture.pop_sketch(len(self.x))
+        capture.pop_rows(len(self.x))
 
 
 def bench_rows(
@@ -106,11 +105,11 @@ def bench_rows(
     peaks: dict[str, int | None] = {}
     for case in ("plain", "vmap", "loop", "exact", "sketch"):
         # Hooks only for the cases that read them: they would slow down the others.
-        capture: Capture | SinkCapture | None = None
+        capture: Capture | None = None
         if case == "exact":
             capture = Capture(bench.model)
         elif case == "sketch":
-            capture = SinkCapture(bench.model, SketchRows(size=_SKETCH), batch_size=batch)
+            capture = Capture(bench.model, SketchRows(size=_SKETCH), batch_size=batch)
         step = getattr(bench, case)
         # Bound as defaults: a lambda would otherwise see the last case of the loop.
         call = step if capture is None else lambda step=step, own=capture: step(own)

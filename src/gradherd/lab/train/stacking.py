@@ -18,8 +18,8 @@ from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.virtual_order import row_settings
 from gradherd.lab.train.vmap_layers import why_not_vmappable
 from gradherd.ordering.registry import make_policy
+from gradherd.rows.capture import Capture
 from gradherd.rows.settings import SketchRows, TwoSidedRows
-from gradherd.rows.sink_capture import SinkCapture
 from gradherd.rows.sketch import CountSketch
 
 # Beyond this many parameters a step is bound by arithmetic, not by launches: stacking is no faster.
@@ -242,8 +242,8 @@ def two_sided_matrix(
 ) -> Tensor:
     """Return the (D, k) matrix of a model's two-sided sketches."""
     model = copy.deepcopy(model)
-    capture = SinkCapture(model, settings)
+    capture = Capture(model, settings)
     # Whether a layer has one position per example is known from a batch.
     task.loss(model, *(tensor[:2] for tensor in tensors)).backward()
-    capture.pop_sketch(2)
+    capture.pop_rows(2)
     return capture.matrix()
