@@ -1,7 +1,5 @@
 """All coordinates in few bits at every step: what both roundings take is sent later."""
 
-import math
-
 import pytest
 import torch
 
@@ -19,22 +17,16 @@ from tests.sparsify.rank_work import normal, same
 ROUNDED = ["bf16", *VALUE_BITS]
 
 
-def in_a_byte(level):
-    """The nearest of 1, 1.25, 1.5, 1.75 times a power of two."""
-    fraction, exponent = math.frexp(level)  # from 0.5 to 1
-    return math.floor(fraction * 8 + 0.5) / 8 * 2.0**exponent
-
-
 def signs(values, length):
-    """One bit by hand: the sign, and the mean magnitude of each 64 in a byte, slice by slice."""
+    """One bit by hand: the sign, and the mean magnitude of each 256 as bf16, slice by slice."""
     out = torch.empty_like(values)
     for begin in range(0, len(values), length):
         row = torch.zeros(length)
         row[: len(values[begin : begin + length])] = values[begin : begin + length]
-        for at in range(0, length, 64):
-            group = row[at : at + 64]
-            level = torch.tensor(in_a_byte(float(group.abs().mean())))
-            row[at : at + 64] = torch.where(group < 0, -level, level)
+        for at in range(0, length, 256):
+            group = row[at : at + 256]
+            level = group.abs().mean().bfloat16().float()
+            row[at : at + 256] = torch.where(group < 0, -level, level)
         out[begin : begin + length] = row[: len(out[begin : begin + length])]
     return out
 
@@ -58,7 +50,7 @@ def test_both_ways_in_one_bit_as_a_loop_would_do_it():
     torch.testing.assert_close(workers.residuals(), left, rtol=1e-4, atol=1e-5)
     owned = torch.cat([worker.owner_error for worker in workers.workers])[:count]
     torch.testing.assert_close(owned, lost, rtol=1e-4, atol=1e-5)
-    # Two ways of a bit and of a level for each 64.
+    # Two ways of a bit and of a level for each 256.
     assert workers.metrics["bytes"] == 2 * (size - 1) * value_bytes(length, 1) + 4 * (size - 1)
 
 

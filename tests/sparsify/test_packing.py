@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradherd.comm.script import run_together
-from gradherd.sparsify.message_sizes import (
-    GROUP,
-    SIGN_GROUP,
-    VALUE_BITS,
-    index_bytes,
-    value_bytes,
-)
+from gradherd.sparsify.message_sizes import GROUP, VALUE_BITS, index_bytes, value_bytes
 from gradherd.sparsify.packing import decode_values, encode_values, pack_indices, unpack_indices
 from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import StepContext
@@ -66,24 +60,19 @@ def best_two_levels(size):
 def reference_decoded(values, bits):
     """What a receiver reads, value by value."""
     out = np.zeros(len(values))
-    together = SIGN_GROUP if bits == 1 else GROUP
-    for begin in range(0, len(values), together):
-        group = np.asarray(values[begin : begin + together], dtype=np.float64)
+    for begin in range(0, len(values), GROUP):
+        group = np.asarray(values[begin : begin + GROUP], dtype=np.float64)
         size = np.abs(group)
         if bits == 1:
-            # Two bits behind the leading one.
-            fraction, exponent = np.frexp(size.mean())
-            level = np.floor(fraction * 8 + 0.5) / 8 * 2.0**exponent
-            out[begin : begin + together] = np.where(group < 0, -level, level)
-            continue
-        if bits == 2:
+            low = high = size.mean()
+        elif bits == 2:
             low, high = best_two_levels(size)
         else:
             low, high = size.min(), size.max()
         low, high = (float(torch.tensor(level).bfloat16()) for level in (low, high))
-        levels = np.linspace(low, high, 2 ** (bits - 1))
+        levels = np.linspace(low, high, max(1, 2 ** (bits - 1)))
         nearest = levels[np.abs(size[:, None] - levels).argmin(1)]
-        out[begin : begin + together] = np.where(group < 0, -nearest, nearest)
+        out[begin : begin + GROUP] = np.where(group < 0, -nearest, nearest)
     return out
 
 

@@ -23,14 +23,11 @@ CHUNK_BITS = 12
 """A chunk is 2**12 coordinates, so that an offset has 12 bits."""
 
 GROUP = 256
-"""Values that share their levels."""
+"""Values that share their levels. One bit with a level for each 64 has less to round, yet ends far
+worse where exchanges are frequent (`benchmarks/few_bytes.py`, every second step: 58.8, not 55)."""
 
-LEVEL_BYTES = 4
-"""Levels of a group: the lowest and the highest, as bf16."""
-
-SIGN_GROUP = 64
-"""Values of one bit that share their one level, which takes a byte. With 256 and a level in bf16 a
-message has 6 % fewer bytes, but rows of an embedding share levels with others that hardly moved."""
+LEVEL_BYTES = 2
+"""A level of a group, as bf16."""
 
 FLAG_BYTES = 4
 """Header of every worker and step: an int32 that says whether its values are finite."""
@@ -95,14 +92,17 @@ def index_bytes(count: int, span: tuple[int, int], bits: IndexBits) -> int:
 
 
 def level_bytes(count: int, bits: int) -> int:
-    """Return how many bytes the levels of `count` values take."""
-    return -(-count // SIGN_GROUP) if bits == 1 else LEVEL_BYTES * -(-count // GROUP)
+    """Return how many bytes the levels of `count` values take.
+
+    A group has its lowest and its highest level; with one bit it has the one level of all.
+    """
+    return (1 if bits == 1 else 2) * LEVEL_BYTES * -(-count // GROUP)
 
 
 def value_bytes(count: int, bits: int) -> int:
     """Return how many bytes `encode_values` writes for `count` values.
 
     >>> value_bytes(1000, 1), value_bytes(1000, 2), value_bytes(1000, 8), value_bytes(0, 2)
-    (141, 266, 1016, 0)
+    (133, 266, 1016, 0)
     """
     return level_bytes(count, bits) + -(-bits * count // 8)

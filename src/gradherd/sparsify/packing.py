@@ -3,13 +3,12 @@
 An index takes 32 bits; or 16 as an offset in a page of 65,536 coordinates; or 12 as an offset in a
 chunk of 4,096. Offsets need a count for each page or chunk, so what is smallest depends on how many
 there are. A value takes its own dtype; or 8, 4 or 2 bits: a sign, and the number of a level between
-two magnitudes that a group of 256 values shares; or 1 bit: a sign, and a magnitude for 64 values.
+two magnitudes that a group of 256 values shares; or 1 bit: a sign, and one magnitude for the group.
 
 Indices of 12 bits and values of 2 are what SparseLoCo sends (arXiv:2508.15706). Levels between the
 smallest and the largest magnitude suit values that were selected for being large: zero, which a
 scale alone would make room for, is rarely among them. One bit is that of 1-bit SGD (Seide et al.,
-Interspeech 2014); the mean magnitude of a group loses the least squares. That is rounded to two
-bits behind the leading one and an exponent of six, which is as good: errors are sent later.
+Interspeech 2014); the mean magnitude of a group loses the least squares.
 
 Letters: n values or indices.
 """
@@ -21,7 +20,6 @@ from torch import Tensor
 from gradherd.sparsify.message_sizes import (
     CHUNK_BITS,
     GROUP,
-    SIGN_GROUP,
     IndexBits,
     level_bytes,
     pages_of,
@@ -136,16 +134,13 @@ def encode_values(values: Tensor, bits: int) -> Tensor:
     count = values.shape[-1]
     if not count:
         return values.to(torch.uint8)
-    if bits == 1:
-        groups = _grouped(values.abs(), SIGN_GROUP)
-        last = count - SIGN_GROUP * (groups.shape[-2] - 1)
-        sums = groups.sum(-1) / SIGN_GROUP
-        sums[..., -1] *= SIGN_GROUP / last  # of the padding, nothing counts
-        return torch.cat([encode_level(sums), _pack_signs(values < 0)], dim=-1)
     groups = _grouped(values)
     real = torch.arange(groups.shape[-2] * GROUP, device=values.device).view(-1, GROUP) < count
     magnitudes = groups.abs()
     limit = torch.finfo(torch.bfloat16).max
+    if bits == 1:
+        level = (magnitudes.sum(-1) / real.sum(-1)).clamp_(max=limit).to(torch.bfloat16)
+        return torch.cat([level.view(torch.uint8), _pack_signs(values < 0)], dim=-1)
     low, high = _two_levels(magnitudes, real) if bits == 2 else _range(magnitudes, real)
     levels = torch.stack([low, high], dim=-1).clamp(max=limit).to(torch.bfloat16)
     # From the levels as they are sent: the sender must round as the others will read.
@@ -163,13 +158,12 @@ def decode_values(
     if not count:
         return packed.to(dtype)
     border = level_bytes(count, bits)
-    if bits == 1:
-        signs = _grouped(_unpack_signs(packed[..., border:], dtype)[..., :count], SIGN_GROUP)
-        level = decode_level(packed[..., :border]).to(dtype).unsqueeze(-1)
-        one_level: Tensor = signs.mul_(level).flatten(-2)
-        return one_level[..., :count]
     # Cloned, because a view as bf16 needs aligned memory.
     levels = packed[..., :border].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    if bits == 1:
+        signs = _grouped(_unpack_signs(packed[..., border:], dtype)[..., :count])
+        one_level: Tensor = signs.mul_(levels.to(dtype).unsqueeze(-1)).flatten(-2)
+        return one_level[..., :count]
     levels = levels.reshape(*packed.shape[:-1], -1, 2)
     base, step = _steps(levels, bits, dtype)
     codes = _grouped(_unpack_bits(packed[..., border:], bits)[..., :count])
@@ -217,37 +211,10 @@ def _two_levels(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     return low.squeeze(-1), high.squeeze(-1)
 
 
-def encode_level(level: Tensor) -> Tensor:
-    """Round positive numbers to a byte each, the nearest of 255 and zero.
-
-    A byte holds the exponent and the two bits behind the leading one, from 2**-47.75 to 57,344.
-    What is smaller is zero, and what is larger is the largest.
-    """
-    bits = level.to(torch.float32).view(torch.int32)
-    codes = ((bits + (1 << LEVEL_SHIFT - 1)) >> LEVEL_SHIFT) - LEVEL_OFFSET
-    return codes.clamp_(0, 255).to(torch.uint8)
-
-
-def decode_level(code: Tensor) -> Tensor:
-    """Return the float32 that `encode_level` rounded to.
-
-    >>> decode_level(encode_level(torch.tensor([0.0, 1.0, 1.1, 1.2, 1e-20, 1e20])))
-    tensor([0.0000e+00, 1.0000e+00, 1.0000e+00, 1.2500e+00, 0.0000e+00, 5.7344e+04])
-    """
-    bits = (code.to(torch.int32) + LEVEL_OFFSET) << LEVEL_SHIFT
-    return bits.masked_fill_(code == 0, 0).view(torch.float32)
-
-
-LEVEL_SHIFT = 21
-"""Bits of a float32 that a level in a byte does not have."""
-LEVEL_OFFSET = (127 - 48) << 2
-"""What is subtracted of the others: the exponent -48, which stands for zero."""
-
-
-def _grouped(values: Tensor, size: int = GROUP) -> Tensor:
-    """Pad (..., n) with zeros to whole groups: (..., G, size)."""
-    missing = -values.shape[-1] % size
-    return torch.nn.functional.pad(values, (0, missing)).reshape(*values.shape[:-1], -1, size)
+def _grouped(values: Tensor) -> Tensor:
+    """Pad (..., n) with zeros to whole groups: (..., G, 256)."""
+    missing = -values.shape[-1] % GROUP
+    return torch.nn.functional.pad(values, (0, missing)).reshape(*values.shape[:-1], -1, GROUP)
 
 
 def _pack_signs(negative: Tensor) -> Tensor:

@@ -1,64 +1,60 @@
 """One bit for each value, as Triton kernels: signs, and the mean magnitude of each group.
 
-The bytes are those of `packing.encode_values`: of every slice first the level of each group of 64,
-then its signs, eight to a byte. A program takes several groups and reads each value once.
+The bytes are those of `packing.encode_values`: of every slice first the bf16 level of each group of
+256, then its signs, eight to a byte. A program takes several groups and reads each value once. Rows
+of messages may begin at odd addresses, so a level is written as two bytes.
 
 Letters: n values, R slices of them, L values of a slice, G groups of a slice.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import launch
-from gradherd.sparsify.message_sizes import SIGN_GROUP
-from gradherd.sparsify.packing import LEVEL_OFFSET, LEVEL_SHIFT
+from gradherd.sparsify.message_sizes import GROUP
 
-_GROUPS = 32  # that one program takes at a time
+_GROUPS = 8  # that one program takes at a time
 _WARPS = 4
-_SIZE = tl.constexpr(SIGN_GROUP)
-_SHIFT = tl.constexpr(LEVEL_SHIFT)
-_HALF = tl.constexpr(1 << LEVEL_SHIFT - 1)
-_OFFSET = tl.constexpr(LEVEL_OFFSET)
+_SIZE = tl.constexpr(GROUP)
+_LARGEST = tl.constexpr(float(torch.finfo(torch.bfloat16).max))
 
 
 @triton.jit
-def _code_of(values, group, length):
-    """Return the levels of (GROUPS, 64) values as codes; padding counts as zeros."""
+def _level_of(values, group, length):
+    """Return the (GROUPS, 1) mean magnitudes as bf16 holds them; padding counts as zeros."""
     count = tl.minimum(length - group * _SIZE, _SIZE)
     mean = tl.sum(tl.abs(values), axis=1) / tl.maximum(count, 1).to(tl.float32)
-    bits = mean.to(tl.int32, bitcast=True)
-    code = ((bits + _HALF) >> _SHIFT) - _OFFSET
-    return tl.minimum(tl.maximum(code, 0), 255)
+    return tl.minimum(mean, _LARGEST).to(tl.bfloat16)
 
 
 @triton.jit
-def _signed(code, negative):
-    """Return the (GROUPS, 64) values of codes and signs."""
-    bits = tl.where(code > 0, (code + _OFFSET) << _SHIFT, 0)
-    level = bits.to(tl.float32, bitcast=True)[:, None]
-    return tl.where(negative, -level, level)
-
-
-@triton.jit
-def _store(values, code, group, length, row, GROUPS: tl.constexpr):
-    """Write codes and signs of (GROUPS, 64) values to the message that begins at `row`."""
+def _store(values, level, group, length, row, GROUPS: tl.constexpr):
+    """Write levels and signs of (GROUPS, 256) values to the message that begins at `row`."""
     groups = tl.cdiv(length, _SIZE)
-    tl.store(row + group, code.to(tl.uint8), mask=group < groups)
+    inside = group < groups
+    bits = level.to(tl.int16, bitcast=True)
+    tl.store(row + 2 * group, (bits & 0xFF).to(tl.uint8), mask=inside)
+    tl.store(row + 2 * group + 1, ((bits >> 8) & 0xFF).to(tl.uint8), mask=inside)
     negative = (values < 0).to(tl.int32).reshape(GROUPS, _SIZE // 8, 8)
     packed = tl.sum(negative << tl.arange(0, 8)[None, None, :], axis=2)
     byte = group[:, None].to(tl.int64) * (_SIZE // 8) + tl.arange(0, _SIZE // 8)[None, :]
-    tl.store(row + groups + byte, packed.to(tl.uint8), mask=byte < tl.cdiv(length, 8))
+    tl.store(row + 2 * groups + byte, packed.to(tl.uint8), mask=byte < tl.cdiv(length, 8))
 
 
 @triton.jit
 def _load(row, group, length):
-    """Return the (GROUPS, 64) values of a message that begins at `row`."""
+    """Return the (GROUPS, 256) values of a message that begins at `row`."""
     groups = tl.cdiv(length, _SIZE)
-    code = tl.load(row + group, mask=group < groups, other=0).to(tl.int32)
+    inside = group < groups
+    low = tl.load(row + 2 * group, mask=inside, other=0).to(tl.int16)
+    high = tl.load(row + 2 * group + 1, mask=inside, other=0).to(tl.int16)
+    level = (low | (high << 8)).to(tl.bfloat16, bitcast=True).to(tl.float32)
     lane = group[:, None].to(tl.int64) * _SIZE + tl.arange(0, _SIZE)[None, :]
-    byte = tl.load(row + groups + lane // 8, mask=lane < length, other=0).to(tl.int32)
-    return _signed(code, ((byte >> (lane % 8).to(tl.int32)) & 1) == 1)
+    byte = tl.load(row + 2 * groups + lane // 8, mask=lane < length, other=0).to(tl.int32)
+    sign = (byte >> (lane % 8).to(tl.int32)) & 1
+    return tl.where(sign == 1, -level[:, None], level[:, None])
 
 
 @triton.jit
@@ -69,9 +65,10 @@ def _encode(values, message, left, size, length, row_bytes, GROUPS: tl.constexpr
     at = slice_number * length + lane
     inside = (lane < length) & (at < size)
     own = tl.load(values + at, mask=inside, other=0)
-    code = _code_of(own, group, length)
-    _store(own, code, group, length, message + slice_number * row_bytes, GROUPS)
-    tl.store(left + at, own - _signed(code, own < 0), mask=inside)
+    level = _level_of(own, group, length)
+    _store(own, level, group, length, message + slice_number * row_bytes, GROUPS)
+    rounded = tl.where(own < 0, -level.to(tl.float32)[:, None], level.to(tl.float32)[:, None])
+    tl.store(left + at, own - rounded, mask=inside)
 
 
 @triton.jit
@@ -83,10 +80,10 @@ def _encode_sum(received, message, lost, real, length, row_bytes, workers, GROUP
         total += _load(received + tl.cast(worker, tl.int64) * row_bytes, group, length)
     total += tl.load(lost + lane, mask=lane < real, other=0)
     total = tl.where(lane < real, total, 0.0)
-    code = _code_of(total, group, length)
-    _store(total, code, group, length, message, GROUPS)
-    rest = tl.where(lane < real, total - _signed(code, total < 0), 0.0)
-    tl.store(lost + lane, rest, mask=lane < length)
+    level = _level_of(total, group, length)
+    _store(total, level, group, length, message, GROUPS)
+    rounded = tl.where(total < 0, -level.to(tl.float32)[:, None], level.to(tl.float32)[:, None])
+    tl.store(lost + lane, tl.where(lane < real, total - rounded, 0.0), mask=lane < length)
 
 
 @triton.jit
@@ -123,4 +120,4 @@ def decode_signs(messages: Tensor, length: int, out: Tensor) -> None:
 
 
 def _programs(length: int) -> int:
-    return int(triton.cdiv(length, SIGN_GROUP * _GROUPS))
+    return int(triton.cdiv(length, GROUP * _GROUPS))
