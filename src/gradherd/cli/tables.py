@@ -212,13 +212,11 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
         print_sentence(f"[yellow]note[/yellow]  {escape(note)}", console)
     for verdict in all_verdicts(comparison):
         colour, mark = MARKS[verdict.tone]
-        more = "" if verdict.text == verdict.headline else f" [dim]{escape(verdict.text)}[/]"
-        print_sentence(
-            f"[bold {colour}]{mark}[/] [bold]{escape(verdict.headline)}[/]{more}", console
-        )
+        print_sentence(f"[bold {colour}]{mark}[/] {escape(verdict.headline)}", console)
     warning = multiple_testing_note(comparison)
     if warning is not None:
-        print_sentence(f"[dim]{escape(warning)}[/]", console)
+        told = f"{warning} Intervals and p values are in the report and in --json."
+        print_sentence(f"[dim]{escape(told)}[/]", console)
     if page is not None:
         # A path is copied whole, so the terminal breaks it.
         console.print(f"report: {escape(str(page))}", soft_wrap=True)

@@ -45,9 +45,10 @@ def test_headlines_say_what_is_shown_and_what_it_takes():
         for run in better
     ]
     alike = runs("cd-grab", [1.01, 0.99, 1.0], slower=1.0)
+    sooner = "whose final loss it reaches after 2 epochs instead of 4"
     for arm, says in (
-        (better, "cd-grab: better than d-rr; it takes 1.13 times the bytes and "),
-        (dearer, "cd-grab: better than d-rr, at a price; it takes 4.51 times the bytes and "),
+        (better, f"cd-grab: better than d-rr, {sooner}; it takes 1.13 times the bytes and "),
+        (dearer, f"cd-grab: better than d-rr, at a price, {sooner}; it takes 4.51 times the bytes"),
         (alike, "cd-grab: no difference from d-rr shown; it takes "),
         (better[:2], "cd-grab: too few seeds to compare it with d-rr; it takes "),
     ):

@@ -184,6 +184,9 @@ def _verdict(kind: str, pair: ArmPair, shown: Direction, tone: Direction, text: 
         # A gain that is only mixed has its price, and a cost has its saving.
         words = shown if shown == tone else f"{shown}, but"
     answer = _HEADLINES[words].format(pair.reference.label)
+    own, epochs = pair.reference_epochs_to, pair.epochs_to
+    if kind == "order" and shown == "gain" and epochs is not None and epochs < (own or 0):
+        answer += f", whose final loss it reaches after {counted(epochs, 'epoch')} instead of {own}"
     takes = "" if pair.bytes_ratio is None else f"; it takes {_price(pair)}"
     headline = f"{pair.arm.label}: {answer}{takes}."
     return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=headline)
