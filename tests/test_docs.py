@@ -9,6 +9,7 @@ import io
 import pkgutil
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_programs_of_the_first_page_print_what_it_says(tmp_path, number):
     elif number == 3:
         said = re.findall(r"run prints `(.*?)`.*?continues with `(.*?)`", page, re.S)
         assert set(said[0]) <= set(printed.splitlines())
+
+
+def test_packages_in_the_first_page_are_those_that_are_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.match(r"[\w-]+", one)[0] for one in project["dependencies"]]
+    (said,) = re.findall(
+        r"^The library needs ([^.]*\.\d[^.]*)\.", (DOCS / "start.md").read_text(), re.M
+    )
+    assert re.sub(r" \([^)]*\)", "", said).replace(" and ", ", ").split(", ") == names
 
 
 def test_messages_in_the_first_page_are_those_of_the_code():
