@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from gradherd.comm.world import World
-from gradherd.lab.train import checkpoint_schedule as module
-from gradherd.lab.train.checkpoint_schedule import Checkpointer, RunStopped
+from gradherd.lab.train import checkpoint as module
+from gradherd.lab.train.checkpoint import Checkpointer, RunStopped
 
 
 class Noted:

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.linear_form import linear_form
 from gradherd.lab.train.optimizers import FunctionalOptimizer
-from gradherd.lab.train.stacked_step import StackedStep, _make_gradients
+from gradherd.lab.train.stacked_step import StackedStep, _make_gradients, linear_form
 from gradherd.lab.train.vmap_layers import make_vmappable
 
 

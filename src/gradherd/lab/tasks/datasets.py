@@ -21,6 +21,12 @@ class DataFile:
     """Whether lines may also end in CRLF."""
 
 
+def published(table: str, *, text: bool = False) -> tuple[DataFile, ...]:
+    """Return the files of a table: name, bytes and sha256 of each, separated by spaces."""
+    rows = [line.split() for line in table.strip().splitlines()]
+    return tuple(DataFile(name, int(size), sha256, text=text) for name, size, sha256 in rows)
+
+
 @dataclass(frozen=True)
 class Form:
     """A form in which a data set is distributed: its files, and where below a data folder."""
@@ -98,28 +104,12 @@ CIFAR10 = DataSet(
 )
 
 _FASHION = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
-_FASHION_FILES = (
-    DataFile(
-        "train-images-idx3-ubyte",
-        47_040_016,
-        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    ),
-    DataFile(
-        "train-labels-idx1-ubyte",
-        60_008,
-        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    ),
-    DataFile(
-        "t10k-images-idx3-ubyte",
-        7_840_016,
-        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    ),
-    DataFile(
-        "t10k-labels-idx1-ubyte",
-        10_008,
-        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    ),
-)
+_FASHION_FILES = published("""
+train-images-idx3-ubyte 47040016 c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888
+train-labels-idx1-ubyte 60008 bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9
+t10k-images-idx3-ubyte 7840016 5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b
+t10k-labels-idx1-ubyte 10008 0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34
+""")
 FASHION_MNIST = DataSet(
     name="fashion-mnist",
     title="Fashion-MNIST, 70,000 grey images of 10 kinds of clothes",
@@ -150,29 +140,17 @@ WIKITEXT2 = DataSet(
     downloads=tuple(Download(f"{_WIKITEXT}/{file.name}", file.name) for file in _WIKITEXT_FILES),
 )
 
+_GPT2_BPE_FILES = published(
+    """
+encoder.json 1042301 196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783
+vocab.bpe 456318 1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5
+""",
+    text=True,
+)
 GPT2_BPE = DataSet(
     name="gpt2-bpe",
     title="the byte-pair vocabulary of GPT-2",
-    forms=(
-        Form(
-            "text",
-            ("gpt2-bpe",),
-            (
-                DataFile(
-                    "encoder.json",
-                    1_042_301,
-                    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-                    text=True,
-                ),
-                DataFile(
-                    "vocab.bpe",
-                    456_318,
-                    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-                    text=True,
-                ),
-            ),
-        ),
-    ),
+    forms=(Form("text", ("gpt2-bpe",), _GPT2_BPE_FILES),),
     by_hand="put gpt2-bpe/ with encoder.json and vocab.bpe",
     downloads=tuple(
         Download(f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}", name)
@@ -181,29 +159,17 @@ GPT2_BPE = DataSet(
 )
 
 _M4 = "https://raw.githubusercontent.com/Mcompetitions/M4-methods/master/Dataset"
+_M4_FILES = published(
+    """
+Weekly-train.csv 4015067 d478d3f6ed673e6ed3c2cb0fbed5425f72eedd51318ebebeb0b5ecfcefc37714
+Weekly-test.csv 44247 3b2bc4be8e636e802260dcd843ca3c5da40536a1fbe1ecb3229a97dae4f44688
+""",
+    text=True,
+)
 M4 = DataSet(
     name="m4",
     title="M4 competition, 359 weekly series",
-    forms=(
-        Form(
-            "csv",
-            ("m4", "M4"),
-            (
-                DataFile(
-                    "Weekly-train.csv",
-                    4_015_067,
-                    "d478d3f6ed673e6ed3c2cb0fbed5425f72eedd51318ebebeb0b5ecfcefc37714",
-                    text=True,
-                ),
-                DataFile(
-                    "Weekly-test.csv",
-                    44_247,
-                    "3b2bc4be8e636e802260dcd843ca3c5da40536a1fbe1ecb3229a97dae4f44688",
-                    text=True,
-                ),
-            ),
-        ),
-    ),
+    forms=(Form("csv", ("m4", "M4"), _M4_FILES),),
     by_hand="put m4/ with Weekly-train.csv and Weekly-test.csv",
     downloads=(
         Download(f"{_M4}/Train/Weekly-train.csv", "Weekly-train.csv"),
@@ -211,29 +177,17 @@ M4 = DataSet(
     ),
 )
 
+_SST2_FILES = published(
+    """
+train.tsv 3806081 48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1
+dev.tsv 94931 54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0
+""",
+    text=True,
+)
 SST2 = DataSet(
     name="sst2",
     title="SST-2 of GLUE, 68,221 phrases of film reviews",
-    forms=(
-        Form(
-            "tsv",
-            ("sst2", "SST-2"),
-            (
-                DataFile(
-                    "train.tsv",
-                    3_806_081,
-                    "48eac26399f8456935f81dd9e3a745c1430adb6c62e233ccfe22db4a0d15d1d1",
-                    text=True,
-                ),
-                DataFile(
-                    "dev.tsv",
-                    94_931,
-                    "54a9c12c77e402fc14d6a66a506f24d999f596b0176eb777c972cccc2f9cc4b0",
-                    text=True,
-                ),
-            ),
-        ),
-    ),
+    forms=(Form("tsv", ("sst2", "SST-2"), _SST2_FILES),),
     by_hand="put SST-2/ with train.tsv and dev.tsv",
     downloads=(
         Download(

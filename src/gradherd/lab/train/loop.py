@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradherd.lab.tasks.task import BadTask, Split, Task
-from gradherd.lab.train.checkpoint_schedule import RunStopped
+from gradherd.lab.train.checkpoint import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import hardware, versions
 from gradherd.lab.train.record import (

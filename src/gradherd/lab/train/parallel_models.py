@@ -6,7 +6,7 @@ All offer the same: a module to train, a whole model to evaluate, and a state to
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,37 +25,44 @@ from gradherd.ordering.sampler import OrderedSampler
 from gradherd.sparsify.settings import Sparsify
 
 
-class ParallelModel(Protocol):
-    """A model that several ranks train together."""
+class ParallelModel:
+    """A model that several ranks train together; by default every rank holds it whole.
 
-    whole: nn.Module
-    """All of the model, for evaluation; up to date after `refresh`."""
-    module: Any
-    """What is trained."""
+    Args:
+        model: The task's model.
+        config: The settings of the run.
+        world: The ranks.
+    """
+
+    def __init__(self, model: nn.Module, config: RunConfig, world: World) -> None:
+        self.whole, self._config, self._world = model, config, world
+        self.module: Any = model
+        """What is trained; `whole` is what is evaluated, after `refresh`."""
 
     def attach(
         self, order: OrderedSampler, sparsify: Sparsify | None, optimizer: torch.optim.Optimizer
     ) -> Herd:
         """Attach gradherd."""
-        ...
+        raise NotImplementedError
 
     def refresh(self) -> None:
-        """Bring `whole` up to date, on all ranks together."""
-        ...
+        """Bring `whole` up to date, on all ranks together: here, give all rank 0's buffers."""
+        broadcast_buffers(self.whole, self._world)
 
     def exchange_costs(self, metrics: Mapping[str, Any], steps: int) -> tuple[float, float]:
         """Return seconds and bytes of exchanging gradients in so many steps."""
-        ...
+        return metrics["exchange_seconds"], metrics["total_bytes"]
 
     def state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what rank 0 saves for all ranks, and what this rank saves for itself."""
-        ...
+        return {"model": dict(self.whole.state_dict()), "optimizer": optimizer.state_dict()}, {}
 
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Load what `state` returned."""
-        ...
+        """Load what `state` returned; with another number of ranks, `own` is empty."""
+        self.whole.load_state_dict(shared["model"])
+        optimizer.load_state_dict(own.get("optimizer", shared["optimizer"]))
 
 
 def make_parallel_model(model: nn.Module, config: RunConfig, world: World) -> ParallelModel:
@@ -118,12 +125,12 @@ class MeanHook(BucketHook):
             buffer.copy_(flat)
 
 
-class ReplicatedModel:
+class ReplicatedModel(ParallelModel):
     """A model that every rank holds whole: DDP."""
 
     def __init__(self, model: nn.Module, config: RunConfig, world: World) -> None:
-        self.whole, self.module = model, DDP(model)
-        self._config, self._world = config, world
+        super().__init__(model, config, world)
+        self.module = DDP(model)
         self._mean_hook: MeanHook | None = None
 
     def attach(
@@ -137,35 +144,15 @@ class ReplicatedModel:
             self._mean_hook = MeanHook(self.module, self._world)
         return herd
 
-    def refresh(self) -> None:
-        """Give all ranks rank 0's buffers; parameters are equal anyway."""
-        broadcast_buffers(self.whole, self._world)
-
     def exchange_costs(self, metrics: Mapping[str, Any], steps: int) -> tuple[float, float]:
         """Return seconds and bytes of exchanging gradients so far."""
         if self._mean_hook is not None:
             return self._mean_hook.stopwatch.seconds, self._mean_hook.total_bytes
-        return metrics["exchange_seconds"], metrics["total_bytes"]
-
-    def state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return model and optimizer, which are equal on all ranks."""
-        shared = {"model": dict(self.whole.state_dict()), "optimizer": optimizer.state_dict()}
-        return shared, {}
-
-    def load(
-        self, shared: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Load what `state` returned."""
-        self.whole.load_state_dict(shared["model"])
-        optimizer.load_state_dict(shared["optimizer"])
+        return super().exchange_costs(metrics, steps)
 
 
-class LocalModel:
+class LocalModel(ParallelModel):
     """A model that every rank trains on its own between two exchanges."""
-
-    def __init__(self, model: nn.Module, config: RunConfig, world: World) -> None:
-        self.whole = self.module = model
-        self._config, self._world = config, world
 
     def attach(
         self, order: OrderedSampler, sparsify: Sparsify | None, optimizer: torch.optim.Optimizer
@@ -174,28 +161,13 @@ class LocalModel:
         rows, local = self._config.row_choice(), self._config.local()
         return attach(self.module, order=order, optimizer=optimizer, local=local, rows=rows)
 
-    def refresh(self) -> None:
-        """Give all ranks rank 0's buffers."""
-        broadcast_buffers(self.whole, self._world)
-
-    def exchange_costs(self, metrics: Mapping[str, Any], steps: int) -> tuple[float, float]:
-        """Return seconds and bytes of the exchanges so far."""
-        return metrics["exchange_seconds"], metrics["total_bytes"]
-
     def state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return rank 0's model, and each rank's optimizer; weights of ranks are the herd's."""
-        saved = optimizer.state_dict()
-        return {"model": dict(self.whole.state_dict()), "optimizer": saved}, {"optimizer": saved}
-
-    def load(
-        self, shared: Mapping[str, Any], own: Mapping[str, Any], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Load what `state` returned; with another number of ranks, rank 0's optimizer."""
-        self.whole.load_state_dict(shared["model"])
-        optimizer.load_state_dict(own.get("optimizer", shared["optimizer"]))
+        shared, _ = super().state(optimizer)
+        return shared, {"optimizer": shared["optimizer"]}
 
 
-class ShardedModel:
+class ShardedModel(ParallelModel):
     """A model in shards: over all ranks ("fsdp"), or in two replicas ("hsdp")."""
 
     def __init__(self, model: nn.Module, config: RunConfig, world: World) -> None:
@@ -203,8 +175,8 @@ class ShardedModel:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self._config, self._world = config, world
-        self.whole, self.module = model, copy.deepcopy(model)
+        super().__init__(model, config, world)
+        self.module = copy.deepcopy(model)
         replicas = 2 if config.parallel == "hsdp" else 1
         shape = (replicas, world.size // replicas)
         names = ("replicate", "shard")

@@ -16,8 +16,7 @@ from gradherd.hooks.herd import Herd
 from gradherd.hooks.local_steps import TrainingDiverged
 from gradherd.hooks.state import EXCHANGES, merge_states
 from gradherd.lab.tasks.task import Split, Task, Tensors
-from gradherd.lab.train.checkpoint import LoadedCheckpoint, NoUsableCheckpoint
-from gradherd.lab.train.checkpoint_schedule import Checkpointer
+from gradherd.lab.train.checkpoint import Checkpointer, LoadedCheckpoint, NoUsableCheckpoint
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import (

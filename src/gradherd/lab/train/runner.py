@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split, Task, carries_state, load_split
-from gradherd.lab.train.checkpoint import CheckpointStore, LoadedCheckpoint
-from gradherd.lab.train.checkpoint_schedule import Checkpointer
+from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.config import RunConfig, count_steps
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
 from gradherd.lab.train.process_runs import divide, run_in_processes, usable_cores

@@ -191,6 +191,7 @@ class StackedTrainer:
     def _steps_per_call(self, steps: int) -> int:
         """Return how many steps are taken in a call, in epochs of this many."""
         together = not self._sparse and not self._parameters.is_cuda and steps >= _MANY_STEPS
+        together &= self._step.takes_several
         return _STEPS_PER_CALL if together else 1
 
     def _advance(

@@ -14,12 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# These draw random numbers, or carry state from batch to batch.
-_NOT_VMAPPABLE = (
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._BatchNorm,  # Even without buffers: its statistics span a batch.
-)
-
 
 class _PatchConvFunction(torch.autograd.Function):
     """A convolution whose weight gradient is a matrix product with image patches."""
@@ -94,29 +88,6 @@ class PatchConv2d(nn.Conv2d):
             images, self.weight, self.stride, self.padding, self.dilation
         )
         return out if self.bias is None else out + self.bias.view(-1, 1, 1)
-
-
-def why_not_vmappable(model: nn.Module) -> str | None:
-    """Return why copies of this model cannot be batched with vmap; None if they can.
-
-    >>> why_not_vmappable(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    'it has buffers'
-    """
-    # Buffers carry state from batch to batch, and stacked runs have one template model.
-    if any(True for _ in model.buffers()):
-        return "it has buffers"
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        return "some of its parameters are not trained"
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and module.dropout:
-            return "it has attention with dropout"
-        # vmap could batch a layer that is unrolled over time, but that is slower: a step of
-        # `wikitext2-lstm` on an H200 takes 1.23 ms in cuDNN, and 8.3 ms unrolled for three runs.
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            return f"vmap has no rule for its recurrent layer ({type(module).__name__})"
-        if isinstance(module, _NOT_VMAPPABLE):
-            return f"it has a {type(module).__name__}"
-    return None
 
 
 def prefers_loop(model: nn.Module) -> bool:
