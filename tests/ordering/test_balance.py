@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from gradherd.comm.script import run, run_together
 from gradherd.comm.world import World
 from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
-from gradherd.ordering.balance import (
-    balance,
-    block_gram,
-    blocks,
-    reorder,
-    reorder_all,
-    sequential,
-    sum_over_shards,
-)
+from gradherd.ordering import balance as forms
+from gradherd.ordering.balance import Unsigned, blocks, reorder, reorder_all, sum_over_shards
 from gradherd.ordering.policy import ShardedRows
 from tests.ordering import reference
 from tests.ordering.helpers import make, same, visited, whole_vectors
@@ -27,17 +20,28 @@ seeds = st.integers(0, 2**31)
 rules = st.sampled_from([Greedy(), Walk(), Walk(c=0.5), Kernel()])
 
 
+def balance(*given):
+    return forms.balance(Unsigned(*given))
+
+
+def sequential(*given):
+    return forms.sequential(Unsigned(*given))
+
+
+def block_gram(*given, block=64):
+    return forms.block_gram(Unsigned(*given), block)
+
+
 def by_blocks(block):
-    return lambda *args: block_gram(*args, block=block)
+    return lambda *given: block_gram(*given, block=block)
 
 
 def by_sharded_blocks(block):
     """Return the sharded form, run by a single rank that holds all columns."""
 
     def form(vectors, running, rule, draws, carry):
-        script = blocks(
-            vectors, running.clone(), rule, draws, carry, block=block, total=sum_over_shards
-        )
+        given = Unsigned(vectors, running.clone(), rule, draws, carry)
+        script = blocks(given, block=block, total=sum_over_shards)
         return run(script, World.single()).value
 
     return form
@@ -221,11 +225,7 @@ def test_three_shards_sign_as_one(name, seed, streams, block):
 
     scripts = [
         blocks(
-            vectors[..., cut],
-            running[:, cut].clone(),
-            rule,
-            draws,
-            carry,
+            Unsigned(vectors[..., cut], running[:, cut].clone(), rule, draws, carry),
             block=block,
             total=sum_over_shards,
         )

@@ -10,6 +10,7 @@ from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.ordering import triton_gram
 from gradherd.ordering.balance import (
+    Unsigned,
     balance,
     balance_sharded,
     block_gram,
@@ -42,7 +43,7 @@ def columns(streams, count, dim, offset=0, whole=False):
 def loop(vectors, running):
     """The signs of the loop over vectors in float64, and its sums in float32."""
     rest = Greedy(), np.zeros(vectors.shape[:2]), np.empty((0, len(vectors)))
-    exact = sequential(vectors.cpu().double(), running.cpu().double(), *rest)
+    exact = sequential(Unsigned(vectors.cpu().double(), running.cpu().double(), *rest))
     total = running.cpu().clone()
     for p in range(vectors.shape[1]):
         total += exact.signs[:, p, None] * vectors[:, p].cpu()
@@ -124,15 +125,15 @@ def test_every_rule_whole_and_sharded_on_a_gpu(rule):
     z, running = columns(2, 70, 3000, 1, whole=True)
     draws = np.random.RandomState(1).uniform(-1, 1, (2, 70))
 
-    def sharded(*args):
-        return run(balance_sharded(*args, step=5), World.single()).value
+    def sharded(given):
+        return run(balance_sharded(given, step=5), World.single()).value
 
     for form in (balance, sharded):
         results = []
         for device in ("cpu", "cuda"):
             carry = rule.start(2, 70, 0)
             start = running.to(device, copy=True)
-            results.append(form(z.to(device), start, rule, draws, carry))
+            results.append(form(Unsigned(z.to(device), start, rule, draws, carry)))
         cpu, gpu = results
         assert torch.equal(cpu.signs, gpu.signs)
         assert torch.equal(cpu.running, gpu.running.cpu())
@@ -150,5 +151,5 @@ def test_nothing_waits_for_the_host_but_the_signs():
         finally:
             torch.cuda.set_sync_debug_mode(0)
     kept = running.clone()
-    found = block_gram(z, running, Greedy(), np.zeros((1, 64)), NOTHING)
+    found = block_gram(Unsigned(z, running, Greedy(), np.zeros((1, 64)), NOTHING))
     assert found.signs.device.type == "cpu" and torch.equal(kept, running)

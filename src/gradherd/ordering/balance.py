@@ -69,6 +69,21 @@ _MANY_STREAMS = 8
 _NUMPY_COLUMNS = 10_000
 
 
+class Unsigned(NamedTuple):
+    """Vectors to sign, and what they are signed against."""
+
+    vectors: Tensor
+    """(W, P, D) in visiting order."""
+    running: Tensor
+    """(W, D) sums before the first vector; not modified unless a function says so."""
+    rule: SignRule
+    """Decides the signs."""
+    draws: Floats
+    """(W, P) uniform numbers in [-1, 1), one per vector."""
+    carry: Floats
+    """(C, W) what the rule carries from vector to vector."""
+
+
 class Signed(NamedTuple):
     """Signs of some vectors, and the sums after them."""
 
@@ -101,68 +116,49 @@ def draws_for(rule: SignRule, random: SeededRandom, epoch: int, steps: int, work
     return np.broadcast_to(np.float64(0), (steps, workers))
 
 
-def balance(
-    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
-) -> Signed:
-    """Sign the vectors with whichever form is faster for their shape and device.
-
-    Args:
-        vectors: (W, P, D) in visiting order.
-        running: (W, D) sums before the first vector; not modified.
-        rule: Decides the signs.
-        draws: (W, P) uniform numbers in [-1, 1), one per vector.
-        carry: (C, W) what the rule carries from vector to vector.
-
-    Returns:
-        The (W, P) signs, the new sums and the new carry.
+def balance(given: Unsigned) -> Signed:
+    """Sign vectors with whichever form is faster for their shape and device.
 
     >>> vectors = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
-    >>> signed = balance(vectors, torch.zeros(1, 2), Greedy(), np.zeros((1, 3)), np.empty((0, 1)))
+    >>> start, nothing = torch.zeros(1, 2), np.empty((0, 1))
+    >>> signed = balance(Unsigned(vectors, start, Greedy(), np.zeros((1, 3)), nothing))
     >>> signed.signs.tolist(), signed.running.tolist()
     ([[1, -1, 1]], [[0.0, 2.0]])
     """
     # The choice depends on shapes and device only, which are equal on all ranks. The forms round
     # differently, so ranks that chose differently could end up with different orders.
-    streams, count, columns = vectors.shape
-    if vectors.device.type == "cpu":
+    streams, count, columns = given.vectors.shape
+    if given.vectors.device.type == "cpu":
         use_blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
-    elif fast_form(vectors, running):
+    elif fast_form(given.vectors, given.running):
         use_blocks, block = streams * count >= FEW_VECTORS, MOST
     else:  # One block: the host sync dominates, until the products do.
         use_blocks, block = count >= FEW_VECTORS and columns <= _GPU_COLUMNS, 1024
-    if use_blocks:
-        return block_gram(vectors, running, rule, draws, carry, block=block)
-    return sequential(vectors, running, rule, draws, carry)
+    return block_gram(given, block) if use_blocks else sequential(given)
 
 
-def balance_sharded(
-    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats, *, step: int
-) -> Script[Signed]:
+def balance_sharded(given: Unsigned, *, step: int) -> Script[Signed]:
     """Sign vectors of which every rank holds a shard of the columns.
 
-    A script (`comm.script`): all ranks run it together and get the same signs. Arguments and result
-    as in `balance`, but D is this rank's columns, `running` may be overwritten, and `step` vectors
-    of a stream belong to one time step.
+    A script (`comm.script`): all ranks run it together and get the same signs. D is this rank's
+    columns, `running` may be overwritten, and `step` vectors of a stream belong to one time step.
     """
     # If one vector of a time step is not finite, so is the mean gradient of the step, and the
     # optimizer skips it on every rank: no worker may learn from it. That is how whole batches come.
     # Rows of single examples come many steps at a time, and those that are not finite are marked
     # already: a block then covers several steps, which share one message.
-    one = vectors.shape[1] <= step
+    one = given.vectors.shape[1] <= step
     block = step if one else step * max(1, _SHARED_BLOCK // step)
-    return blocks(
-        vectors, running, rule, draws, carry, block=block, total=sum_over_shards, all_or_none=one
-    )
+    return blocks(given, block=block, total=sum_over_shards, all_or_none=one)
 
 
-def sequential(
-    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
-) -> Signed:
-    """Sign the vectors one after the other; arguments and result as in `balance`."""
+def sequential(given: Unsigned) -> Signed:
+    """Sign the vectors one after the other."""
+    vectors, running, rule, draws, carry = given
     streams, count, columns = vectors.shape
     use_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
     if use_numpy and streams >= _MANY_STREAMS:
-        return _sequential_streams(vectors, running, rule, draws, carry)
+        return _sequential_streams(given)
     signs = np.zeros((streams, count), dtype=np.int8)
     running, carry = running.clone(), carry.copy()
     for w in range(streams):
@@ -175,13 +171,12 @@ def sequential(
     return Signed(torch.from_numpy(signs), running, carry)
 
 
-def _sequential_streams(
-    vectors: Tensor, running: Tensor, rule: SignRule, draws: Floats, carry: Floats
-) -> Signed:
+def _sequential_streams(given: Unsigned) -> Signed:
     """Advance all streams by one vector at a time: for many streams of few columns.
 
     numpy's call overhead is then paid once per step, not once per stream.
     """
+    vectors, running, rule, draws, carry = given
     z, total = vectors.numpy(), running.numpy().copy()
     scratch = np.empty_like(total)
     signs = np.zeros(z.shape[:2], dtype=np.int8)
@@ -241,36 +236,25 @@ def _sequential_stream(
     return signs, carry[:, 0]
 
 
-def block_gram(
-    vectors: Tensor,
-    running: Tensor,
-    rule: SignRule,
-    draws: Floats,
-    carry: Floats,
-    *,
-    block: int = 64,
-) -> Signed:
-    """Sign the vectors block by block from their inner products.
-
-    Arguments and result as in `balance`; `block` vectors of a stream are in one Gram matrix.
-    """
-    fast = fast_form(vectors, running)
-    if fast and isinstance(rule, Greedy):
-        signs_on_device, total_on_device = fast.balance_greedy(vectors, running, min(block, MOST))
-        return Signed(signs_on_device.cpu(), total_on_device, carry)
-    if vectors.device.type != "cpu":
-        script = blocks(vectors, running.clone(), rule, draws, carry, block=block)
+def block_gram(given: Unsigned, block: int = 64) -> Signed:
+    """Sign vectors from their inner products, `block` vectors of a stream at a time."""
+    fast = fast_form(given.vectors, given.running)
+    if fast and isinstance(given.rule, Greedy):
+        signs, total = fast.balance_greedy(given.vectors, given.running, min(block, MOST))
+        return Signed(signs.cpu(), total, given.carry)
+    if given.vectors.device.type != "cpu":
+        script = blocks(given._replace(running=given.running.clone()), block=block)
         signed: Signed = run(script, World.single()).value
         return signed
     # On the CPU there is no sync to save, so streams run one by one: each works on one (P, D)
     # block, and numpy's lower call overhead counts.
-    z, total = vectors.numpy(), running.numpy().copy()
-    signs, carry = np.zeros(z.shape[:2], dtype=np.int8), carry.copy()
+    z, totals, draws = given.vectors.numpy(), given.running.numpy().copy(), given.draws
+    found, carry = np.zeros(z.shape[:2], dtype=np.int8), given.carry.copy()
     for w in range(len(z)):
-        signs[w], carry[:, w] = _blocks_of_stream(
-            z[w], total[w], rule, draws[w], carry[:, w], block
+        found[w], carry[:, w] = _blocks_of_stream(
+            z[w], totals[w], given.rule, draws[w], carry[:, w], block
         )
-    return Signed(torch.from_numpy(signs), torch.from_numpy(total), carry)
+    return Signed(torch.from_numpy(found), torch.from_numpy(totals), carry)
 
 
 def _blocks_of_stream(
@@ -304,11 +288,7 @@ def _blocks_of_stream(
 
 
 def blocks(
-    vectors: Tensor,
-    running: Tensor,
-    rule: SignRule,
-    draws: Floats,
-    carry: Floats,
+    given: Unsigned,
     *,
     block: int,
     total: Callable[[Tensor], Script[Tensor]] | None = None,
@@ -317,18 +297,12 @@ def blocks(
     """Sign all streams together, with one host sync per block; add into `running`.
 
     Args:
-        vectors: As in `balance`, and so are rule, draws and carry.
-        running: (W, D) sums before the first vector; overwritten.
-        rule: Decides the signs.
-        draws: (W, P) one per vector.
-        carry: (C, W) what the rule carries on.
+        given: What to sign.
         block: Vectors of a stream in one Gram matrix.
         total: If D is this rank's shard of the columns: adds up products over ranks.
         all_or_none: Leave out the whole block if one of its vectors is not finite.
-
-    Returns:
-        The (W, P) signs, `running` and the new carry.
     """
+    vectors, running, rule, draws, carry = given
     streams, count, _ = vectors.shape
     signs = np.zeros((streams, count), dtype=np.int8)
     for start in range(0, count, block):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import balance, balance_sharded, draws_for
+from gradherd.ordering.balance import Unsigned, balance, balance_sharded, draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
@@ -88,13 +88,12 @@ class GraB(SignPolicy):
         span = slice(state.steps, state.steps + steps)
         draws = draws_for(self.rule, random, state.epoch, state.length, workers)[span]
         vectors = centred.transpose(0, 1)  # (M, b, D): each worker is a stream of its own
+        unsigned = Unsigned(vectors, state.running, self.rule, draws.T, state.carry)
         if isinstance(rows, ShardedRows):
             # A stream has one vector per time step, so a block is one step.
-            signed = yield from balance_sharded(
-                vectors, state.running, self.rule, draws.T, state.carry, step=1
-            )
+            signed = yield from balance_sharded(unsigned, step=1)
         else:
-            signed = balance(vectors, state.running, self.rule, draws.T, state.carry)
+            signed = balance(unsigned)
         sides = signed.signs.T * seen  # also 0 where the row was not finite
         state.note_signs(sides, seen, steps)
         state.running, state.carry = signed.running, signed.carry

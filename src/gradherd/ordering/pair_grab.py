@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import balance, balance_sharded, draws_for
+from gradherd.ordering.balance import Unsigned, balance, balance_sharded, draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
@@ -199,12 +199,11 @@ def sign_pairs(
     # their ranks, as the paper's server does it; or to (M, K, D).
     vectors = pairs.diffs.flatten(0, 1).unsqueeze(0) if shared else pairs.diffs.transpose(0, 1)
     draws = draws.reshape(1, -1) if shared else draws.T
+    unsigned = Unsigned(vectors, state.running, rule, draws, state.carry)
     if isinstance(rows, ShardedRows):
-        signed = yield from balance_sharded(
-            vectors, state.running, rule, draws, state.carry, step=workers if shared else 1
-        )
+        signed = yield from balance_sharded(unsigned, step=workers if shared else 1)
     else:
-        signed = balance(vectors, state.running, rule, draws, state.carry)
+        signed = balance(unsigned)
     state.running, state.carry = signed.running, signed.carry
     place_pairs(state, pairs, signed.signs.view(-1, workers) if shared else signed.signs.T)
 

@@ -34,7 +34,7 @@ from gradherd.lab.bench.timing import (
     median_seconds,
     medians_in_turns,
 )
-from gradherd.ordering.balance import balance, block_gram
+from gradherd.ordering.balance import Unsigned, balance, block_gram
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.pair_grab import CDGraB
@@ -94,11 +94,11 @@ def _sign_rows(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
     _, count, dim = vectors.shape
     # The time of a sign does not depend on values, so the sum may start at zero.
     running = torch.zeros_like(vectors[:, 0])
-    rest = (Greedy(), np.zeros((1, count)), np.empty((0, 1)))
+    given = Unsigned(vectors, running, Greedy(), np.zeros((1, count)), np.empty((0, 1)))
     cases: dict[str, Callable[[], object]] = {
         "sequential": lambda: published_loop(vectors[0], running[0]),
-        "block-gram": lambda: block_gram(vectors, running, *rest, block=count),
-        "balance": lambda: balance(vectors, running, *rest),
+        "block-gram": lambda: block_gram(given, count),
+        "balance": lambda: balance(given),
     }
     seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}
