@@ -4,11 +4,11 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gradherd.lab.report.measures import (
     EPOCH_FIELDS,
     MEASURES,
-    check_measures,
     in_percent,
     measure,
     measure_words,
@@ -17,8 +17,6 @@ from gradherd.lab.report.measures import (
 from gradherd.lab.report.stats import mean_std
 from gradherd.lab.report.svg import (
     COLOURS,
-    SMALL,
-    WIDE,
     ChartAxis,
     ChartLine,
     Layout,
@@ -27,7 +25,7 @@ from gradherd.lab.report.svg import (
     svg_head,
     svg_text,
 )
-from gradherd.lab.study.file import Figure, Study, check_known, has_type
+from gradherd.lab.study.file import Arm, Study, check_known, from_table, has_type
 from gradherd.lab.study.kinds import kind_of, method_names
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import printable, significant
@@ -40,36 +38,79 @@ TIMES = ("epoch", "step", "round", "bytes")
 """x axes along which a run has a series of values."""
 _LOG_X = ("bytes", "lr", "workers")
 """x axes whose values span orders of magnitude."""
+_EFFECTS = Layout(width=380, height=236, left=12)
 _LEAST_ROW = 20
 """Pixels of a row of effects."""
 _SERIES_WORDS = {"bound": "herding_bound"}
 """Measures that mean the last round, but are drawn for every round."""
 
 
-def check_figures(study: Study) -> None:
-    """Raise ValueError if a figure needs something that no run of the study has.
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart of a study."""
 
-    Runs of studies that do not train name their measures themselves, so theirs are checked when
-    results are read.
+    title: str
+    """Title of the chart."""
+    y: str
+    """A series of the runs, or a measure where x is a setting."""
+    x: str = "epoch"
+    """epoch, step, round or bytes; or the name of a setting in which arms differ."""
+    arms: tuple[str, ...] = ()
+    """Names of the arms to draw; empty draws all of them."""
+    lines: str = "arm"
+    """What makes a line: each arm, or each value of the named setting."""
+    log: bool = False
+    """Whether the y axis is logarithmic."""
+    zero: bool = False
+    """Whether the y axis includes zero."""
+    against: str | None = None
+    """Name of a reference arm: the others are drawn as differences from it, seed by seed."""
+
+
+def figures_of(study: Study) -> list[Figure]:
+    """Return the charts of a study.
+
+    Raises:
+        ValueError: A table of a figure is invalid, or needs something that no run of the study has.
+            Runs that are no trainings name their measures themselves: theirs are checked when
+            results are read.
     """
-    check_measures(study)
+    return [_figure(table, study) for table in study.figures]
+
+
+def _figure(table: Mapping[str, Any], study: Study) -> Figure:
+    figure: Figure = from_table(Figure, "figure", table)
+    where = f"figure {figure.title}"
+    if figure.against is not None:
+        # Settings and bytes differ from arm to arm: there would be no common x to subtract at.
+        check_known("x of a figure with against", figure.x, ("epoch", "step", "round"))
+        if figure.lines != "arm":
+            raise ValueError(f"{where}: with against every arm is a line, so lines has no effect")
+    # A logarithmic axis has no zero, and differences may be negative.
+    if figure.log and (figure.zero or figure.against is not None):
+        raise ValueError(f"{where}: log cannot be used with zero or against")
+    known = [arm.name for arm in study.arms]
+    for name in (*figure.arms, *([] if figure.against is None else [figure.against])):
+        check_known(f"arm of {where}", name, known)
     trains = study.kind == "compare"
     times = [one for one in TIMES if not trains or one != "round"]
-    for figure in study.figures:
-        where = f"figure {figure.title}"
-        check_known(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
-        if trains:
-            allowed = EPOCH_FIELDS if figure.x in times else MEASURES
-            check_known(f"y of {where}", figure.y, allowed)
-        if figure.x not in times:
-            _check_setting_axis(study, figure, where)
+    check_known(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
+    if trains:
+        check_known(f"y of {where}", figure.y, EPOCH_FIELDS if figure.x in times else MEASURES)
+    if figure.x not in times:
+        _check_setting_axis(study, figure, where)
+    return figure
+
+
+def _arms_in(study: Study, figure: Figure) -> list[Arm]:
+    return [arm for arm in study.arms if not figure.arms or arm.name in figure.arms]
 
 
 def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
     """Check a figure over a setting: every arm has a number there, and lines are known."""
     kind = kind_of(study)
     check_known(f"lines of {where}", figure.lines, ("arm", *kind.keys))
-    for arm in study.arms_in(figure):
+    for arm in _arms_in(study, figure):
         value = kind.settings(study, arm.settings).get(figure.x)
         if not has_type(value, float):
             raise ValueError(
@@ -79,37 +120,24 @@ def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
 
 
 def draw_charts(study: Study, results: Results) -> dict[str, str]:
-    """Return the charts of a study that passed `check_figures`, as SVG by file name.
+    """Return the charts of a study as SVG by file name; figures without results are left out.
 
     Args:
         study: The study.
         results: Its runs by arm; arms without results are not drawn.
-
-    Returns:
-        SVG by file name; figures without results are left out.
     """
     charts = {}
-    for number, figure in enumerate(study.figures, 1):
-        if (svg := draw_figure(study, figure, results, WIDE)) is not None:
+    for number, figure in enumerate(figures_of(study), 1):
+        # In the order of the study, which decides the colours, not in that of the results.
+        names = [arm.name for arm in _arms_in(study, figure)]
+        available = {name: results[name] for name in names if name in results}
+        reference = () if figure.against is None else results.get(figure.against, ())
+        if available and (svg := _draw(figure, available, reference)) is not None:
             charts[file_name(study, number)] = svg
     return charts
 
 
-def draw_figure(
-    study: Study, figure: Figure, results: Results, layout: Layout, title: str | None = None
-) -> str | None:
-    """Return one chart as SVG; None if there is nothing to draw."""
-    figure = figure if title is None else replace(figure, title=title)
-    names = [arm.name for arm in study.arms_in(figure)]
-    # In the order of the study, which decides the colours, not in that of the results.
-    available = {name: results[name] for name in names if name in results}
-    reference = () if figure.against is None else results.get(figure.against, ())
-    return _draw(figure, available, reference, layout) if available else None
-
-
-def _draw(
-    figure: Figure, results: Results, reference: Sequence[RunResult], layout: Layout
-) -> str | None:
+def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> str | None:
     metric = next(iter(results.values()))[0].about.get("metric_name", "metric")
     words = measure_words(figure.y, metric)
     if figure.against is not None:
@@ -141,7 +169,6 @@ def _draw(
         zero=figure.zero or figure.against is not None,
         # Differences of a fraction of a percent are noise in all of these studies.
         least=1.0 if figure.against is not None else None,
-        layout=layout,
     )
 
 
@@ -281,7 +308,7 @@ class EffectRow:
 
 
 def effect_chart(
-    title: str, x: str, rows: Sequence[EffectRow], *, names: int = 132, layout: Layout = SMALL
+    title: str, x: str, rows: Sequence[EffectRow], *, names: int = 132, layout: Layout = _EFFECTS
 ) -> str:
     """Return effects as dots with their 95 % intervals, one row each, around zero.
 

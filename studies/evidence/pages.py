@@ -17,7 +17,7 @@ from gradherd.lab.report.stats import mean_std
 from gradherd.lab.study.file import THEMES, Claim, Study
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, printable
-from studies.evidence.charts import file_name
+from studies.evidence.charts import figures_of, file_name
 
 _MARKS = {
     CONFIRMED: "**confirmed**",
@@ -151,7 +151,7 @@ def study_page(section: StudySection) -> str:
             words = f"{cell(claim.text)} | {cell(claim.paper)} | {ours} | not measured{why}"
             lines.append(f"|  | {words} |")
         lines.append("")
-    for number, figure in enumerate(study.figures, 1):
+    for number, figure in enumerate(figures_of(study), 1):
         if (name := file_name(study, number)) in section.images:
             lines += [f"![{cell(figure.title)}](../images/evidence/{name})", ""]
     if section.verdicts:

@@ -9,7 +9,7 @@ The template is Markdown with jinja2's `{{ ... }}`, and calls
 - `figure(claim)`: the figure that a verdict rests on, with a link to its study;
 - `row(words, claim)`: a row of a table: words, the paper's figure, ours, the verdict;
 - `effects(title, x, {claim: name})`: a picture of effects with their intervals;
-- `picture(study, number, title)`: a chart of a study, smaller;
+- `picture(study, number, title)`: a chart of a study;
 - `totals`: how many claims were confirmed.
 """
 
@@ -23,15 +23,14 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge_study
-from gradherd.lab.report.svg import SMALL
+from gradherd.lab.report.measures import check_measures
 from gradherd.lab.study.file import Study, read_study
 from gradherd.lab.text import fixed
 from studies.evidence.charts import (
     EffectRow,
-    check_figures,
     draw_charts,
-    draw_figure,
     effect_chart,
+    file_name,
 )
 from studies.evidence.pages import (
     StudySection,
@@ -136,25 +135,24 @@ class _Summary:
             rows.append(EffectRow(name=name, mean=mean, interval=ends, text=text, style=style))
         if not rows:
             return ""
-        return self._image(title, effect_chart(title, x, rows, names=names))
+        name = f"summary-{len(self.images) + 1}.svg"
+        self.images[name] = effect_chart(title, x, rows, names=names)
+        return _image(name, title, width=49)
 
     def picture(self, study: str, number: int, title: str) -> str:
-        """Return a chart of a study, smaller and with another title."""
+        """Return a chart of a study."""
         if study not in self._sections:
             raise ValueError(f"there is no study {study!r} with results")
-        section = self._sections[study]
-        if not 1 <= number <= len(section.study.figures):
+        name = file_name(self._sections[study].study, number)
+        if name not in self._sections[study].images:
             raise ValueError(f"{study} has no figure {number}")
-        figure = section.study.figures[number - 1]
-        svg = draw_figure(section.study, figure, section.results, SMALL, title)
-        return "" if svg is None else self._image(title, svg)
+        return _image(name, title, width=66)
 
-    def _image(self, title: str, svg: str) -> str:
-        name = f"summary-{len(self.images) + 1}.svg"
-        self.images[name] = svg
-        # HTML, because Markdown has no width: three pictures side by side on any page.
-        words = cell(title).replace('"', "&quot;")
-        return f'<img src="images/evidence/{name}" alt="{words}" width="32%">'
+
+def _image(name: str, title: str, width: int) -> str:
+    # HTML, because Markdown has no width: two or three pictures side by side on any page.
+    words = cell(title).replace('"', "&quot;")
+    return f'<img src="images/evidence/{name}" alt="{words}" width="{width}%">'
 
 
 STUDIES = Path("studies")
@@ -256,7 +254,7 @@ def write_evidence(root: Path) -> EvidencePage:
 
 def _section(study: Study, root: Path) -> StudySection:
     try:
-        check_figures(study)
+        check_measures(study)
         results, verdicts = judge_study(study, root / RESULTS / study.name)
         return StudySection(study, results, verdicts, draw_charts(study, results))
     except ValueError as error:

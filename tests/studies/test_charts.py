@@ -3,8 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.study.file import Figure, read_study
-from studies.evidence.charts import check_figures, draw_charts, lines_against, lines_over_time
+from gradherd.lab.study.file import read_study
+from studies.evidence.charts import (
+    Figure,
+    draw_charts,
+    figures_of,
+    lines_against,
+    lines_over_time,
+)
 from studies.evidence.summary import IMAGES, build_evidence
 from tests.lab.report.sample_studies import STUDY, result
 
@@ -12,6 +18,10 @@ from tests.lab.report.sample_studies import STUDY, result
 @pytest.mark.parametrize(
     "given, says",
     [
+        ({"z": "odd"}, "unknown key of figure Loss 'z'; known are title"),
+        ({"y": ""}, "figure Loss lacks y"),
+        ({"y": 5}, "y of figure Loss must be a string, got 5"),
+        ({"log": "no"}, "log of figure Loss must be true or false, got 'no'"),
         ({"y": "odd"}, "unknown y of figure Loss 'odd'; known are train_loss"),
         ({"x": "round"}, "unknown x of figure Loss 'round'; known are epoch, step, bytes"),
         ({"x": "order"}, "figure Loss: order is no number in 'd-rr, few', got 'd-rr'"),
@@ -22,9 +32,10 @@ from tests.lab.report.sample_studies import STUDY, result
 )
 def test_charts_that_cannot_be_drawn_are_refused(root, given, says):
     study = read_study(root / "studies" / "small.toml")
-    check_figures(study)
+    assert [figure.x for figure in figures_of(study)] == ["epoch", "workers"]
+    table = {name: value for name, value in {**study.figures[0], **given}.items() if value != ""}
     with pytest.raises(ValueError, match=says):
-        check_figures(replace(study, figures=(replace(study.figures[0], **given),)))
+        figures_of(replace(study, figures=(table,)))
 
 
 def test_arms_are_drawn_against_another_seed_by_seed():
@@ -50,16 +61,16 @@ def test_a_figure_against_an_arm_says_so(root):
     with pytest.raises(
         ValueError, match="unknown arm of figure Loss 'd-rr'; known are 'd-rr, few'"
     ):
-        read_study(path)
+        figures_of(read_study(path))
     for line, told in (
         ('x = "bytes"', "unknown x of a figure with against 'bytes'"),
-        ('lines = "order"', "figure 'Loss': with against every arm is a line"),
-        ("log = true", "figure 'Loss': log cannot be used with zero or against"),
+        ('lines = "order"', "figure Loss: with against every arm is a line"),
+        ("log = true", "figure Loss: log cannot be used with zero or against"),
     ):
         wrong = f'y = "train_loss"\nagainst = "d-rr, few"\n{line}'
         path.write_text(STUDY.replace('y = "train_loss"', wrong, 1))
         with pytest.raises(ValueError, match=told):
-            read_study(path)
+            figures_of(read_study(path))
 
 
 def test_without_the_arm_that_others_are_held_against_there_is_no_figure(root):

@@ -9,7 +9,6 @@ from gradherd.lab.report.svg import (
     INK,
     INLINE,
     PAPER,
-    SMALL,
     ChartAxis,
     ChartLine,
     dashes,
@@ -96,19 +95,6 @@ def test_an_axis_does_not_magnify_nothing():
         heights = [float(point.split()[1]) for point in path.get("d")[1:].split("L")]
         assert max(heights) - min(heights) <= most
         assert most < 9 or max(heights) - min(heights) > 200
-
-
-def test_a_small_chart_has_its_legend_inside():
-    lines = [ChartLine(f"a long name of line {n}", [(1, n), (2, n + 1)], style=n) for n in range(9)]
-    image = ET.fromstring(chart("t", "x", "y", lines, layout=SMALL))
-    assert image.get("height") == str(SMALL.height)
-    places = [
-        (float(one.get("x")), float(one.get("y")))
-        for one in image.iter()
-        if (one.text or "").startswith("a long")
-    ]
-    assert len(places) == 9 and all(x < SMALL.width - 60 and y < SMALL.height for x, y in places)
-    assert any(one.get("stroke-dasharray") for one in image.iter())
 
 
 def test_a_line_under_another_is_named():

@@ -104,16 +104,12 @@ class Layout:
     bottom: int = 46
     side: int = 16
     """Room to the right of the plot; the legend is there if it is wide enough."""
-    columns: int = 0
-    """Columns of a legend below the plot; 0 for none."""
     alone: bool = True
     """Whether the chart is a file of its own, with a title, a background and its own colours."""
 
 
 WIDE = Layout(width=800, height=340, side=280)
 """A file with a legend to the right of the plot."""
-SMALL = Layout(width=380, height=236, left=52, columns=3)
-"""A file with a legend below the plot; three of them fit side by side."""
 INLINE = Layout(width=460, height=280, left=66, top=12, bottom=52, alone=False)
 """Part of a page that has the title, the legend and the colours."""
 
@@ -243,21 +239,20 @@ def line_chart(
     few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _MAX_MARKED else ()
     end = layout.width - layout.side
     x_axis = ChartAxis(min(xs), max(xs), layout.left, end, log_x, whole, few)
-    # A legend beside the plot needs a taller chart for many lines, one below it for each row.
-    rows = math.ceil(len(visible) / layout.columns) if layout.columns else 0
-    beside = layout.top + _LEGEND_LINE * len(visible) if layout.alone and not rows else 0
-    height = max(layout.height, beside)
-    foot = height - layout.bottom - _LEGEND_LINE * rows
+    # A legend beside the plot needs a taller chart for many lines.
+    legend = layout.top + _LEGEND_LINE * len(visible) if layout.alone else 0
+    height = max(layout.height, legend)
+    foot = height - layout.bottom
     y_axis = ChartAxis(low, high, foot, layout.top, log)
     parts = [svg_head(title, layout, height, [line.style or 0 for line in visible])]
     parts += _grid(x_axis, y_axis, x, y, zero=zero, x_text=x_text)
     for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
         parts += _draw_line(line, x_axis, y_axis)
         if layout.alone:
-            hidden = "" if layout.columns else _covered(line, visible[:number], y_axis)
-            parts += _legend_entry(
-                number, replace(line, name=line.name + hidden), x_axis, foot, layout
-            )
+            name = line.name + _covered(line, visible[:number], y_axis)
+            at = layout.top + 8 + _LEGEND_LINE * number
+            parts.append(f'<path d="M{x_axis.end + 16:g} {at}h22" {_stroke(line)}/>')
+            parts.append(svg_text(x_axis.end + 44, at + 4, printable(name, 36), "start"))
     parts += [
         f'<path d="M{x_axis.start:g} {pixels(y_axis.at(level))}H{x_axis.end:g}" '
         f'class="rule" stroke-dasharray="4 4"/>{_label_of(words, x_axis, y_axis.at(level))}'
@@ -385,22 +380,6 @@ def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> 
     return ""
 
 
-def _legend_entry(
-    number: int, line: ChartLine, x_axis: ChartAxis, foot: float, layout: Layout
-) -> list[str]:
-    if layout.columns:
-        room = (layout.width - 20) / layout.columns
-        left = 12 + number % layout.columns * room
-        at = foot + layout.bottom + 6 + _LEGEND_LINE * (number // layout.columns)
-        length, most = 18.0, int((room - 26) / 6)  # names are cut to their column
-    else:
-        left, at, length, most = x_axis.end + 16, layout.top + 8 + _LEGEND_LINE * number, 22.0, 36
-    return [
-        f'<path d="M{pixels(left)} {pixels(at)}h{length:g}" {_stroke(line)}/>',
-        svg_text(left + length + 6, at + 4, printable(line.name, most), "start"),
-    ]
-
-
 def _label_of(words: str, x_axis: ChartAxis, at: float) -> str:
     return svg_text(x_axis.start + 6, at - 4, words, "start") if words else ""
 
@@ -450,7 +429,6 @@ def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> 
     # An image cannot know the background of its page, so it brings its own. It follows the system's
     # theme, with the same contrast whatever the page does.
     dark = f"@media(prefers-color-scheme:dark){{{style_sheet(styles, dark=True)}}}"
-    room = layout.width - layout.left - 4 if layout.columns else layout.width
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} width="{layout.width}" '
@@ -458,8 +436,8 @@ def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> 
             f"<style>{style_sheet(styles)}{dark}</style>",
             f"<title>{words}</title>",
             '<rect class="paper" width="100%" height="100%" rx="6"/>',
-            f'<text x="{12 if layout.columns else layout.left}" y="20" font-size="14" '
-            f'font-weight="600"{smaller_font(title, room, 14)}>{words}</text>',
+            f'<text x="{layout.left}" y="20" font-size="14" font-weight="600"'
+            f"{smaller_font(title, layout.width - layout.left - 4, 14)}>{words}</text>",
         ]
     )
 

@@ -81,28 +81,6 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A chart of a study."""
-
-    title: str
-    """Title of the chart."""
-    y: str
-    """A series of the runs, or a measure where x is a setting."""
-    x: str = "epoch"
-    """epoch, step, round or bytes; or the name of a setting in which arms differ."""
-    arms: tuple[str, ...] = ()
-    """Names of the arms to draw; empty draws all of them."""
-    lines: str = "arm"
-    """What makes a line: each arm, or each value of the named setting."""
-    log: bool = False
-    """Whether the y axis is logarithmic."""
-    zero: bool = False
-    """Whether the y axis includes zero."""
-    against: str | None = None
-    """Name of a reference arm: the others are drawn as differences from it, seed by seed."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Study:
     """Contents of a study file."""
 
@@ -129,11 +107,8 @@ class Study:
     """Where each setting comes from."""
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...] = ()
-    figures: tuple[Figure, ...] = ()
-
-    def arms_in(self, figure: Figure) -> list[Arm]:
-        """Return the arms that a figure draws."""
-        return [arm for arm in self.arms if not figure.arms or arm.name in figure.arms]
+    figures: tuple[Mapping[str, Any], ...] = ()
+    """Charts of the study, as its file has them: pages of evidence draw them."""
 
 
 def read_study(path: Path) -> Study:
@@ -194,7 +169,7 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         seeds=seeds,
         arms=expand_arms(lists["arms"]),
         claims=tuple(_claim(one) for one in lists["claim"]),
-        figures=tuple(_figure(one) for one in lists["figure"]),
+        figures=tuple(lists["figure"]),
     )
     # Last, because these compare parts of the file with each other.
     _check_sources(study)
@@ -234,21 +209,6 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     return claim
 
 
-def _figure(table: Mapping[str, Any]) -> Figure:
-    figure: Figure = from_table(Figure, "figure", table)
-    if figure.against is not None:
-        # Settings and bytes differ from arm to arm: there would be no common x to subtract at.
-        check_known("x of a figure with against", figure.x, ("epoch", "step", "round"))
-        if figure.lines != "arm":
-            raise ValueError(
-                f"figure {figure.title!r}: with against every arm is a line, so lines has no effect"
-            )
-    # A logarithmic axis has no zero, and differences may be negative.
-    if figure.log and (figure.zero or figure.against is not None):
-        raise ValueError(f"figure {figure.title!r}: log cannot be used with zero or against")
-    return figure
-
-
 def _check_sources(study: Study) -> None:
     """Require a source for every setting: a reader must be able to judge who chose it."""
     used = {*study.settings, *(name for arm in study.arms for name in arm.settings)}
@@ -283,9 +243,6 @@ def _check_names(study: Study) -> None:
             if name is not None:
                 check_known(f"arm of claim {claim.id}", name, known)
                 _check_epoch(claim, study, study.arms[known.index(name)])
-    for figure in study.figures:
-        for name in (*figure.arms, *([] if figure.against is None else [figure.against])):
-            check_known(f"arm of figure {figure.title}", name, known)
 
 
 def _check_epoch(claim: Claim, study: Study, arm: Arm) -> None:
