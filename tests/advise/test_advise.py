@@ -408,7 +408,7 @@ def test_a_prediction_loads_no_torch():
 
 
 def test_overheads_can_be_given(capsys):
-    overheads = ("--exdyna-overhead", "3s", "--topk-overhead", "4s", "--local-overhead", "9s")
+    overheads = ("--overhead", "exdyna=3s", "topk=4s", "--overhead", "local=9s")
     code, out, _ = run(capsys, "--params", "25M", *KNOWN, *overheads, "--json")
     found = json.loads(out)
     assert code == 0 and not found["pays"]
@@ -463,7 +463,7 @@ def test_a_bandwidth_that_is_not_given_is_assumed_and_reported(capsys):
         (["--params", "1e6", *KNOWN, "--side", "0"], "--side must be at least 1"),
         (["--params", "1e6", *KNOWN, "--overlap", "2"], "--overlap must be in [0, 1], got 2.0"),
         (["--params", "1e6", *KNOWN, "--device", "tpu"], "--device: unknown 'tpu'"),
-        (["--params", "1e6", *KNOWN, "--fp16-overhead", "x"], "--fp16-overhead: 'x' is not a time"),
+        (["--params", "1e6", *KNOWN, "--overhead", "fp16=x"], "--overhead fp16: 'x' is not a time"),
         (["--params", "1e6", "--measure"], "--measure on a GPU needs torchrun"),
         (["--params", "1e12", "--measure", "--device", "cpu"], "--measure builds a model of 1e+12"),
         (["--params", "1e6", "--measure", "--density", "7"], "--density must be in (0, 1]"),

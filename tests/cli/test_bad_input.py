@@ -245,9 +245,10 @@ bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
 advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
-advise --model resnet50 --order-overhead -1 | : --order-overhead: '-1' must be above 0
+advise --model resnet50 --overhead order=-1 | : --overhead order: '-1' must be above 0
+advise --model resnet50 --overhead ride=1ms | --overhead must be NAME=TIME with one of fp16
+advise --model resnet50 --overhead 1ms | --overhead must be NAME=TIME with one of fp16
 advise --params 1e99 --backward 1s | --params: '1e99' must be at most 1e+15 parameters
-advise --model resnet50 --ride-overhead 1ms | there is no option or argument --ride-overhead here
 replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
 replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)
 study folder.toml | folder.toml: it is not a file

@@ -3,10 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
-
-import tyro
 
 from gradherd.advise import units
 from gradherd.advise.choices import Setting
@@ -14,16 +12,13 @@ from gradherd.advise.costs import DEVICES, GOODPUT, NetworkLink, typical_overhea
 from gradherd.advise.decide import advise
 from gradherd.advise.measured import MODELS
 from gradherd.cli.arguments import (
-    Flag,
-    MaybeFloat,
-    MaybeStr,
     check_at_least,
     check_name,
-    json_help,
     print_json,
     under_torchrun,
 )
 from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.parser import Arg
 from gradherd.cli.tables import print_advice
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
@@ -38,38 +33,16 @@ _DEFAULT_BANDWIDTH = 10e9  # bits per second: what rented machines usually have
 _DEFAULT_LATENCY = 50e-6
 _PLACEHOLDER = {"bandwidth": 1e9, "backward": 1.0}
 """Stands for what is still to be measured, so that all others are checked first."""
-OverheadOption = Annotated[
-    MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(from --device)")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverheadOptions:
-    """Time per step that a method spends computing, if you have measured it."""
-
-    fp16_overhead: OverheadOption = None
-    """Converting to half precision and back."""
-    powersgd_overhead: OverheadOption = None
-    """Matrix products and orthogonalisation of PowerSGD."""
-    topk_overhead: OverheadOption = None
-    """Adding the residual, selecting and writing the mean, with topk."""
-    exdyna_overhead: OverheadOption = None
-    """The same with exdyna."""
-    local_overhead: OverheadOption = None
-    """What an exchange of local steps computes, once in so many steps."""
-    order_overhead: OverheadOption = None
-    """cd-grab on top of a dense exchange."""
-    sketch_overhead: OverheadOption = None
-    """cd-grab beside any other exchange."""
-
-    def given(self) -> dict[str, float | None]:
-        """Return seconds by the field names of `Overheads`; None where nothing is given."""
-        seconds = {}
-        for key, text in dataclasses.asdict(self).items():
-            option = f"--{key.replace('_', '-')}"
-            value = None if text is None else _parse_time(option, text)
-            seconds[key.removesuffix("_overhead")] = value
-        return seconds
+OVERHEADS = {
+    "fp16": "converting to half precision and back",
+    "powersgd": "matrix products and orthogonalisation",
+    "topk": "residual, selection and mean",
+    "exdyna": "the same",
+    "local": "an exchange of local steps, once in so many",
+    "order": "cd-grab on top of a dense exchange",
+    "sketch": "cd-grab beside any other exchange",
+}
+"""What can be told by --overhead: fields of `Overheads`, and what is computed there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,32 +62,25 @@ class AdviseCommand:
     Example: gradherd advise --model resnet50 --workers 8 --bandwidth 1G
     """
 
-    params: Annotated[
-        MaybeStr, tyro.conf.arg(metavar="COUNT", help_behavior_hint="(that of --model)")
-    ] = None
+    params: Annotated[str | None, Arg(metavar="COUNT", default="that of --model")] = None
     """Number of parameters, such as 25M or 7e9."""
     model: Annotated[
-        MaybeStr,
-        tyro.conf.arg(
+        str | None,
+        Arg(
             metavar="NAME",
             help=f"Instead of --params and --backward: {', '.join(MODELS)}, as measured on one "
             "H200.",
-            help_behavior_hint="",
         ),
     ] = None
     workers: int = 4
     """Number of workers."""
-    bandwidth: Annotated[MaybeStr, tyro.conf.arg(metavar="BITS", help_behavior_hint="(10G)")] = None
+    bandwidth: Annotated[str | None, Arg(metavar="BITS", default="10G")] = None
     """Speed of a worker's network link in bits per second."""
-    latency: Annotated[MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(50us)")] = None
+    latency: Annotated[str | None, Arg(metavar="TIME", default="50us")] = None
     """Time of a short message to another worker."""
-    backward: Annotated[
-        MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(that of --model)")
-    ] = None
+    backward: Annotated[str | None, Arg(metavar="TIME", default="that of --model")] = None
     """Time of a backward pass of one worker. Decides more than anything else: time yours."""
-    forward: Annotated[
-        MaybeStr, tyro.conf.arg(metavar="TIME", help_behavior_hint="(half the backward)")
-    ] = None
+    forward: Annotated[str | None, Arg(metavar="TIME", default="half the backward")] = None
     """Time of everything else in a step: forward pass, optimizer, data."""
     density: float = DEFAULT_DENSITY
     """Share of the gradient that a sparse exchange sends, in (0, 1]."""
@@ -126,22 +92,23 @@ class AdviseCommand:
     """Typical number of rows and columns of the model's matrices, for PowerSGD."""
     device: str = "cuda"
     """cuda or cpu: where gradients are. Decides how long selection takes, and where to measure."""
-    overlap: Annotated[
-        MaybeFloat, tyro.conf.arg(metavar="SHARE", help_behavior_hint="(1; cpu: 0)")
-    ] = None
+    overlap: Annotated[float | None, Arg(metavar="SHARE", default="1; cpu: 0")] = None
     """Share of the backward pass that a dense exchange can overlap with, in [0, 1]."""
-    overheads: OverheadOptions = field(default_factory=OverheadOptions)
-    """Time per step that a method spends computing, if you have measured it."""
-    measure: Flag = False
-    """Measure bandwidth, latency, backward and forward; options that you give take precedence."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"choices": [{"name", "step_seconds", "bytes", ...}], "break_even_bandwidth", '
-            '"break_even_bandwidth_fp16", "pays", "recommended", "speedup", "speedup_range", '
-            '"accuracy", "advice", "assumed", "setting"}.'
+    overhead: Annotated[
+        tuple[str, ...],
+        Arg(
+            metavar="NAME=TIME",
+            help="Time per step that a method spends computing, if you have measured it; for "
+            f"{', '.join(f'{name} ({what})' for name, what in OVERHEADS.items())}.",
+            default="from --device",
         ),
-    ] = False
+    ] = ()
+    measure: bool = False
+    """Measure bandwidth, latency, backward and forward; options that you give take precedence."""
+    json: bool = False
+    """Print {"choices": [{"name", "step_seconds", "bytes", ...}], "break_even_bandwidth",
+    "break_even_bandwidth_fp16", "pays", "recommended", "speedup", "speedup_range",
+    "accuracy", "advice", "assumed", "setting"}."""
 
     def run(self) -> None:
         """Measure if asked to, predict, and print the advice."""
@@ -202,6 +169,17 @@ class AdviseCommand:
                 given[option] = _parse_time(f"--{option}", text)
         return given
 
+    def _overheads(self) -> dict[str, float | None]:
+        """Return the seconds of --overhead by the field names of `Overheads`."""
+        seconds: dict[str, float | None] = dict.fromkeys(OVERHEADS)
+        for text in self.overhead:
+            name, equals, value = text.partition("=")
+            if not equals or name not in OVERHEADS:
+                known = ", ".join(OVERHEADS)
+                raise UsageError(f"--overhead must be NAME=TIME with one of {known}, got {text!r}")
+            seconds[name] = _parse_time(f"--overhead {name}", value)
+        return seconds
+
     def _setting(
         self, params: float, values: dict[str, float], *, workers: int | None = None
     ) -> Setting:
@@ -214,7 +192,7 @@ class AdviseCommand:
             # --measure.
             goodput=values.get("goodput", GOODPUT) if self.bandwidth is None else GOODPUT,
         )
-        overheads = typical_overheads(self.device, params).replaced_by(self.overheads.given())
+        overheads = typical_overheads(self.device, params).replaced_by(self._overheads())
         try:
             return Setting(
                 params=params,

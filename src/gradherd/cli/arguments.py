@@ -14,21 +14,11 @@ from typing import Annotated, Any
 from gradherd.cli.errors import UsageError
 from gradherd.cli.parser import Arg
 
-MaybeInt = int | None
-MaybeFloat = float | None
-MaybeStr = str | None
-MaybePath = Path | None
 FolderOption = Annotated[Path | None, Arg(metavar="DIR")]
 FileArgument = Annotated[Path, Arg(metavar="FILE", positional=True)]
 MAX_PROCESSES = 256
 """Most worker processes on one machine. Each takes some 300 MB, and a slip starts thousands."""
 MAX_SEEDS = 10_000
-Flag = bool
-
-
-def json_help(text: str) -> Any:
-    """Return the help of --json."""
-    return Arg(help=text)
 
 
 def check_at_least(option: str, value: int, least: int, most: int | None = None) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from gradherd.cli.arguments import (
     MAX_PROCESSES,
     MAX_SEEDS,
-    Flag,
     FolderOption,
     check_at_least,
     print_json,
@@ -65,9 +64,9 @@ class DemoCommand:
     """Number of seeds of every order; exchanges take the first five of them."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
-    quiet: Flag = False
+    quiet: bool = False
     """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
-    resume: Flag = False
+    resume: bool = False
     """Keep the finished runs in --out and train only the others."""
     json: bool = False
     """Print {"comparisons": [each as `gradherd compare --json` prints it], "report", "predicted":
@@ -310,8 +309,9 @@ def _shown_of_order(pair: ArmPair, tones: Mapping[tuple[str, str], str]) -> str:
         if by_balancing
         else "; that balancing is the reason is not shown"
     )
-    took = f"takes {pair.epochs_to}{control}"
-    return f"Shown: with {pair.arm.label} the loss of {pair.reference.epochs} epochs {took}."
+    arm, base = pair.arm.label, pair.reference.label
+    reached = f"{arm} reaches {base}'s final loss after {pair.epochs_to} epochs"
+    return f"Shown: {reached}, {base} itself after {pair.reference_epochs_to}{control}."
 
 
 def _shown_of_exchange(pair: ArmPair) -> str:

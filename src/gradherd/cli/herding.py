@@ -1,9 +1,9 @@
 """`gradherd herding`: the random-vector study of the CD-GraB paper."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from gradherd.cli.arguments import check_at_least, json_help, parse_names, print_json
+from gradherd.cli.arguments import check_at_least, parse_names, print_json
 from gradherd.cli.errors import UsageError
 from gradherd.ordering.registry import POLICIES, make_policy
 
@@ -39,12 +39,8 @@ class HerdingCommand:
     """Orders to compare, separated by commas."""
     seed: int = 0
     """Seed of the vectors and of random orders."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"workers", "units", "dim", "orders": {name: [H0..HR]}} instead of a table.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"workers", "units", "dim", "orders": {name: [H0..HR]}} instead of a table."""
 
     def run(self) -> None:
         """Run the study."""

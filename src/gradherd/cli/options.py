@@ -14,21 +14,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gradherd.cli.arguments import (
     MAX_PROCESSES,
-    Flag,
     FolderOption,
-    MaybeFloat,
-    MaybeInt,
     check_density,
     check_name,
     under_torchrun,
 )
 from gradherd.cli.errors import CommandFailed, UsageError
+from gradherd.cli.parser import Arg
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.lab.train.config import RunSetting, run_settings
@@ -47,12 +43,9 @@ if TYPE_CHECKING:
 ORDERS = ", ".join(POLICIES)
 METHODS = ", ".join(SPARSIFIERS)
 EXCHANGES = ", ".join(exchange_names())
-_BY_TASK = "(default: the task's)"
-IntByTask = Annotated[MaybeInt, tyro.conf.arg(metavar="INT", help_behavior_hint=_BY_TASK)]
-DensityOption = Annotated[
-    MaybeFloat, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=f"(default: {DEFAULT_DENSITY:g})")
-]
-TaskArgument = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+IntByTask = Annotated[int | None, Arg(default="the task's")]
+DensityOption = Annotated[float | None, Arg(default=f"{DEFAULT_DENSITY:g}")]
+TaskArgument = Annotated[str, Arg(metavar="TASK", positional=True)]
 
 
 def usable_device(name: str) -> torch.device:
@@ -90,24 +83,17 @@ _NONE = {"parallel": "ddp", "lr_schedule": "constant"}
 
 
 def _option(setting: RunSetting) -> tuple[str, Any, Any]:
-    """Return a setting as a field of the options: its name, its type for tyro, and its default."""
+    """Return a setting as a field of the options: its name, its type, and its default."""
     name, kind = setting.name, setting.types[-1]
     if kind is bool:
-        argument = tyro.conf.arg(help=setting.help, help_behavior_hint="")
-        return name, Annotated[bool, argument], False
+        return name, Annotated[bool, Arg(help=setting.help)], False
     choices = tuple(dict.fromkeys((*filter(None, [_NONE.get(name)]), *setting.choices)))
     default = _NONE.get(name, None if setting.by_task else setting.default)
     hint = "the task's" if setting.by_task else _HINTS.get(name, default)
-    words = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
-    argument = tyro.conf.arg(
-        metavar=_METAVARS.get(name, words),
-        help=_HELP.get(name, setting.help),
-        help_behavior_hint=f"(default: {hint})",
-    )
+    help_text = _HELP.get(name, setting.help)
+    argument = Arg(metavar=_METAVARS.get(name), help=help_text, default=str(hint))
     value: Any = Literal[choices] if choices else kind
-    # Not `value | None`, as in `arguments`.
-    value = Optional[value] if default is None else value  # noqa: UP045
-    return name, Annotated[value, argument], default
+    return name, Annotated[value | None if default is None else value, argument], default
 
 
 if TYPE_CHECKING:
@@ -139,9 +125,9 @@ class TrainingOptions(_RunOptions):
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
-    tensorboard: Flag = False
+    tensorboard: bool = False
     """Also write TensorBoard events."""
-    quiet: Flag = False
+    quiet: bool = False
     """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
 
     def checked(self) -> dict[str, Any]:

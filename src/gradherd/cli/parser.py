@@ -140,7 +140,8 @@ class _Option:
 
     def add_to(self, group: Any) -> None:
         """Declare this option to argparse."""
-        shown = {"default": self.default, "help": self.help.replace("%", "%%")}
+        default = list(self.default) if self.many else self.default
+        shown = {"default": default, "help": self.help.replace("%", "%%")}
         if self.kind is bool:
             group.add_argument(f"--{self.name.replace('_', '-')}", action="store_true", **shown)
             return
@@ -148,7 +149,7 @@ class _Option:
         if self.positional:
             group.add_argument(self.name, nargs="*" if self.many else "?", **shown)
         else:
-            many = {"nargs": "*"} if self.many else {}
+            many = {"nargs": "*", "action": "extend"} if self.many else {}
             group.add_argument(f"--{self.name.replace('_', '-')}", **many, **shown)
 
 
@@ -181,7 +182,7 @@ def _option(command: type, field: dataclasses.Field[Any], hint: Any) -> _Option:
     arg = Arg()
     if typing.get_origin(hint) is typing.Annotated:
         hint, *notes = typing.get_args(hint)
-        arg = _as_arg(notes)
+        arg = next(note for note in notes if isinstance(note, Arg))
     kind, many = _plain(hint)
     if typing.get_origin(kind) is Literal:
         metavar = f"{{{','.join(typing.get_args(kind))}}}"
@@ -201,20 +202,6 @@ def _option(command: type, field: dataclasses.Field[Any], hint: Any) -> _Option:
         positional=arg.positional,
         metavar=arg.metavar or metavar,
         help=text,
-    )
-
-
-def _as_arg(notes: Sequence[Any]) -> Arg:
-    own = next((note for note in notes if isinstance(note, Arg)), None)
-    if own is not None:
-        return own
-    note: Any = next((note for note in notes if hasattr(note, "help_behavior_hint")), None)
-    hint = getattr(note, "help_behavior_hint", None)
-    return Arg(
-        metavar=getattr(note, "metavar", None),
-        help=getattr(note, "help", None),
-        default=None if hint is None else hint.strip("()").removeprefix("default: "),
-        positional=any(repr(note) == "Positional" for note in notes),
     )
 
 

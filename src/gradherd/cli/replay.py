@@ -86,9 +86,6 @@ class ReplayOrderCommand:
             vectors = load_vectors(self.file)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        workers, units, _ = vectors.shape
-        if workers > units:
-            _warn_of_axes(f"{workers} workers of {units} units", "steps, workers, dim", "sparsify")
         with counted_loop(self.rounds, "rounds") as advance:
             result = replay_order(
                 vectors,
@@ -98,6 +95,9 @@ class ReplayOrderCommand:
                 seed=self.seed,
                 progress=advance,
             )
+        workers, units, _ = vectors.shape
+        if workers > units:
+            _warn_of_axes(f"{workers} workers of {units} units", "steps, workers, dim", "sparsify")
         if self.json:
             print_json({"order": self.order, "bounds": result.bounds, "orders": result.orders})
             return
@@ -161,11 +161,7 @@ class ReplaySparsifyCommand:
         try:
             # Mapped, not read: the file may be larger than memory.
             gradients = open_array(self.file, ("steps", "workers", "dim"))
-            count, workers, dim = gradients.shape
-            if workers > count:
-                axes = "workers, units, dim"
-                _warn_of_axes(f"{count} steps of {workers} workers", axes, "order")
-            layers = self._layers(dim)
+            layers = self._layers(gradients.shape[2])
             with counted_loop(len(gradients), "steps") as advance:
                 steps = replay_sparsify(
                     gradients,
@@ -178,6 +174,10 @@ class ReplaySparsifyCommand:
                 )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        count, workers, _ = gradients.shape
+        if workers > count:
+            read = f"{count} steps of {workers} workers"
+            _warn_of_axes(read, "workers, units, dim", "order")
         # From the method, not the option: dense has density 1 whatever was given.
         density = settings.method.density
         if self.json:

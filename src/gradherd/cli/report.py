@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from gradherd.cli.arguments import Flag, MaybePath, json_help, print_json
+from gradherd.cli.arguments import print_json
 from gradherd.cli.errors import UsageError
+from gradherd.cli.parser import Arg
 from gradherd.lab.text import counted
 
 _POLL = 1.0
@@ -36,19 +35,13 @@ class ReportCommand:
     Example: gradherd report runs/ --watch
     """
 
-    folders: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help_behavior_hint="")
-    ] = ()
+    folders: Annotated[tuple[Path, ...], Arg(metavar="DIR", positional=True)] = ()
     """Folders with record.json files at any depth."""
-    out: Annotated[MaybePath, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    out: Annotated[Path | None, Arg(metavar="FILE")] = None
     """HTML file to write; by default report.html in the first folder."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}.'
-        ),
-    ] = False
-    watch: Flag = False
+    json: bool = False
+    """Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}."""
+    watch: bool = False
     """Keep running, and write the page again whenever a record below the folders changes."""
 
     def run(self) -> None:

@@ -13,20 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
 from gradherd.cli.arguments import (
     FileArgument,
-    Flag,
     FolderOption,
-    MaybeFloat,
-    MaybeStr,
     check_at_least,
-    json_help,
     print_json,
 )
 from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.options import check_data, named_task, usable_device
+from gradherd.cli.parser import Arg
 from gradherd.lab.text import counted
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
@@ -56,34 +51,28 @@ class StudyCommand:
 
     file: FileArgument
     """The study, as TOML."""
-    resume: Flag = False
+    resume: bool = False
     """Skip runs that have results; without this, there must be no results yet."""
-    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ARM", help_behavior_hint="")] = ()
+    only: Annotated[tuple[str, ...], Arg(metavar="ARM")] = ()
     """Run only these arms; `cd-grab*` matches every arm whose name starts with cd-grab."""
-    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT", help_behavior_hint="")] = ()
+    seeds: tuple[int, ...] = ()
     """Run only these of the study's seeds."""
-    plan: Flag = False
+    plan: bool = False
     """Show what would be run and what is there already; run nothing."""
-    device: Annotated[MaybeStr, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
+    device: str | None = None
     """cpu or cuda; by default what the file says."""
     jobs: int = 1
     """Number of runs at a time, each in its own process; on a CPU use its number of cores."""
-    stop_after: Annotated[MaybeFloat, tyro.conf.arg(metavar="MINUTES", help_behavior_hint="")] = (
-        None
-    )
+    stop_after: Annotated[float | None, Arg(metavar="MINUTES")] = None
     """Begin no run after this time, and stop those under way after their epoch: what they have is
     stored, and claims about it get verdicts; --resume runs them again from the start."""
     data_dir: FolderOption = None
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
     """Folder for results; by default benchmarks/results/NAME."""
-    json: Annotated[
-        bool,
-        json_help(
-            'Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], '
-            '"skipped", "claims": [{"id", "verdict", "ours"}]}.'
-        ),
-    ] = False
+    json: bool = False
+    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped", "claims":
+    [{"id", "verdict", "ours"}]}."""
 
     def run(self) -> None:
         """Read the file, run what is missing, and print the verdicts."""
