@@ -119,12 +119,7 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
 
 
 def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
-    """Return the data set if one of its forms is complete in this very folder.
-
-    Args:
-        dataset: The data set.
-        folder: The only folder that is searched; subfolders do not count.
-    """
+    """Return the data set if one of its forms is complete in this very folder."""
     for form in dataset.forms:
         paths = _present(folder, form.files)
         if len(paths) == len(form.files):

@@ -54,11 +54,6 @@ def verify_dataset(local: LocalDataSet) -> None:
 def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -> LocalDataSet:
     """Download a data set into `root`/name, unless an intact copy is there, and return it.
 
-    Args:
-        dataset: The data set.
-        root: A data folder; it is created if needed.
-        progress: Called while files arrive.
-
     Raises:
         DownloadError: No network, no such file, no space, or unexpected content.
     """

@@ -68,13 +68,7 @@ def lenet(channels: int, padding: int = 0) -> nn.Sequential:
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions with a shortcut around them.
-
-    Args:
-        channels_in: C.
-        channels_out: C'.
-        stride: Of the first convolution and of the shortcut.
-    """
+    """Two 3 x 3 convolutions with a shortcut around them."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -232,10 +226,6 @@ def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Spli
     Pixels stay uint8 and are normalised in the loss: as float32 the set would take four times the
     memory.
 
-    Args:
-        data_dir: Folder to search first.
-        limit: Load only the first `limit` examples of each part.
-
     Returns:
         (n, 3, 32, 32) uint8 pixels and (n,) labels: 50,000 for training, 10,000 for test.
 
@@ -255,10 +245,6 @@ def load_cifar10(data_dir: Path | None = None, limit: int | None = None) -> Spli
 
 def read_batches(local: LocalDataSet, names: Iterable[str] = BATCH_NAMES) -> dict[str, Rows]:
     """Read some batches, verified against the published checksums.
-
-    Args:
-        local: The data set on disk, in any form.
-        names: Batches to read, from BATCH_NAMES.
 
     Returns:
         (m, 3073) uint8 rows of each batch.

@@ -248,11 +248,7 @@ class Transformer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2's architecture without dropout; the token embedding is also the output layer.
-
-    Args:
-        tokens, positions, width, heads, layers: As for `Transformer`; V is `tokens`.
-    """
+    """GPT-2's architecture without dropout; the token embedding is also the output layer."""
 
     def __init__(self, tokens: int, positions: int, width: int, heads: int, layers: int) -> None:
         super().__init__()

@@ -396,9 +396,6 @@ class Checkpointer:
     def after_step(self, state: Callable[[], tuple[Callable[[], Any], Any]]) -> None:
         """Count a step and save if it is time.
 
-        Args:
-            state: Returns the arguments of `CheckpointStore.save` after the step.
-
         Raises:
             RunStopped: A rank received SIGTERM; the run is saved.
         """

@@ -338,12 +338,7 @@ def plan_runs(
 
 
 def count_steps(config: RunConfig, examples: int) -> int:
-    """Return the number of steps of a run, over all epochs.
-
-    Args:
-        config: Its settings.
-        examples: Number of training examples.
-    """
+    """Return the number of steps of a run, over all epochs."""
     from gradherd.ordering.sharding import UnitSharding
 
     # Through the sharding, not examples // batch: the last units are repeated to fill all workers.

@@ -39,13 +39,7 @@ class RunWriter:
     def __init__(
         self, record: RunRecord, folder: Path | None, *, tensorboard: bool = False
     ) -> None:
-        """Write the record as it is now.
-
-        Args:
-            record: The record of a run that starts or resumes.
-            folder: Where to write; None on all ranks but the first.
-            tensorboard: Whether to write TensorBoard events, too.
-        """
+        """Write the record as it is now."""
         self.record = record
         self._folder = folder
         self._events: Any = None
@@ -67,12 +61,7 @@ class RunWriter:
         self._save()
 
     def add(self, row: EpochRow, density_by_step: list[dict[str, float]]) -> None:
-        """Record an epoch.
-
-        Args:
-            row: What the epoch has cost and reached.
-            density_by_step: Bins of the densities of all steps so far, as the record stores them.
-        """
+        """Record an epoch."""
         self.record = dataclasses.replace(
             self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
         )
@@ -163,14 +152,7 @@ class Progress:
 
 
 def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> RunRecord:
-    """Return the record of a run that starts now.
-
-    Args:
-        config: Its settings.
-        task: Its task.
-        split: The examples.
-        parameters: Number of model parameters.
-    """
+    """Return the record of a run that starts now."""
     settings: dict[str, Any] = dataclasses.asdict(config)
     return RunRecord(
         task=task.name,
@@ -203,16 +185,10 @@ def run_epochs(
     resumed: bool = False,
     stop_at: float | None = None,
 ) -> list[RunRecord]:
-    """Train all epochs of the runs of a trainer; return their records.
+    """Train the epochs of a trainer's runs from `first` on; return their records.
 
-    Args:
-        trainer: The trainer.
-        configs: The settings of each run.
-        writers: The writer of each run's record.
-        progress: Receives the progress.
-        first: The first epoch to train.
-        resumed: Whether the runs resume; then the evaluation before training is on record.
-        stop_at: Unix time from which runs stop after their epoch; None trains them all.
+    Runs that resume have the evaluation before training on record. From the Unix time `stop_at` on,
+    runs stop after their epoch.
 
     Raises:
         BadStart: A run starts with a loss that is not finite; raised on all ranks.

@@ -33,12 +33,7 @@ _ARM_PARTS = {
 
 
 def can_track_prefix_sums(steps: int, parameters: int) -> bool:
-    """Return whether the gradients of an epoch are few enough to be stored.
-
-    Args:
-        steps: Steps of the epoch, T.
-        parameters: Elements of a gradient, D.
-    """
+    """Return whether the gradients of an epoch are few enough to be stored."""
     return steps * parameters <= _MAX_TRACKED
 
 
@@ -177,9 +172,6 @@ def versions() -> dict[str, str]:
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
     """Return a description of the machine.
-
-    Args:
-        device: Device of the run; the name of the GPU is added if it is one.
 
     Returns:
         cpu, cores, memory_bytes (None if unknown), accelerator (None on a CPU) and system.

@@ -34,13 +34,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip_and_step(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: float | None
 ) -> None:
-    """Clip the averaged gradient and take a step.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: What it updates; their gradients are averaged already.
-        clip: Largest norm of the gradient of all parameters together; None disables clipping.
-    """
+    """Clip the averaged gradient and take a step."""
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()

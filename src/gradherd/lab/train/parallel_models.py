@@ -26,13 +26,7 @@ from gradherd.sparsify.settings import Sparsify
 
 
 class ParallelModel:
-    """A model that several ranks train together; by default every rank holds it whole.
-
-    Args:
-        model: The task's model.
-        config: The settings of the run.
-        world: The ranks.
-    """
+    """A model that several ranks train together; by default every rank holds it whole."""
 
     def __init__(self, model: nn.Module, config: RunConfig, world: World) -> None:
         self.whole, self._config, self._world = model, config, world

@@ -51,15 +51,7 @@ def usable_cores() -> int:
 def divide(
     indices: Sequence[int], configs: Sequence[RunConfig], size: int, steps: int, cores: int
 ) -> list[list[int]]:
-    """Return the runs of a stack in as many parts as are trained at once.
-
-    Args:
-        indices: Which runs the stack consists of.
-        configs: The settings of all runs.
-        size: Number of parameters.
-        steps: Steps of all runs of the stack.
-        cores: Result of `usable_cores`.
-    """
+    """Return the runs of a stack in as many parts as are trained at once."""
     first = configs[indices[0]]
     if first.device != "cpu" or size > _MAX_SIZE or steps < _MIN_STEPS:
         return [list(indices)]
@@ -109,11 +101,6 @@ def run_in_processes(
     train: Train, parts: Sequence[list[RunConfig]], progress: Progress
 ) -> list[list[RunRecord]]:
     """Train each part in a process of its own; return the records of each.
-
-    Args:
-        train: Trains a part.
-        parts: The runs of each part.
-        progress: Receives the progress of all parts.
 
     Raises:
         Exception: That of the first part that failed; the others are stopped.

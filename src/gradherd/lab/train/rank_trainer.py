@@ -69,14 +69,7 @@ def identity_collate(batch: Any) -> Any:
 
 
 class RankTrainer:
-    """One rank of a DDP training with gradherd attached: the loop that a user would write.
-
-    Args:
-        config: The settings, the same on all ranks.
-        task: The task.
-        split: All examples; the sampler picks those of this rank.
-        world: This rank and the others.
-    """
+    """One rank of a DDP training with gradherd attached: the loop that a user would write."""
 
     def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
         self._config, self._task, self._world = config, task, world

@@ -63,10 +63,6 @@ def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -
     """Raise UnsuitableSettings if a run would be refused once its examples are loaded.
 
     Only tasks that carry a state refuse any; the examples of others are not loaded for this.
-
-    Args:
-        configs: Runs of one task; at least one.
-        data_dir: Folder to search for data first.
     """
     task, examples = find_task(configs[0].task), dict[int | None, int]()
     if not carries_state(task):
@@ -255,16 +251,6 @@ def run_with_checkpoints(
     tensorboard: bool = False,
 ) -> RunRecord:
     """Train a run into `out` with checkpoints, resuming from them if asked to.
-
-    Args:
-        config: Its settings.
-        task: Its task.
-        split: The examples.
-        world: The participating ranks.
-        out: Folder of the run, the same on all ranks.
-        saving: When to save, and whether to resume.
-        progress: Receives the progress.
-        tensorboard: Whether to write TensorBoard events, too.
 
     Raises:
         NoUsableCheckpoint: It should resume, but no checkpoint can be used.

@@ -239,10 +239,6 @@ class LinearForm:
     """Closed-form gradients of a task whose scores are linear in the parameters.
 
     Seven operations per step, where autograd and vmap take eighty: such a model is all overhead.
-
-    Args:
-        task: Has a `score_gradient`.
-        form: The result of its `linear_form` on the training examples.
     """
 
     def __init__(self, task: Task, form: tuple[Tensor, Tensor]) -> None:
@@ -282,13 +278,7 @@ class LinearForm:
 def linear_form(
     task: Task, gradients: Callable[[Tensor, tuple[Tensor, ...]], Tensor], tensors: Tensors
 ) -> LinearForm | None:
-    """Return the closed form of a task that has one; compare it with autograd's gradients first.
-
-    Args:
-        task: The task.
-        gradients: The gradients of its loss.
-        tensors: The training examples.
-    """
+    """Return the closed form of a task that has one; compare it with autograd's gradients first."""
     # Augmented examples change from epoch to epoch, which features computed once would miss.
     form = None if augments(task) else task.linear_form(*tensors)
     if form is None:

@@ -46,13 +46,7 @@ _STEPS_PER_CALL, _MANY_STEPS = 16, 2000
 
 
 class StackedTrainer:
-    """Trains S runs of R workers each; settings may differ as `stacking` allows.
-
-    Args:
-        configs: The settings of the S runs.
-        task: Their task.
-        split: Their examples.
-    """
+    """Trains S runs of R workers each; settings may differ as `stacking` allows."""
 
     def __init__(self, configs: Sequence[RunConfig], task: Task, split: Split) -> None:
         self._configs, self._task = list(configs), task

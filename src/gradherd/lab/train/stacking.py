@@ -247,13 +247,7 @@ class RowBuffer:
 def make_row_buffers(
     configs: Sequence[RunConfig], size: int, two_sided: Callable[[TwoSidedRows], Tensor]
 ) -> list[RowBuffer]:
-    """Return a buffer for each way of reading rows; orders that need no rows are in none.
-
-    Args:
-        configs: The settings of all runs.
-        size: Number of parameters, D.
-        two_sided: Returns the (D, k) matrix of two-sided sketches.
-    """
+    """Return a buffer for each way of reading rows; orders that need no rows are in none."""
     runs: dict[SketchRows | TwoSidedRows | None, list[int]] = {}
     for at, config in enumerate(configs):
         if make_policy(config.order).needs_rows:

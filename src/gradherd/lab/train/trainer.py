@@ -100,10 +100,6 @@ class Trainer(Protocol):
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch.
 
-        Args:
-            number: The epoch, counted from 1.
-            on_step: Called after one or more steps.
-
         Returns:
             What the epoch has cost, for each run.
         """
@@ -123,11 +119,6 @@ class EpochExamples:
 
     Every example is visited once in an epoch, so all of them are transformed before it. They stay
     at one address: captured graphs and loaders read them there.
-
-    Args:
-        config: The settings of a run, which ask for augmentation or not.
-        task: Its task.
-        tensors: The task's examples, on the device.
 
     Raises:
         ValueError: The task has no augmentation.
@@ -198,13 +189,7 @@ class TrainingLoss:
 
 
 def check_carried(config: RunConfig, task: Task, examples: int) -> None:
-    """Raise UnsuitableSettings unless a task can carry its state through all batches of a run.
-
-    Args:
-        config: The settings of the run.
-        task: Its task, which has `initial_state`.
-        examples: Number of training examples.
-    """
+    """Raise UnsuitableSettings unless a task can carry its state through all batches of a run."""
     size = config.batch_size
     # One row of the state for each example; rows of single examples would need theirs, too.
     if config.unit != size or examples % size:
@@ -226,13 +211,7 @@ def passes(config: RunConfig) -> Iterator[None]:
 
 
 def evaluation_chunk(task: Task, model: nn.Module, batch_size: int) -> int:
-    """Return how many examples are evaluated at once.
-
-    Args:
-        task: The task, which may know how many a GPU takes.
-        model: The model; its size and device decide.
-        batch_size: Examples per worker and training step.
-    """
+    """Return how many examples are evaluated at once."""
     small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
     if next(model.parameters()).is_cuda:
         return _GPU_CHUNK if small else task.evaluation_chunk

@@ -59,11 +59,6 @@ def check_can_hold_out(task: Task) -> None:
 def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     """Return the task with the loss on held-out examples as its metric, and these examples.
 
-    Args:
-        task: The task.
-        split: Its examples; those of the test part are not touched.
-        share: Share of the training examples to hold out.
-
     Raises:
         ValueError: There are too few examples, or the task carries a state through them.
     """
@@ -80,12 +75,7 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
 
 
 def tuning_runs(configs: Sequence[RunConfig], rates: Sequence[float]) -> list[RunConfig]:
-    """Return a run of each arm and rate, on a seed that is not compared.
-
-    Args:
-        configs: The runs of a comparison.
-        rates: Learning rates to try.
-    """
+    """Return a run of each arm and rate, on a seed that is not compared."""
     seed = 1 + max(config.seed for config in configs)
     arms = {config.arm: config for config in reversed(configs)}  # the first of each arm
     return [
@@ -99,10 +89,6 @@ def best_rates(
     runs: Sequence[RunConfig], records: Sequence[RunRecord]
 ) -> dict[tuple[str, str, float | None], float]:
     """Return the rate of each arm with the lowest loss on held-out examples.
-
-    Args:
-        runs: What `tuning_runs` returned.
-        records: Their records.
 
     Raises:
         ValueError: All rates of an arm have diverged.

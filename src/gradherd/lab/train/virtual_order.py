@@ -23,12 +23,7 @@ from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_
 
 
 def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
-    """Return how examples are sharded over workers, and the orders of all workers.
-
-    Args:
-        config: The settings of the run.
-        examples: Number of training examples.
-    """
+    """Return how examples are sharded over workers, and the orders of all workers."""
     sharding = UnitSharding(examples, config.unit, config.workers, drop_last=False)
     policy = make_policy(config.order)
     return sharding, Ordering(policy, sharding.sizes, seed=config.seed, length=sharding.length)

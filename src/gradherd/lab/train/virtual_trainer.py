@@ -89,12 +89,6 @@ class GradientsOnStreams:
     """The gradients of all workers of a step, worker beside worker; captured as one CUDA graph.
 
     The passes of one worker are kernels too small for a GPU; those of several fill it.
-
-    Args:
-        config: The settings of the run.
-        loss: The loss on a worker's batch.
-        exchange: Has the model of all workers, or one of each.
-        tensors: The training examples, read where they are.
     """
 
     def __init__(
