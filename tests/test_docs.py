@@ -163,6 +163,23 @@ def test_pages_show_what_the_command_line_prints():
     assert (DOCS / "advise.md").read_text() == made.advise_page(), again
 
 
+def test_the_comparison_in_the_page_is_what_is_printed(tmp_path, monkeypatch):
+    page = (DOCS / "measure.md").read_text()
+    ((command, shown),) = re.findall(
+        r"^gradherd (compare [^\n]*)\n```\n\n```\n(.*?)```", page, re.S | re.M
+    )
+    monkeypatch.chdir(tmp_path)
+    printed = printed_by(command)
+    assert words_of(printed) == words_of(shown)
+
+
+def words_of(output: str) -> list[str]:
+    """Return what does not depend on the machine: all but figures, and lines of tables."""
+    return [
+        re.sub(r"[\d.]+\*?|[\d.]*e-?\d+", "#", word) for word in re.findall(r"[^\s─-]+", output)
+    ]
+
+
 def test_the_reference_has_every_public_name_and_no_private_one():
     text = (DOCS / "api.md").read_text()
     found = re.findall(r"^::: (\S+)(?:\n    options: {members: \[([^\]]*)\])?", text, re.M)
