@@ -9,6 +9,7 @@ from torch import nn
 
 import gradherd as gh
 from gradherd.hooks import fsdp_torch, torch_names
+from gradherd.rows.torch_names import missing_names
 
 FOLDER = Path(torch_names.__file__).parent
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "torch_names.py")
@@ -47,9 +48,9 @@ def test_every_private_name_of_torch_is_listed(path: Path) -> None:
 
 
 def test_what_this_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_names.missing_names() == []
+    assert missing_names(torch_names.PRIVATE_NAMES) == []
     monkeypatch.delattr(torch, "_foreach_copy_")
-    assert torch_names.missing_names() == ["torch._foreach_copy_"]
+    assert missing_names(torch_names.PRIVATE_NAMES) == ["torch._foreach_copy_"]
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"has no torch\._foreach_copy_, which gradherd needs"):
@@ -60,6 +61,6 @@ def test_names_that_only_instances_have() -> None:
     names = dict.fromkeys(["torch.nn.parallel.DistributedDataParallel._comm_hoks"], "a typo")
     before, torch_names.PRIVATE_NAMES = torch_names.PRIVATE_NAMES, names
     try:
-        assert torch_names.missing_names() == list(names)
+        assert missing_names(torch_names.PRIVATE_NAMES) == list(names)
     finally:
         torch_names.PRIVATE_NAMES = before

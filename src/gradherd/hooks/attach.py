@@ -96,19 +96,7 @@ def attach(
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise ValueError(f"scaler must be the GradScaler of the loop, got {scaler!r}")
     bare = uncompiled(model)
-    try:
-        _check_order(order)
-    except ValueError as error:
-        # An order of a wrong type has no world; its peers wait in the group of the model.
-        RankAgreement(_model_world(bare, None, None)).refuse(error)
-        raise
-    try:
-        check_parameters(bare)
-        worlds = ShardedWorlds(bare, mesh) if fsdp_modules(bare) else None
-        world = _model_world(bare, order, worlds)
-    except Exception as error:
-        RankAgreement(_model_world(bare, order, None)).refuse(error)
-        raise
+    worlds, world = _find_ranks(bare, order, mesh)
     agreement = RankAgreement(world)
     try:
         refuse_attached(bare)
@@ -126,34 +114,19 @@ def attach(
     except Exception as error:
         agreement.refuse(error)
         raise
-    shared = _shared_settings(bare, order, plan, settings, scaler)
-    if local is not None:
-        buffers = sum(b.numel() for b in float_buffers(bare).values())
-        shared |= {"local": local, "elements of buffers": buffers}
-    averaged = isinstance(bare, DDP) or worlds is not None or local is not None
-    if order is not None and order.world.size > 1 and not averaged and world.rank == 0:
-        log.warning(
-            "model is a plain module on %d ranks, so gradherd averages no gradients: wrap it in "
-            "DistributedDataParallel and attach to that, or average them yourself",
-            order.world.size,
-        )
     # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
     # model as it was, on all ranks.
-    agreement.compare(shared)
+    agreement.compare(_shared_settings(bare, order, plan, settings, local, scaler))
+    if order is not None and worlds is None and local is None:
+        _warn_of_plain(bare, order)
     # From here on every rank does the same, so a hook that starts with a collective finds its
     # peers. If a part fails, those before it leave the model.
     with contextlib.ExitStack() as undo:
         exchange = _make_exchange(bare, settings, local, stepping, worlds, world, scaler)
         if exchange is not None:
             undo.callback(exchange.close)
-        if settings is not None and (settings.momentum or not isinstance(settings.method, Dense)):
-            check_optimizer(bare, exchange, settings.momentum, warns=world.rank == 0)
-        if settings is not None and exchange is not None and not exchange.layout.sparse:
-            warnings.warn(
-                f"every parameter has fewer than {settings.dense_below} elements and is sent "
-                "whole: nothing is sparsified; lower dense_below",
-                stacklevel=2,
-            )
+            if settings is not None:
+                _warn_of_settings(bare, settings, exchange, world)
         feedback = None
         if order is not None and plan is not None:
             # After the exchange, which needs the slot of DDP's hook: coordination takes it only
@@ -164,6 +137,39 @@ def attach(
         herd = Herd(bare, feedback, exchange)
         undo.pop_all()
     return herd
+
+
+def _find_ranks(
+    model: nn.Module, order: OrderedSampler | None, mesh: "DeviceMesh | None"
+) -> tuple[ShardedWorlds | None, World]:
+    """Return the ranks of a sharded model, if it is one, and those that train the model together.
+
+    Raises:
+        ValueError: Order, parameters or mesh are refused. Other ranks are told.
+    """
+    try:
+        _check_order(order)
+    except ValueError as error:
+        # An order of a wrong type has no world; its peers wait in the group of the model.
+        RankAgreement(_model_world(model, None, None)).refuse(error)
+        raise
+    try:
+        check_parameters(model)
+        worlds = ShardedWorlds(model, mesh) if fsdp_modules(model) else None
+        return worlds, _model_world(model, order, worlds)
+    except Exception as error:
+        RankAgreement(_model_world(model, order, None)).refuse(error)
+        raise
+
+
+def _warn_of_plain(model: nn.Module, order: OrderedSampler) -> None:
+    """Say that nobody averages the gradients of a plain module on several ranks."""
+    if order.world.size > 1 and order.world.rank == 0 and not isinstance(model, DDP):
+        log.warning(
+            "model is a plain module on %d ranks, so gradherd averages no gradients: wrap it in "
+            "DistributedDataParallel and attach to that, or average them yourself",
+            order.world.size,
+        )
 
 
 def _make_exchange(
@@ -188,6 +194,20 @@ def _make_exchange(
         return ShardedSparseHook(model, settings, worlds, world, scaler)
     assert isinstance(model, DDP)
     return SparseHook(model, settings, scaler)
+
+
+def _warn_of_settings(
+    model: nn.Module, settings: Sparsify, exchange: ModelExchange, world: World
+) -> None:
+    """Say what a sparsifier's settings cost or do not do, now or when the optimizer steps."""
+    if settings.momentum or not isinstance(settings.method, Dense):
+        check_optimizer(model, exchange, settings.momentum, warns=world.rank == 0)
+    if not exchange.layout.sparse:
+        warnings.warn(
+            f"every parameter has fewer than {settings.dense_below} elements and is sent "
+            "whole: nothing is sparsified; lower dense_below",
+            stacklevel=3,
+        )
 
 
 def _check_order(order: object) -> None:
@@ -221,6 +241,7 @@ def _shared_settings(
     order: OrderedSampler | None,
     rows: RowSettings | None,
     sparsify: Sparsify | None,
+    local: LocalSteps | None,
     scaler: GradScaler | None,
 ) -> dict[str, Any]:
     """Return what must be equal on all ranks: the sizes of what they exchange depend on it."""
@@ -245,6 +266,9 @@ def _shared_settings(
             "length of the data set": order.sharding.examples,
             "drop_last": order.drop_last,
         }
+    if local is not None:
+        buffers = sum(b.numel() for b in float_buffers(model).values())
+        shared |= {"local": local, "elements of buffers": buffers}
     return shared
 
 

@@ -158,7 +158,7 @@ class SlicedTransport(RowTransport):
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
-        self._hooks.began = began
+        self._hooks.before_first = began
 
     @abstractmethod
     def _comes_alone(self) -> bool:

@@ -16,8 +16,9 @@ from gradherd.hooks.fsdp_torch import (
     fsdp_modules,
     sharded_groups,
 )
-from gradherd.hooks.torch_names import missing_names
+from gradherd.hooks.torch_names import PRIVATE_NAMES
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.torch_names import missing_names
 
 WHOLE_ROWS_BELOW = 2**28
 """Parameters up to which rows="auto" takes whole gradients: they fill four vectors of this length
@@ -33,7 +34,7 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def check_torch(model: nn.Module) -> None:
     """Raise ValueError if this version of torch lacks what gradherd uses."""
-    if missing := missing_names():
+    if missing := missing_names(PRIVATE_NAMES):
         raise ValueError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs: use a "
             "version that its metadata names"

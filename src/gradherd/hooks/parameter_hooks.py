@@ -41,18 +41,18 @@ class ParameterHooks:
         self,
         model: nn.Module,
         arrived: Callable[[str, Tensor], None],
-        begin: Callable[[], None] | None = None,
+        once: Callable[[], None] | None = None,
     ) -> None:
         """Register a hook for each trainable parameter.
 
         Args:
             model: The model.
             arrived: Called with name and gradient of each parameter.
-            begin: Called instead, once for each backward.
+            once: Called instead, once for each backward.
         """
-        self.began: Callable[[], None] = lambda: None
+        self.before_first: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
-        self.begin = begin
+        self.once = once
         """Called once for each backward, instead of `arrived`."""
         self.first = ""
         """Name of the parameter whose gradient came first in the last backward."""
@@ -65,10 +65,10 @@ class ParameterHooks:
                 task = current_backward()
                 if task != self._graph_task:
                     self._graph_task, self.first = task, name
-                    self.began()
-                    if self.begin is not None:
-                        self.begin()
-                if self.begin is None:
+                    self.before_first()
+                    if self.once is not None:
+                        self.once()
+                if self.once is None:
                     arrived(name, grad.detach())
 
             return on_grad

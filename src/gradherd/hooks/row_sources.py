@@ -223,12 +223,12 @@ class BatchGradientSource(RowSource):
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
-        self._hooks.began = began
+        self._hooks.before_first = began
 
     def stepped_in_backward(self) -> None:
         """Read gradients as they arrive from now on: at the end of a backward they are gone."""
         if self._at_end:
-            self._at_end, self._hooks.begin, self._spoiled = False, None, True
+            self._at_end, self._hooks.once, self._spoiled = False, None, True
             self._saver.give_up()
 
     def forget(self) -> None:

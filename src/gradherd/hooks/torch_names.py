@@ -26,27 +26,6 @@ PRIVATE_NAMES = {
 """By their full names."""
 
 
-def missing_names() -> list[str]:
-    """Return those that this version of torch lacks.
-
-    >>> missing_names()
-    []
-    """
-    missing = []
-    for name in PRIVATE_NAMES:
-        owner: Any = torch
-        *parents, last = name.split(".")[1:]
-        if parents[:1] == ["_dynamo"]:  # loading it takes long, and nothing of it is called here
-            continue
-        for part in parents:
-            owner = getattr(owner, part, None)
-        # An attribute that the constructor sets is not one of the class.
-        set_by_constructor = owner is DDP and last in DDP.__init__.__code__.co_names
-        if not (hasattr(owner, last) or set_by_constructor):
-            missing.append(name)
-    return missing
-
-
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile's wrapper, or the model itself."""
     inside: nn.Module = getattr(model, "_orig_mod", model)

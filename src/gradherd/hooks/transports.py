@@ -114,7 +114,7 @@ class CountingTransport(RowTransport):
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
-        self._hooks.began = began
+        self._hooks.before_first = began
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Count the units."""

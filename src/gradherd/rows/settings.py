@@ -13,8 +13,8 @@ class BatchRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactRows:
-    """The exact gradient of every example."""
+class ExampleRows:
+    """What all rows of single examples have in common."""
 
     reduction: Literal["mean", "sum"] = "mean"
     """How the loss reduces the examples of a batch."""
@@ -24,23 +24,32 @@ class ExactRows:
     """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def __post_init__(self) -> None:
-        _check_shared(self)
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
+        if self.strict not in (True, False):  # any text is true, "no" included
+            raise ValueError(f"strict must be True or False, got {self.strict!r}")
+        for name in ("batch_dim", "size", "rank"):
+            value = getattr(self, name, None)
+            if value is not None and type(value) is not int:  # True is an int, too
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        size = getattr(self, "size", None)
+        if size is not None and size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchRows:
+class ExactRows(ExampleRows):
+    """The exact gradient of every example: batch x parameters elements, for small models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchRows(ExampleRows):
     """A short sketch of each gradient; inner products of sketches are right on average."""
 
     size: int = 512
     """Elements of a row."""
     seed: int = 0
     """Seed of the projection; must be the same on all ranks."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """How the loss reduces the examples of a batch."""
-    batch_dim: int | None = None
-    """Batch dimension of the model's inputs; None takes the first one of the right size."""
-    strict: bool = field(default=False, repr=False)
-    """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def rank_for(self, *, looks_up_tokens: bool) -> int:
         """Return the rank for a model, with or without tables of tokens (nn.Embedding)."""
@@ -50,16 +59,10 @@ class SketchRows:
         """Return the elements of a row, whatever the size of the model."""
         return self.size
 
-    def __post_init__(self) -> None:
-        _check_shared(self)
-        _check_whole("size", self.size)
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class TwoSidedRows:
-    """A short sketch of each gradient, projected from both sides as it arrives.
+class TwoSidedRows(ExampleRows):
+    """A sketch whose length grows with the model, projected from both sides as it arrives.
 
     For large layers with many positions (convolutions, transformers) it costs a few percent of a
     step. Layers with one position per example are sketched as by `SketchRows`.
@@ -73,18 +76,10 @@ class TwoSidedRows:
     """Elements of a row; None takes one for every 2048 parameters, between 1024 and 65536."""
     seed: int = 0
     """Seed of the projections; must be the same on all ranks."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """How the loss reduces the examples of a batch."""
-    batch_dim: int | None = None
-    """Batch dimension of the model's inputs; None takes the first one of the right size."""
-    strict: bool = field(default=False, repr=False)
-    """Raise if a parameter has no gradients of single examples, instead of leaving it out."""
 
     def rank_for(self, *, looks_up_tokens: bool) -> int:
         """Return the rank for a model, with or without tables of tokens (nn.Embedding)."""
-        if self.rank is not None:
-            return self.rank
-        return TOKEN_RANK if looks_up_tokens else DEFAULT_RANK
+        return self.rank or (TOKEN_RANK if looks_up_tokens else DEFAULT_RANK)
 
     def size_for(self, parameters: int) -> int:
         """Return the elements of a row of a model with so many parameters.
@@ -100,29 +95,9 @@ class TwoSidedRows:
         return min(65536, max(1024, 1 << (parameters // 2048).bit_length()))
 
     def __post_init__(self) -> None:
-        _check_shared(self)
-        if self.rank is not None:
-            _check_whole("rank", self.rank)
-        if self.size is not None:
-            _check_whole("size", self.size)
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        super().__post_init__()
         if self.rank is not None and not 2 <= self.rank <= MAX_RANK:
             raise ValueError(f"rank must be between 2 and {MAX_RANK}, got {self.rank}")
-
-
-def _check_shared(rows: "ExactRows | SketchRows | TwoSidedRows") -> None:
-    if rows.reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum', got {rows.reduction!r}")
-    if rows.batch_dim is not None:
-        _check_whole("batch_dim", rows.batch_dim)
-    if rows.strict not in (True, False):  # any text is true, "no" included
-        raise ValueError(f"strict must be True or False, got {rows.strict!r}")
-
-
-def _check_whole(name: str, value: object) -> None:
-    if type(value) is not int:  # not isinstance: True is an int, too
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
 
 
 RowSettings = BatchRows | ExactRows | SketchRows | TwoSidedRows

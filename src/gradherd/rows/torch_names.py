@@ -1,10 +1,11 @@
 """Every private name of torch that rows use, with the reason, and what they do without it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 PRIVATE_NAMES = {
     "torch._C._current_graph_task_id": "tells backwards apart, and whether one runs",
@@ -23,23 +24,25 @@ PRIVATE_NAMES = {
 """By their full names."""
 
 
-def missing_names() -> list[str]:
+def missing_names(names: Iterable[str] = PRIVATE_NAMES) -> list[str]:
     """Return those that this version of torch lacks.
 
     >>> missing_names()
     []
     """
     missing = []
-    for name in PRIVATE_NAMES:
+    for name in names:
         owner: Any = torch
         *parents, last = name.split(".")[1:]
-        if parents[0] == "_dynamo":  # loading it takes long, and nothing of it is called here
+        if parents[:1] == ["_dynamo"]:  # loading it takes long, and nothing of it is called here
             continue
         for part in parents:
             owner = getattr(owner, part, None)
         if owner is nn.Module:  # attributes of instances
             owner = nn.Module()
-        if not hasattr(owner, last):
+        # Nor is what another constructor sets an attribute of the class.
+        set_by_constructor = owner is DDP and last in DDP.__init__.__code__.co_names
+        if not (hasattr(owner, last) or set_by_constructor):
             missing.append(name)
     return missing
 
