@@ -448,39 +448,6 @@ def test_a_bandwidth_that_is_not_given_is_assumed_and_reported(capsys):
     assert json.loads(out)["assumed"] == []
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["--params", "many", *KNOWN], "--params: 'many' is not a number of parameters"),
-        (["--params", "0.5", *KNOWN], "--params must be at least 1"),
-        (["--params", "1e6", *KNOWN, "--bandwidth", "fast"], "--bandwidth: 'fast' is not a link"),
-        (["--params", "1e6", *KNOWN, "--latency", "1 week"], "--latency: '1 week' is not a time"),
-        (["--params", "1e6", *KNOWN, "--workers", "0"], "--workers must be at least 1, got 0"),
-        (["--params", "1e6", *KNOWN, "--workers", "1e3"], "--workers"),
-        (["--params", "1e6", *KNOWN, "--workers", 10**9], "--workers must be at most"),
-        (["--params", "1e6", *KNOWN, "--density", "nan"], "--density must be in (0, 1], got nan"),
-        (["--params", "1e6", *KNOWN, "--rank", "0"], "--rank must be at least 1, got 0"),
-        (["--params", "1e6", *KNOWN, "--side", "0"], "--side must be at least 1"),
-        (["--params", "1e6", *KNOWN, "--overlap", "2"], "--overlap must be in [0, 1], got 2.0"),
-        (["--params", "1e6", *KNOWN, "--device", "tpu"], "--device: unknown 'tpu'"),
-        (["--params", "1e6", *KNOWN, "--overhead", "fp16=x"], "--overhead fp16: 'x' is not a time"),
-        (["--params", "1e6", "--measure"], "--measure on a GPU needs torchrun"),
-        (["--params", "1e12", "--measure", "--device", "cpu"], "--measure builds a model of 1e+12"),
-        (["--params", "1e6", "--measure", "--density", "7"], "--density must be in (0, 1]"),
-        ([], "--params is missing: the number of parameters, such as 25M"),
-        (["--params", "25M"], "--backward is missing: the time of a backward pass on one worker"),
-        (["--model", "resnet51"], "--model: unknown 'resnet51'; choose from resnet18"),
-        (["--model", "resnet50", "--params", "1M"], "--model resnet50 has its own --params"),
-        (["--model", "resnet50", "--device", "cpu"], "with --device cpu give --backward"),
-        (["--params", "1e6", *KNOWN, "--local-density", "0"], "--local-density must be in (0, 1]"),
-    ],
-)
-def test_wrong_calls_are_reported_in_one_line(capsys, args, says):
-    code, out, err = run(capsys, *args)
-    assert (code, out) == (2, "") and says in err
-    assert err.startswith("gradherd: ") and err.count("\n") == 1
-
-
 def test_local_workers_measure(capsys):
     code, out, _ = run(
         capsys, "--params", "3e4", "--workers", 2, "--measure", "--device", "cpu", "--json"

@@ -112,69 +112,13 @@ def check_refusal(exit_code: int | str | None, out: str, err: str, code: int) ->
     assert err.startswith("gradherd: ") and err.count("\n") == 1, err
 
 
-WRONG = {
-    "task": (["train", "digit"], ["'digit'", "digits-mlp", "file.py:ClassName"]),
-    "no task": (["train"], ["TASK"]),
-    "order": (["train", "digits", "--order", "grub"], ["--order", "'grub'", "cd-grab"]),
-    "sparsifier": (["train", "digits", "--sparsify", "top"], ["--sparsify", "'top'", "topk"]),
-    "orders": (["compare", "digits", "--orders", "d-rr,x"], ["--orders", "'x'", "cd-grab"]),
-    "sparsifiers": (["compare", "digits", "--sparsifiers", "x"], ["--sparsifiers", "'x'", "topk"]),
-    "density 0": (
-        ["train", "digits", "--sparsify", "topk", "--density", "0"],
-        ["--density", "(0, 1]", "got 0"],
-    ),
-    "density 2": (
-        ["train", "digits", "--sparsify", "topk", "--density", "2"],
-        ["--density", "(0, 1]", "got 2"],
-    ),
-    "density nan": (
-        ["compare", "digits", "--sparsifiers", "dense,topk", "--density", "nan"],
-        ["--density", "(0, 1]", "got nan"],
-    ),
-    "density, a word": (
-        ["train", "digits", "--sparsify", "topk", "--density", "few"],
-        ["--density", "'few'"],
-    ),
-    "density for nothing": (
-        ["train", "digits", "--density", "0.1"],
-        ["--density 0.1 has no effect", "nothing is sparsified"],
-    ),
-    "density for no arm": (["compare", "digits", "--density", "0.1"], ["--density 0.1"]),
-    "workers": (["train", "digits", "--workers", "0"], ["--workers", "at least 1", "got 0"]),
-    "epochs": (["train", "digits", "--epochs", "0"], ["--epochs", "at least 1", "got 0"]),
-    "batch": (["train", "digits", "--batch-size", "0"], ["--batch-size", "at least 1"]),
-    "limit": (["train", "digits", "--limit", "-5"], ["--limit", "at least 1", "got -5"]),
-    "seed": (["train", "digits", "--seed", "-1"], ["--seed must be in [0, 2147483648)", "got -1"]),
-    "seeds": (["compare", "digits", "--seeds", "0"], ["--seeds", "at least 1", "got 0"]),
-    "unit": (["train", "digits", "--unit", "3"], ["unit must divide batch_size 4", "got 3"]),
-    "rows": (["train", "digits", "--rows", "all"], ["--rows", "'all'", "sketch"]),
-    "lr": (["train", "digits", "--lr", "-1"], ["lr must be positive", "-1"]),
-    "lr nan": (["train", "digits", "--lr", "nan"], ["lr must be positive", "nan"]),
-    "momentum": (["train", "digits", "--momentum", "1"], ["momentum", "[0, 1)", "got 1"]),
-    "one arm": (
-        ["compare", "digits", "--orders", "cd-grab"],
-        ["only one arm (cd-grab, dense)", "at least two", "gradherd train"],
-    ),
-    "one arm, twice": (["compare", "digits", "--orders", "d-rr,d-rr"], ["only one arm"]),
-    "data folder": (["train", "hmda", "--data-dir", "away"], ["'away'", "folder"]),
-    "missing data": (["train", "m4-mlp"], ["'m4'", "gradherd data get m4", "cache"]),
-    "missing data, no download": (["compare", "hmda"], ["'hmda-2017'", "hmda-2017-NJ.npz"]),
-    "task file": (["train", "away.py:My"], ["there is no file 'away.py'"]),
-    "report of nothing": (["report"], ["gradherd report runs/"]),
-    "report, no folder": (["report", "away"], ["away: no such folder"]),
-    "report, nowhere": (["report", ".", "--out", "away/x.html"], ["--out", "away"]),
-    "demo": (["demo", "--workers", "0"], ["--workers", "at least 1"]),
-}
-
-
-ONE_LINERS = """
+COMMANDS = r"""
+--nope | unknown command '--nope'
+fly | unknown command 'fly'; choose from: demo
 train digits --epochs 1e3 | --epochs must be a whole number, got '1e3'
-train digits --workers two | --workers must be a whole number, got 'two'
 train digits --batch-size 1.5 | --batch-size must be a whole number, got '1.5'
-train digits --momentum -0.1 | --momentum must be in [0, 1), got -0.1
 train digits --weight-decay -1 | --weight-decay must be at least 0
 train digits --lr-warmup 2 | --lr-warmup must be in [0, 1), got 2
-train digits --lr-warmup x | --lr-warmup must be a number, got 'x'
 train digits --lr-schedule linear | --lr-schedule must be one of constant, cosine, got 'linear'
 train digits --optimizer lion | --optimizer must be one of sgd, adamw, got 'lion'
 train digits --autocast bf16 | --autocast 'bf16' works with simulated workers
@@ -182,7 +126,6 @@ train digits --autocast fp16 --virtual | --autocast must be one of bf16, got 'fp
 train digits --lr-drop 0.1 | --lr-drop and lr_drop_every go together, got 0.1 and None
 train digits --lr-drop 2 --lr-drop-every 1 | --lr-drop must be in (0, 1], got 2
 train digits --local-steps 0 | --local-steps must be at least 1, got 0
-train digits --local-steps x | --local-steps must be a whole number, got 'x'
 train digits --sketch-size 8 | --sketch-size
 train digits --parallel pipeline | --parallel must be one of ddp, fsdp, hsdp, got 'pipeline'
 train digits --device gpu | --device must be cpu or cuda, got 'gpu'
@@ -194,8 +137,34 @@ train :X | ':X'
 train digits --unit 0 | --unit must be at least 1, got 0
 train digits --limit 0 | --limit must be at least 1, got 0
 train digits --resume | --resume needs --out
+train digits --workers 1000000 | --workers starts at most 256 processes, got 1000000: --virtual
+train | TASK is missing: Name of a task
+train digit | 'digit' .. digits-mlp .. file.py:ClassName
+train away.py:My | there is no file 'away.py'
+train digits --order | --order: expected one argument (see
+train digits --order grub | --order: unknown 'grub'; choose from d-rr
+train digits --sparsify top | --sparsify: unknown 'top'; choose from dense
+train digits --sparsify topk --density 0 | --density must be in (0, 1], got 0
+train digits --sparsify topk --density few | --density must be a number, got 'few'
+train digits --density 0.1 | --density 0.1 has no effect: nothing is sparsified
+train digits --workers 0 | --workers must be at least 1, got 0
+train digits --epochs 0 | --epochs must be at least 1, got 0
+train digits --batch-size 0 | --batch-size must be at least 1
+train digits --limit -5 | --limit must be at least 1, got -5
+train digits --seed -1 | --seed must be
+train digits --seed 1.5 | --seed must be a whole number, got '1.5' (see
+train digits --seed 1000000000000000000000000000000 | --seed must be
+train digits --unit 3 | --unit must divide batch_size 4, got 3
+train digits --rows all | --rows: unknown 'all'
+train digits --lr -1 | --lr must be positive
+train digits --lr nan | --lr must be positive .. nan
+train digits --lr inf | --lr must be positive .. inf
+train digits --lr fast | --lr must be a number, got 'fast' (see
+train digits --weight-decay nan | --weight-decay .. nan
+train digits --momentum 1 | --momentum must be in [0, 1), got 1
+train hmda --data-dir away | 'away' .. folder
+train m4-mlp | 'm4' .. gradherd data get m4 .. cache
 compare digits --tune lr | --tune
-compare digits --tune lr=a,b | --tune
 compare digits --tune momentum=1 | --tune
 compare digits --tune lr=-1,1 | --tune
 compare digits --tune lr=1 --lr 1 | --lr and --tune
@@ -206,19 +175,31 @@ compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
 compare digits --seeds 1.5 | --seeds must be a whole number, got '1.5'
 compare digits --resume | --resume needs --out
 compare digits --seeds 10000000000 | --seeds must be at most 10,000, got 10000000000
-train digits --workers 1000000 | --workers starts at most 256 processes, got 1000000: --virtual
+compare hmda | 'hmda-2017' .. hmda-2017-NJ.npz
+compare digits --orders d-rr,x | --orders: unknown 'x'; choose from d-rr
+compare digits --sparsifiers x | --sparsifiers: unknown 'x'; choose from dense
+compare digits --sparsifiers dense,topk --density nan | --density must be in (0, 1], got nan
+compare digits --density 0.1 | --density 0.1
+compare digits --seeds 0 | --seeds must be at least 1, got 0
+compare digits --orders cd-grab | only one arm (cd-grab, dense) .. at least two .. gradherd train
+compare digits --orders d-rr,d-rr | only one arm
 demo --workers 1000 | --workers must be at most 256, got 1000
 demo --seeds 100000 | --seeds must be at most 10,000
-demo extra | there is no option or argument extra here
+demo --workers 0 | --workers must be at least 1, got 0
 study | FILE is missing
 study nowhere.toml | nowhere.toml: No such file
 study bad.toml | bad.toml
 study kind.toml | kind.toml: there is no theme
 study bin.toml | bin.toml
 study kind.toml --jobs 0 | --jobs must be at least 1, got 0
+study folder.toml | folder.toml: it is not a file
 herding --units 0 | --units must be at least 1, got 0
 herding --dim -1 | --dim must be at least 1, got -1
 herding --orders all | --orders: unknown 'all'
+herding --workers 99999999999999999999999 | must be at most 8,589,934,592
+herding --workers 0 | --workers must be at least 1, got 0
+herding --seed -3 | --seed must be in [0, 2**32), got -3
+herding --orders , | --orders must name at least one of d-rr
 replay order flat.npy | flat.npy: array has shape (5,)
 replay order objects.npy | objects.npy: not a .npy file of numbers (it holds Python objects)
 replay order text.npy | text.npy: not a .npy file
@@ -234,6 +215,20 @@ replay sparsify cube.npy --layers 1,2 | --layers has no effect with --method exd
 replay sparsify cube.npy --method deft --layers 1,2 | --layers must add up to
 replay sparsify cube.npy --method deft --layers a | --layers: 'a' is not a positive whole number
 replay sparsify cube.npy --out flat.npy | flat.npy
+replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
+replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)
+replay | replay needs a subcommand: replay order
+replay ordre | unknown command 'replay ordre'; choose from: replay order
+replay order | FILE is missing: Array (workers, units, dim)
+replay order none.npy | none.npy: no such file
+replay order cube.npy --order cd-grab,d-rr | --order: unknown 'cd-grab,d-rr'
+replay order cube.npy --order d-rr --signs walk | --signs 'walk' has no effect
+replay order cube.npy --signs x | --signs: unknown 'x'; choose from greedy
+replay order cube.npy --start x | --start must be one of identity, random, got 'x'
+replay order cube.npy --rounds -1 | --rounds must be at least 0, got -1
+replay sparsify cube.npy --density 2 | --density must be in (0, 1], got 2.0
+replay sparsify cube.npy --method best | --method: unknown 'best'; choose from dense, exdyna
+replay sparsify cube.npy --method topk --threshold online | --threshold online has no effect
 bench signs --workers '' | --workers must name at least one number
 bench rows --batch 0 | --batch must be at least 1, got 0
 bench sparsify --density 0 | --density must be in (0, 1], got 0
@@ -243,24 +238,49 @@ bench step --params 0 | --params: '0' is not a positive whole number
 bench virtual --workers 0 | --workers must be at least 1, got 0
 bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
+bench signs --dim inf | --dim: 'inf' is not a positive whole number
+bench signs --device meta | --device must be cpu or cuda, got 'meta'
+bench rows --params 1e4,1e5 | --params must be one number
+bench virtual --steps 1 | --steps must be at least 2, got 1
 advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
 advise --model resnet50 --overhead order=-1 | : --overhead order: '-1' must be above 0
 advise --model resnet50 --overhead ride=1ms | --overhead must be NAME=TIME with one of fp16
 advise --model resnet50 --overhead 1ms | --overhead must be NAME=TIME with one of fp16
 advise --params 1e99 --backward 1s | --params: '1e99' must be at most 1e+15 parameters
-replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
-replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)
-study folder.toml | folder.toml: it is not a file
-data check --data-dir flat.npy | : --data-dir must be a folder that exists, got 'flat.npy'
+advise | --params is missing: the number of parameters, such as 25M
+advise --params 25M | --backward is missing: the time of a backward pass on one worker
+advise --params many --backward 50ms | --params: 'many' is not a number of parameters
+advise --params 0.5 --backward 50ms | --params must be at least 1
+advise --model resnet50 --bandwidth fast | --bandwidth: 'fast' is not a link
+advise --model resnet50 --latency '1 week' | --latency: '1 week' is not a time
+advise --model resnet50 --workers 1000000000 | --workers must be at most
+advise --model resnet50 --density nan | --density must be in (0, 1], got nan
+advise --model resnet50 --local-density 0 | --local-density must be in (0, 1]
+advise --model resnet50 --rank 0 | --rank must be at least 1, got 0
+advise --model resnet50 --side 0 | --side must be at least 1
+advise --model resnet50 --overlap 2 | --overlap must be in [0, 1], got 2.0
+advise --model resnet50 --device tpu | --device: unknown 'tpu'
+advise --model resnet50 --overhead fp16=x | --overhead fp16: 'x' is not a time
+advise --params 1e6 --measure | --measure on a GPU needs torchrun
+advise --params 1e12 --measure --device cpu | --measure builds a model of 1e+12
+advise --params 1e6 --measure --density 7 | --density must be in (0, 1]
+advise --model resnet51 | --model: unknown 'resnet51'; choose from resnet18
+advise --model resnet50 --params 1M | --model resnet50 has its own --params
+advise --model resnet50 --device cpu | with --device cpu give --backward
 report broken | broken/record.json: no JSON after line 1, column 7: a damaged record
 report text.npy | text.npy
+report | name at least one folder
+report away | away: no such folder
+report . --out away/x.html | --out away/x.html: there is no folder away
+report broken --oout x | there is no option or argument --oout here
+report away --watch | away: no such folder
+report broken --watch --json | choose one
+data check --data-dir flat.npy | : --data-dir must be a folder that exists, got 'flat.npy'
 data get nothing | 'nothing'
-data list extra | there is no option or argument extra here
 doctor --json yes | there is no option or argument yes here
---nope | unknown command '--nope'
 """
-"""A wrong call, and what the one line about it says."""
+"""A wrong call, and what the one line about it says; " .. " stands for anything."""
 
 
 @pytest.fixture
@@ -287,44 +307,17 @@ def bad_files(place):
 
 def test_wrong_calls_say_what_is_wrong_with_which_value(capsys, bad_files):
     # In one test: the files and the checks around each call cost more than the calls.
-    for line in ONE_LINERS.strip().splitlines():
+    for line in COMMANDS.strip().splitlines():
         call, says = line.split(" | ")
         err = refused(capsys, *shlex.split(call))
-        assert says in err, line
-        for internal in ("Traceback", "NoneType", "Expected", "Errno", "tyro", "<class", "Error:"):
+        assert all(words in err for words in says.split(" .. ")), f"{line}: {err}"
+        for internal in ("Traceback", "NoneType", "Expected", "Errno", "argparse", "<class"):
             assert internal not in err, line
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_call_is_reported_in_one_line(capsys, case):
-    args, words = WRONG[case]
-    err = refused(capsys, *args)
-    assert all(word in err for word in words), err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_device_that_is_not_there(capsys):
     assert "'cuda' cannot be used here" in refused(capsys, "train", "digits", "--device", "cuda")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        pytest.param(
-            option,
-            value,
-        )
-        for option, value in [("--lr", "inf"), ("--weight-decay", "nan"), ("--weight-decay", "inf")]
-    ],
-)
-def test_settings_that_are_not_finite(capsys, option, value):
-    err = refused(capsys, "train", "digits", option, value, *QUICK, "--out", "out")
-    assert option.strip("-").replace("-", "_") in err.replace("-", "_") and value in err
-
-
-def test_a_seed_that_no_generator_takes(capsys):
-    err = refused(capsys, "train", "digits", "--seed", 10**30, *QUICK, "--out", "out")
-    assert "--seed" in err and "10" in err
 
 
 @pytest.mark.parametrize(

@@ -112,46 +112,6 @@ def test_bench_signs_json(capsys):
     assert result["rows"][0]["ratio"] == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (["fly"], "unknown command 'fly'; choose from: demo"),
-        (["replay"], "replay needs a subcommand: replay order"),
-        (["replay", "order", "{tiny}", "--order", "cd-grab,d-rr"], "unknown 'cd-grab,d-rr'"),
-        (["replay", "order", "{tiny}", "--order", "d-rr", "--signs", "walk"], "has no effect"),
-        (["herding", "--workers", "9" * 23], "must be at most 8,589,934,592"),
-        (["bench", "signs", "--dim", "inf"], "--dim: 'inf' is not a positive whole number"),
-        (["bench", "signs", "--device", "meta"], "--device must be cpu or cuda, got 'meta'"),
-        (["bench", "rows", "--params", "1e4,1e5"], "--params must be one number"),
-        (["bench", "virtual", "--steps", "1"], "--steps must be at least 2, got 1"),
-        (["train", "digits", "--epochs", "ten"], "--epochs must be a whole number, got 'ten' (see"),
-        (["train", "digits", "--lr", "fast"], "--lr must be a number, got 'fast' (see"),
-        (["train", "digits", "--seed", "1.5"], "--seed must be a whole number, got '1.5' (see"),
-        (["advise"], "--params is missing: the number of parameters"),
-        (["train", "digits", "--order"], "--order: expected one argument (see"),
-        (["replay", "ordre"], "unknown command 'replay ordre'; choose from: replay order"),
-        (["replay", "order"], "FILE"),
-        (["replay", "order", "{tiny}", "--order", "x"], "--order: unknown 'x'; choose from d-rr"),
-        (["replay", "order", "{tiny}", "--signs", "x"], "--signs: unknown 'x'; choose from greedy"),
-        (["replay", "order", "{tiny}", "--start", "x"], "'x'"),
-        (["replay", "order", "{tiny}", "--rounds", "-1"], "--rounds must be at least 0, got -1"),
-        (["replay", "order", "{tiny}", "--rounds", "two"], "--rounds"),
-        (["replay", "order", "{tiny}x"], "tiny.npyx: no such file"),
-        (["herding", "--workers", "0"], "--workers must be at least 1, got 0"),
-        (["herding", "--seed", "-3"], "--seed must be in [0, 2**32), got -3"),
-        (["herding", "--orders", ","], "--orders must name at least one of d-rr"),
-        (["herding", "--oders", "d-rr"], "--oders"),
-        (["bench", "signs", "--dim", "0"], "--dim: '0' is not a positive whole number"),
-        (["bench", "signs", "--device", "tpu9"], "--device must be cpu or cuda, got 'tpu9'"),
-    ],
-)
-def test_wrong_usage_gets_one_line_and_code_2(capsys, tiny, args, complaint):
-    code, out, err = run(capsys, *(arg.format(tiny=tiny) for arg in args))
-    assert (code, out) == (2, "")
-    assert err.startswith("gradherd: ") and err.count("\n") == 1
-    assert complaint in err
-
-
 @pytest.mark.parametrize("width", [50, 80, 160])
 def test_the_overview_fits_the_terminal(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))

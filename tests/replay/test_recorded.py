@@ -157,27 +157,6 @@ def test_any_real_numbers_are_fine(capsys, tmp_path, dtype):
     assert np.load(tmp_path / "o" / "mean.npy").dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (["--density", 0], "--density must be in (0, 1], got 0.0"),
-        (["--density", 2], "--density must be in (0, 1], got 2.0"),
-        (["--method", "best"], "unknown 'best'; choose from dense, exdyna"),
-        (["--method", "topk", "--threshold", "online"], "has no effect"),
-        (
-            ["--method", "deft", "--layers", "10,20"],
-            "--layers must add up to the length of the vectors, 2000, got 30",
-        ),
-        (["--threshold", "loud"], "loud"),
-    ],
-)
-def test_wrong_usage_gets_one_line_and_code_2(capsys, recorded, tmp_path, args, complaint):
-    code, out, err = run(capsys, recorded, "--out", tmp_path / "out", *args)
-    assert (code, out) == (2, "")
-    assert complaint in err and len(err.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_bad_files_get_one_line_and_leave_nothing(capsys, recorded, tmp_path):
     whole = recorded.read_bytes()
     bad = {

@@ -64,8 +64,6 @@ def test_json_is_that_of_compare(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ([], "name at least one folder"),
-        (["{tmp}/none"], "none: no such folder"),
         (["{tmp}/runs/001/deep/record.json"], "record.json is not a folder"),
         (["{tmp}/empty"], "empty: no record.json in it or below"),
         (["{tmp}/runs", "--out", "{tmp}"], "is a folder; name a file in it"),
@@ -74,7 +72,6 @@ def test_json_is_that_of_compare(capsys, tmp_path):
         (["{tmp}/runs", "{tmp}/twice"], "are of the same task, arm and seed (0)"),
         (["{tmp}/damaged"], "damaged/record.json: no JSON after line 1"),
         (["{tmp}/foreign"], "foreign/record.json: not a record of a run"),
-        (["{tmp}/runs", "--oout", "x"], "--oout"),
     ],
 )
 def test_wrong_usage_is_one_line(capsys, tmp_path, args, complaint):
@@ -183,19 +180,6 @@ def test_watch_follows_a_training_until_it_is_interrupted(capsys, tmp_path, monk
     assert seen[0] is None and seen[1] == seen[2] != seen[3] == seen[4] != seen[5]
     assert all('data-reload="5"' in text for text in seen[1:])
     assert "data-reload" not in page.read_text() and 'http-equiv="refresh' not in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (["{tmp}/none"], "none: no such folder"),
-        (["{tmp}", "--json"], "choose one"),
-        ([], "name at least one folder"),
-    ],
-)
-def test_watch_says_what_it_cannot_do(capsys, tmp_path, args, complaint):
-    code, out, err = run(capsys, *(arg.format(tmp=tmp_path) for arg in args), "--watch")
-    assert (code, out) == (2, "") and complaint in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "scipy"])

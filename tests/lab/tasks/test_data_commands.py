@@ -184,12 +184,6 @@ def test_get_what_has_no_source(capsys):
     fails(capsys, "hmda-2017", "no download is known for 'hmda-2017': make hmda-2017/")
 
 
-def test_get_an_unknown_name(capsys):
-    code, out, err = run(capsys, "get", "mnist")
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    assert "NAME: unknown 'mnist'; choose from hmda-2017, wikitext-2" in err
-
-
 def test_list_tells_where_and_how(capsys, any_edition, tmp_path):
     fake_data.hmda(tmp_path, "compact")
     code, out, err = run(capsys, "list", "--data-dir", tmp_path, "--json")
